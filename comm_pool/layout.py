@@ -1,0 +1,325 @@
+"""Layouts: partitions of a cell's ranks into groups with modes, and their notation.
+
+Invariant: a `Group` is aligned, contiguous and a power of two wide, `dp` exactly when it is one
+rank wide, and the groups of a `Layout` never overlap. So every group that a layout can name has a
+communicator in `comm_pool.plan`. Called by the coordinator (policy, switch protocol, admin API)
+and by every rank; pure, so that all of them agree.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby, pairwise
+from typing import NewType
+
+Rank = NewType("Rank", int)
+"""A device and the one process that owns it, numbered 0..world-1 inside a cell."""
+
+MAX_NOTATION_CHARS = 1024
+"""Longest notation that is read; it comes from the network, so it has a limit."""
+
+MAX_ENUMERATED_WORLD = 16
+"""Most ranks that `supported_layouts` enumerates: with two wide modes, 8 give 123 layouts and
+16 give 15,131; the count squares with every doubling."""
+
+_ABSENT = "off"
+_TOKEN = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be; the message is one sentence fit for an operator."""
+
+
+class AbsentRankError(KeyError):
+    """A rank was looked up that the layout does not hold."""
+
+    def __str__(self) -> str:
+        """Return the sentence itself; KeyError would show its repr."""
+        return str(self.args[0])
+
+
+class Mode(StrEnum):
+    """How a group computes; the order of the members is the order of enumeration."""
+
+    DP = "dp"
+    TP = "tp"
+    SP = "sp"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Aligned, contiguous ranks that run one model together.
+
+    `ranks` ascend, their number (the width) is a power of two and divides the first of them.
+    Mode `dp` if and only if the width is 1. Anything else raises `LayoutError`.
+    """
+
+    ranks: tuple[Rank, ...]
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        """Refuse what is no group."""
+        width = len(self.ranks)
+        if width == 0:
+            raise LayoutError("a group needs at least one rank.")
+        first = self.ranks[0]
+        if first < 0 or self.ranks != tuple(range(first, first + width)):
+            raise LayoutError(f"ranks {self.ranks} are not contiguous, ascending and from 0 up.")
+        if width & (width - 1):
+            raise LayoutError(f"ranks {self.ranks} are {width} wide, which is no power of two.")
+        if first % width:
+            raise LayoutError(
+                f"ranks {self.ranks} are not aligned: a group {width} wide starts at a "
+                f"multiple of {width}."
+            )
+        if (self.mode is Mode.DP) != (width == 1):
+            raise LayoutError(
+                f"mode {self.mode} does not go with width {width}: a group one rank wide is dp, "
+                f"a wider one is tp or sp."
+            )
+
+    @property
+    def width(self) -> int:
+        """Number of ranks, k."""
+        return len(self.ranks)
+
+    @property
+    def leader(self) -> Rank:
+        """The lowest rank, which schedules for the group."""
+        return self.ranks[0]
+
+    @property
+    def name(self) -> str:
+        """Mode and width, such as `tp2` or `dp1`; it does not say which ranks."""
+        return f"{self.mode}{self.width}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Groups that do not overlap, kept sorted by leader whatever order they are given in.
+
+    A layout need not hold every rank of its cell: a lost rank is simply missing. Equal layouts
+    compare and hash equal. Overlapping groups raise `LayoutError`.
+    """
+
+    groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        """Sort the groups and refuse overlaps."""
+        ordered = tuple(sorted(self.groups, key=lambda group: group.leader))
+        object.__setattr__(self, "groups", ordered)
+        for left, right in pairwise(ordered):
+            if right.leader <= left.ranks[-1]:
+                raise LayoutError(f"groups {left.ranks} and {right.ranks} overlap.")
+
+    def __str__(self) -> str:
+        """Return the notation; see `format_layout` for absent ranks behind the last group."""
+        return format_layout(self)
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """All ranks of all groups, ascending."""
+        return tuple(rank for group in self.groups for rank in group.ranks)
+
+    @property
+    def widths(self) -> frozenset[int]:
+        """The widths in use."""
+        return frozenset(group.width for group in self.groups)
+
+    def group_of(self, rank: Rank) -> Group:
+        """Return the group that holds `rank`; raise `AbsentRankError` if none does."""
+        for group in self.groups:
+            if rank in group.ranks:
+                return group
+        raise AbsentRankError(f"rank {rank} is in no group of layout '{self}'.")
+
+    def covers(self, world: int) -> bool:
+        """Say whether the layout holds exactly the ranks 0..world-1."""
+        return self.ranks == tuple(range(world))
+
+    def without(self, ranks: Collection[Rank]) -> "Layout":
+        """Return the layout after losing `ranks`; absent ones are ignored.
+
+        A group that loses a member cannot go on: its survivors serve alone, in dp.
+        """
+        lost = frozenset(ranks)
+        kept: list[Group] = []
+        for group in self.groups:
+            if lost.isdisjoint(group.ranks):
+                kept.append(group)
+            else:
+                kept += _alone(rank for rank in group.ranks if rank not in lost)
+        return Layout(tuple(kept))
+
+    def plus(self, ranks: Collection[Rank]) -> "Layout":
+        """Return the layout with those of `ranks` that were missing added, each alone in dp."""
+        missing = frozenset(ranks).difference(self.ranks)
+        return Layout((*self.groups, *_alone(missing)))
+
+
+def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
+    """Read the notation of a layout of `world` ranks; width 1 is supported without being named.
+
+    Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK` and `spK` are
+    one group of K ranks; `offN` leaves N ranks out (lost, or not to be used). So `tp2+dp2` is ranks
+    0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without rank 2. A caller that
+    must not leave a rank out asks `Layout.covers`. Every other text raises `LayoutError`, one
+    sentence that says what is wrong and what is supported. Costs O(world), whatever the text.
+    """
+    if world < 1:
+        raise LayoutError(f"a cell has at least one rank, not {world}.")
+    if not text:
+        raise LayoutError(f"the layout is empty; write for example '{Mode.DP}{world}'.")
+    if len(text) > MAX_NOTATION_CHARS:
+        raise LayoutError(
+            f"the layout is {len(text)} characters long; at most {MAX_NOTATION_CHARS} are read."
+        )
+    groups: list[Group] = []
+    first = 0
+    for token in text.split("+"):
+        word, count = _read_token(token, text)
+        if word in (Mode.TP, Mode.SP):
+            _check_wide(token, count, first, widths)
+        if first + count > world:
+            raise LayoutError(_coverage(text, "more than", world))
+        ranks = tuple(Rank(rank) for rank in range(first, first + count))
+        if word == Mode.DP:
+            groups += _alone(ranks)
+        elif word != _ABSENT:
+            groups.append(Group(ranks, Mode(word)))
+        first += count
+    if first < world:
+        raise LayoutError(_coverage(text, f"only {first} of", world))
+    return Layout(tuple(groups))
+
+
+def format_layout(layout: Layout, world: int | None = None) -> str:
+    """Return the canonical notation: neighbouring dp ranks merge, wide groups stay apart.
+
+    Absent ranks are written as `offN`. Those behind the last group are known only when `world` is
+    given: `parse_layout(format_layout(x, world), world, widths) == x` for every x that fits. A
+    layout of no ranks is the empty text without `world`. Ranks beyond `world` raise `LayoutError`.
+    """
+    end = layout.ranks[-1] + 1 if layout.groups else 0
+    if world is None:
+        world = end
+    if end > world:
+        raise LayoutError(f"layout '{layout}' does not fit into {world} ranks.")
+    tokens: list[str] = []
+    for word, run in groupby(_spans(layout, world), key=lambda span: span[0]):
+        counts = [count for _, count in run]
+        # Two neighbouring tp2 are not one tp4, whereas dp and off count ranks and may be added up.
+        tokens += (
+            [f"{word}{sum(counts)}"]
+            if word in (Mode.DP, _ABSENT)
+            else [f"{word}{count}" for count in counts]
+        )
+    return "+".join(tokens)
+
+
+def diff(old: Layout, new: Layout) -> frozenset[Rank]:
+    """Return the affected ranks: those whose group (ranks or mode) changes, comes or goes.
+
+    All other ranks keep their group and keep serving through the switch.
+    """
+    changed = frozenset(old.groups) ^ frozenset(new.groups)
+    return frozenset(rank for group in changed for rank in group.ranks)
+
+
+def supported_layouts(
+    world: int, widths: Collection[int], modes: Collection[Mode]
+) -> tuple[Layout, ...]:
+    """Return every layout that covers `world` ranks with these widths and modes.
+
+    The order is the same everywhere: by the group of rank 0, narrow before wide, then mode in the
+    order of `Mode`, then likewise for the ranks that follow; so all-dp comes first. Ranks stand
+    alone only if `modes` holds dp. Raises `LayoutError` for a world outside
+    1..MAX_ENUMERATED_WORLD or a width that is no power of two.
+    """
+    if not 1 <= world <= MAX_ENUMERATED_WORLD:
+        raise LayoutError(
+            f"layouts are enumerated for 1 to {MAX_ENUMERATED_WORLD} ranks, not {world}."
+        )
+    ascending = sorted({1, *widths})
+    for width in ascending:
+        if width < 1 or width & (width - 1):
+            raise LayoutError(f"width {width} is no power of two.")
+    wanted = [mode for mode in Mode if mode in modes]
+    # Filled from the last rank back: the ways to lay out ranks first..world-1.
+    rest: dict[int, list[tuple[Group, ...]]] = {world: [()]}
+    for first in range(world - 1, -1, -1):
+        rest[first] = [
+            (group, *tail)
+            for group in _groups_from(first, world, ascending, wanted)
+            for tail in rest[first + group.width]
+        ]
+    return tuple(Layout(groups) for groups in rest[0])
+
+
+def _groups_from(
+    first: int, world: int, widths: Iterable[int], modes: Collection[Mode]
+) -> Iterator[Group]:
+    for width in widths:
+        if first % width or first + width > world:
+            continue
+        ranks = tuple(Rank(rank) for rank in range(first, first + width))
+        for mode in modes:
+            if (mode is Mode.DP) == (width == 1):
+                yield Group(ranks, mode)
+
+
+def _alone(ranks: Iterable[Rank]) -> list[Group]:
+    return [Group((rank,), Mode.DP) for rank in ranks]
+
+
+def _spans(layout: Layout, world: int) -> Iterator[tuple[str, int]]:
+    """Yield (word, ranks) from rank 0 to world-1, absent ranks included."""
+    first = 0
+    for group in layout.groups:
+        if group.leader > first:
+            yield _ABSENT, group.leader - first
+        yield group.mode.value, group.width
+        first = group.leader + group.width
+    if world > first:
+        yield _ABSENT, world - first
+
+
+def _read_token(token: str, text: str) -> tuple[str, int]:
+    words = (*(mode.value for mode in Mode), _ABSENT)
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise LayoutError(
+            f"'{token}' in layout '{text}' is no word with a number, such as 'dp4' or 'tp2+dp2'."
+        )
+    word, count = match[1], int(match[2])
+    if word not in words:
+        raise LayoutError(
+            f"'{word}' in layout '{text}' is no mode; supported are {', '.join(words[:-1])}, "
+            f"and {_ABSENT} for ranks left out."
+        )
+    if count == 0:
+        raise LayoutError(f"'{token}' in layout '{text}' has no ranks; leave it out.")
+    return word, count
+
+
+def _check_wide(token: str, width: int, first: int, widths: Collection[int]) -> None:
+    if width == 1:
+        raise LayoutError(f"'{token}' is a single rank, which has no peers; use 'dp1'.")
+    if width not in widths:
+        supported = ", ".join(str(each) for each in sorted({1, *widths}))
+        raise LayoutError(
+            f"width {width} of '{token}' is not supported; supported widths are {supported}."
+        )
+    if first % width:
+        raise LayoutError(
+            f"'{token}' would start at rank {first}, but a group {width} wide must start at a "
+            f"multiple of {width}."
+        )
+
+
+def _coverage(text: str, how_many: str, world: int) -> str:
+    return (
+        f"layout '{text}' covers {how_many} {world} ranks, but must cover exactly {world} "
+        f"(dpN counts N ranks, each alone)."
+    )

@@ -1,0 +1,165 @@
+"""Configuration of a cell: one YAML file, read by every process of it, parsed and checked once.
+
+Unknown keys are refused and relations between values are checked here, so that no process starts
+with a configuration that another one would refuse. Secrets come from the environment only.
+Names end in their unit. `helm/values.schema.json` is to be generated from these models.
+"""
+
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from comm_pool.layout import Layout, LayoutError, parse_layout
+
+TOKEN_ENV = "AILERON_TOKEN"
+"""Environment variable with the secret that the processes of a cell share."""
+
+TOKEN_CHARS_MIN = 16
+"""Shortest shared secret that is accepted."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one sentence that says what to change."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Frozen):
+    """Which model, and vLLM's own options for it."""
+
+    path: str
+    """A Hugging Face id or a folder."""
+    served_name: str = ""
+    """Name on the API; empty means `path`'s last part."""
+    engine_args: tuple[str, ...] = ()
+    """vLLM engine options as on its command line."""
+
+
+class CellConfig(_Frozen):
+    """The ranks of one host and how they may be grouped."""
+
+    ranks: int = Field(default=2, ge=1, le=64)
+    device: Literal["cpu", "cuda"] = "cpu"
+    widths: tuple[int, ...] = (1, 2)
+    layout: str = "dp2"
+    threads_per_rank: int = Field(default=0, ge=0)
+    """CPU compute threads of each rank; 0 divides the machine's cores among the ranks."""
+    dist_port: int = Field(default=0, ge=0, le=65535)
+    """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
+
+
+class CoordinatorConfig(_Frozen):
+    """Heartbeats, leases and the task pool."""
+
+    listen: str = "127.0.0.1:8002"
+    heartbeat_ms: int = Field(default=200, ge=10)
+    lease_ms: int = Field(default=10_000, ge=100)
+    """How long a leader may step after its last answered report."""
+    lost_after_ms: int = Field(default=12_000, ge=100)
+    """Silence after which a rank is cut out; at least `lease_ms`, or two layouts could overlap."""
+    pause_limit_ms: int = Field(default=2_000, ge=0)
+    """A task paused for longer is resumed elsewhere by recompute."""
+    queue_tasks_max: int = Field(default=4_096, ge=1)
+    """Most tasks that wait in the pool; one more is refused with 429."""
+    ageing_ms: int = Field(default=30_000, ge=1)
+    """Waiting this long lifts a task by one tier."""
+    default_carry: Literal["pause", "drain", "recompute"] = "recompute"
+    """Carry plan of a switch that names none."""
+    drain_limit_ms: int = Field(default=60_000, ge=0)
+    """A draining group recomputes what is left after this long."""
+    history_switches_max: int = Field(default=1_000, ge=1)
+
+
+class GatewayConfig(_Frozen):
+    """The serving port."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    token_listen: str = "tcp://127.0.0.1:0"
+    """ZeroMQ address that leaders push tokens to; port 0 means any free one."""
+    loop: Literal["asyncio", "uvloop"] = "uvloop"
+
+
+class AdminConfig(_Frozen):
+    """The admin port: admin API and metrics."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8001, ge=0, le=65535)
+
+
+class Config(_Frozen):
+    """Everything a process of a cell is told."""
+
+    model: ModelConfig
+    cell: CellConfig = CellConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    admin: AdminConfig = AdminConfig()
+    run_dir: str = ""
+    """Folder for sockets and logs; empty means a fresh temporary one."""
+
+    @model_validator(mode="after")
+    def _check_relations(self) -> Self:
+        if self.coordinator.lost_after_ms < self.coordinator.lease_ms:
+            raise ValueError(
+                "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must have "
+                "stopped by itself before it is cut out."
+            )
+        self.initial_layout()
+        return self
+
+    def initial_layout(self) -> Layout:
+        """The layout to start in; raises ValueError for one that the cell cannot form."""
+        try:
+            return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
+        except LayoutError as error:
+            raise ValueError(f"cell.layout: {error}") from error
+
+    @property
+    def served_model_name(self) -> str:
+        """The model's name on the API."""
+        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def load_config(path: Path) -> Config:
+    """Read and check a YAML file; raises `ConfigError` with one sentence per mistake."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}.") from error
+    return check_config(data or {})
+
+
+def check_config(data: object) -> Config:
+    """Check already parsed data; raises `ConfigError`."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}"
+            for item in error.errors()
+        ]
+        raise ConfigError("; ".join(lines)) from error
+
+
+def dump_config(config: Config) -> str:
+    """YAML text that `load_config` reads back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def shared_token() -> str:
+    """The cell's shared secret from the environment; raises `ConfigError` if it is missing."""
+    token = os.environ.get(TOKEN_ENV, "")
+    if len(token) < TOKEN_CHARS_MIN:
+        raise ConfigError(
+            f"set {TOKEN_ENV} to a secret of at least {TOKEN_CHARS_MIN} characters, the same for "
+            "every process of the cell."
+        )
+    return token

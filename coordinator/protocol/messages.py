@@ -1,0 +1,414 @@
+"""Every message between the processes of a cell, as frozen msgspec structs.
+
+Reports go from rank to coordinator and say what is; directives go back and say what should be.
+Both are level-triggered: repeated, lost and late ones are harmless, later epochs win. Only task
+commands and task events are edges, and a new session's `Hello` repairs lost edges.
+Pure: no clock, no sockets. Times are integers of milliseconds of the sender's monotonic clock.
+"""
+
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+import msgspec
+
+from comm_pool.layout import Group, Layout, Rank
+
+Epoch = NewType("Epoch", int)
+"""The number of a layout; it only grows."""
+TaskId = NewType("TaskId", str)
+"""The engine request id that vLLM's front end gave: unique over gateways."""
+
+PROTOCOL_VERSION = 1
+"""Raised when a message changes its meaning; peers of another version are refused."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages: immutable and tagged with its class name on the wire."""
+
+
+class Phase(IntEnum):
+    """Where a rank is on its way into an epoch."""
+
+    PARK = 0
+    """Stopped at a safe point, bound to no group that the layout changes."""
+    SWAP = 1
+    """The target group's prepared objects are selected and its followers follow; no steps yet."""
+    SERVE = 2
+    """The group may step."""
+
+
+class Stage(msgspec.Struct, frozen=True, order=True):
+    """Total order of everything a rank can be told to be; later always wins."""
+
+    epoch: int
+    phase: Phase
+
+
+class Carry(StrEnum):
+    """What a switch does to the running tasks of the groups that it changes (design, carry plans)."""
+
+    PAUSE = "pause"
+    DRAIN = "drain"
+    RECOMPUTE = "recompute"
+    RESHARD = "reshard"
+
+
+class Tier(IntEnum):
+    """Priority classes; lower is more urgent, as in vLLM's scheduler."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """A group and the epoch it was formed in; messages of an older formation are stale.
+
+    A group that a switch does not change keeps its `born`, so it serves through that switch.
+    """
+
+    group: Group
+    born: int
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A layout with the formation epoch of each of its groups."""
+
+    bindings: tuple[Binding, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout without its formation epochs."""
+        return Layout(tuple(binding.group for binding in self.bindings))
+
+    def binding_of(self, rank: Rank) -> Binding | None:
+        """The binding that holds `rank`, or None if the rank is not in the layout."""
+        for binding in self.bindings:
+            if rank in binding.group.ranks:
+                return binding
+        return None
+
+
+# --------------------------------------------------------------------------------- tasks
+
+
+class TaskHeader(msgspec.Struct, frozen=True):
+    """What the coordinator knows of a request; the payload stays opaque to it.
+
+    `reply_to` is the ZeroMQ address that leaders push tokens to. `deadline_ms` counts from the
+    task's arrival at the coordinator; 0 means none.
+    """
+
+    task: TaskId
+    gateway: str
+    reply_to: str
+    prompt_tokens: int
+    max_tokens: int
+    tier: Tier = Tier.STANDARD
+    deadline_ms: int = 0
+
+
+class EndCause(StrEnum):
+    """Why a task ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class ReturnCause(StrEnum):
+    """Why a leader gave a task back to the pool instead of finishing it."""
+
+    NOT_STARTED = "not_started"
+    """It held no KV when its group parked."""
+    RECOMPUTE = "recompute"
+    """Its KV was dropped on purpose; it restarts its prefill with the tokens it has."""
+    STALE = "stale"
+    """It was placed in a group that no longer exists."""
+
+
+# --------------------------------------------------------------------------------- rank -> coordinator
+
+
+class HeldTask(msgspec.Struct, frozen=True):
+    """A task that a leader holds when its session opens."""
+
+    header: TaskHeader
+    attempt: int
+    group: Group
+    generated: int
+    paused: bool
+
+
+class RankHello(Message, frozen=True):
+    """First message of a rank's session.
+
+    `incarnation` grows with each restart of the rank's process. `max_tasks` is the most tasks a
+    group led by this rank holds at once. `tokens_per_slot` is b of the page geometry.
+    """
+
+    version: int
+    rank: Rank
+    incarnation: int
+    pid: int
+    device: str
+    widths: tuple[int, ...]
+    max_tasks: int
+    max_model_len_tokens: int
+    tokens_per_slot: int
+    kv_heads: int
+    pages_total: int
+    held: tuple[HeldTask, ...]
+    memory: tuple[tuple[str, int], ...] = ()
+    """(what, bytes) pairs: weights, views, kv, each communicator."""
+
+
+class LeaseKept(msgspec.Struct, frozen=True):
+    """The lease indices that paused tasks of an unbound group still need, told by its leader.
+
+    Level-triggered: the highest `version` wins; members free every other page of that lease.
+    """
+
+    ranks: tuple[Rank, ...]
+    version: int
+    indices: tuple[int, ...]
+
+
+class PageReport(msgspec.Struct, frozen=True):
+    """Page accounting of one rank, in pages."""
+
+    total: int
+    free: int
+    owned: int
+    leased: int
+
+
+class TaskEnded(msgspec.Struct, frozen=True):
+    """A task that its leader finished or dropped."""
+
+    task: TaskId
+    attempt: int
+    cause: EndCause
+    generated: int
+    message: str = ""
+
+
+class TaskReturned(msgspec.Struct, frozen=True):
+    """A task handed back, with every token generated so far (over all attempts)."""
+
+    task: TaskId
+    attempt: int
+    cause: ReturnCause
+    generated_tokens: tuple[int, ...]
+
+
+class TaskProgress(msgspec.Struct, frozen=True):
+    """How far a running task got, in generated tokens."""
+
+    task: TaskId
+    generated: int
+    paused: bool
+
+
+class SwitchTimes(msgspec.Struct, frozen=True):
+    """What one rank measured of one switch, in microseconds; 0 where it had no part."""
+
+    epoch: int
+    park_us: int = 0
+    swap_us: int = 0
+    first_step_us: int = 0
+
+
+class Report(Message, frozen=True):
+    """State of a rank, sent on an interval and on every change.
+
+    `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
+    `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
+    the tasks of the group it leads. `kept` is filled by leaders for unbound groups.
+    """
+
+    rank: Rank
+    incarnation: int
+    sent_at_ms: int
+    stage: Stage
+    binding: Binding | None
+    target: Target | None
+    pages: PageReport
+    running: int = 0
+    waiting: int = 0
+    paused: int = 0
+    blocks_free: int = 0
+    blocks_total: int = 0
+    kept: tuple[LeaseKept, ...] = ()
+    ended: tuple[TaskEnded, ...] = ()
+    returned: tuple[TaskReturned, ...] = ()
+    progress: tuple[TaskProgress, ...] = ()
+    times: tuple[SwitchTimes, ...] = ()
+    memory_bytes: int = 0
+    steps: int = 0
+
+
+# --------------------------------------------------------------------------------- coordinator -> rank
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Pages that every member of a group leases to it when it is bound (for dp: owns)."""
+
+    ranks: tuple[Rank, ...]
+    pages: int
+
+
+class Directive(Message, frozen=True):
+    """The wanted state of a rank.
+
+    `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
+    `members` gives the incarnation of each rank of the target. `swapped_upto` is the highest epoch
+    that ever reached SWAP: a leader that abandons such a target owes its followers a leave message.
+    `grants` is filled in SERVE. `kept` tells members which lease indices of unbound groups remain.
+    """
+
+    incarnation: int
+    answers_ms: int
+    lease_ms: int
+    stage: Stage
+    target: Target
+    carry: Carry
+    members: tuple[tuple[Rank, int], ...]
+    swapped_upto: int
+    grants: tuple[Grant, ...] = ()
+    kept: tuple[LeaseKept, ...] = ()
+
+
+class Place(Message, frozen=True):
+    """Run this task in the group formed as `binding`; `generated_tokens` were made by earlier attempts."""
+
+    header: TaskHeader
+    attempt: int
+    binding: Binding
+    payload: bytes
+    generated_tokens: tuple[int, ...] = ()
+
+
+class Drop(Message, frozen=True):
+    """Forget this task and free all it holds; its client is gone."""
+
+    task: TaskId
+
+
+class GiveBack(Message, frozen=True):
+    """Free this task's KV and return it (`ReturnCause.RECOMPUTE`): it has been paused for too long."""
+
+    task: TaskId
+
+
+class Stop(Message, frozen=True):
+    """Leave: finish nothing, free everything, end the process."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------------- gateway -> coordinator
+
+
+class GatewayHello(Message, frozen=True):
+    """First message of a gateway's session; all unfinished tasks are submitted again after it."""
+
+    version: int
+    gateway: str
+
+
+class Submit(Message, frozen=True):
+    """Take this task into the pool; idempotent by task id.
+
+    `delivered_tokens` were already handed to the client (after a loss); the task goes on behind them.
+    """
+
+    header: TaskHeader
+    payload: bytes
+    delivered_tokens: tuple[int, ...] = ()
+
+
+class Cancel(Message, frozen=True):
+    """The client is gone, or nobody waits for this task any more."""
+
+    task: TaskId
+
+
+class Done(Message, frozen=True):
+    """The gateway has the task's last token; ends it even if the leader's report is lost."""
+
+    task: TaskId
+
+
+class StreamGap(Message, frozen=True):
+    """Longest pause between two tokens of any stream that crossed into `epoch`."""
+
+    epoch: int
+    gap_ms: float
+
+
+# --------------------------------------------------------------------------------- coordinator -> gateway
+
+
+class Welcome(Message, frozen=True):
+    """Answer to `GatewayHello`; a changed `coordinator` means it restarted."""
+
+    coordinator: str
+
+
+class CellState(Message, frozen=True):
+    """What a gateway must know of its cell, sent on every change."""
+
+    layout: str
+    epoch: int
+    serving: bool
+    world: int
+    ranks_alive: int
+    queued: int
+    max_context_tokens: int
+
+
+class TaskFailed(Message, frozen=True):
+    """The task will produce no more tokens; `code` is an OpenAI-style error code."""
+
+    task: TaskId
+    code: str
+    message: str
+
+
+class Resubmit(Message, frozen=True):
+    """The rank that ran this task is lost: submit it again with the tokens delivered so far."""
+
+    task: TaskId
+
+
+RankUp = RankHello | Report
+RankDown = Directive | Place | Drop | GiveBack | Stop
+GatewayUp = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayDown = Welcome | CellState | TaskFailed | Resubmit
+
+
+# --------------------------------------------------------------------------------- leader -> gateway (tokens)
+
+
+class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one task in one batch: indices first .. first+count-1 of its output."""
+
+    task: TaskId
+    attempt: int
+    first: int
+    count: int
+    finished: bool
+
+
+class TokenBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Header of one push from a leader; vLLM's encoded `EngineCoreOutputs` follow as frames.
+
+    `spans[i]` describes `outputs[i]` of the payload.
+    """
+
+    rank: Rank
+    incarnation: int
+    epoch: int
+    spans: tuple[TokenSpan, ...]

@@ -1,0 +1,156 @@
+"""Page accounting under arbitrary operations, against a model and between two members.
+
+The model is the plainest one: sets of pages and dicts. Two members of a group get the same lease
+operations but have different pages, because each also serves its own dp scheduler.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvadaptor.pages import PageError, PagePool
+
+NUM_PAGES = 24
+GROUPS = ((0, 1), (2, 3), (0, 1, 2, 3))
+groups = st.sampled_from(GROUPS)
+amounts = st.integers(0, 12)
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """One pool; the model says which result or refusal is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(NUM_PAGES)
+        self.owned: set[int] = set()
+        self.leases: dict[tuple[int, ...], dict[int, int]] = {group: {} for group in GROUPS}
+
+    def free(self) -> list[int]:
+        leased = {page for lease in self.leases.values() for page in lease.values()}
+        return [page for page in range(1, NUM_PAGES) if page not in self.owned | leased]
+
+    @rule(n=amounts)
+    def grant(self, n: int) -> None:
+        free = self.free()
+        try:
+            pages = self.pool.grant_own(n)
+        except PageError:
+            assert n > len(free)
+        else:
+            assert list(pages) == free[:n]
+            assert len(pages) == n
+            self.owned |= set(pages)
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.integers(-1, NUM_PAGES), max_size=4))
+        if self.owned:
+            pages = data.draw(st.sampled_from([pages, sorted(self.owned)[: len(pages)]]))
+        try:
+            self.pool.return_own(pages)
+        except PageError:
+            assert not set(pages) <= self.owned or len(set(pages)) < len(pages)
+        else:
+            assert set(pages) <= self.owned
+            self.owned -= set(pages)
+
+    @rule(group=groups, n=amounts)
+    def lease(self, group: tuple[int, ...], n: int) -> None:
+        free, lease = self.free(), self.leases[group]
+        try:
+            added = self.pool.lease(group, n)
+        except PageError:
+            assert n > len(free)
+            return
+        unused = [index for index in range(1, NUM_PAGES + n) if index not in lease][:n]
+        assert added == tuple(zip(unused, free[:n], strict=True))
+        lease.update(added)
+
+    @rule(group=groups, indices=st.frozensets(st.integers(0, 6)))
+    def keep_any(self, group: tuple[int, ...], indices: frozenset[int]) -> None:
+        lease = self.leases[group]
+        try:
+            self.pool.keep_only(group, indices)
+        except PageError:
+            assert not indices <= {0, *lease}
+        else:
+            assert indices <= {0, *lease}
+            self.leases[group] = {i: page for i, page in lease.items() if i in indices}
+
+    @rule(group=groups, data=st.data())
+    def keep_known(self, group: tuple[int, ...], data: st.DataObject) -> None:
+        lease = self.leases[group]
+        kept = {index for index in lease if data.draw(st.booleans())}
+        self.pool.keep_only(group, kept)
+        self.pool.keep_only(group, kept)
+        self.leases[group] = {index: lease[index] for index in kept}
+
+    @rule(group=groups, block=st.integers(0, 40), k_slots=st.sampled_from([1, 2, 4]))
+    def translate(self, group: tuple[int, ...], block: int, k_slots: int) -> None:
+        table = {0: 0, **self.leases[group]}
+        try:
+            slot = self.pool.slot_of(group, block, k_slots)
+        except PageError:
+            assert block // k_slots not in table
+        else:
+            assert slot == table[block // k_slots] * k_slots + block % k_slots
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.pool.integrity(full=True)
+        counts = self.pool.counts()
+        assert (counts.total, counts.reserved) == (NUM_PAGES, 1)
+        assert (counts.free, counts.owned) == (len(self.free()), len(self.owned))
+        assert counts.leased == {group: len(lease) for group, lease in self.leases.items() if lease}
+        for group, lease in self.leases.items():
+            assert self.pool.lease_table(group) == lease
+
+
+class TwoMembers(RuleBasedStateMachine):
+    """Two ranks of one group, each busy with work of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = (PagePool(NUM_PAGES), PagePool(2 * NUM_PAGES))
+        self.owned: tuple[list[int], list[int]] = ([], [])
+
+    @rule(member=st.sampled_from([0, 1]), n=amounts)
+    def own_work(self, member: int, n: int) -> None:
+        pool, owned = self.members[member], self.owned[member]
+        owned += pool.grant_own(min(n, pool.counts().free))
+
+    @rule(member=st.sampled_from([0, 1]), data=st.data())
+    def own_work_ends(self, member: int, data: st.DataObject) -> None:
+        owned = self.owned[member]
+        ended = [page for page in owned if data.draw(st.booleans())]
+        self.members[member].return_own(ended)
+        owned[:] = [page for page in owned if page not in ended]
+
+    @rule(group=groups, n=amounts)
+    def lease(self, group: tuple[int, ...], n: int) -> None:
+        granted = min(n, *(pool.counts().free for pool in self.members))
+        first, second = (pool.lease(group, granted) for pool in self.members)
+        assert [index for index, _ in first] == [index for index, _ in second]
+
+    @rule(group=groups, data=st.data())
+    def keep(self, group: tuple[int, ...], data: st.DataObject) -> None:
+        indices = self.members[0].lease_table(group)
+        kept = {index for index in indices if data.draw(st.booleans())}
+        for pool in self.members:
+            pool.keep_only(group, kept)
+
+    @invariant()
+    def members_agree_on_indices(self) -> None:
+        for pool in self.members:
+            pool.integrity(full=True)
+        for group in GROUPS:
+            first, second = (pool.lease_table(group) for pool in self.members)
+            assert set(first) == set(second)
+
+
+# Twenty steps fill and drain the pools several times; more would only take longer.
+_SETTINGS = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = _SETTINGS
+TestTwoMembers = TwoMembers.TestCase
+TestTwoMembers.settings = _SETTINGS

@@ -1,0 +1,215 @@
+"""Page accounting of one rank: where pages go, what is refused, and that integrity() bites."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvadaptor.pages import PageCounts, PageError, PagePool
+
+PAIR, QUAD = (0, 1), (0, 1, 2, 3)
+
+
+def busy_pool() -> PagePool:
+    """Ten pages: 1, 2 owned; 3, 4, 5 leased to PAIR as 1, 2, 3; 6 leased to QUAD; 7-9 free."""
+    pool = PagePool(10)
+    assert pool.grant_own(2) == (1, 2)
+    assert pool.lease(PAIR, 3) == ((1, 3), (2, 4), (3, 5))
+    assert pool.lease(QUAD, 1) == ((1, 6),)
+    return pool
+
+
+def test_a_new_pool_is_free_but_for_the_null_page() -> None:
+    assert PagePool(10).counts() == PageCounts(10, 1, 9, 0, {})
+    assert PagePool(1).counts() == PageCounts(1, 1, 0, 0, {})
+    with pytest.raises(PageError, match="at least the reserved page"):
+        PagePool(0)
+
+
+def test_counts_say_where_pages_are() -> None:
+    counts = busy_pool().counts()
+    assert counts == PageCounts(10, 1, 3, 2, {PAIR: 3, QUAD: 1})
+    assert list(counts.leased) == [PAIR, QUAD]
+
+
+def test_returned_pages_are_granted_again_lowest_first() -> None:
+    pool = PagePool(10)
+    pool.grant_own(6)
+    pool.return_own([5, 2])
+    assert pool.grant_own(3) == (2, 5, 7)
+    pool.integrity(full=True)
+
+
+def test_all_pages_can_be_handed_out_and_no_more() -> None:
+    pool = PagePool(10)
+    assert pool.grant_own(9) == tuple(range(1, 10))
+    assert pool.grant_own(0) == ()
+    with pytest.raises(PageError, match="1 pages are asked for, but only 0 are free"):
+        pool.lease(PAIR, 1)
+    pool.return_own(range(1, 10))
+    assert pool.counts().free == 9
+
+
+def test_members_with_other_pages_agree_on_lease_indices() -> None:
+    one, other = PagePool(20), PagePool(20)
+    other.grant_own(4)
+    for pool in (one, other):
+        pool.lease(PAIR, 5)
+        pool.keep_only(PAIR, [2, 5])
+        pool.lease(PAIR, 4)
+    assert set(one.lease_table(PAIR)) == set(other.lease_table(PAIR)) == {1, 2, 3, 4, 5, 6}
+    assert one.lease_table(PAIR) != other.lease_table(PAIR)
+
+
+def test_leases_refill_the_lowest_indices_and_keep_the_kept_pages() -> None:
+    pool = busy_pool()
+    pool.keep_only(PAIR, [2])
+    assert dict(pool.lease_table(PAIR)) == {2: 4}
+    assert pool.lease(PAIR, 3) == ((1, 3), (3, 5), (4, 7))
+    assert dict(pool.lease_table(PAIR)) == {2: 4, 1: 3, 3: 5, 4: 7}
+    pool.integrity(full=True)
+
+
+def test_keep_only_is_idempotent_and_can_end_a_lease() -> None:
+    pool = busy_pool()
+    pool.keep_only(PAIR, {0, 1})
+    pool.keep_only(PAIR, {0, 1})
+    assert pool.counts() == PageCounts(10, 1, 5, 2, {PAIR: 1, QUAD: 1})
+    pool.keep_only(PAIR, ())
+    pool.keep_only(PAIR, ())
+    assert pool.counts() == PageCounts(10, 1, 6, 2, {QUAD: 1})
+    assert pool.lease(PAIR, 1) == ((1, 3),)
+
+
+def test_an_empty_lease_leaves_no_trace() -> None:
+    pool = PagePool(4)
+    assert pool.lease(PAIR, 0) == ()
+    assert pool.counts().leased == {}
+    assert pool.lease_table(PAIR) == {}
+
+
+def test_lease_table_does_not_follow_later_changes() -> None:
+    pool = busy_pool()
+    table = pool.lease_table(PAIR)
+    pool.keep_only(PAIR, ())
+    assert dict(table) == {1: 3, 2: 4, 3: 5}
+
+
+def test_slot_of_translates_blocks_and_reserves_the_null_page() -> None:
+    pool = busy_pool()
+    slots = [pool.slot_of(PAIR, block, 2) for block in range(8)]
+    assert slots == [0, 1, 6, 7, 8, 9, 10, 11]
+    assert pool.slot_of(QUAD, 7, 4) == 6 * 4 + 3
+    assert pool.slot_of((2, 3), 1, 2) == 1
+    pool.keep_only(PAIR, [3])
+    assert pool.slot_of(PAIR, 6, 2) == 10
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        (lambda pool: pool.grant_own(4), "4 pages are asked for, but only 3 are free"),
+        (lambda pool: pool.grant_own(-1), "not negative"),
+        (lambda pool: pool.lease(PAIR, 4), "only 3 are free"),
+        (lambda pool: pool.lease((2, 3), 4), "only 3 are free"),
+        (lambda pool: pool.lease(PAIR, -1), "not negative"),
+        (lambda pool: pool.lease((), 1), "at least one rank"),
+        (lambda pool: pool.return_own([1, 7]), "page 7 is returned, but is not owned"),
+        (lambda pool: pool.return_own([1, 3]), "page 3 is returned"),
+        (lambda pool: pool.return_own([1, 0]), "page 0 is returned"),
+        (lambda pool: pool.return_own([1, 10]), "page 10 is returned"),
+        (lambda pool: pool.return_own([1, -8]), "page -8 is returned"),
+        (lambda pool: pool.return_own([1, 1]), "returned twice"),
+        (lambda pool: pool.keep_only(PAIR, [1, 4]), "lease index 4 of group .0, 1. is not in use"),
+        (lambda pool: pool.keep_only(PAIR, [-1]), "lease index -1"),
+        (lambda pool: pool.keep_only((2, 3), [1]), "lease index 1 of group .2, 3."),
+        (lambda pool: pool.slot_of(PAIR, 8, 2), "lease index 4"),
+        (lambda pool: pool.slot_of((2, 3), 2, 2), "lease index 1"),
+        (lambda pool: pool.slot_of(PAIR, -1, 2), "no logical block -1"),
+        (lambda pool: pool.slot_of(PAIR, 1, 0), "at 0 slots"),
+    ],
+)
+def test_a_refused_operation_changes_nothing(
+    operation: Callable[[PagePool], object], reason: str
+) -> None:
+    pool, untouched = busy_pool(), busy_pool()
+    with pytest.raises(PageError, match=reason):
+        operation(pool)
+    pool.integrity(full=True)
+    assert pool.counts() == untouched.counts()
+    for group in (PAIR, QUAD, (2, 3)):
+        assert pool.lease_table(group) == untouched.lease_table(group)
+    assert pool.lease((2, 3), 3) == untouched.lease((2, 3), 3)
+    pool.return_own([1, 2])
+
+
+def _break_counter(pool: PagePool) -> None:
+    pool._free -= 1
+
+
+def _leak_a_leased_page(pool: PagePool) -> None:
+    del pool._leases[PAIR].pages[2]
+
+
+@pytest.mark.parametrize("damage", [_break_counter, _leak_a_leased_page])
+def test_cheap_integrity_sees_lost_pages(damage: Callable[[PagePool], None]) -> None:
+    pool = busy_pool()
+    damage(pool)
+    with pytest.raises(AssertionError, match="leased pages are not 10"):
+        pool.integrity()
+
+
+def _lease_one_page_twice(pool: PagePool) -> None:
+    pool._leases[PAIR].pages[2] = 3
+
+
+def _lease_an_owned_page(pool: PagePool) -> None:
+    pool._leases[PAIR].pages[2] = 1
+
+
+def _hand_out_the_null_page(pool: PagePool) -> None:
+    pool._place[0] = pool._place[1]
+
+
+def _swap_free_for_owned(pool: PagePool) -> None:
+    pool._place[7] = pool._place[1]
+
+
+def _hide_a_free_page(pool: PagePool) -> None:
+    pool._lowest_free = 9
+
+
+def _hide_an_unused_index(pool: PagePool) -> None:
+    pool._leases[PAIR].lowest_unused = 9
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (_lease_one_page_twice, "leased twice"),
+        (_lease_an_owned_page, "elsewhere too"),
+        (_hand_out_the_null_page, "page 0 is not reserved"),
+        (_swap_free_for_owned, "count of free pages"),
+        (_hide_a_free_page, "would not be found"),
+        (_hide_an_unused_index, "would not be found"),
+    ],
+)
+def test_full_integrity_sees_misplaced_pages(
+    damage: Callable[[PagePool], None], sentence: str
+) -> None:
+    pool = busy_pool()
+    pool.integrity(full=True)
+    damage(pool)
+    pool.integrity()
+    with pytest.raises(AssertionError, match=sentence):
+        pool.integrity(full=True)
+
+
+def test_a_large_pool_is_handed_out_in_one_piece_and_returned() -> None:
+    pool = PagePool(100_000)
+    pages = pool.grant_own(60_000)
+    leased = pool.lease(PAIR, 39_999)
+    assert (pages[-1], leased[-1]) == (60_000, (39_999, 99_999))
+    pool.keep_only(PAIR, range(39_990, 40_000))
+    pool.return_own(pages)
+    assert pool.counts() == PageCounts(100_000, 1, 99_989, 0, {PAIR: 10})
+    pool.integrity(full=True)

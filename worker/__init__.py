@@ -1,0 +1,1 @@
+"""The worker: loads a model and runs it."""
