@@ -1,9 +1,9 @@
 """Layouts: partitions of a cell's ranks into groups with modes, and their notation.
 
 Invariant: a `Group` is aligned, contiguous and a power of two wide, `dp` exactly when it is one
-rank wide, and the groups of a `Layout` never overlap. So every group that a layout can name has a
-communicator in `comm_pool.plan`. Called by the coordinator (policy, switch protocol, admin API)
-and by every rank; pure, so that all of them agree.
+rank wide, and the groups of a `Layout` never overlap. So every group that a layout can name, in
+widths that `comm_pool.plan` accepts, has a communicator there (groups: Flying Serving, section
+4.3). Called by the coordinator (policy, switch protocol, admin API) and by every rank.
 """
 
 import re
@@ -209,12 +209,9 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
     tokens: list[str] = []
     for word, run in groupby(_spans(layout, world), key=lambda span: span[0]):
         counts = [count for _, count in run]
-        # Two neighbouring tp2 are not one tp4, whereas dp and off count ranks and may be added up.
-        tokens += (
-            [f"{word}{sum(counts)}"]
-            if word in (Mode.DP, _ABSENT)
-            else [f"{word}{count}" for count in counts]
-        )
+        # Two neighbouring tp2 are not one tp4, whereas dp counts ranks and may be added up.
+        merged = [sum(counts)] if word == Mode.DP else counts
+        tokens += [f"{word}{count}" for count in merged]
     return "+".join(tokens)
 
 

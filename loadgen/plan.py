@@ -26,6 +26,7 @@ class Mixture:
     output: Lengths
     tiers: tuple[tuple[str, float], ...]
     prefix_groups: int
+    shared_prefix_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class PlannedRequest:
     prompt_tokens: int
     output_tokens: int
     prefix_group: int | None
+    prefix_tokens: int
+
+    @property
+    def input_tokens(self) -> int:
+        """Length of the whole prompt: the shared prefix and the request's own part."""
+        return self.prefix_tokens + self.prompt_tokens
 
 
 def parse_tiers(text: str) -> tuple[tuple[str, float], ...]:
@@ -93,6 +100,7 @@ def _plan_one(
         prompt_tokens=sample_tokens(mixture.prompt, rng),
         output_tokens=sample_tokens(mixture.output, rng),
         prefix_group=int(group_draw * mixture.prefix_groups) if mixture.prefix_groups else None,
+        prefix_tokens=mixture.shared_prefix_tokens if mixture.prefix_groups else 0,
     )
 
 

@@ -2,13 +2,15 @@
 
 Pure: a prompt depends only on the seed, the request's index, its length and its prefix group,
 so two runs with one seed send the same prompts to different servers. Requests in one prefix
-group start with the same `shared_prefix_tokens`; nothing else is shared except by chance.
+group start with the same prefix; nothing else is shared except by chance.
 A word counts as `tokens_per_word` tokens, because the client has no tokenizer.
 """
 
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+
+from loadgen.plan import PlannedRequest
 
 WORDS = tuple(
     """
@@ -45,22 +47,19 @@ class PromptKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromptStyle:
-    """How prompts are made; `shared_prefix_tokens` come on top of the prompt's own length."""
+    """How prompts are made, the same for every request of a run."""
 
     kind: PromptKind
     seed: int
     vocab_size: int
     tokens_per_word: float
-    shared_prefix_tokens: int
 
 
-def make_prompt(
-    style: PromptStyle, *, index: int, tokens: int, prefix_group: int | None
-) -> str | list[int]:
-    """The prompt of request `index`: `tokens` long, behind its group's prefix if it has one."""
-    own = random.Random(f"{style.seed}/prompt/{index}")
-    shared = random.Random(f"{style.seed}/prefix/{prefix_group}")
-    prefix_tokens = 0 if prefix_group is None else style.shared_prefix_tokens
+def make_prompt(style: PromptStyle, planned: PlannedRequest) -> str | list[int]:
+    """The prompt of one request: its own part, behind its group's prefix if it has one."""
+    shared = random.Random(f"{style.seed}/prefix/{planned.prefix_group}")
+    own = random.Random(f"{style.seed}/prompt/{planned.index}")
+    prefix_tokens, tokens = planned.prefix_tokens, planned.prompt_tokens
     if style.kind is PromptKind.TOKENS:
         return _token_ids(style, prefix_tokens, shared) + _token_ids(style, tokens, own)
     return " ".join(_words(style, prefix_tokens, shared) + _words(style, tokens, own))

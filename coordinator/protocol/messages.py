@@ -245,8 +245,8 @@ class Report(Message, frozen=True):
     returned: tuple[TaskReturned, ...] = ()
     progress: tuple[TaskProgress, ...] = ()
     times: tuple[SwitchTimes, ...] = ()
-    memory_bytes: int = 0
-    steps: int = 0
+    gauges: tuple[tuple[str, int], ...] = ()
+    """What leaks would show in: rss_bytes, open_files, threads, process_groups, steps, …"""
 
 
 # --------------------------------------------------------------------------------- coordinator -> rank

@@ -18,6 +18,7 @@ from comm_pool.layout import (
 )
 
 WIDTHS = (1, 2, 4)
+MODES = tuple(Mode)
 
 
 def ranks(*numbers: int) -> tuple[Rank, ...]:
@@ -224,9 +225,14 @@ def test_supported_layouts_in_order() -> None:
     assert found == ["dp4", "dp2+tp2", "tp2+dp2", "tp2+tp2", "tp4"]
 
 
-@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 3), (4, 11), (6, 27), (8, 123)])
+def test_supported_layouts_do_not_follow_the_order_of_the_arguments() -> None:
+    found = supported_layouts(2, (2, 1), (Mode.SP, Mode.TP, Mode.DP))
+    assert [str(each) for each in found] == ["dp2", "tp2", "sp2"]
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 3), (4, 11), (6, 33), (8, 123)])
 def test_supported_layouts_are_all_and_each_once(world: int, count: int) -> None:
-    found = supported_layouts(world, (1, 2, 4, 8), Mode)
+    found = supported_layouts(world, (1, 2, 4, 8), MODES)
     assert len(found) == len(set(found)) == count
     assert all(each.covers(world) for each in found)
 
@@ -238,8 +244,8 @@ def test_supported_layouts_keep_to_the_modes() -> None:
 
 def test_supported_layouts_refuses_what_is_too_much_or_no_width() -> None:
     with pytest.raises(LayoutError, match="enumerated for 1 to 16"):
-        supported_layouts(MAX_ENUMERATED_WORLD + 1, (2,), Mode)
+        supported_layouts(MAX_ENUMERATED_WORLD + 1, (2,), MODES)
     with pytest.raises(LayoutError, match="not 0"):
-        supported_layouts(0, (2,), Mode)
+        supported_layouts(0, (2,), MODES)
     with pytest.raises(LayoutError, match="width 3 is no power of two"):
-        supported_layouts(6, (3,), Mode)
+        supported_layouts(6, (3,), MODES)

@@ -1,5 +1,6 @@
 """Page geometry: constant bytes, capacity that follows the width, slots that tile pages."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -126,7 +127,7 @@ def test_capacity_is_the_most_tokens_that_pages_hold(k: int) -> None:
 )
 def test_widths_that_do_not_fit_the_heads_are_refused(heads: int, k: int, reason: str) -> None:
     geometry = replace(SMALL, num_kv_heads=heads)
-    for ask in (
+    asked: list[Callable[[int], object]] = [
         geometry.slots_per_page,
         geometry.heads_per_rank,
         geometry.replication,
@@ -135,7 +136,8 @@ def test_widths_that_do_not_fit_the_heads_are_refused(heads: int, k: int, reason
         lambda width: geometry.head_range(0, width),
         lambda width: geometry.pages_for_tokens(1, width),
         lambda width: geometry.capacity_tokens(1, width),
-    ):
+    ]
+    for ask in asked:
         with pytest.raises(GeometryError, match=reason):
             ask(k)
 
@@ -164,10 +166,11 @@ def test_indices_out_of_range_are_refused() -> None:
 
 
 def test_negative_amounts_are_refused() -> None:
-    for ask in (
+    asked: list[Callable[[], object]] = [
         lambda: SMALL.pages_for_tokens(-1, 1),
         lambda: SMALL.num_pages(-1),
         lambda: SMALL.capacity_tokens(-1, 1),
-    ):
+    ]
+    for ask in asked:
         with pytest.raises(GeometryError, match="must not be negative"):
             ask()

@@ -1,0 +1,166 @@
+"""Reads one OpenAI stream: bytes and arrival times in, an `Answer` and maybe a `Failure` out.
+
+Sans-IO: `client` feeds it what the socket gave and the time it came. It knows when the answer
+has ended (`[DONE]` or an error event), and `result` judges an end of file: without a
+finish_reason the answer was silently cut, however politely the connection was closed.
+"""
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from loadgen.records import Answer, Failure, FailureKind
+from loadgen.sse import SseOverflowError, SseParser
+
+FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
+TOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")
+MAX_MESSAGE_CHARS = 300
+
+
+class Endpoint(StrEnum):
+    """Which of the two generating endpoints is called."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+
+
+class AnswerReader:
+    """Folds the chunks of one response body into an answer."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._parser = SseParser()
+        self._token_times_s: list[float] = []
+        self._finish_reason: str | None = None
+        self._ended_s: float | None = None
+        self._saw_done = False
+        self._prompt_tokens: int | None = None
+        self._output_tokens: int | None = None
+        self._failure: Failure | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream said that it is over: nothing after this counts."""
+        return self._ended_s is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a first token has come."""
+        return bool(self._token_times_s)
+
+    def feed(self, chunk: bytes, now_s: float) -> int:
+        """Take bytes that came at `now_s`; return how many token events they completed."""
+        before = len(self._token_times_s)
+        try:
+            events = self._parser.feed(chunk)
+        except SseOverflowError as error:
+            self._fail(Failure(FailureKind.BAD_STREAM, "overflow", str(error)), now_s)
+            return 0
+        for event in events:
+            if self.ended:
+                break
+            self._take_event(event, now_s)
+        return len(self._token_times_s) - before
+
+    def answer(self) -> Answer:
+        """What has been said so far."""
+        return Answer(
+            token_times_s=tuple(self._token_times_s),
+            ended_s=self._ended_s,
+            finish_reason=self._finish_reason,
+            saw_done=self._saw_done,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            keep_alives=self._parser.comments,
+        )
+
+    def failure_at_end(self) -> Failure | None:
+        """What is wrong with the answer, given that the stream has ended without an exception."""
+        if self._failure is not None:
+            return self._failure
+        if self._finish_reason is None:
+            tokens = len(self._token_times_s)
+            ending = "[DONE]" if self._saw_done else "the end of the stream"
+            return Failure(
+                FailureKind.SILENT_TRUNCATION,
+                "no_finish_reason",
+                f"{ending} came after {tokens} token events without a finish_reason",
+            )
+        if self._finish_reason not in FINISH_REASONS:
+            return Failure(
+                FailureKind.BAD_FINISH, self._finish_reason, "not a finish_reason of the API"
+            )
+        return None
+
+    def _take_event(self, event: str, now_s: float) -> None:
+        if event.strip() == "[DONE]":
+            self._saw_done = True
+            self._ended_s = now_s
+            return
+        try:
+            body = json.loads(event)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            shown = event[:MAX_MESSAGE_CHARS]
+            self._fail(Failure(FailureKind.BAD_STREAM, "not_json", f"event: {shown}"), now_s)
+        elif (failure := error_in(body)) is not None:
+            self._fail(failure, now_s)
+        else:
+            self._take_usage(body.get("usage"))
+            self._take_choice(body.get("choices"), now_s)
+
+    def _take_usage(self, usage: object) -> None:
+        if isinstance(usage, dict):
+            self._prompt_tokens = _count(usage.get("prompt_tokens"), self._prompt_tokens)
+            self._output_tokens = _count(usage.get("completion_tokens"), self._output_tokens)
+
+    def _take_choice(self, choices: object, now_s: float) -> None:
+        """Only choice 0 is read: requests ask for one."""
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+            return
+        choice = choices[0]
+        finish_reason = choice.get("finish_reason")
+        if _carries_token(self._endpoint, choice, finished=finish_reason is not None):
+            self._token_times_s.append(now_s)
+        if isinstance(finish_reason, str):
+            self._finish_reason = finish_reason
+
+    def _fail(self, failure: Failure, now_s: float) -> None:
+        self._failure = failure
+        self._ended_s = now_s
+
+
+def error_in(body: Mapping[str, Any]) -> Failure | None:
+    """The error that an event or a response body carries, as an in-band failure."""
+    error = body.get("error")
+    if error is None and body.get("object") == "error":
+        error = body
+    if error is None:
+        return None
+    if not isinstance(error, dict):
+        return Failure(FailureKind.IN_BAND_ERROR, "unknown", str(error)[:MAX_MESSAGE_CHARS])
+    code = error.get("code") or error.get("type") or "unknown"
+    message = str(error.get("message", ""))[:MAX_MESSAGE_CHARS]
+    return Failure(FailureKind.IN_BAND_ERROR, str(code), message)
+
+
+def _carries_token(endpoint: Endpoint, choice: Mapping[str, Any], *, finished: bool) -> bool:
+    """Whether a chunk stands for generated tokens.
+
+    A token may decode to no text (half of a character), so an empty chunk counts too, unless
+    it only opens the message (`role`) or only closes it (`finish_reason`).
+    """
+    if endpoint is Endpoint.COMPLETIONS:
+        return bool(choice.get("text")) or not finished
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return False
+    if any(delta.get(field) for field in TOKEN_FIELDS):
+        return True
+    return delta.get("content") == "" and "role" not in delta and not finished
+
+
+def _count(value: object, otherwise: int | None) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else otherwise

@@ -1,0 +1,160 @@
+"""Sends one request over aiohttp and times its stream. Thin: `answer` does the judging.
+
+Never raises for what a server or a network does: every outcome is a `RequestRecord`.
+No retries and no redirects, so that each failure is seen once. Cancelling is the caller's
+way to stop a request and is passed on.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from loadgen.answer import MAX_MESSAGE_CHARS, AnswerReader, Endpoint, error_in
+from loadgen.meter import Meter
+from loadgen.payload import PATHS, REQUEST_ID_HEADER, TIER_HEADER, request_headers
+from loadgen.plan import PlannedRequest
+from loadgen.records import MS_PER_S, Failure, FailureKind, Reply, RequestRecord
+
+MAX_ERROR_BODY_BYTES = 64 * 1024
+# After [DONE] only the end of the body is missing; waiting for it keeps the connection usable.
+LINGER_S = 1.0
+# Below the 5 s after which uvicorn closes idle connections, so that none is used as it closes.
+IDLE_CONNECTION_S = 2.0
+REFUSED_STATUSES = frozenset({429, 503})
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go; `headers` hold the API key and are left out of every repr."""
+
+    base_url: str
+    endpoint: Endpoint
+    timeout_s: float
+    headers: dict[str, str] = field(repr=False)
+
+
+def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
+    """A session without limits of its own: the loops bound what is in flight."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Sends requests of one run to one target; `clock` gives seconds since the run began."""
+
+    session: aiohttp.ClientSession
+    target: Target
+    clock: Clock
+    meter: Meter
+
+    async def send(self, planned: PlannedRequest, body: bytes) -> RequestRecord:
+        """Send one request and follow its stream to the end, a failure or the timeout."""
+        exchange = _Exchange(AnswerReader(self.target.endpoint))
+        sent_s = self.clock()
+        failure = await self._guarded(planned, body, exchange, sent_s)
+        answer = exchange.reader.answer()
+        if exchange.reader.ended:
+            # What the connection does after the stream said that it is over does not matter.
+            failure = exchange.reader.failure_at_end()
+        ended_s = self.clock() if answer.ended_s is None else answer.ended_s
+        return RequestRecord(planned, sent_s, ended_s, exchange.reply, answer, failure)
+
+    async def _guarded(
+        self, planned: PlannedRequest, body: bytes, exchange: "_Exchange", sent_s: float
+    ) -> Failure | None:
+        """Run the exchange; turn what the network did into a failure."""
+        timeout_s = self.target.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._exchange(planned, body, exchange, sent_s)
+        except TimeoutError:
+            return Failure(FailureKind.TIMEOUT, "timeout", f"no end within {timeout_s:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure(FailureKind.CONNECTION_ERROR, type(error).__name__, _shown(str(error)))
+
+    async def _exchange(
+        self, planned: PlannedRequest, body: bytes, exchange: "_Exchange", sent_s: float
+    ) -> Failure | None:
+        async with self.session.post(
+            self.target.base_url + PATHS[self.target.endpoint],
+            data=body,
+            headers=request_headers(planned),
+            allow_redirects=False,
+        ) as response:
+            exchange.reply = Reply(
+                response.status,
+                response.headers.get(REQUEST_ID_HEADER),
+                response.headers.get(TIER_HEADER),
+            )
+            if response.status != 200:
+                return _status_failure(response.status, await _start_of_body(response))
+            if response.content_type != "text/event-stream":
+                text = f"the answer is {response.content_type}, not text/event-stream"
+                return Failure(FailureKind.BAD_STREAM, "content_type", text)
+            await self._follow(response, exchange.reader, sent_s)
+            return exchange.reader.failure_at_end()
+
+    async def _follow(
+        self, response: aiohttp.ClientResponse, reader: AnswerReader, sent_s: float
+    ) -> None:
+        """Read the stream to its end, timing each chunk as it comes."""
+        async for chunk in response.content.iter_any():
+            now_s = self.clock()
+            is_first = not reader.has_tokens
+            events = reader.feed(chunk, now_s)
+            if events:
+                self.meter.tokens(events, now_s)
+                if is_first:
+                    self.meter.first_token((now_s - sent_s) * MS_PER_S, now_s)
+            if reader.ended:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(response.content.readany(), LINGER_S)
+                return
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """What is known about a request while it runs, kept outside so that no exception loses it."""
+
+    reader: AnswerReader
+    reply: Reply | None = None
+
+
+async def _start_of_body(response: aiohttp.ClientResponse) -> bytes:
+    """The body of an error, up to `MAX_ERROR_BODY_BYTES`."""
+    body = b""
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) >= MAX_ERROR_BODY_BYTES:
+            break
+    return body
+
+
+def _status_failure(status: int, body: bytes) -> Failure:
+    """The failure that a status other than 200 means; the code is the server's if it gave one."""
+    kind = FailureKind.REFUSED if status in REFUSED_STATUSES else FailureKind.HTTP_ERROR
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        parsed = None
+    said = error_in(parsed) if isinstance(parsed, dict) else None
+    if said is None:
+        return Failure(kind, str(status), _shown(body.decode("utf-8", errors="replace")))
+    # vLLM repeats the status as the code; once is enough.
+    code = str(status) if said.code in (str(status), "unknown") else f"{status} {said.code}"
+    return Failure(kind, code, said.message)
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:MAX_MESSAGE_CHARS]

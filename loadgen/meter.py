@@ -1,0 +1,88 @@
+"""Live counters of a run, for the progress line. Pure: every call brings its own time.
+
+The client tells it about tokens as they come, the loops about requests; `snapshot` gives the
+totals and the rates of the last `RECENT_S`. The report does not use it.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from loadgen.stats import median
+
+RECENT_S = 5.0
+MAX_RECENT_SAMPLES = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the progress line shows; token events stand in for tokens while streams run."""
+
+    planned: int
+    sent: int
+    done: int
+    errors: int
+    dropped: int
+    token_events_per_s: float
+    ttft_p50_ms: float | None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests sent and not yet over."""
+        return self.sent - self.done
+
+    @property
+    def over(self) -> int:
+        """Planned requests that will not change any more."""
+        return self.done + self.dropped
+
+
+class Meter:
+    """Counts what happens while it happens."""
+
+    def __init__(self, planned: int) -> None:
+        self._planned = planned
+        self._sent = self._done = self._errors = self._dropped = 0
+        self._tokens: deque[tuple[float, int]] = deque(maxlen=MAX_RECENT_SAMPLES)
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT_SAMPLES)
+
+    def sent(self) -> None:
+        """A request was sent."""
+        self._sent += 1
+
+    def dropped(self) -> None:
+        """A request was not sent, because too many were in flight."""
+        self._dropped += 1
+
+    def finished(self, *, failed: bool) -> None:
+        """A sent request is over."""
+        self._done += 1
+        self._errors += failed
+
+    def tokens(self, events: int, now_s: float) -> None:
+        """Token events came."""
+        self._tokens.append((now_s, events))
+
+    def first_token(self, ttft_ms: float, now_s: float) -> None:
+        """A stream's first token came after `ttft_ms`."""
+        self._ttfts.append((now_s, ttft_ms))
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Totals so far, and the rates of the last `RECENT_S`."""
+        self._forget_before(now_s - RECENT_S)
+        span_s = min(RECENT_S, now_s)
+        events = sum(count for _, count in self._tokens)
+        return Snapshot(
+            planned=self._planned,
+            sent=self._sent,
+            done=self._done,
+            errors=self._errors,
+            dropped=self._dropped,
+            token_events_per_s=events / span_s if span_s > 0 else 0.0,
+            ttft_p50_ms=median([latency for _, latency in self._ttfts]),
+        )
+
+    def _forget_before(self, oldest_s: float) -> None:
+        while self._tokens and self._tokens[0][0] < oldest_s:
+            self._tokens.popleft()
+        while self._ttfts and self._ttfts[0][0] < oldest_s:
+            self._ttfts.popleft()

@@ -1,0 +1,55 @@
+"""The HTTP request of one planned request: path, headers and JSON body. Pure.
+
+Bodies always ask for a stream with usage, because that is what the client measures.
+"""
+
+import json
+from dataclasses import dataclass
+
+from loadgen.answer import Endpoint
+from loadgen.plan import PlannedRequest
+from loadgen.prompts import PromptStyle, make_prompt
+
+TIER_HEADER = "X-Priority-Tier"
+REQUEST_ID_HEADER = "X-Request-Id"
+PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, slots=True)
+class BodyStyle:
+    """What is the same in every request body of a run."""
+
+    endpoint: Endpoint
+    model: str
+    prompt: PromptStyle
+    temperature: float
+    ignore_eos: bool
+
+
+def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
+    """The JSON body; with a temperature above 0 the request's own seed goes along."""
+    prompt = make_prompt(style.prompt, planned)
+    body: dict[str, object] = {
+        "model": style.model,
+        "max_tokens": planned.output_tokens,
+        "temperature": style.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if style.endpoint is Endpoint.CHAT:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    if style.ignore_eos:
+        body["ignore_eos"] = True
+    if style.temperature > 0:
+        body["seed"] = style.prompt.seed + planned.index
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def request_headers(planned: PlannedRequest) -> dict[str, str]:
+    """Content type, request id, and the tier if the run uses tiers."""
+    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: planned.request_id}
+    if planned.tier is not None:
+        headers[TIER_HEADER] = planned.tier
+    return headers

@@ -1,0 +1,56 @@
+"""The progress line on stderr: redrawn on a terminal, a plain line now and then elsewhere.
+
+It only shows `meter` snapshots. Redraws are few, because drawing holds up the event loop that
+times the streams.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from loadgen.meter import Snapshot
+
+REDRAW_S = 0.5
+PLAIN_LINE_S = 5.0
+
+
+def describe(snapshot: Snapshot) -> str:
+    """One line of numbers."""
+    first = "-" if snapshot.ttft_p50_ms is None else f"{snapshot.ttft_p50_ms:.0f} ms"
+    dropped = f"  dropped {snapshot.dropped}" if snapshot.dropped else ""
+    return (
+        f"sent {snapshot.sent}/{snapshot.planned}  in flight {snapshot.in_flight}  "
+        f"done {snapshot.done}  errors {snapshot.errors}{dropped}  "
+        f"{snapshot.token_events_per_s:.0f} tok/s  TTFT p50 {first}"
+    )
+
+
+async def show_progress(look: Callable[[], Snapshot], console: Console) -> None:
+    """Show the run until cancelled; the last state stays on the screen."""
+    if not console.is_terminal:
+        await _print_lines(look, console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task(describe(look()), total=look().planned)
+        try:
+            while True:
+                await asyncio.sleep(REDRAW_S)
+                seen = look()
+                progress.update(task, description=describe(seen), completed=seen.over)
+                progress.refresh()
+        finally:
+            seen = look()
+            progress.update(task, description=describe(seen), completed=seen.over)
+            progress.refresh()
+
+
+async def _print_lines(look: Callable[[], Snapshot], console: Console) -> None:
+    try:
+        while True:
+            await asyncio.sleep(PLAIN_LINE_S)
+            console.print(describe(look()), highlight=False, soft_wrap=True)
+    finally:
+        console.print(describe(look()), highlight=False, soft_wrap=True)

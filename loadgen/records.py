@@ -1,0 +1,148 @@
+"""What happened to each request, and the latencies that follow from it.
+
+A `RequestRecord` is made once, when its request is over, and never changes. Times are seconds
+since the start of the run. Every latency function returns None where the request never got
+that far, so statistics count only what was really seen.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loadgen.plan import PlannedRequest
+
+MS_PER_S = 1000.0
+
+
+class FailureKind(StrEnum):
+    """Why a request did not give a whole answer."""
+
+    REFUSED = "refused"  # 429 or 503 before the first byte
+    HTTP_ERROR = "http_error"  # any other status than 200
+    IN_BAND_ERROR = "in_band_error"  # an error event inside a 200 stream
+    SILENT_TRUNCATION = "silent_truncation"  # a clean end without a finish_reason
+    BAD_FINISH = "bad_finish"  # a finish_reason that OpenAI's API does not have
+    BAD_STREAM = "bad_stream"  # not an event stream, or not JSON in it
+    TIMEOUT = "timeout"  # no end within --timeout
+    CONNECTION_ERROR = "connection_error"  # refused, reset, or cut in the middle
+    CANCELLED = "cancelled"  # the user stopped the run
+    DROPPED_BY_CLIENT = "dropped_by_client"  # never sent: --max-in-flight was reached
+
+
+NOT_THE_SERVERS_FAULT = frozenset({FailureKind.CANCELLED, FailureKind.DROPPED_BY_CLIENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failure: its kind, the server's code or the HTTP status, and a message."""
+
+    kind: FailureKind
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stream said until it ended or failed; `ended_s` is when it said it was complete."""
+
+    token_times_s: tuple[float, ...] = ()
+    ended_s: float | None = None
+    finish_reason: str | None = None
+    saw_done: bool = False
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    keep_alives: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The head of the HTTP response: status, and the headers that a gateway answers with."""
+
+    status: int
+    request_id: str | None
+    tier: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request from its plan to its end; `sent_s` is None if it was never sent."""
+
+    planned: PlannedRequest
+    sent_s: float | None
+    ended_s: float
+    reply: Reply | None
+    answer: Answer
+    failure: Failure | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the whole answer arrived."""
+        return self.failure is None
+
+
+def never_sent(planned: PlannedRequest, now_s: float, in_flight: int) -> RequestRecord:
+    """The record of a request that found `in_flight` others already at the limit."""
+    failure = Failure(
+        FailureKind.DROPPED_BY_CLIENT, "max_in_flight", f"{in_flight} requests were in flight"
+    )
+    return RequestRecord(planned, None, now_s, None, Answer(), failure)
+
+
+def cancelled(planned: PlannedRequest, sent_s: float, now_s: float) -> RequestRecord:
+    """The record of a request that was in flight when the user stopped the run."""
+    failure = Failure(FailureKind.CANCELLED, "cancelled", "the run was stopped")
+    return RequestRecord(planned, sent_s, now_s, None, Answer(), failure)
+
+
+def lag_ms(record: RequestRecord) -> float | None:
+    """How much later than planned the request was sent; None in a closed loop or if unsent."""
+    if record.sent_s is None or record.planned.at_s is None:
+        return None
+    return (record.sent_s - record.planned.at_s) * MS_PER_S
+
+
+def ttft_ms(record: RequestRecord) -> float | None:
+    """From sending the request to its first token."""
+    if record.sent_s is None or not record.answer.token_times_s:
+        return None
+    return (record.answer.token_times_s[0] - record.sent_s) * MS_PER_S
+
+
+def tpot_ms(record: RequestRecord) -> float | None:
+    """Mean time per token after the first; None with fewer than two tokens."""
+    times_s, tokens = record.answer.token_times_s, output_tokens(record)
+    if len(times_s) < 2 or tokens < 2:
+        return None
+    return (times_s[-1] - times_s[0]) * MS_PER_S / (tokens - 1)
+
+
+def gaps_ms(record: RequestRecord) -> list[float]:
+    """The time between each token event and the one before it."""
+    times_s = record.answer.token_times_s
+    return [
+        (later - earlier) * MS_PER_S
+        for earlier, later in zip(times_s, times_s[1:], strict=False)
+    ]
+
+
+def max_gap_ms(record: RequestRecord) -> float | None:
+    """The longest pause that this stream saw between two tokens."""
+    return max(gaps_ms(record), default=None)
+
+
+def e2e_ms(record: RequestRecord) -> float | None:
+    """From sending the request to the end of a whole answer."""
+    if record.sent_s is None or not record.ok:
+        return None
+    return (record.ended_s - record.sent_s) * MS_PER_S
+
+
+def output_tokens(record: RequestRecord) -> int:
+    """Tokens of the answer: the server's `usage` if it came, else the number of token events."""
+    counted = record.answer.output_tokens
+    return len(record.answer.token_times_s) if counted is None else counted
+
+
+def served_at_other_tier(record: RequestRecord) -> bool:
+    """Whether the server said that it used another tier than the one asked for."""
+    asked, served = record.planned.tier, record.reply.tier if record.reply else None
+    return asked is not None and served is not None and asked != served

@@ -1,0 +1,274 @@
+"""The JSON report: what was asked, what happened, per phase, per tier and in total.
+
+Pure: `build_report` folds records into one dictionary; `runner` adds what only the machine
+knows. Latencies are over whole answers of the requests *scheduled* in a slice; throughput
+counts what whole answers delivered *during* the slice's window. Keys are stable: a slice
+always has all of them, with None for what was not seen.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.arrivals import Phase, phase_starts_s
+from loadgen.records import (
+    MS_PER_S,
+    FailureKind,
+    RequestRecord,
+    e2e_ms,
+    gaps_ms,
+    lag_ms,
+    max_gap_ms,
+    output_tokens,
+    served_at_other_tier,
+    tpot_ms,
+    ttft_ms,
+)
+from loadgen.series import build_series, tokens_per_event
+from loadgen.stats import rounded, share, summarise
+
+SCHEMA = "aileron.loadgen.report"
+SCHEMA_VERSION = 1
+LATE_SEND_MS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What counts as good service; None means no limit, both None means no goodput."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the run, [start_s, end_s)."""
+
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it is, in seconds."""
+        return max(0.0, self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that is over; `phases` is empty for a closed loop."""
+
+    records: tuple[RequestRecord, ...]
+    phases: tuple[Phase, ...]
+    planned_requests: int
+    duration_s: float
+    interrupted: bool
+
+
+def build_report(run: Finished, slo: Slo, *, keep_records: bool) -> dict[str, object]:
+    """The part of the report that follows from the records."""
+    whole = Window(0.0, run.duration_s)
+    records = run.records
+    report: dict[str, object] = {
+        "duration_s": rounded(run.duration_s),
+        "interrupted": run.interrupted,
+        "planned_requests": run.planned_requests,
+        "unsent_requests": run.planned_requests - len(records),
+        "scheduling": _scheduling(records),
+        "total": summarise_slice(records, records, whole, slo),
+        "tiers": _by_tier(records, records, whole, slo),
+        "phases": [
+            _phase(run, index, phase, slo) for index, phase in enumerate(_phases_of(run))
+        ],
+        "series": build_series(records, run.duration_s),
+    }
+    if keep_records:
+        report["records"] = [record_as_json(record) for record in records]
+    return report
+
+
+def summarise_slice(
+    scheduled: Sequence[RequestRecord],
+    delivered: Sequence[RequestRecord],
+    window: Window,
+    slo: Slo,
+) -> dict[str, object]:
+    """One slice: `scheduled` gives counts and latencies, `delivered` in `window` throughput."""
+    whole = [record for record in scheduled if record.ok]
+    return {
+        "requests": _counts(scheduled),
+        "errors": _errors(scheduled),
+        "error_codes": _error_codes(scheduled),
+        "tokens": _tokens(whole),
+        "throughput": _throughput(delivered, window),
+        "ttft_ms": summarise(ttft_ms(record) for record in whole),
+        "tpot_ms": summarise(tpot_ms(record) for record in whole),
+        "itl_ms": summarise(gap for record in whole for gap in gaps_ms(record)),
+        "max_gap_ms": summarise(max_gap_ms(record) for record in whole),
+        "e2e_ms": summarise(e2e_ms(record) for record in whole),
+        "goodput": _goodput(scheduled, window, slo),
+    }
+
+
+def is_good(record: RequestRecord, slo: Slo) -> bool:
+    """Whether a whole answer came within the limits; one token has no TPOT to break."""
+    first_ms, per_token_ms = ttft_ms(record), tpot_ms(record)
+    if not record.ok:
+        return False
+    if slo.ttft_ms is not None and (first_ms is None or first_ms > slo.ttft_ms):
+        return False
+    return slo.tpot_ms is None or per_token_ms is None or per_token_ms <= slo.tpot_ms
+
+
+def record_as_json(record: RequestRecord) -> dict[str, object]:
+    """One raw record; times in seconds since the start of the run, latencies in ms."""
+    planned, answer = record.planned, record.answer
+    return {
+        "index": planned.index,
+        "request_id": planned.request_id,
+        "phase_index": planned.phase_index,
+        "tier": planned.tier,
+        "prefix_group": planned.prefix_group,
+        "prompt_tokens_asked": planned.prompt_tokens,
+        "output_tokens_asked": planned.output_tokens,
+        "planned_s": planned.at_s,
+        "sent_s": record.sent_s,
+        "ended_s": record.ended_s,
+        "status": record.reply.status if record.reply else None,
+        "served_tier": record.reply.tier if record.reply else None,
+        "server_request_id": record.reply.request_id if record.reply else None,
+        "finish_reason": answer.finish_reason,
+        "saw_done": answer.saw_done,
+        "prompt_tokens": answer.prompt_tokens,
+        "output_tokens": output_tokens(record),
+        "keep_alives": answer.keep_alives,
+        "ttft_ms": ttft_ms(record),
+        "tpot_ms": tpot_ms(record),
+        "max_gap_ms": max_gap_ms(record),
+        "e2e_ms": e2e_ms(record),
+        "token_times_s": [round(at_s, 6) for at_s in answer.token_times_s],
+        "error": record.failure.kind.value if record.failure else None,
+        "error_code": record.failure.code if record.failure else None,
+        "error_message": record.failure.message if record.failure else None,
+    }
+
+
+def _phases_of(run: Finished) -> tuple[Phase, ...]:
+    return run.phases or (Phase("closed", 0.0, run.duration_s),)
+
+
+def _phase(run: Finished, index: int, phase: Phase, slo: Slo) -> dict[str, object]:
+    start_s = min(phase_starts_s(_phases_of(run))[index], run.duration_s)
+    window = Window(start_s, min(start_s + phase.duration_s, run.duration_s))
+    scheduled = [record for record in run.records if record.planned.phase_index == index]
+    return {
+        "index": index,
+        "name": phase.name,
+        "rate_per_s": phase.rate_per_s if run.phases else None,
+        "start_s": rounded(window.start_s),
+        "end_s": rounded(window.end_s),
+        **summarise_slice(scheduled, run.records, window, slo),
+        "tiers": _by_tier(scheduled, run.records, window, slo),
+    }
+
+
+def _by_tier(
+    scheduled: Sequence[RequestRecord],
+    delivered: Sequence[RequestRecord],
+    window: Window,
+    slo: Slo,
+) -> dict[str, object]:
+    tiers = dict.fromkeys(record.planned.tier for record in delivered if record.planned.tier)
+    return {
+        tier: summarise_slice(
+            [record for record in scheduled if record.planned.tier == tier],
+            [record for record in delivered if record.planned.tier == tier],
+            window,
+            slo,
+        )
+        for tier in sorted(tiers)
+    }
+
+
+def _counts(scheduled: Sequence[RequestRecord]) -> dict[str, int]:
+    kinds = Counter(record.failure.kind for record in scheduled if record.failure)
+    dropped, stopped = kinds[FailureKind.DROPPED_BY_CLIENT], kinds[FailureKind.CANCELLED]
+    whole = sum(record.ok for record in scheduled)
+    return {
+        "scheduled": len(scheduled),
+        "sent": len(scheduled) - dropped,
+        "ok": whole,
+        "failed": len(scheduled) - whole - dropped - stopped,
+        "cancelled": stopped,
+        "dropped_by_client": dropped,
+        "without_usage": sum(r.ok and r.answer.output_tokens is None for r in scheduled),
+        "without_done": sum(r.ok and not r.answer.saw_done for r in scheduled),
+        "served_at_other_tier": sum(served_at_other_tier(record) for record in scheduled),
+    }
+
+
+def _errors(scheduled: Sequence[RequestRecord]) -> dict[str, int]:
+    kinds = Counter(record.failure.kind for record in scheduled if record.failure)
+    return {kind.value: kinds[kind] for kind in FailureKind}
+
+
+def _error_codes(scheduled: Sequence[RequestRecord]) -> dict[str, int]:
+    codes = Counter(
+        f"{record.failure.kind.value}:{record.failure.code}"
+        for record in scheduled
+        if record.failure
+    )
+    return dict(sorted(codes.items()))
+
+
+def _tokens(whole: Sequence[RequestRecord]) -> dict[str, int]:
+    return {
+        "prompt": sum(record.answer.prompt_tokens or 0 for record in whole),
+        "output": sum(output_tokens(record) for record in whole),
+        "output_asked": sum(record.planned.output_tokens for record in whole),
+    }
+
+
+def _throughput(delivered: Sequence[RequestRecord], window: Window) -> dict[str, float | None]:
+    whole = [record for record in delivered if record.ok]
+    requests = sum(window.start_s <= record.ended_s <= window.end_s for record in whole)
+    tokens = sum(_tokens_within(record, window) for record in whole)
+    return {
+        "window_s": rounded(window.length_s),
+        "requests_per_s": share(requests, window.length_s),
+        "output_tokens_per_s": share(tokens, window.length_s),
+    }
+
+
+def _tokens_within(record: RequestRecord, window: Window) -> float:
+    events = sum(window.start_s <= at_s <= window.end_s for at_s in record.answer.token_times_s)
+    return events * tokens_per_event(record)
+
+
+def _goodput(
+    scheduled: Sequence[RequestRecord], window: Window, slo: Slo
+) -> dict[str, float | int | None]:
+    if slo.ttft_ms is None and slo.tpot_ms is None:
+        return dict.fromkeys(("slo_ttft_ms", "slo_tpot_ms", "good", "good_share", "good_per_s"))
+    good = sum(is_good(record, slo) for record in scheduled)
+    return {
+        "slo_ttft_ms": slo.ttft_ms,
+        "slo_tpot_ms": slo.tpot_ms,
+        "good": good,
+        "good_share": share(good, len(scheduled)),
+        "good_per_s": share(good, window.length_s),
+    }
+
+
+def _scheduling(records: Sequence[RequestRecord]) -> dict[str, object]:
+    lags_ms = [lag for record in records if (lag := lag_ms(record)) is not None]
+    return {
+        "lag_ms": summarise(lags_ms),
+        "late_send_ms": LATE_SEND_MS,
+        "late_sends": sum(lag > LATE_SEND_MS for lag in lags_ms),
+        "sent_span_s": rounded(_sent_span_ms(records) / MS_PER_S),
+    }
+
+
+def _sent_span_ms(records: Sequence[RequestRecord]) -> float:
+    sent_s = [record.sent_s for record in records if record.sent_s is not None]
+    return (max(sent_s) - min(sent_s)) * MS_PER_S if sent_s else 0.0
