@@ -101,8 +101,8 @@ def plan_arrivals(
     arrivals: list[Arrival] = []
     for index, (phase, start_s) in enumerate(zip(phases, phase_starts_s(phases), strict=True)):
         rng = random.Random(f"{seed}/arrivals/{index}")
-        for offset_s in _offsets_s(phase, kind, rng, burst_requests):
-            arrivals.append(Arrival(start_s + offset_s, index))
+        offsets_s = _offsets_s(phase, kind, rng, burst_requests)
+        arrivals.extend(Arrival(start_s + offset_s, index) for offset_s in offsets_s)
     return tuple(arrivals)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -31,16 +31,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go; `headers` hold the API key and are left out of every repr."""
+    """Where requests go, and how long each may take from sending to its last byte."""
 
     base_url: str
     endpoint: Endpoint
     timeout_s: float
-    headers: dict[str, str] = field(repr=False)
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    """A session without limits of its own: the loops bound what is in flight."""
+    """A session with `headers` on every request and no limits: loops bound what is in flight."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),

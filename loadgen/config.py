@@ -121,7 +121,9 @@ def parse_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_right:
         raise UsageError(f"'{text}' is not a server address like http://127.0.0.1:8000.")
     if parts.username is not None or parts.query or parts.fragment:
-        raise UsageError("--url takes no user name, query or fragment; for a key use --api-key-env.")
+        raise UsageError(
+            "--url takes no user name, query or fragment; for a key use --api-key-env."
+        )
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path}"
 

@@ -12,8 +12,7 @@ from enum import StrEnum
 
 from loadgen.plan import PlannedRequest
 
-WORDS = tuple(
-    """
+WORD_LIST = """
     able above after again air all animal answer any apple arm ask away baby back ball bank bath
     bear bed bell best bird black blue board boat body book both box boy bread bring brother build
     cake call camp car card care cat change child city class clean clear close cloud coat cold
@@ -34,8 +33,8 @@ WORDS = tuple(
     three time top town train travel tree turn valley view village visit voice wait walk wall
     warm wash watch water wave west wheel white wild wind window winter wood word work world
     write year yellow young zoo
-    """.split()
-)
+    """
+WORDS = tuple(WORD_LIST.split())
 
 
 class PromptKind(StrEnum):

@@ -7,6 +7,7 @@ that far, so statistics count only what was really seen.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from loadgen.plan import PlannedRequest
 
@@ -117,10 +118,8 @@ def tpot_ms(record: RequestRecord) -> float | None:
 
 def gaps_ms(record: RequestRecord) -> list[float]:
     """The time between each token event and the one before it."""
-    times_s = record.answer.token_times_s
     return [
-        (later - earlier) * MS_PER_S
-        for earlier, later in zip(times_s, times_s[1:], strict=False)
+        (later - earlier) * MS_PER_S for earlier, later in pairwise(record.answer.token_times_s)
     ]
 
 

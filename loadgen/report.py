@@ -76,9 +76,7 @@ def build_report(run: Finished, slo: Slo, *, keep_records: bool) -> dict[str, ob
         "scheduling": _scheduling(records),
         "total": summarise_slice(records, records, whole, slo),
         "tiers": _by_tier(records, records, whole, slo),
-        "phases": [
-            _phase(run, index, phase, slo) for index, phase in enumerate(_phases_of(run))
-        ],
+        "phases": [_phase(run, index, phase, slo) for index, phase in enumerate(_phases_of(run))],
         "series": build_series(records, run.duration_s),
     }
     if keep_records:

@@ -6,12 +6,13 @@ progress line. Ctrl-C or SIGTERM stops the run and still gives a report of what 
 
 import asyncio
 import contextlib
+import json
 import resource
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from loadgen.advice import warnings_for
 from loadgen.arrivals import plan_arrivals
-from loadgen.client import Client, Target, open_session
+from loadgen.client import Client, Clock, Target, open_session
 from loadgen.config import ClosedLoad, OpenLoad, RunConfig
 from loadgen.environment import describe_environment
 from loadgen.errors import UsageError
@@ -57,7 +58,7 @@ class RunOutcome:
 
 async def run_load(config: RunConfig, headers: dict[str, str]) -> dict[str, object]:
     """Carry out the run and return its report, still without command and raw options."""
-    allow_open_files(_most_in_flight(config.load))
+    allow_open_files(_most_in_flight(config.load) + SPARE_FILES)
     async with open_session(headers) as session:
         server = await discover(session, config)
         outcome = await _run(session, config, server)
@@ -69,39 +70,196 @@ async def discover(session: aiohttp.ClientSession, config: RunConfig) -> Server:
     url = f"{config.url}/v1/models"
     try:
         status, body = await _get_json(session, url)
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"No OpenAI-compatible server answers at {url}: {reason}.") from error
-    listed = body.get("data") if isinstance(body, dict) else None
-    models = tuple(
-        str(entry["id"])
-        for entry in (listed if isinstance(listed, list) else [])
-        if isinstance(entry, dict) and "id" in entry
-    )
-    if config.model is None and (status != 200 or not models):
+    except (aiohttp.ClientError, OSError) as error:
+        reason = str(error) or "no answer in time"
+        raise UsageError(f"No server answers at {url}: {reason}.") from error
+    models = _model_names(body)
+    if config.model is None and not models:
         raise UsageError(f"{url} lists no model (status {status}); name one with --model.")
     return Server(config.model or models[0], models, await _version(session, config.url))
+
+
+def allow_open_files(files: int) -> None:
+    """Raise this process's own limit on open files if need be, or say that it is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        return
+    if hard != resource.RLIM_INFINITY and hard < files:
+        raise UsageError(
+            f"This many requests in flight need {files} open files and the limit is {hard}: "
+            "lower --max-in-flight or raise ulimit -n."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def clock_from_now() -> Clock:
+    """A clock that gives seconds since this call and never goes back."""
+    start_s = time.monotonic()
+    return lambda: time.monotonic() - start_s
 
 
 async def _run(session: aiohttp.ClientSession, config: RunConfig, server: Server) -> RunOutcome:
     run_id = f"lg{secrets.token_hex(4)}"
     plan = _plan(config, run_id)
-    style = BodyStyle(
-        config.endpoint, server.model, config.prompt, config.temperature, config.ignore_eos
-    )
-    target = Target(config.url, config.endpoint, config.timeout_s)
-    warmup_failures = await _warm_up(Client.starting_now(session, target, Meter(0)), config, style)
+    bench = _bench(session, config, server.model, len(plan))
+    failures = await _warm_up(bench, config, run_id)
 
-    meter = Meter(len(plan))
+    bench = _bench(session, config, server.model, len(plan))
     started_at = datetime.now(UTC)
-    client = Client.starting_now(session, target, meter)
-    bench = Bench(lambda planned: request_body(style, planned), client.send, client.clock, meter)
-    shown = _shown_while(meter, bench, quiet=config.outputs.quiet)
-    stopped = await _until_stopped(_paced(plan, bench, config.load), shown)
+    async with _progress_shown(bench, quiet=config.outputs.quiet):
+        stopped = await _until_stopped(_paced(plan, bench, config.load))
     return RunOutcome(
-        _finished(config.load, plan, bench, stopped=stopped),
-        server,
-        run_id,
-        started_at,
-        warmup_failures,
+        _finished(config.load, plan, bench, stopped=stopped), server, run_id, started_at, failures
     )
+
+
+def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planned: int) -> Bench:
+    """A fresh bench, whose clock starts now."""
+    style = BodyStyle(config.endpoint, model, config.prompt, config.temperature, config.ignore_eos)
+    target = Target(config.url, config.endpoint, config.timeout_s)
+    clock, meter = clock_from_now(), Meter(planned)
+    client = Client(session, target, clock, meter)
+    return Bench(lambda planned: request_body(style, planned), client.send, clock, meter)
+
+
+def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:
+    match config.load:
+        case ClosedLoad(_, requests):
+            return plan_closed(requests, config.mixture, seed=config.seed, run_id=run_id)
+        case OpenLoad(phases, kind, burst_requests, _):
+            arrivals = plan_arrivals(phases, kind, seed=config.seed, burst_requests=burst_requests)
+            if not arrivals:
+                raise UsageError("No request falls into so short a run; make it longer.")
+            return plan_open(arrivals, config.mixture, seed=config.seed, run_id=run_id)
+
+
+async def _warm_up(bench: Bench, config: RunConfig, run_id: str) -> int:
+    """Send requests one after another that no report counts; return how many failed.
+
+    Their indexes are negative, so that their prompts are not those of the run.
+    """
+    plan = plan_closed(
+        config.warmup_requests, config.mixture, seed=config.seed, run_id=f"{run_id}-warm"
+    )
+    turned = [replace(planned, index=-1 - planned.index) for planned in plan]
+    await run_closed(turned, bench, concurrency=1)
+    return sum(not record.ok for record in bench.records)
+
+
+def _paced(
+    plan: Sequence[PlannedRequest], bench: Bench, load: OpenLoad | ClosedLoad
+) -> Coroutine[None, None, None]:
+    match load:
+        case OpenLoad(_, _, _, max_in_flight):
+            return run_open(plan, bench, max_in_flight=max_in_flight)
+        case ClosedLoad(concurrency, _):
+            return run_closed(plan, bench, concurrency=concurrency)
+
+
+async def _until_stopped(work: Coroutine[None, None, None]) -> bool:
+    """Run `work` to its end, or cancel it at the first signal; tell whether it was cancelled."""
+    stop = asyncio.Event()
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    with _signals_set(stop):
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    was_stopped = not working.done()
+    (working if was_stopped else stopping).cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.gather(working, stopping)
+    return was_stopped
+
+
+@contextlib.contextmanager
+def _signals_set(stop: asyncio.Event) -> Iterator[None]:
+    """Let SIGINT and SIGTERM set `stop`; only a main thread gets signals at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.asynccontextmanager
+async def _progress_shown(bench: Bench, *, quiet: bool) -> AsyncIterator[None]:
+    if quiet:
+        yield
+        return
+    shown = asyncio.create_task(
+        show_progress(lambda: bench.meter.snapshot(bench.clock()), Console(stderr=True))
+    )
+    try:
+        yield
+    finally:
+        shown.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await shown
+
+
+def _finished(
+    load: OpenLoad | ClosedLoad, plan: Sequence[PlannedRequest], bench: Bench, *, stopped: bool
+) -> Finished:
+    """The run's facts; it lasts until its last answer and, if not stopped, its last phase."""
+    phases = load.phases if isinstance(load, OpenLoad) else ()
+    planned_s = 0.0 if stopped else sum(phase.duration_s for phase in phases)
+    last_s = max((record.ended_s for record in bench.records), default=0.0)
+    records = sorted(bench.records, key=lambda record: record.planned.index)
+    return Finished(tuple(records), phases, len(plan), max(planned_s, last_s), stopped)
+
+
+def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
+    finished = outcome.finished
+    warnings = warnings_for(finished.records, ignore_eos=config.ignore_eos)
+    if outcome.warmup_failures:
+        warnings.append(f"{outcome.warmup_failures} warm-up requests failed.")
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "started_at": outcome.started_at.isoformat(timespec="milliseconds"),
+        "run_id": outcome.run_id,
+        "environment": describe_environment(),
+        "server": {
+            "url": config.url,
+            "model": outcome.server.model,
+            "models": list(outcome.server.models),
+            "version": outcome.server.version,
+        },
+        "warnings": warnings,
+        **build_report(finished, config.slo, keep_records=config.outputs.keep_records),
+    }
+
+
+def _most_in_flight(load: OpenLoad | ClosedLoad) -> int:
+    return load.max_in_flight if isinstance(load, OpenLoad) else load.concurrency
+
+
+def _model_names(body: object) -> tuple[str, ...]:
+    listed = body.get("data") if isinstance(body, dict) else None
+    entries = listed if isinstance(listed, list) else []
+    return tuple(str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry)
+
+
+async def _version(session: aiohttp.ClientSession, url: str) -> str | None:
+    """What `/version` says, where a server has that."""
+    try:
+        status, body = await _get_json(session, f"{url}/version")
+    except (aiohttp.ClientError, OSError):
+        return None
+    said = body.get("version") if status == 200 and isinstance(body, dict) else None
+    return None if said is None else str(said)
+
+
+async def _get_json(session: aiohttp.ClientSession, url: str) -> tuple[int, object]:
+    """The status and the JSON of an answer, None if it has no JSON."""
+    async with asyncio.timeout(DISCOVERY_TIMEOUT_S), session.get(url) as response:
+        text = await response.text(errors="replace")
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, None

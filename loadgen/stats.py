@@ -5,8 +5,7 @@ empty sample has no percentiles: they are None, never 0.
 """
 
 from collections.abc import Iterable, Sequence
-
-import numpy as np
+from math import floor, fsum
 
 PERCENTILES = (50, 90, 95, 99)
 DECIMALS = 3
@@ -14,22 +13,29 @@ DECIMALS = 3
 
 def summarise(samples: Iterable[float | None]) -> dict[str, float | int | None]:
     """Count, mean, p50, p90, p95, p99 and max of the samples that are not None."""
-    present = np.fromiter((value for value in samples if value is not None), dtype=np.float64)
-    names = [f"p{percent}" for percent in PERCENTILES]
-    if present.size == 0:
-        return {"count": 0, "mean": None, **dict.fromkeys(names), "max": None}
-    values = np.percentile(present, PERCENTILES)
+    present = sorted(value for value in samples if value is not None)
+    if not present:
+        none = dict.fromkeys(("mean", *(f"p{percent}" for percent in PERCENTILES), "max"))
+        return {"count": 0, **none}
     return {
-        "count": int(present.size),
-        "mean": rounded(float(present.mean())),
-        **{name: rounded(float(value)) for name, value in zip(names, values, strict=True)},
-        "max": rounded(float(present.max())),
+        "count": len(present),
+        "mean": rounded(fsum(present) / len(present)),
+        **{f"p{percent}": rounded(percentile(present, percent)) for percent in PERCENTILES},
+        "max": rounded(present[-1]),
     }
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the ascending, non-empty samples lie."""
+    place = (len(ordered) - 1) * percent / 100
+    below = floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def median(samples: Sequence[float]) -> float | None:
     """The middle of the samples, or None without any."""
-    return rounded(float(np.percentile(samples, 50))) if samples else None
+    return rounded(percentile(sorted(samples), 50)) if samples else None
 
 
 def share(part: float, whole: float) -> float | None:

@@ -31,12 +31,26 @@ MAX_ANSWER_CHARS = 1_500
 # Generated tables (character maps, build settings) teach nothing, and the build
 # settings contain paths of the machine that compiled Python.
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "data", "cjkencodings"}
-_SKIPPED_PREFIXES = ("_sysconfigdata", "encodings.cp", "encodings.iso", "encodings.mac", "encodings.koi8")
+_SKIPPED_PREFIXES = (
+    "_sysconfigdata",
+    "encodings.cp",
+    "encodings.iso",
+    "encodings.mac",
+    "encodings.koi8",
+)
 _SKIPPED_MODULES = {"pydoc_data.topics", "__phello__.spam", "__phello__"}
 
-_EXPLAIN = ("Explain `{0}`.", "What does `{0}` do?", "Describe `{0}` from the Python standard library.")
+_EXPLAIN = (
+    "Explain `{0}`.",
+    "What does `{0}` do?",
+    "Describe `{0}` from the Python standard library.",
+)
 _WRITE = ("Write the function `{0}`.", "Show me the source of `{0}`.", "Implement `{0}` in Python.")
-_TOPIC = ("Tell me about {0} in Python.", "Explain the Python topic `{0}`.", "What is `{0}` in Python?")
+_TOPIC = (
+    "Tell me about {0} in Python.",
+    "Explain the Python topic `{0}`.",
+    "What is `{0}` in Python?",
+)
 _SYSTEM = (
     "You are a helpful assistant.",
     "You are a helpful assistant that knows Python.",
@@ -67,10 +81,12 @@ class SourceFile:
 
     @property
     def is_test(self) -> bool:
+        """Whether the file belongs to a test suite, of which only a sample is used."""
         return any(part in {"test", "tests", "idle_test"} for part in self.module.split("."))
 
     @property
     def held_out(self) -> bool:
+        """Whether the file is kept out of training."""
         return _bucket(self.module, HELD_OUT_ONE_IN) == 0
 
 

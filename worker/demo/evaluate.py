@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from worker.demo import MODEL_DIR
@@ -23,7 +22,6 @@ from worker.demo import MODEL_DIR
 WINDOW = 512
 
 
-@torch.no_grad()
 def mean_loss(model: Any, ids: list[int], bos: int) -> float:
     """Mean nats per token of `ids` under the definition in the module docstring."""
     was_training = model.training
@@ -31,8 +29,9 @@ def mean_loss(model: Any, ids: list[int], bos: int) -> float:
     total = 0.0
     for start in range(0, len(ids), WINDOW - 1):
         window = torch.tensor([[bos, *ids[start : start + WINDOW - 1]]])
-        logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
-        total += F.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+        with torch.no_grad():
+            logits = model(input_ids=window, use_cache=False).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum").item()
     model.train(was_training)
     return total / len(ids)
 
@@ -42,14 +41,18 @@ def held_out_loss(folder: Path, max_tokens: int | None = None) -> tuple[float, i
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = (folder / "heldout.txt").read_text(encoding="utf-8")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:max_tokens]
+    # Not verbose: the text is longer than the context on purpose, it is cut into windows.
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     return mean_loss(model, ids, tokenizer.bos_token_id), len(ids)
 
 
 def main() -> None:
+    """Print the loss of a model folder as one line of JSON."""
     parser = argparse.ArgumentParser(description="Recompute the held-out loss of a model folder.")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="model folder")
-    parser.add_argument("--max-tokens", type=int, default=None, help="use only the first so many tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, default=None, help="use only the first so many tokens"
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

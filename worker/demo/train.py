@@ -10,25 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from worker.demo import MODEL_DIR, corpus, evaluate
 from worker.demo.tokenizer import MAX_LENGTH, VOCAB_SIZE, save_tokenizer, train_tokenizer
 
-Ids = NDArray[np.uint16]
+Ids: TypeAlias = NDArray[np.uint16]
 
 PEAK_LEARNING_RATE = 2e-3
 FINAL_LEARNING_RATE_SHARE = 0.02
@@ -83,6 +82,7 @@ class TokenStream:
 
 
 def model_config() -> LlamaConfig:
+    """The demo model's shape: some 4.7 million parameters."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -101,6 +101,18 @@ def model_config() -> LlamaConfig:
     )
 
 
+def new_model() -> LlamaForCausalLM:
+    """A model with random weights."""
+    return LlamaForCausalLM(model_config())
+
+
+def generation_config() -> GenerationConfig:
+    """Sampling by default: a model this small repeats itself when decoded greedily."""
+    return GenerationConfig(
+        bos_token_id=1, eos_token_id=3, pad_token_id=0, do_sample=True, temperature=0.7, top_p=0.95
+    )
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in `folder`, trained first if there is none."""
     if not (folder / "tokenizer.json").exists():
@@ -111,10 +123,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 def encode_corpus(tokenizer: Any) -> list[Ids]:
     """Plain documents and rendered dialogues, each with its bos and its end."""
-    texts = [tokenizer.bos_token + text + tokenizer.eos_token for text in corpus.training_documents()]
+    texts = [
+        tokenizer.bos_token + text + tokenizer.eos_token for text in corpus.training_documents()
+    ]
     texts += [tokenizer.apply_chat_template(d, tokenize=False) for d in corpus.dialogues()]
     core = tokenizer.backend_tokenizer
-    return [np.array(e.ids, dtype=np.uint16) for e in core.encode_batch(texts, add_special_tokens=False)]
+    return [
+        np.array(e.ids, dtype=np.uint16) for e in core.encode_batch(texts, add_special_tokens=False)
+    ]
 
 
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
@@ -138,6 +154,7 @@ def learning_rate(share: float) -> float:
 
 
 def sequence_length(share: float) -> int:
+    """The phase that this share of the time belongs to."""
     return next((length for until, length in SEQUENCE_PHASES if share < until), MAX_LENGTH)
 
 
@@ -145,12 +162,14 @@ def train_step(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: tor
     """One update; bfloat16 autocast was nearly twice as fast where this was made."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=batch, use_cache=False).logits
-    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), batch[:, 1:].flatten()
+    )
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.item()
+    return float(loss.item())
 
 
 def export(model: LlamaForCausalLM, tokenizer: Any, out: Path, progress: Progress) -> float:
@@ -161,11 +180,10 @@ def export(model: LlamaForCausalLM, tokenizer: Any, out: Path, progress: Progres
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:
         folder = Path(name)
-        copy = LlamaForCausalLM(model_config()).to(torch.bfloat16)
+        copy = new_model()
+        copy.bfloat16()
         copy.load_state_dict(model.state_dict())
-        copy.generation_config = GenerationConfig(
-            bos_token_id=1, eos_token_id=3, pad_token_id=0, do_sample=True, temperature=0.7, top_p=0.95
-        )
+        copy.generation_config = generation_config()
         copy.save_pretrained(folder)
         save_tokenizer(tokenizer, folder)
         (folder / "heldout.txt").write_text(corpus.held_out_text(), encoding="utf-8")
@@ -174,8 +192,8 @@ def export(model: LlamaForCausalLM, tokenizer: Any, out: Path, progress: Progres
         for path in sorted(folder.iterdir()):
             path.chmod(0o644)  # safetensors makes its file private
             if path.name != "training.json":
-                os.replace(path, out / path.name)
-        os.replace(folder / "training.json", out.parent / "training.json")
+                path.replace(out / path.name)
+        (folder / "training.json").replace(out.parent / "training.json")
     return loss
 
 
@@ -202,11 +220,16 @@ def _write_report(
 def save_state(
     path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, progress: Progress
 ) -> None:
+    """Write everything a resumed run needs, replacing the last state at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": asdict(progress),
+    }
     torch.save(state, partial)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> Progress:
@@ -220,15 +243,17 @@ def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW
 
 
 def run(options: argparse.Namespace) -> None:
+    """Train until the time is used, exporting the folder every few minutes."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    disable_progress_bar()
     out: Path = options.out
     state_file = out.with_name(f".{out.name}.state") / "state.pt"
     tokenizer = load_tokenizer(out)
     documents = encode_corpus(tokenizer)
     print(f"{len(documents)} documents, {sum(map(len, documents))} tokens", flush=True)
 
-    model = LlamaForCausalLM(model_config())
+    model = new_model()
     optimizer = make_optimizer(model)
     progress = load_state(state_file, model, optimizer)
     stream = TokenStream(documents, options.seed, progress)
@@ -262,9 +287,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Read the command line and train."""
     parser = argparse.ArgumentParser(description="Train the demo model on the standard library.")
     parser.add_argument("--out", type=Path, default=MODEL_DIR, help="model folder to write")
-    parser.add_argument("--minutes", type=float, default=25.0, help="training time, without set-up and exports")
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="training time, without set-up and exports"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=float, default=150.0, help="seconds between exports")

@@ -1,0 +1,36 @@
+# Every target sets up what it needs. Variables: PORT, RANKS, MODEL, DEVICE, SEED, PYTHON.
+PYTHON ?= python3
+PORT   ?= 8000
+RANKS  ?=
+MODEL  ?=
+DEVICE ?= cpu
+SEED   ?= 1
+BIN    := .venv/bin
+TESTS  := $(BIN)/python -m pytest -m "not gpu"
+
+.PHONY: up demo test setup check sim bench
+
+up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
+	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
+
+demo: setup  ## watch streams live through dp2 -> tp2 -> dp2
+	@$(BIN)/python -m tests.demo.run_demo --device $(DEVICE) $(if $(MODEL),--model $(MODEL))
+
+test: check  ## lint, types, import contracts and every CPU test
+	$(TESTS) tests --ignore=tests/integration
+	$(TESTS) -p no:randomly tests/integration
+
+setup:  ## .venv with the locked dependencies; does nothing when it is ready
+	@$(PYTHON) coordinator/bootstrap.py --device $(DEVICE)
+
+check: setup  ## lint, format, types and import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sim: setup  ## replay one simulation: make sim SEED=4711
+	@$(BIN)/python -m tests.simulation --seed $(SEED)
+
+bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
+	@$(BIN)/python -m tests.bench.cpu

@@ -1,0 +1,148 @@
+"""vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
+
+Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce, Gloo or shared memory
+on CPU) and a control plane (the shared-memory broadcast queue, its leader the only writer). All
+ranks create all groups in the order of `comm_pool.plan`; nothing is created later (Flying Serving,
+Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from comm_pool.layout import Rank
+from comm_pool.plan import by_width, communicator_plan
+
+TP_GROUP_NAME = "tp"
+"""vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """One ready group that this rank is a member of, and what it cost to make."""
+
+    ranks: tuple[Rank, ...]
+    group: GroupCoordinator
+    created_ms: float
+    memory_bytes: int
+
+    @property
+    def width(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def rank_in_group(self) -> int:
+        """This rank's place in the group; 0 is the leader."""
+        return int(self.group.rank_in_group)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Memory in use by this process: device memory on CUDA, resident set on CPU."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class CommunicatorPool:
+    """The communicators of one rank, looked up by their ranks or by width."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        rank: Rank,
+        world: int,
+        widths: tuple[int, ...],
+        init_method: str,
+        device: torch.device,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Join the world and create every group of the plan; a collective call of all ranks."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        os.environ["VLLM_DIST_IDENT"] = init_method.rsplit(":", 1)[-1]
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(world, rank, init_method, rank, backend)
+            parallel_state.initialize_model_parallel(1)
+        own = parallel_state.get_tp_group()
+        self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
+            (rank,): Communicator((rank,), own, 0.0, 0)
+        }
+        groups = by_width(communicator_plan(world, widths))
+        for done, (_, lists) in enumerate(sorted(groups.items())):
+            progress(done, len(groups))
+            self._create(config, lists, rank, backend, device)
+        progress(len(groups), len(groups))
+        self._process_groups = self.process_groups()
+
+    def _create(
+        self,
+        config: VllmConfig,
+        lists: list[list[int]],
+        rank: Rank,
+        backend: str,
+        device: torch.device,
+    ) -> None:
+        started, before = time.perf_counter(), _memory_bytes(device)
+        with set_current_vllm_config(config):
+            group = parallel_state.init_model_parallel_group(
+                lists,
+                rank,
+                backend,
+                use_message_queue_broadcaster=True,
+                group_name=TP_GROUP_NAME,
+            )
+        _warm(group, device)
+        ranks = tuple(Rank(member) for member in group.ranks)
+        self._by_ranks[ranks] = Communicator(
+            ranks,
+            group,
+            (time.perf_counter() - started) * 1e3,
+            max(0, _memory_bytes(device) - before),
+        )
+
+    def of(self, ranks: tuple[Rank, ...]) -> Communicator:
+        """The communicator of exactly these ranks; KeyError if this rank has none."""
+        return self._by_ranks[ranks]
+
+    def of_width(self, width: int) -> Communicator:
+        """The communicator of this rank's aligned group of that width."""
+        return next(c for c in self._by_ranks.values() if c.width == width)
+
+    def __iter__(self) -> Iterator[Communicator]:
+        return iter(self._by_ranks.values())
+
+    @staticmethod
+    def process_groups() -> int:
+        """Process groups that torch knows of; constant after start-up."""
+        return len(dist.distributed_c10d._world.pg_map)
+
+    @property
+    def created(self) -> int:
+        """Process groups that existed when start-up ended."""
+        return self._process_groups
+
+
+def activate(communicator: Communicator) -> None:
+    """Make this the group of vLLM's tensor-parallel layers; an assignment, well under 1 µs.
+
+    vLLM 0.32 has no public way to swap it (`_replace_active_groups` does the same for elastic EP).
+    """
+    parallel_state._TP = communicator.group
+
+
+def _warm(group: GroupCoordinator, device: torch.device) -> None:
+    """One collective of each kind that serving uses, so that the first step finds them warm."""
+    tensor = torch.ones(64, 64, device=device)
+    group.all_reduce(tensor)
+    group.all_gather(tensor, dim=-1)
+    group.barrier()

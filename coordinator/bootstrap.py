@@ -1,0 +1,216 @@
+"""Set up `.venv` with everything locked, on a machine with only Python, pip and a C compiler.
+
+Run by path with the system's Python before any dependency exists (`make setup`), so it imports the
+standard library only. Idempotent: a stamp holds the hash of what was installed, and an unfinished
+set-up is taken up again. Whatever is missing is said in one sentence, with exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / ".ready"
+LOG = VENV / "setup.log"
+
+PYTHONS = ((3, 11), (3, 12))
+"""Versions that the locked packages exist for, best first."""
+TORCH_INDEX_ENV = "AILERON_TORCH_INDEX"
+"""Package index that has torch's CPU build, where pip does not find it by itself."""
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+LOG_TAIL_LINES = 12
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message is one sentence that says what to do."""
+
+
+def main(arguments: list[str]) -> int:
+    """Bring `.venv` up to the chosen lock file; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Set up .venv with the locked dependencies.")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
+    device = "cuda" if parser.parse_args(arguments).device == "cuda" else "cpu"
+    lock = ROOT / "requirements" / ("gpu.lock" if device == "cuda" else "cpu.lock")
+    wanted = _fingerprint(lock)
+    if (VENV / "bin" / "python").exists() and STAMP.exists() and STAMP.read_text() == wanted:
+        return 0
+    started = time.monotonic()
+    try:
+        _set_up(lock, device)
+    except SetupError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nset-up interrupted; the same command takes it up again.", file=sys.stderr)
+        return 130
+    STAMP.write_text(wanted)
+    print(f"set-up: ready after {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+def _set_up(lock: Path, device: str) -> None:
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        raise SetupError("no C compiler found: install gcc (Debian: apt-get install gcc).")
+    _step(1, "checking Python and creating .venv")
+    _create_venv()
+    STAMP.unlink(missing_ok=True)
+    if device == "cpu":
+        _step(2, "torch, CPU build (about 190 MB)")
+        _install_cpu_torch(_pinned(lock, "torch"))
+    else:
+        _step(2, "torch comes with the CUDA lock file")
+    names = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
+    _step(3, f"{len(names)} locked packages from {lock.relative_to(ROOT)}")
+    _pip(
+        ["--no-deps", "-r", str(lock)],
+        f"pip could not install {lock.relative_to(ROOT)}: check the network and the package index, "
+        "then run the same command again.",
+        packages=len(names),
+    )
+    if device == "cpu":
+        _check_cpu_torch(_pinned(lock, "torch"))
+    _step(4, "aileron itself")
+    # Without isolation: the build backend is locked and installed already, so nothing is fetched.
+    _pip(
+        ["--no-deps", "--no-build-isolation", "-e", str(ROOT)],
+        "pip could not install this checkout: see the lines above.",
+    )
+
+
+def _step(number: int, text: str) -> None:
+    print(f"set-up [{number}/4] {text}", flush=True)
+
+
+def _fingerprint(lock: Path) -> str:
+    digest = hashlib.sha256(lock.name.encode())
+    for path in (lock, ROOT / "pyproject.toml"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _pinned(lock: Path, name: str) -> str:
+    for line in lock.read_text().splitlines():
+        if line.startswith(f"{name}=="):
+            return line.strip()
+    raise SetupError(f"{lock.name} does not pin {name}: restore the file from git.")
+
+
+def _create_venv() -> None:
+    python = VENV / "bin" / "python"
+    if python.exists() and _version_of(str(python)) in PYTHONS:
+        return
+    if VENV.exists():
+        shutil.rmtree(VENV)
+    base = _find_python()
+    result = subprocess.run(
+        [base, "-m", "venv", str(VENV)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        print(result.stdout, file=sys.stderr)
+        raise SetupError(
+            f"{base} cannot create a virtual environment with pip: install its venv and pip "
+            "packages (Debian: apt-get install python3-venv python3-pip)."
+        )
+
+
+def _find_python() -> str:
+    """Return a Python that the locks exist for: this one, else one on PATH."""
+    if sys.version_info[:2] in PYTHONS:
+        return sys.executable
+    for major, minor in PYTHONS:
+        found = shutil.which(f"python{major}.{minor}")
+        if found and _version_of(found) == (major, minor):
+            return found
+    raise SetupError(
+        f"Python {platform.python_version()} cannot be used: install Python 3.11 or 3.12, or name "
+        "one with `make PYTHON=/path/to/python3.11 setup`."
+    )
+
+
+def _version_of(python: str) -> tuple[int, int] | None:
+    code = "import sys; print(sys.version_info[0], sys.version_info[1])"
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    parts = result.stdout.split()
+    return (int(parts[0]), int(parts[1])) if result.returncode == 0 and len(parts) == 2 else None
+
+
+def _install_cpu_torch(requirement: str) -> None:
+    """Install torch's CPU build and nothing else; its dependencies are in the lock file."""
+    index = os.environ.get(TORCH_INDEX_ENV, "")
+    options = ["--no-deps", *(["--index-url", index] if index else [])]
+    # The local version names the CPU build, so that no CUDA build is fetched to be thrown away.
+    # Only x86_64 Linux has both; elsewhere the plain version is the CPU build.
+    both = platform.machine() in ("x86_64", "AMD64")
+    _pip([*options, f"{requirement}+cpu" if both else requirement], _torch_advice(requirement))
+
+
+def _check_cpu_torch(requirement: str) -> None:
+    code = "import torch; print(torch.version.cuda or '')"
+    result = subprocess.run(
+        [str(VENV / "bin" / "python"), "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        print(result.stderr[-2000:], file=sys.stderr)
+        raise SetupError("torch does not import: see the lines above.")
+    if result.stdout.strip():
+        raise SetupError(_torch_advice(requirement))
+
+
+def _torch_advice(requirement: str) -> str:
+    return (
+        f"pip finds no CPU build of {requirement} for this Python: set {TORCH_INDEX_ENV}="
+        f"{TORCH_INDEX} and run the same command again."
+    )
+
+
+def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
+    """Run `pip install`; shows progress, keeps a log, and raises `advice` if pip fails."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off"]
+    seen = 0
+    tail: list[str] = []
+    with (
+        LOG.open("a") as log,
+        subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            tail = [*tail[1 - LOG_TAIL_LINES :], line]
+            if packages and line.startswith(("Collecting", "Requirement already satisfied")):
+                seen += 1
+                _show_count(seen, packages)
+            elif packages and line.startswith("Installing"):
+                print("set-up       unpacking …", flush=True)
+    if process.returncode:
+        sys.stderr.writelines(tail)
+        raise SetupError(advice)
+
+
+def _show_count(seen: int, packages: int) -> None:
+    if sys.stdout.isatty():
+        print(f"\rset-up       {seen}/{packages} ", end="\n" if seen == packages else "")
+        sys.stdout.flush()
+    elif seen % 40 == 0 or seen == packages:
+        print(f"set-up       {seen}/{packages}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,8 @@
+"""Lets `python -m coordinator.cli` stand in for `aileron` where nothing is installed."""
+
+import sys
+
+from coordinator.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The command line of `aileron`: every command with its options, and nothing else.
+
+A command is a function of the parsed options; its module is imported when it is the one to run.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.cli.errors import USAGE_STATUS, CliError
+
+CARRIES = ("reshard", "pause", "drain", "recompute")
+ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises one sentence instead of printing usage and exiting."""
+
+    def error(self, message: str) -> "None":  # type: ignore[override]
+        raise CliError(f"{message} (see `{self.prog} --help`).", USAGE_STATUS)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse; the result has `command`, the function to call with it. Raises `CliError`."""
+    own, engine_args = _split_engine_args(arguments)
+    options = _parser().parse_args(own)
+    if engine_args and options.name != "up":
+        raise CliError(
+            "engine options after -- belong to `aileron up`; the other commands take none.",
+            USAGE_STATUS,
+        )
+    options.engine_args = tuple(engine_args)
+    return options
+
+
+def _split_engine_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    given = list(arguments)
+    if "--" not in given:
+        return given, []
+    at = given.index("--")
+    return given[:at], given[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="aileron",
+        description="OpenAI-compatible LLM serving that changes its parallelism while requests run.",
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    _add_up(commands)
+    for name, text in (
+        ("gateway", "one gateway process (HTTP)"),
+        ("coordinator", "one coordinator process"),
+        ("rank", "the rank processes of this host"),
+    ):
+        one = commands.add_parser(name, help=text, description=f"Run {text}, for containers.")
+        one.add_argument("--config", type=Path, required=True, metavar="FILE")
+        one.set_defaults(command=_process)
+    _add_operator_commands(commands)
+    return parser
+
+
+def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    up = commands.add_parser(
+        "up",
+        help="serve a model on this machine",
+        description="Serve a model on this machine until Ctrl-C.",
+        epilog="Everything after -- is passed to vLLM as engine options, for example: "
+        "aileron up --ranks 4 -- --max-model-len 32768",
+    )
+    up.set_defaults(command=_up)
+    add = up.add_argument
+    add("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
+    add("--ranks", type=int, metavar="N", help="devices to use; default: every GPU, or 2 on CPU")
+    add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
+    add("--widths", metavar="1,2,4", help="group widths; default: powers of two up to --ranks")
+    add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
+    add("--policy", choices=("adaptive", "fixed"), default="fixed", help="default: fixed")
+    add("--host", help="address of the serving port; default: 127.0.0.1")
+    add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
+    add("--admin-port", type=int, help="admin port, 0 for any free one; default: 8001")
+    add("--config", type=Path, metavar="FILE", help="start from this file; options override it")
+    add("--verbose", action="store_true", help="show the processes' logs as well")
+
+
+def _add_operator_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
+    status.set_defaults(command=_status)
+    switch = commands.add_parser("switch", help="change the layout and wait until it serves")
+    switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")
+    switch.add_argument("--carry", choices=CARRIES, help="what happens to running tasks")
+    switch.set_defaults(command=_switch)
+    explain = commands.add_parser("explain", help="why the layout is what it is")
+    explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
+    explain.set_defaults(command=_explain)
+    for each in (status, switch, explain):
+        each.add_argument("--json", action="store_true", help="print JSON")
+        each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
+    doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    doctor.set_defaults(command=_doctor)
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"aileron {version('aileron')}")
+        except PackageNotFoundError:
+            print("aileron, not installed: run `make setup`")
+        parser.exit()
+
+
+def _up(options: argparse.Namespace) -> int:
+    from coordinator.cli.up import run_up
+
+    return run_up(options)
+
+
+def _process(options: argparse.Namespace) -> int:
+    from coordinator.cli.process import run_process
+
+    return run_process(options.name, options.config)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_status
+
+    return run_status(options)
+
+
+def _switch(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_switch
+
+    return run_switch(options)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_explain
+
+    return run_explain(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from coordinator.cli.doctor import run_doctor
+
+    return run_doctor(options)

@@ -1,0 +1,66 @@
+"""Where the last `aileron up` of this user can be reached, for the commands that talk to it.
+
+A convenience, never needed: every command takes `--admin-url`. The file holds no secret.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DEFAULT_ADMIN_URL = "http://127.0.0.1:8001"
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """One running `aileron up`."""
+
+    pid: int
+    admin_url: str
+    base_url: str
+    run_dir: str
+
+
+def record_path() -> Path:
+    """Return the file of this user: in the runtime folder, else in the home folder."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "aileron" / "last-run.json"
+    return Path.home() / ".aileron" / "last-run.json"
+
+
+def write_record(run: LastRun) -> None:
+    """Remember `run`; a folder that cannot be written is no reason not to serve."""
+    path = record_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{run.pid}")
+        fresh.write_text(json.dumps(asdict(run)))
+        fresh.replace(path)
+    except OSError:
+        return
+
+
+def read_record() -> LastRun | None:
+    """Return the last run if its process still lives."""
+    try:
+        run = LastRun(**json.loads(record_path().read_text()))
+        os.kill(run.pid, 0)
+    except (OSError, ValueError, TypeError):
+        return None
+    return run
+
+
+def remove_record(pid: int) -> None:
+    """Forget the run of `pid`; a later run's record stays."""
+    run = read_record()
+    if run is not None and run.pid == pid:
+        record_path().unlink(missing_ok=True)
+
+
+def find_admin_url(given: str | None) -> str:
+    """Return the URL to use: the given one, else the last run's, else the default port."""
+    if given:
+        return given.rstrip("/")
+    run = read_record()
+    return run.admin_url if run else DEFAULT_ADMIN_URL

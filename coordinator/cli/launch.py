@@ -1,0 +1,161 @@
+"""From the options of `aileron up` to one checked configuration.
+
+Decides only: hardware and free ports are arguments. A file given with `--config` is the base,
+options override it, and what neither says gets the defaults of this machine.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.protocol.config import Config, ConfigError, check_config, load_config
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "worker" / "demo" / "model"
+DEMO_NAME = "aileron-demo"
+CPU_RANKS = 2
+"""Ranks on a machine without GPUs, where more of them only share the same cores."""
+
+OWN_OPTIONS = {
+    "--model": "--model before the --",
+    "--tensor-parallel-size": "--ranks, --widths and --layout",
+    "-tp": "--ranks, --widths and --layout",
+    "--data-parallel-size": "--ranks and --layout",
+    "-dp": "--ranks and --layout",
+    "--host": "--host before the --",
+    "--port": "--port before the --",
+    "--served-model-name": "model.served_name in a --config FILE",
+}
+"""vLLM options that aileron decides itself -> what to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the options are completed with."""
+
+    gpus: int
+    grpc_port: int
+    rendezvous_port: int
+    run_dir: str
+
+
+def build_config(options: argparse.Namespace, machine: Machine) -> Config:
+    """Return the configuration of every process; raises `CliError` with one sentence."""
+    try:
+        base = load_config(options.config).model_dump() if options.config else _empty()
+    except ConfigError as error:
+        raise CliError(f"{options.config}: {error}", USAGE_STATUS) from error
+    _set_model(base["model"], options)
+    _set_cell(base["cell"], options, machine, from_file=options.config is not None)
+    if options.config is None:
+        base["coordinator"]["listen"] = f"127.0.0.1:{machine.grpc_port}"
+    for section, key, value in (
+        ("gateway", "host", options.host),
+        ("gateway", "port", options.port),
+        ("admin", "port", options.admin_port),
+    ):
+        if value is not None:
+            base[section][key] = value
+    base["run_dir"] = base.get("run_dir") or machine.run_dir
+    try:
+        return check_config(base)
+    except ConfigError as error:
+        raise CliError(str(error), USAGE_STATUS) from error
+
+
+def require_policy(name: str) -> None:
+    """Refuse what is not built yet."""
+    if name == "adaptive":
+        raise CliError(
+            "the adaptive policy is not in this version: leave --policy out (fixed) and change "
+            "the layout with `aileron switch`.",
+            USAGE_STATUS,
+        )
+
+
+def _empty() -> dict[str, Any]:
+    return {"model": {}, "cell": {}, "coordinator": {}, "gateway": {}, "admin": {}}
+
+
+def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.model is not None:
+        model["path"], model["served_name"] = options.model, ""
+    elif not model.get("path"):
+        if not (DEMO_MODEL / "config.json").exists():
+            raise CliError(
+                f"the demo model is not installed at {DEMO_MODEL}: name a model with --model.",
+                USAGE_STATUS,
+            )
+        model["path"], model["served_name"] = str(DEMO_MODEL), DEMO_NAME
+    _refuse_own_options(options.engine_args)
+    model["engine_args"] = (*model.get("engine_args", ()), *options.engine_args)
+
+
+def _refuse_own_options(engine_args: Sequence[str]) -> None:
+    for argument in engine_args:
+        name = argument.split("=", 1)[0].replace("_", "-")
+        if name in OWN_OPTIONS:
+            raise CliError(
+                f"{name} is decided by aileron, not passed to vLLM: use {OWN_OPTIONS[name]}.",
+                USAGE_STATUS,
+            )
+
+
+def _set_cell(
+    cell: dict[str, Any], options: argparse.Namespace, machine: Machine, *, from_file: bool
+) -> None:
+    if options.device == "cuda" and not machine.gpus:
+        raise CliError(
+            "--device cuda, but nvidia-smi lists no GPU: install the driver or use --device cpu.",
+            USAGE_STATUS,
+        )
+    if options.device in ("cpu", "cuda"):
+        cell["device"] = options.device
+    elif not from_file or options.device == "auto":
+        cell["device"] = "cuda" if machine.gpus else "cpu"
+    ranks_before = cell.get("ranks")
+    if options.ranks is not None:
+        if options.ranks < 1:
+            raise CliError(f"--ranks {options.ranks}: at least one rank is needed.", USAGE_STATUS)
+        cell["ranks"] = options.ranks
+    elif not from_file:
+        cell["ranks"] = machine.gpus if cell["device"] == "cuda" else CPU_RANKS
+    ranks: int = cell["ranks"]
+    if cell["device"] == "cuda" and ranks > machine.gpus:
+        raise CliError(
+            f"{ranks} ranks need {ranks} GPUs, but nvidia-smi lists {machine.gpus}: lower --ranks.",
+            USAGE_STATUS,
+        )
+    changed = ranks != ranks_before
+    if options.widths is not None:
+        cell["widths"] = _read_widths(options.widths, ranks)
+    elif changed:
+        cell["widths"] = _powers_of_two(ranks)
+    if options.layout is not None:
+        cell["layout"] = options.layout
+    elif changed:
+        cell["layout"] = f"dp{ranks}"
+    cell["dist_port"] = cell.get("dist_port") or machine.rendezvous_port
+
+
+def _powers_of_two(upto: int) -> tuple[int, ...]:
+    return tuple(1 << power for power in range(upto.bit_length()))
+
+
+def _read_widths(text: str, ranks: int) -> tuple[int, ...]:
+    supported = _powers_of_two(ranks)
+    try:
+        widths = {int(part) for part in text.split(",")}
+    except ValueError:
+        raise CliError(
+            f"--widths '{text}' is no list of numbers, such as 1,2,4.", USAGE_STATUS
+        ) from None
+    unusable = sorted(widths.difference(supported))
+    if unusable:
+        raise CliError(
+            f"--widths {text}: {unusable[0]} is no power of two between 1 and {ranks} (--ranks).",
+            USAGE_STATUS,
+        )
+    return tuple(sorted({1, *widths}))

@@ -1,0 +1,25 @@
+"""`aileron gateway | coordinator | rank`: become one process of a cell, as containers start them.
+
+The other packages are started by name, never imported: the coordinator must not pull in vLLM.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+PACKAGES = {"gateway": "gateway", "coordinator": "coordinator", "rank": "worker"}
+"""Command -> package whose `__main__` it runs."""
+
+
+def command_of(name: str, config: Path) -> list[str]:
+    """Return the command line of one process of a cell."""
+    # -P: a folder named `worker` or `gateway` where the user stands must not be taken for ours.
+    return [sys.executable, "-P", "-m", PACKAGES[name], "--config", str(config)]
+
+
+def run_process(name: str, config: Path) -> NoReturn:
+    """Replace this process, so that signals reach the right one."""
+    command = command_of(name, config)
+    sys.stdout.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,274 @@
+"""The rank's side of the switch protocol: when to stop, what to join, when it may step.
+
+Invariant: `stage` never goes back, and a rank leaves a group only when no step of that group can
+still need it: a leader at its own safe point, a follower once the leader's leave message is read
+or the leader is known to be gone. Called by the rank's process, which carries out the moves:
+
+- A follower is at a safe point when it has executed every step that it received; a leader when
+  every step that it sent is complete.
+- Each formation's messages on the step queue carry its `born`; other formations' are dropped.
+- Followers take their lease from the leader's first message of a formation (born, grant, kept),
+  which the leader sends on `Serve`: steps may reach a follower before its own SERVE directive,
+  and that may never come. `Serve` of a follower repeats the message and changes nothing.
+- A rank that is joined to nothing reads and drops what is left on the queues of its groups, so
+  that they never fill; leave messages among it go to `on_leave`.
+- A step that fails because a member died ends the formation: tell every survivor `on_leave`.
+- With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
+"""
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    Directive,
+    LeaseKept,
+    Phase,
+    Stage,
+    Target,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Leave the joined group; afterwards PARK is acknowledged.
+
+    A leader sends the leave message (`binding.born`) and applies the carry plan to its tasks; a
+    follower only unbinds. With `group_lost` a member's share of the KV is gone, so the tasks are
+    returned for recompute whatever the plan.
+    """
+
+    binding: Binding
+    carry: Carry
+    is_leader: bool
+    group_lost: bool
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OweLeave:
+    """Send the leave message of a formation that this leader never joined.
+
+    A follower may have joined it already, and waits for its leader's word.
+    """
+
+    binding: Binding
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Nothing is joined; acknowledge PARK."""
+
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Select the prepared objects of the group's mode and, as a follower, read its step queue."""
+
+    binding: Binding
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Reduce the group's lease to `kept`, add `grant_pages` pages to it (dp: own them), serve."""
+
+    binding: Binding
+    grant_pages: int
+    kept: LeaseKept | None
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The group does not change: adopt the stage without stopping."""
+
+    stage: Stage
+    directive: Directive = field(repr=False)
+
+
+Move = Leave | OweLeave | Park | Join | Serve | Ack
+"""What the shell is to do next; `directive` is the one that the move obeys."""
+
+
+class Seat:
+    """One incarnation of one rank in the switch protocol.
+
+    Usage: `on_directive` and `on_leave` as messages arrive; at a safe point call `next_move`, carry
+    the move out, tell `made`, and repeat until there is none. A leader steps while `may_step`.
+    """
+
+    __slots__ = (
+        "_leaves",
+        "_members",
+        "_promised",
+        "binding",
+        "incarnation",
+        "lease_until",
+        "rank",
+        "serving",
+        "stage",
+        "target",
+        "wanted",
+    )
+
+    def __init__(self, rank: Rank, incarnation: int) -> None:
+        """Start parked in epoch 0, which no layout has."""
+        self.rank = rank
+        self.incarnation = incarnation
+        self.stage = Stage(0, Phase.PARK)
+        """The highest stage that was acknowledged."""
+        self.binding: Binding | None = None
+        """What the rank is joined to."""
+        self.target: Target | None = None
+        """The target of the last acknowledged stage."""
+        self.serving = False
+        """SERVE of the binding was acknowledged."""
+        self.wanted: Directive | None = None
+        """The highest directive so far."""
+        self.lease_until = -1
+        """End of the time lease, on this rank's clock."""
+        self._members: dict[Rank, int | None] = {}
+        """Incarnations of the binding's ranks when it was joined."""
+        self._leaves: set[int] = set()
+        """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
+        self._promised: Binding | None = None
+        """A wide group to lead whose PARK was acknowledged, but which was not joined since."""
+
+    @property
+    def is_leader(self) -> bool:
+        """The rank leads the group that it is joined to; true in dp."""
+        return self.binding is not None and self.binding.group.leader == self.rank
+
+    @property
+    def is_follower(self) -> bool:
+        """The rank is joined to a group that another rank leads."""
+        return self.binding is not None and self.binding.group.leader != self.rank
+
+    def may_step(self, now_ms: int) -> bool:
+        """Say whether this rank may start a step of its group."""
+        return self.is_leader and self.serving and now_ms < self.lease_until
+
+    def on_directive(self, directive: Directive) -> None:
+        """Renew the time lease and keep the directive if it is the highest so far.
+
+        At equal stages the newer one replaces, for its carry, kept leases and members.
+        """
+        if directive.incarnation != self.incarnation:
+            return
+        self.lease_until = max(self.lease_until, directive.answers_ms + directive.lease_ms)
+        held = self.wanted
+        if held is None or _order(directive) >= _order(held):
+            self.wanted = directive
+
+    def on_leave(self, born: int) -> None:
+        """Take note that the leader left the formation `born`; older formations are ignored.
+
+        A parked rank may hear it before the directive that would make it join; the note then lets
+        it leave again.
+        """
+        if self.binding is None or born >= self.binding.born:
+            self._leaves.add(born)
+
+    def next_move(self, *, idle: bool) -> Move | None:
+        """Return what to do at this safe point, if anything; changes nothing.
+
+        `idle`: the group that this rank leads has no unfinished task, so a drain is over.
+        """
+        wanted = self.wanted
+        if wanted is None or wanted.stage <= self.stage or self._is_foreign(wanted):
+            return None
+        to_be = wanted.target.binding_of(self.rank)
+        if self.binding is not None and self.binding != to_be:
+            return self._leave(wanted, self.binding, idle)
+        owed = self._promised
+        if owed is not None and owed != to_be and wanted.swapped_upto >= owed.born:
+            return OweLeave(owed, wanted)
+        if self.binding is not None:
+            return self._stay(wanted, self.binding)
+        if to_be is None:
+            # Cut out: nothing to join in any phase, and nobody waits for the acknowledgement.
+            is_new = wanted.stage.epoch > self.stage.epoch
+            return Park(wanted) if is_new else Ack(wanted.stage, wanted)
+        return Park(wanted) if wanted.stage.phase is Phase.PARK else Join(to_be, wanted)
+
+    def made(self, move: Move) -> None:
+        """Take note that the shell carried out `move`, the last one that `next_move` gave."""
+        match move:
+            case Leave(directive=directive) | Park(directive=directive):
+                self._park(directive)
+            case OweLeave():
+                self._promised = None
+            case Join(binding=binding, directive=directive):
+                self._join(binding, directive)
+            case Serve(directive=directive):
+                self.serving = True
+                self._acknowledge(directive.stage, directive)
+            case Ack(stage=stage, directive=directive):
+                self._acknowledge(stage, directive)
+            case _:
+                assert_never(move)
+
+    def _is_foreign(self, wanted: Directive) -> bool:
+        """The same epoch was acknowledged for another layout.
+
+        Only a coordinator that restarted without hearing of that epoch sends such a directive; it
+        raises its epoch when it reads this rank's report.
+        """
+        return wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
+
+    def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
+        members = dict(wanted.members)
+        present = frozenset(wanted.target.layout.ranks)
+        gone = {
+            rank
+            for rank in binding.group.ranks
+            if rank not in present or members.get(rank) != self._members[rank]
+        }
+        if self.is_leader:
+            may_leave = bool(gone) or wanted.carry is not Carry.DRAIN or idle
+        else:
+            may_leave = binding.born in self._leaves or binding.group.leader in gone
+        if not may_leave:
+            return None
+        return Leave(binding, wanted.carry, self.is_leader, bool(gone), wanted)
+
+    def _stay(self, wanted: Directive, binding: Binding) -> Serve | Ack | None:
+        if self.serving or wanted.stage.phase is not Phase.SERVE:
+            return Ack(wanted.stage, wanted)
+        ranks = binding.group.ranks
+        granted = [grant.pages for grant in wanted.grants if grant.ranks == ranks]
+        if not granted:
+            return None
+        kept = next((kept for kept in wanted.kept if kept.ranks == ranks), None)
+        return Serve(binding, granted[0], kept, wanted)
+
+    def _park(self, directive: Directive) -> None:
+        self.binding = None
+        self.serving = False
+        to_be = directive.target.binding_of(self.rank)
+        leads = to_be is not None and to_be.group.leader == self.rank and to_be.group.width > 1
+        self._promised = to_be if leads else None
+        self._acknowledge(Stage(directive.stage.epoch, Phase.PARK), directive)
+
+    def _join(self, binding: Binding, directive: Directive) -> None:
+        members = dict(directive.members)
+        self.binding = binding
+        self.serving = False
+        self._members = {rank: members.get(rank) for rank in binding.group.ranks}
+        self._promised = None
+        self._leaves = {born for born in self._leaves if born >= binding.born}
+        self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
+
+    def _acknowledge(self, stage: Stage, directive: Directive) -> None:
+        assert stage >= self.stage, f"rank {self.rank} would go back from {self.stage} to {stage}."
+        self.stage = stage
+        self.target = directive.target
+
+
+def _order(directive: Directive) -> tuple[Stage, int]:
+    return directive.stage, directive.answers_ms

@@ -1,0 +1,182 @@
+"""Every error that a client can get: OpenAI's shape, one table of codes, and the way there.
+
+vLLM, Starlette and FastAPI each have their own error bodies. `shape_error` turns any of them, and
+any failure of a task, into one `ApiError`; nothing of a server's inside reaches a client. Pure.
+"""
+
+import re
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+RETRY_AFTER_S = 1
+"""Seconds after which an overloaded or unavailable server is worth another try."""
+
+UNKNOWN_CODE_STATUS = 500
+SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
+
+_REQUEST = "invalid_request_error"
+_UNAVAILABLE = "service_unavailable_error"
+_SERVER = "server_error"
+
+CODES: Final[dict[str, tuple[int, str]]] = {
+    "invalid_json": (400, _REQUEST),
+    "invalid_value": (400, _REQUEST),
+    "unsupported_parameter": (400, _REQUEST),
+    "context_length_exceeded": (400, _REQUEST),
+    "invalid_api_key": (401, "authentication_error"),
+    "permission_denied": (403, "permission_error"),
+    "model_not_found": (404, _REQUEST),
+    "unknown_url": (404, _REQUEST),
+    "method_not_allowed": (405, _REQUEST),
+    "request_timeout": (408, _REQUEST),
+    "request_too_large": (413, _REQUEST),
+    "unsupported_media_type": (415, _REQUEST),
+    "rate_limit_exceeded": (429, "rate_limit_error"),
+    "queue_full": (429, "rate_limit_error"),
+    "tier_capacity": (429, "rate_limit_error"),
+    "internal_error": (500, _SERVER),
+    "not_implemented": (501, _SERVER),
+    "no_healthy_workers": (503, _UNAVAILABLE),
+    "not_serving": (503, _UNAVAILABLE),
+    "draining": (503, _UNAVAILABLE),
+    "switching_timeout": (503, _UNAVAILABLE),
+    "deadline_exceeded": (504, "timeout_error"),
+}
+"""Code -> (HTTP status, type)."""
+
+_CODE_OF_STATUS: Final[dict[int, str]] = {
+    400: "invalid_value",
+    401: "invalid_api_key",
+    403: "permission_denied",
+    404: "unknown_url",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    422: "invalid_value",
+    429: "rate_limit_exceeded",
+    501: "not_implemented",
+    503: "no_healthy_workers",
+    504: "deadline_exceeded",
+}
+
+_NO_RETRY = frozenset({"deadline_exceeded", "request_too_large"})
+_CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
+_BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)
+_VALUE_ECHO = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """An error as OpenAI's clients understand it."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+
+    def body(self) -> bytes:
+        """JSON of the whole answer."""
+        fields = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": fields})
+
+    def event(self) -> bytes:
+        """The same as a server-sent event, for streams that have begun."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer: its type, and whether and when to try again."""
+        headers = [(b"content-type", b"application/json")]
+        if self.status in (429, 503):
+            headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+        if self.code in _NO_RETRY:
+            headers.append((b"x-should-retry", b"false"))
+        return headers
+
+
+def api_error(code: str, message: str, param: str | None = None) -> ApiError:
+    """Make an error of a known code; a code of others' making counts as a server error."""
+    if not _CODE_TEXT.fullmatch(code):
+        code = "internal_error"
+    status, kind = CODES.get(code, (UNKNOWN_CODE_STATUS, _SERVER))
+    return ApiError(status, kind, code, message or SERVER_ERROR_MESSAGE, param)
+
+
+class RequestState:
+    """What the HTTP side and the engine side of one request share."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        """Start without a failure."""
+        self.failure: ApiError | None = None
+
+
+current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)
+"""Set around the application's call; tasks that it starts inherit the same object."""
+
+
+class _AnyFields(msgspec.Struct):
+    message: object = None
+    param: object = None
+    code: object = None
+
+
+class _AnyError(msgspec.Struct):
+    error: object = None
+    detail: object = None
+
+
+def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> ApiError:
+    """Turn an answer's status and body into an error, unless a task's failure explains it."""
+    if failure is not None:
+        return failure
+    fields = _read_fields(body)
+    if isinstance(fields.code, str) and fields.code in CODES:
+        return api_error(fields.code, str(fields.message or ""), _text(fields.param))
+    if status == 500 or status > 504 or status not in _CODE_OF_STATUS:
+        return api_error("internal_error", SERVER_ERROR_MESSAGE)
+    message = _VALUE_ECHO.sub("", str(fields.message or "")) or "The request could not be served."
+    return api_error(_code_for(status, message, fields.param), message, _text(fields.param))
+
+
+def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:
+    """Turn vLLM's in-band error event into an error."""
+    body = chunk.removeprefix(b"data: ").strip()
+    code = _read_fields(body).code
+    return shape_error(code if isinstance(code, int) else 500, body, failure)
+
+
+def _code_for(status: int, message: str, param: object) -> str:
+    if status in (400, 422):
+        if _TOO_LONG.search(message):
+            return "context_length_exceeded"
+        if _BAD_JSON.search(message):
+            return "invalid_json"
+    if status == 404 and param == "model":
+        return "model_not_found"
+    return _CODE_OF_STATUS[status]
+
+
+def _read_fields(body: bytes) -> _AnyFields:
+    try:
+        answer = msgspec.json.decode(body, type=_AnyError)
+        if isinstance(answer.error, dict):
+            return msgspec.convert(answer.error, _AnyFields)
+    except msgspec.MsgspecError:
+        return _AnyFields()
+    return _AnyFields(message=answer.error or answer.detail)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,155 @@
+"""One task's tokens, put in order and delivered exactly once.
+
+Leaders send spans: tokens first..first+count-1 of one attempt. Invariant: what is delivered has the
+indices 0, 1, 2, ... without gap or repeat, whatever was repeated, reordered or sent by an attempt
+that has been replaced. An older attempt counts only below the index where a newer one started: behind
+it the two may have drawn different tokens. Called by the relay for every span; pure.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from coordinator.protocol.messages import TokenSpan
+
+Payload = TypeVar("Payload")
+
+HELD_SPANS_MAX = 1_024
+"""Most spans of one task that wait for an earlier one."""
+
+NO_ATTEMPT = -1
+
+
+class Verdict(Enum):
+    """What to do with a span as it is; `Trim` is the fourth answer."""
+
+    FORWARD = "forward"
+    """Deliver all of it, untouched."""
+    HOLD = "hold"
+    """An earlier token is missing: pass it to `TokenStream.hold`."""
+    DROP = "drop"
+    """Everything in it was delivered already, or it belongs to an attempt that was replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trim:
+    """Deliver tokens skip..skip+keep-1 of the span, and its end only if `finished`.
+
+    Also the answer for the first span of a later attempt, whose `skip` may be 0: it repeats what
+    is told once per request (prompt logprobs, prefill statistics), which must be removed.
+    """
+
+    skip: int
+    keep: int
+    finished: bool
+
+
+Answer = Verdict | Trim
+
+
+class TokenStream(Generic[Payload]):
+    """The next index to deliver, the attempts seen, and the spans that came too early."""
+
+    __slots__ = ("_current", "_fence", "_held", "_newest", "_starts", "ended", "expected")
+
+    def __init__(self) -> None:
+        """Start before the first token."""
+        self.expected = 0
+        """Index of the next token to deliver; so many were delivered."""
+        self.ended = False
+        """Whether the end of the stream was delivered."""
+        # The attempt of the last delivered span, and the newest one seen.
+        self._current = NO_ATTEMPT
+        self._newest = NO_ATTEMPT
+        self._fence = NO_ATTEMPT
+        # Lowest index seen of each attempt that is not fenced off.
+        self._starts: dict[int, int] = {}
+        self._held: list[tuple[TokenSpan, Payload]] = []
+
+    @property
+    def holding(self) -> int:
+        """Number of spans that wait for an earlier one."""
+        return len(self._held)
+
+    def offer(self, span: TokenSpan) -> Answer:
+        """Decide about a span; anything but HOLD and DROP counts as delivered from now on."""
+        if span.first == self.expected and span.attempt == self._current == self._newest:
+            self.expected += span.count
+            if span.finished:
+                self._end()
+            return Verdict.FORWARD
+        return self._judge(span)
+
+    def hold(self, span: TokenSpan, payload: Payload) -> bool:
+        """Keep a span that `offer` answered HOLD for; False if too many wait already."""
+        if len(self._held) >= HELD_SPANS_MAX:
+            return False
+        self._held.append((span, payload))
+        return True
+
+    def ready(self) -> Iterator[tuple[Trim | None, TokenSpan, Payload]]:
+        """Yield held spans that have become deliverable, in order; None stands for all of it."""
+        while (index := self._deliverable()) is not None:
+            span, payload = self._held.pop(index)
+            match self._judge(span):
+                case Trim() as trim:
+                    yield trim, span, payload
+                case Verdict.FORWARD:
+                    yield None, span, payload
+                case _:
+                    continue
+
+    def fence(self) -> None:
+        """Refuse every attempt seen so far: the task is placed again behind what was delivered."""
+        self._fence = max(self._fence, self._newest)
+        self._forget()
+
+    def forget_attempts(self) -> None:
+        """Accept any attempt number again: a restarted coordinator may count from the beginning."""
+        self._fence = NO_ATTEMPT
+        self._forget()
+
+    def _forget(self) -> None:
+        self._current = self._newest = NO_ATTEMPT
+        self._starts.clear()
+        self._held.clear()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._forget()
+
+    def _deliverable(self) -> int | None:
+        for index, (span, _) in enumerate(self._held):
+            if span.first <= self.expected:
+                return index
+        return None
+
+    def _judge(self, span: TokenSpan) -> Answer:
+        if self.ended or span.attempt <= self._fence:
+            return Verdict.DROP
+        self._newest = max(self._newest, span.attempt)
+        self._starts[span.attempt] = min(span.first, self._starts.get(span.attempt, span.first))
+        newer = [start for attempt, start in self._starts.items() if attempt > span.attempt]
+        end = span.first + span.count
+        keep_end = min([end, *newer])
+        finished = span.finished and keep_end == end
+        if finished and not newer:
+            # The newest attempt knows where the stream ends, even if it is before what was sent.
+            keep_end = max(keep_end, self.expected)
+        if keep_end < self.expected or (keep_end == self.expected and not finished):
+            return Verdict.DROP
+        if span.first > self.expected:
+            return Verdict.HOLD if keep_end > span.first or finished else Verdict.DROP
+        return self._deliver(span, keep_end, finished)
+
+    def _deliver(self, span: TokenSpan, keep_end: int, finished: bool) -> Answer:
+        skip = min(self.expected - span.first, span.count)
+        trim = Trim(skip, max(0, min(keep_end, span.first + span.count) - span.first - skip), finished)
+        restarted = self.expected > 0 and span.attempt != self._current
+        self._current = span.attempt
+        self.expected += trim.keep
+        if finished:
+            self._end()
+        whole = trim.keep == span.count and finished == span.finished
+        return Verdict.FORWARD if whole and not restarted else trim

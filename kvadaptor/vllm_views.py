@@ -1,0 +1,89 @@
+"""vLLM adapter: one KV buffer per rank, viewed per width in head-major layout.
+
+The buffer is layer-major, pages of constant bytes inside a layer. Under width k vLLM is told of
+k times as many blocks of the same b tokens, each 1/k of a page: H/k heads (Flying Serving, equation
+3, with heads instead of tokens split). Block `k·page + s` of that view is slot s of the page, byte
+for byte what the dp block `page` holds for those heads.
+"""
+
+import dataclasses
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvadaptor.geometry import GeometryError, PageGeometry
+
+LAYOUT = KVCacheLayout.LBHNC
+"""Layer, block, head, token, channel: a block falls apart into per-head regions."""
+
+
+def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:
+    """The page geometry of a model's dp KV specs; `GeometryError` if its layers differ."""
+    distinct = set(specs.values())
+    if len(distinct) != 1 or type(next(iter(distinct))) is not FullAttentionSpec:
+        raise GeometryError(
+            "the model mixes KV cache kinds over its layers, which pages cannot be shared between."
+        )
+    spec = next(iter(distinct))
+    return PageGeometry(
+        num_layers=len(specs),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim_k=spec.head_size,
+        head_dim_v=spec.head_size_v if spec.head_size_v is not None else spec.head_size,
+        dtype_bytes=spec.dtype.itemsize,
+        tokens_per_slot=spec.block_size,
+    )
+
+
+class KVBuffer:
+    """All KV memory of a rank: one int8 tensor of num_pages pages, and its views per width."""
+
+    def __init__(
+        self, specs: dict[str, FullAttentionSpec], num_pages: int, device: torch.device
+    ) -> None:
+        self.geometry = geometry_of(specs)
+        self.num_pages = num_pages
+        self._layers = list(specs)
+        self._spec = next(iter(specs.values()))
+        if self._spec.page_size_bytes != self.geometry.layer_page_bytes:
+            raise GeometryError("vLLM pads this model's KV pages, so they cannot be split.")
+        self.raw = torch.zeros(
+            num_pages * self.geometry.page_bytes, dtype=torch.int8, device=device
+        )
+
+    def config(self, k: int) -> KVCacheConfig:
+        """What vLLM's runner and scheduler of width k are told: num_pages·slots blocks of b tokens."""
+        slots = self.geometry.slots_per_page(k)
+        spec = dataclasses.replace(self._spec, num_kv_heads=self.geometry.heads_per_rank(k))
+        page_bytes = self.geometry.layer_page_bytes
+        if spec.page_size_bytes * slots != page_bytes:
+            raise GeometryError(f"{slots} slots of {spec.page_size_bytes} bytes do not fill a page.")
+        tensor = KVCacheTensor(
+            size=self.raw.numel(),
+            layers=self._layers,
+            layer_stride=page_bytes * self.num_pages,
+            block_stride=page_bytes // slots,
+        )
+        config = KVCacheConfig(
+            num_blocks=self.num_pages * slots,
+            kv_cache_tensors=[tensor],
+            kv_cache_groups=[KVCacheGroupSpec(self._layers, spec)],
+        )
+        config.kv_cache_layout = LAYOUT.name
+        return config
+
+    def views(self, k: int) -> dict[str, torch.Tensor]:
+        """Layer name -> (num_pages·slots, H/k, b, 2·D) view of the buffer."""
+        config = self.config(k)
+        spec = config.kv_cache_groups[0].kv_cache_spec
+        tensors = create_kv_cache_views(
+            self.raw, spec, config.num_blocks, LAYOUT, config.kv_cache_tensors[0], spec.block_size
+        )
+        return dict(zip(self._layers, tensors, strict=True))

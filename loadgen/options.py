@@ -1,0 +1,127 @@
+"""The command line's words: every option of `run`, `plot` and `compare`, with its help.
+
+Only names, defaults and help; what values mean and which are refused is in `config`.
+A wrong command line is one sentence on stderr and exit status 2.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from loadgen.answer import Endpoint
+from loadgen.arrivals import ArrivalKind
+from loadgen.prompts import PromptKind
+
+EXIT_BAD_INPUT = 2
+LENGTH_HELP = (
+    "fixed:128, uniform:16-256, lognormal:mean=120,sigma=0.6,max=512 "
+    "or mix:0.8*fixed:32+0.2*fixed:512"
+)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser that answers a mistake with one sentence instead of its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and exit."""
+        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `python -m loadgen`."""
+    parser = OneLineParser(
+        prog="loadgen",
+        description="Load generator for OpenAI-compatible HTTP servers.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run|plot|compare")
+    run = commands.add_parser("run", help="send requests and report", allow_abbrev=False)
+    _add_load(run)
+    _add_requests(run)
+    _add_client(run)
+    _add_results(run)
+    _add_plot(commands.add_parser("plot", help="draw a report", allow_abbrev=False))
+    _add_compare(commands.add_parser("compare", help="compare two reports", allow_abbrev=False))
+    return parser
+
+
+def _add_load(run: argparse.ArgumentParser) -> None:
+    load = run.add_argument_group("load: one of --phases, --rate, --concurrency")
+    load.add_argument("--phases", metavar="SPEC", help="low:2/s:20s,high:12/s:20s,low:2/s:20s")
+    load.add_argument("--cycles", type=int, default=1, metavar="N", help="repeat --phases N times")
+    load.add_argument("--rate", type=float, metavar="PER_S", help="requests per second")
+    load.add_argument("--duration", metavar="TIME", help="with --rate: 30, 30s or 2m")
+    load.add_argument(
+        "--arrivals", choices=[*ArrivalKind], default="poisson", help="how sends are spread"
+    )
+    load.add_argument("--burst-size", type=int, default=8, metavar="N", help="with burst")
+    load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: N in flight")
+    load.add_argument("--requests", type=int, metavar="M", help="closed loop: M requests in all")
+    load.add_argument("--seed", type=int, default=0, help="same seed, same plan")
+
+
+def _add_requests(run: argparse.ArgumentParser) -> None:
+    requests = run.add_argument_group("requests")
+    requests.add_argument("--model", metavar="NAME", help="default: first of /v1/models")
+    requests.add_argument("--endpoint", choices=[*Endpoint], default="completions")
+    requests.add_argument(
+        "--prompt-tokens", default="fixed:128", metavar="LENGTH", help=LENGTH_HELP
+    )
+    requests.add_argument(
+        "--output-tokens", default="fixed:64", metavar="LENGTH", help="the same forms"
+    )
+    requests.add_argument("--prompt-kind", choices=[*PromptKind], default="words")
+    requests.add_argument("--vocab-size", type=int, metavar="N", help="with --prompt-kind tokens")
+    requests.add_argument(
+        "--tokens-per-word", type=float, default=1.0, metavar="X", help="for word prompts"
+    )
+    requests.add_argument("--shared-prefix-tokens", type=int, default=0, metavar="N")
+    requests.add_argument("--prefix-groups", type=int, default=1, metavar="G")
+    requests.add_argument(
+        "--tiers", default="", metavar="SPEC", help="interactive:0.2,standard:0.6,batch:0.2"
+    )
+    requests.add_argument("--ignore-eos", action="store_true", help="answers of exact length")
+    requests.add_argument("--temperature", type=float, default=0.0, metavar="X")
+
+
+def _add_client(run: argparse.ArgumentParser) -> None:
+    client = run.add_argument_group("client")
+    client.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
+    client.add_argument("--api-key-env", metavar="NAME", help="variable that holds the API key")
+    client.add_argument("--timeout", default="120s", metavar="TIME", help="for each request")
+    client.add_argument(
+        "--max-in-flight", type=int, default=1000, metavar="N", help="more are dropped"
+    )
+    client.add_argument("--warmup-requests", type=int, default=0, metavar="N", help="not counted")
+
+
+def _add_results(run: argparse.ArgumentParser) -> None:
+    results = run.add_argument_group("results")
+    results.add_argument("--out", type=Path, metavar="FILE", help="write the JSON report")
+    results.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    results.add_argument("--records", action="store_true", help="keep every request in --out")
+    results.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput")
+    results.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput")
+    results.add_argument("--quiet", action="store_true", help="no progress, no table")
+
+
+def _add_plot(plot: argparse.ArgumentParser) -> None:
+    plot.add_argument("report", type=Path)
+    plot.add_argument("--out", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("a", type=Path, help="the report to compare with")
+    compare.add_argument("b", type=Path, help="the report to judge")
+    compare.add_argument("--names", nargs=2, metavar=("A", "B"), help="what to call them")
+    compare.add_argument("--scope", default="total", help="total, tier:NAME or phase:NAME")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
+    compare.add_argument(
+        "--fail-if",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="exit 1 if ttft_p50_ms>1.05 (ratio b/a) or b.failed>0 (value of b); may repeat",
+    )

@@ -1,0 +1,134 @@
+"""The plan and the prompts: seeded, shared where asked, and independent of one another."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from loadgen.answer import Endpoint
+from loadgen.arrivals import ArrivalKind, Phase, plan_arrivals
+from loadgen.errors import UsageError
+from loadgen.lengths import Fixed, Uniform
+from loadgen.payload import BodyStyle, request_body, request_headers
+from loadgen.plan import Mixture, PlannedRequest, parse_tiers, plan_closed, plan_open
+from loadgen.prompts import WORDS, PromptKind, PromptStyle, make_prompt
+
+TIERS = (("interactive", 0.2), ("standard", 0.6), ("batch", 0.2))
+PLAIN = Mixture(Uniform(4, 40), Fixed(8), tiers=(), prefix_groups=0, shared_prefix_tokens=0)
+PREFIXED = replace(PLAIN, prefix_groups=3, shared_prefix_tokens=50)
+WORD_STYLE = PromptStyle(PromptKind.WORDS, seed=5, vocab_size=1, tokens_per_word=1.0)
+TOKEN_STYLE = replace(WORD_STYLE, kind=PromptKind.TOKENS, vocab_size=100)
+COMPLETIONS = BodyStyle(Endpoint.COMPLETIONS, "demo", WORD_STYLE, 0.0, ignore_eos=False)
+
+
+def closed(mixture: Mixture, requests: int = 200, seed: int = 1) -> tuple[PlannedRequest, ...]:
+    return plan_closed(requests, mixture, seed=seed, run_id="run")
+
+
+def words(planned: PlannedRequest, style: PromptStyle = WORD_STYLE) -> list[str]:
+    prompt = make_prompt(style, planned)
+    assert isinstance(prompt, str)
+    return prompt.split()
+
+
+def test_tiers_are_read_with_weights() -> None:
+    assert parse_tiers("interactive:0.2,standard:0.6,batch:0.2") == TIERS
+    assert parse_tiers("standard") == (("standard", 1.0),)
+    assert parse_tiers("") == ()
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:-1", "a:x", "a:1:2", "a b:1", "a:1,a:2", ":1", "a:inf"])
+def test_unreadable_tiers_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_tiers(text)
+
+
+def test_tiers_follow_their_weights() -> None:
+    plan = closed(replace(PLAIN, tiers=TIERS), requests=5_000)
+    for name, weight in TIERS:
+        got = sum(planned.tier == name for planned in plan) / len(plan)
+        assert got == pytest.approx(weight, abs=0.03)
+
+
+def test_request_ids_are_unique_and_carry_the_run() -> None:
+    ids = [planned.request_id for planned in closed(PLAIN)]
+    assert len(set(ids)) == len(ids)
+    assert ids[0] == "run-0"
+
+
+def test_turning_tiers_or_prefixes_on_leaves_lengths_alone() -> None:
+    lengths = [planned.prompt_tokens for planned in closed(PLAIN)]
+    with_more = closed(replace(PREFIXED, tiers=TIERS))
+    assert lengths == [planned.prompt_tokens for planned in with_more]
+    assert len(set(lengths)) > 10
+
+
+def test_an_open_plan_keeps_times_and_phases() -> None:
+    phases = (Phase("a", 3, 1), Phase("b", 5, 1))
+    arrivals = plan_arrivals(phases, ArrivalKind.UNIFORM, seed=0)
+    plan = plan_open(arrivals, PLAIN, seed=0, run_id="run")
+    assert [(p.at_s, p.phase_index) for p in plan] == [(a.at_s, a.phase_index) for a in arrivals]
+
+
+def test_word_prompts_have_their_length_and_are_reproducible() -> None:
+    for planned in closed(PLAIN, requests=20):
+        assert len(words(planned)) == planned.prompt_tokens
+        assert set(words(planned)) <= set(WORDS)
+        assert words(planned) == words(planned)
+
+
+def test_tokens_per_word_shortens_word_prompts() -> None:
+    planned = closed(replace(PLAIN, prompt=Fixed(90)), requests=1)[0]
+    assert len(words(planned, replace(WORD_STYLE, tokens_per_word=3.0))) == 30
+
+
+def test_prompts_differ_between_requests_and_seeds() -> None:
+    first, second = closed(replace(PLAIN, prompt=Fixed(30)), requests=2)
+    assert words(first) != words(second)
+    assert words(first) != words(first, replace(WORD_STYLE, seed=6))
+
+
+def test_a_prefix_is_shared_inside_its_group_only() -> None:
+    plan = closed(replace(PREFIXED, prompt=Fixed(20)), requests=60)
+    starts = {(planned.prefix_group, tuple(words(planned)[:50])) for planned in plan}
+    assert len(starts) == 3
+    assert len({start for _, start in starts}) == 3
+    assert len({tuple(words(planned)[50:]) for planned in plan}) == 60
+    assert all(len(words(planned)) == planned.input_tokens == 70 for planned in plan)
+
+
+def test_token_prompts_are_ids_below_the_vocabulary() -> None:
+    for planned in closed(PREFIXED, requests=20):
+        prompt = make_prompt(TOKEN_STYLE, planned)
+        assert isinstance(prompt, list)
+        assert len(prompt) == planned.input_tokens
+        assert all(isinstance(token, int) and 0 <= token < 100 for token in prompt)
+
+
+def test_a_completion_body_asks_for_a_stream_with_usage() -> None:
+    planned = closed(PLAIN, requests=1)[0]
+    body = json.loads(request_body(COMPLETIONS, planned))
+    assert body["model"] == "demo"
+    assert body["max_tokens"] == 8
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert body["prompt"] == " ".join(words(planned))
+    assert "ignore_eos" not in body
+    assert "seed" not in body
+
+
+def test_a_chat_body_has_messages_and_options_when_asked() -> None:
+    style = replace(COMPLETIONS, endpoint=Endpoint.CHAT, temperature=0.7, ignore_eos=True)
+    planned = closed(PLAIN, requests=3)[2]
+    body = json.loads(request_body(style, planned))
+    assert body["messages"] == [{"role": "user", "content": " ".join(words(planned))}]
+    assert body["ignore_eos"] is True
+    assert body["seed"] == 7
+    assert "prompt" not in body
+
+
+def test_headers_carry_the_request_id_and_the_tier_only_if_there_is_one() -> None:
+    planned = closed(PLAIN, requests=1)[0]
+    assert request_headers(planned)["X-Request-Id"] == "run-0"
+    assert "X-Priority-Tier" not in request_headers(planned)
+    assert request_headers(replace(planned, tier="batch"))["X-Priority-Tier"] == "batch"

@@ -1,0 +1,143 @@
+"""vLLM adapter: one engine configuration for the replica, and a shallow copy of it per mode.
+
+vLLM reads its parallel size and KV layout from a `VllmConfig` while it builds modules, runners and
+schedulers. Each mode gets a copy whose sub-configurations differ only where the mode does; nothing
+is validated again, because vLLM's own checks would refuse a tp size without that many workers.
+"""
+
+import copy
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from comm_pool.layout import Mode
+from coordinator.protocol.config import Config
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a slot on CPU unless told otherwise; vLLM's CPU attention wants multiples of 32."""
+
+CPU_KV_BYTES_MAX = 512 * 1024**2
+"""KV memory of each CPU rank unless told otherwise."""
+
+CPU_KV_SHARE = 0.25
+"""Part of the available memory that all CPU ranks together use for KV unless told otherwise."""
+
+CPU_MAX_NUM_SEQS = 64
+"""Most running tasks of a group on CPU unless told otherwise."""
+
+
+class EngineConfigError(ValueError):
+    """A model or engine option that aileron cannot serve; the message says what to do."""
+
+
+def _available_memory_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def engine_arguments(config: Config) -> list[str]:
+    """vLLM's command line for this cell: the user's options, then our defaults for missing ones."""
+    given = list(config.model.engine_args)
+    names = {arg.split("=", 1)[0] for arg in given if arg.startswith("--")}
+    arguments = ["--model", config.model.path, "--served-model-name", config.served_model_name]
+    arguments += given
+    if config.cell.device == "cpu":
+        kv_bytes = int(_available_memory_bytes() * CPU_KV_SHARE / config.cell.ranks)
+        defaults = {
+            "--block-size": str(CPU_BLOCK_TOKENS),
+            "--kv-cache-memory-bytes": str(min(kv_bytes, CPU_KV_BYTES_MAX)),
+            "--max-num-seqs": str(CPU_MAX_NUM_SEQS),
+        }
+        for name, value in defaults.items():
+            if name not in names:
+                arguments += [name, value]
+        if not names & {"--enforce-eager", "--no-enforce-eager", "-O", "--compilation-config"}:
+            arguments.append("--enforce-eager")
+    return arguments
+
+
+def replica_config(config: Config) -> VllmConfig:
+    """The configuration of a rank's full replica (tp 1), checked for what aileron can view."""
+    for name in ("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp"):
+        if any(arg.split("=", 1)[0] == name for arg in config.model.engine_args):
+            raise EngineConfigError(
+                f"leave out {name}: aileron decides the parallel size at run time; "
+                "use --ranks and --layout."
+            )
+    parser = make_arg_parser(FlexibleArgumentParser())
+    args = parser.parse_args(engine_arguments(config))
+    vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    _refuse_unsupported(vllm_config)
+    return vllm_config
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    model = vllm_config.model_config
+    refusals = [
+        (vllm_config.lora_config is not None, "LoRA adapters", "leave out --enable-lora"),
+        (
+            vllm_config.speculative_config is not None,
+            "speculative decoding",
+            "leave out --speculative-config",
+        ),
+        (
+            vllm_config.kv_transfer_config is not None,
+            "KV connectors",
+            "leave out --kv-transfer-config",
+        ),
+        (
+            vllm_config.quant_config is not None,
+            f"quantization {model.quantization!r}, whose packed weights cannot be viewed per rank,",
+            "serve a bf16, fp16 or fp32 checkpoint",
+        ),
+        (
+            vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
+            f"KV cache type {vllm_config.cache_config.cache_dtype!r}",
+            "leave out --kv-cache-dtype",
+        ),
+        (model.is_encoder_decoder, "encoder-decoder models", "serve a decoder-only model"),
+        (model.runner_type != "generate", "pooling models", "serve a generating model"),
+        (
+            model.is_multimodal_model,
+            "multimodal models",
+            "serve a text model of the Llama, Qwen2 or Qwen3 family",
+        ),
+    ]
+    for refused, what, instead in refusals:
+        if refused:
+            raise EngineConfigError(f"{what} cannot be served yet: {instead}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModeKey:
+    """A mode and width that a rank has prepared objects for, such as tp2."""
+
+    mode: Mode
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}{self.width}"
+
+
+def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:
+    """A copy of `base` under which vLLM builds the objects of one mode.
+
+    `static_forward_context` (layer name -> attention layer) is fresh, so that trees with equal layer
+    names live side by side; `additional_config` makes the configurations hash differently.
+    """
+    config = copy.copy(base)
+    config.parallel_config = copy.copy(base.parallel_config)
+    config.parallel_config.tensor_parallel_size = key.width
+    config.cache_config = copy.copy(base.cache_config)
+    config.cache_config.kv_cache_layout = layout
+    config.compilation_config = copy.copy(base.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    config.scheduler_config = copy.copy(base.scheduler_config)
+    additional: dict[str, Any] = dict(base.additional_config or {})
+    config.additional_config = {**additional, "aileron_mode": str(key)}
+    return config

@@ -1,0 +1,183 @@
+"""vLLM adapter: shard-major fused linear layers, plugged in through vLLM's own layer registry.
+
+A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S shards,
+so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's Model
+Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds n = S/k
+shards gives natural order back: qkv by one reorder of its output, gate_up by a free view, because
+silu-and-mul is row-wise on (tokens·n, 2I/n).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+
+class ViewError(ValueError):
+    """A model whose weights cannot be viewed per rank; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """How a tree that is being built is stored: S shards in all, of which it holds S / width."""
+
+    shards: int
+    width: int
+
+    @property
+    def held(self) -> int:
+        """Shards in this tree, n."""
+        return self.shards // self.width
+
+
+_plan: ContextVar[ShardPlan | None] = ContextVar("shard_plan", default=None)
+_NATURAL = ShardPlan(1, 1)
+
+
+@contextmanager
+def building(plan: ShardPlan) -> Iterator[None]:
+    """Layers built inside are shard-major under `plan`; outside they are vLLM's own."""
+    token = _plan.set(plan)
+    try:
+        yield
+    finally:
+        _plan.reset(token)
+
+
+def restore_natural_order(out: torch.Tensor, held: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """(T, held·[q k v of one shard]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths."""
+    if held == 1:
+        return out
+    source = out.unflatten(-1, (held, -1))
+    natural = torch.empty_like(out)
+    start = 0
+    for size in sizes:
+        part = natural[:, start * held : (start + size) * held]
+        part.unflatten(-1, (held, size)).copy_(source[..., start : start + size])
+        start += size
+    return natural
+
+
+def scatter_shards(
+    param: Parameter, loaded: torch.Tensor, shards: int, start: int, size: int
+) -> None:
+    """Copy one natural tensor of shards·size rows into rows start..start+size of every shard."""
+    if loaded.shape[0] != shards * size:
+        raise ViewError(
+            f"a fused weight has {loaded.shape[0]} rows where {shards} shards of {size} are needed: "
+            "choose --widths that divide the model's heads and intermediate size."
+        )
+    rows = param.data.unflatten(0, (shards, -1))[:, start : start + size]
+    rows.copy_(loaded.unflatten(0, (shards, size)))
+
+
+@QKVParallelLinear.register_oot
+class ShardMajorQKV(QKVParallelLinear):
+    """qkv stored shard-major; its output is in natural order [q | k | v] of the tree's heads."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.plan = _plan.get() or _NATURAL
+        self._cpu_skip_gemm_dispatch = True  # vLLM's CPU prepack would empty the weight.
+        held = self.plan.held
+        self.shard_sizes = (
+            self.num_heads * self.head_size // held,
+            self.num_kv_heads * self.head_size // held,
+            self.num_kv_heads * self.v_head_size // held,
+        )
+
+    def weight_loader_v2(
+        self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None
+    ) -> None:
+        """Load q, k or v (or all three, fused on disk) into every shard's rows."""
+        self.weight_loader(param, loaded_weight, loaded_shard_id)
+
+    def weight_loader(
+        self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None
+    ) -> None:
+        """See `weight_loader_v2`."""
+        shards, sizes = self.plan.shards, self.shard_sizes
+        if loaded_shard_id is None:
+            for name, part in zip(
+                "qkv", loaded_weight.split([size * shards for size in sizes]), strict=True
+            ):
+                self.weight_loader(param, part, name)
+            return
+        index = "qkv".index(loaded_shard_id)
+        scatter_shards(param, loaded_weight, shards, sum(sizes[:index]), sizes[index])
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
+        """(T, hidden) -> (T, [q | k | v])."""
+        out, bias = super().forward(input_)
+        return restore_natural_order(out, self.plan.held, self.shard_sizes), bias
+
+
+@MergedColumnParallelLinear.register_oot
+class ShardMajorGateUp(MergedColumnParallelLinear):
+    """gate_up stored shard-major; its output is viewed as (T·n, 2I/n) for a row-wise activation."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        plan = _plan.get()
+        if plan is not None and not self.prefix.endswith("gate_up_proj"):
+            raise ViewError(
+                f"layer {self.prefix} is a fused layer that is not known to be followed by a "
+                "row-wise activation: serve a model of the Llama, Qwen2 or Qwen3 family."
+            )
+        self.plan = plan or _NATURAL
+        self._cpu_skip_gemm_dispatch = True
+        self.shard_sizes = tuple(
+            size // self.plan.width // self.plan.held for size in self.output_sizes
+        )
+
+    def weight_loader_v2(
+        self,
+        param: Parameter,
+        loaded_weight: torch.Tensor,
+        loaded_shard_id: int | tuple[int, ...] | None = None,
+    ) -> None:
+        """Load gate or up (or both, fused on disk) into every shard's rows."""
+        self.weight_loader(param, loaded_weight, loaded_shard_id)
+
+    def weight_loader(
+        self,
+        param: Parameter,
+        loaded_weight: torch.Tensor,
+        loaded_shard_id: int | tuple[int, ...] | None = None,
+    ) -> None:
+        """See `weight_loader_v2`."""
+        shards, sizes = self.plan.shards, self.shard_sizes
+        if not isinstance(loaded_shard_id, int):
+            ids = loaded_shard_id if loaded_shard_id is not None else range(len(sizes))
+            parts = loaded_weight.split([sizes[i] * shards for i in ids])
+            for index, part in zip(ids, parts, strict=True):
+                self.weight_loader(param, part, index)
+            return
+        start = sum(sizes[:loaded_shard_id])
+        scatter_shards(param, loaded_weight, shards, start, sizes[loaded_shard_id])
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
+        """(T, hidden) -> (T·n, [gate | up] of one shard)."""
+        out, bias = super().forward(input_)
+        return out.view(out.shape[0] * self.plan.held, -1), bias
+
+
+@RowParallelLinear.register_oot
+class ViewedRow(RowParallelLinear):
+    """A row-parallel layer that undoes `ShardMajorGateUp`'s view in front of its GEMM."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._cpu_skip_gemm_dispatch = True
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
+        """(T·n, in/n) or (T, in) -> (T, out)."""
+        return super().forward(input_.reshape(-1, self.input_size_per_partition))

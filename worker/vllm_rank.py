@@ -1,0 +1,260 @@
+"""vLLM adapter: everything a rank prepares at start-up, one set of objects per mode.
+
+Order: communicators, replica, view trees, runners, KV buffer, schedulers, one warm step per mode.
+Afterwards selecting a mode is two assignments: no allocation, no new process group, no collective.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import torch
+import vllm.ir
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+from comm_pool.layout import Mode, Rank
+from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
+from kvadaptor.pages import PagePool
+from kvadaptor.vllm_translate import SlotTable, translate
+from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
+from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_layers import ViewError
+from worker.vllm_runner import ModeRunner
+from worker.vllm_scheduler import ModeScheduler, StepPlan
+from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total) while a rank starts."""
+
+
+@dataclass(slots=True)
+class PreparedMode:
+    """The ready objects of one mode on this rank; `scheduler` only where this rank leads."""
+
+    key: ModeKey
+    communicator: Communicator
+    runner: ModeRunner
+    table: SlotTable | None
+    scheduler: ModeScheduler | None
+    config: VllmConfig
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank schedules for its group of this width."""
+        return self.communicator.rank_in_group == 0
+
+    def execute(self, plan: StepPlan) -> ModelRunnerOutput:
+        """Run one step on this rank; the mode must be selected."""
+        output = plan.output if self.table is None else translate(plan.output, self.table)
+        return self.runner.run(output, plan.grammar, plan.resuming)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank must know to start."""
+
+    rank: Rank
+    world: int
+    widths: tuple[int, ...]
+    init_method: str
+    threads: int
+
+
+class RankEngine:
+    """A rank's replica, KV buffer, page accounting and prepared modes."""
+
+    def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
+        self.spec = spec
+        self.base = base
+        self.device = _prepare_process(base, spec)
+        progress("communicators", 0, max(1, len(spec.widths) - 1))
+        self.communicators = CommunicatorPool(
+            base,
+            rank=spec.rank,
+            world=spec.world,
+            widths=spec.widths,
+            init_method=spec.init_method,
+            device=self.device,
+            progress=lambda done, total: progress("communicators", done, total),
+        )
+        progress("weights", 0, 1)
+        self.keys = tuple(
+            ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
+        )
+        configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
+        trees = self._build_trees(configs, progress)
+        runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
+        self.kv = self._allocate_kv(configs[self.keys[0]], runners[self.keys[0]])
+        progress("kv", 1, 1)
+        self.pages = PagePool(self.kv.num_pages)
+        self.block_hasher = self._block_hasher()
+        structured = StructuredOutputManager(configs[self.keys[0]])
+        self.structured_output = structured
+        self.modes = {
+            key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
+        }
+        self._warm(progress)
+
+    # ------------------------------------------------------------------ building
+
+    def _build_trees(
+        self, configs: dict[ModeKey, VllmConfig], progress: Progress
+    ) -> dict[ModeKey, nn.Module]:
+        shards = max(self.spec.widths)
+        first, *wider = self.keys
+        activate(self.communicators.of_width(1))
+        with set_current_vllm_config(configs[first]):
+            replica = load_replica(configs[first], shards)
+        progress("weights", 1, 1)
+        trees = {first: replica}
+        for done, key in enumerate(wider):
+            progress("modes", done, len(wider))
+            communicator = self.communicators.of_width(key.width)
+            activate(communicator)
+            with set_current_vllm_config(configs[key]):
+                trees[key] = build_tp_tree(
+                    configs[key],
+                    replica,
+                    shards=shards,
+                    width=key.width,
+                    rank_in_group=communicator.rank_in_group,
+                )
+            foreign = foreign_bytes(trees[key], replica)
+            if foreign:
+                raise ViewError(f"the {key} tree owns {foreign} bytes outside of the replica.")
+        progress("modes", len(wider), max(1, len(wider)))
+        self.replica_bytes = weight_bytes(replica)
+        self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
+        return trees
+
+    def _build_runner(self, config: VllmConfig, key: ModeKey, tree: nn.Module) -> ModeRunner:
+        activate(self.communicators.of_width(key.width))
+        with set_current_vllm_config(config):
+            return ModeRunner(config, self.device, tree)
+
+    def _allocate_kv(self, config: VllmConfig, runner: ModeRunner) -> KVBuffer:
+        with set_current_vllm_config(config):
+            specs = runner.get_kv_cache_spec()
+        if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+            raise ViewError("the model has layers without plain attention; they cannot be split.")
+        budget = config.cache_config.kv_cache_memory_bytes
+        assert budget is not None, "the KV memory is set by engine_arguments."
+        geometry = geometry_of(specs)
+        pages = geometry.num_pages(budget)
+        if config.cache_config.num_gpu_blocks_override is not None:
+            pages = config.cache_config.num_gpu_blocks_override
+        need = geometry.pages_for_tokens(config.model_config.max_model_len, 1) + 1
+        if pages < need:
+            raise ViewError(
+                f"{budget} bytes of KV memory hold {pages} pages, but one task of "
+                f"{config.model_config.max_model_len} tokens needs {need}: raise "
+                "--kv-cache-memory-bytes or lower --max-model-len."
+            )
+        return KVBuffer(specs, pages, self.device)
+
+    def _prepare(
+        self,
+        key: ModeKey,
+        config: VllmConfig,
+        runner: ModeRunner,
+        structured: StructuredOutputManager,
+    ) -> PreparedMode:
+        communicator = self.communicators.of_width(key.width)
+        activate(communicator)
+        kv_config = self.kv.config(key.width)
+        config.cache_config.num_gpu_blocks = kv_config.num_blocks
+        slots = self.kv.geometry.slots_per_page(key.width)
+        with set_current_vllm_config(config):
+            runner.adopt_kv(kv_config, self.kv.views(key.width))
+            scheduler = None
+            if communicator.rank_in_group == 0:
+                scheduler = ModeScheduler(config, kv_config, structured, slots)
+        table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
+        return PreparedMode(key, communicator, runner, table, scheduler, config)
+
+    def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
+        cache = self.base.cache_config
+        if not cache.enable_prefix_caching:
+            return None
+        hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        return get_request_block_hasher(cache.block_size, hash_fn)
+
+    def _warm(self, progress: Progress) -> None:
+        """One small forward pass per mode, all ranks in the same order, so that no first step pays."""
+        for done, (key, mode) in enumerate(self.modes.items()):
+            progress("warm", done, len(self.modes))
+            self.select(key)
+            mode.communicator.group.barrier()
+            mode.runner._dummy_run(min(8, mode.config.scheduler_config.max_num_batched_tokens))
+        progress("warm", len(self.modes), len(self.modes))
+
+    # ------------------------------------------------------------------ serving
+
+    def select(self, key: ModeKey) -> PreparedMode:
+        """Make this the mode that vLLM's layers of this process compute in."""
+        mode = self.modes[key]
+        activate(mode.communicator)
+        return mode
+
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        """(what, bytes) of weights, views, communicators and KV."""
+        communicators = tuple(
+            (f"communicator_tp{c.width}", c.memory_bytes)
+            for c in self.communicators
+            if c.width > 1
+        )
+        views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
+        return (
+            ("weights", self.replica_bytes),
+            *views,
+            *communicators,
+            ("kv", self.kv.raw.numel()),
+        )
+
+    def gauges(self) -> tuple[tuple[str, int], ...]:
+        """What a leak would show in."""
+        process = psutil.Process()
+        return (
+            ("rss_bytes", process.memory_info().rss),
+            ("open_files", process.num_fds()),
+            ("threads", process.num_threads()),
+            ("process_groups", self.communicators.process_groups()),
+            ("process_groups_at_start", self.communicators.created),
+        )
+
+
+def _prepare_process(base: VllmConfig, spec: RankSpec) -> torch.device:
+    """What vLLM's worker wrapper does before it builds a worker, for this process."""
+    _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
+    load_general_plugins()
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    base.kernel_config.ir_op_priority.set_default()
+    vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)
+    base.parallel_config.rank = spec.rank
+    base.parallel_config.disable_custom_all_reduce = True
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    set_random_seed(base.model_config.seed)
+    return torch.device("cpu")
+
+
+def measure(action: Callable[[], None]) -> int:
+    """Microseconds that an action took."""
+    started = time.perf_counter_ns()
+    action()
+    return (time.perf_counter_ns() - started) // 1000
