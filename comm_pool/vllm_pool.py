@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,14 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from comm_pool.layout import Rank
 from comm_pool.plan import by_width, communicator_plan
 
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+
 TP_GROUP_NAME = "tp"
 """vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
+
+
+CPU_SPIN_S = 0.002
+"""How long an idle follower on CPU spins on its step queue before it sleeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,10 @@ class CommunicatorPool:
                 group_name=TP_GROUP_NAME,
             )
         _warm(group, device)
+        _release_names(group)
+        if group.mq_broadcaster is not None and device.type == "cpu":
+            # vLLM's readers spin for 1 s after each message; ranks that share cores cannot afford it.
+            group.mq_broadcaster._spin_condition.busy_loop_s = CPU_SPIN_S
         ranks = tuple(Rank(member) for member in group.ranks)
         self._by_ranks[ranks] = Communicator(
             ranks,
@@ -146,3 +157,20 @@ def _warm(group: GroupCoordinator, device: torch.device) -> None:
     group.all_reduce(tensor)
     group.all_gather(tensor, dim=-1)
     group.barrier()
+
+
+def _release_names(group: GroupCoordinator) -> None:
+    """Unlink the group's shared memory, which every member has mapped by now.
+
+    vLLM leaves CPU segments behind for good and ring buffers until the writer's clean exit; without
+    a name nothing is left behind however a process ends.
+    """
+    group.barrier()
+    queue = group.mq_broadcaster
+    if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False
+    plane = getattr(group.device_communicator, "dist_module", None)
+    name = getattr(plane, "group_name", None)
+    if name is not None:
+        SHARED_MEMORY_FOLDER.joinpath(f"{name}_{group.rank}").unlink(missing_ok=True)

@@ -88,17 +88,13 @@ class TokenStream(Generic[Payload]):
         self._held.append((span, payload))
         return True
 
-    def ready(self) -> Iterator[tuple[Trim | None, TokenSpan, Payload]]:
-        """Yield held spans that have become deliverable, in order; None stands for all of it."""
+    def ready(self) -> Iterator[tuple[Answer, Payload]]:
+        """Yield held spans that have become deliverable, in order, with FORWARD or a Trim."""
         while (index := self._deliverable()) is not None:
             span, payload = self._held.pop(index)
-            match self._judge(span):
-                case Trim() as trim:
-                    yield trim, span, payload
-                case Verdict.FORWARD:
-                    yield None, span, payload
-                case _:
-                    continue
+            answer = self._judge(span)
+            if answer is not Verdict.DROP:
+                yield answer, payload
 
     def fence(self) -> None:
         """Refuse every attempt seen so far: the task is placed again behind what was delivered."""

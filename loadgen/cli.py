@@ -8,7 +8,8 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     except UsageError as error:
         sys.stderr.write(f"loadgen: {error}\n")
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("loadgen: stopped before the first request.\n")
+        return EXIT_STOPPED
 
 
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -61,10 +65,8 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _plot(args: argparse.Namespace, _arguments: Sequence[str]) -> int:
     check_plot_destination(args.out, "--out")
     report = read_report(args.report)
-    try:
+    with _whole_reports(args.report):
         _draw(report, args.out)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UsageError(f"{args.report} is not a whole report: {error!r}.") from error
     return EXIT_OK
 
 
@@ -73,7 +75,8 @@ def _compare(args: argparse.Namespace, _arguments: Sequence[str]) -> int:
     thresholds = [parse_threshold(text) for text in args.fail_if]
     first, second = read_report(args.a), read_report(args.b)
     names = args.names or (args.a.stem, args.b.stem)
-    comparison = compare(first, second, scope=args.scope, thresholds=thresholds)
+    with _whole_reports(args.a, args.b):
+        comparison = compare(first, second, scope=args.scope, thresholds=thresholds)
     console = Console()
     console.print(comparison_table(comparison, names))
     if args.json is not None:
@@ -104,6 +107,16 @@ def _draw(report: Mapping[str, Any], path: Path) -> None:
     from loadgen.plot import draw_report
 
     write_bytes(path, draw_report(report, path.suffix.lower().removeprefix(".")))
+
+
+@contextmanager
+def _whole_reports(*paths: Path) -> Iterator[None]:
+    """Say in one sentence that a file with a report's head does not have a report's body."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        files = " or ".join(str(path) for path in paths)
+        raise UsageError(f"{files} is not a whole report: {error!r}.") from error
 
 
 def _auth_headers(variable: str | None) -> dict[str, str]:

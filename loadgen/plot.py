@@ -53,8 +53,10 @@ def draw_report(report: Mapping[str, Any], image_format: str = "png") -> bytes:
 def _title(report: Mapping[str, Any]) -> str:
     server, requests = report["server"], report["total"]["requests"]
     stopped = "  (stopped early)" if report.get("interrupted") else ""
+    # A dollar sign would start a formula.
+    model = str(server["model"]).replace("$", r"\$")
     return (
-        f"{server['model']} at {server['url']}   {report.get('started_at', '')}\n"
+        f"{model} at {server['url']}   {report.get('started_at', '')}\n"
         f"{requests['sent']} requests sent, {requests['ok']} whole, {requests['failed']} failed, "
         f"{requests['dropped_by_client']} dropped by the client{stopped}"
     )

@@ -17,13 +17,12 @@ PLAIN_LINE_S = 5.0
 
 
 def describe(snapshot: Snapshot) -> str:
-    """One line of numbers."""
+    """One line of numbers, short enough for 80 columns; TTFT is the recent median."""
     first = "-" if snapshot.ttft_p50_ms is None else f"{snapshot.ttft_p50_ms:.0f} ms"
-    dropped = f"  dropped {snapshot.dropped}" if snapshot.dropped else ""
+    dropped = f", dropped {snapshot.dropped}" if snapshot.dropped else ""
     return (
-        f"sent {snapshot.sent}/{snapshot.planned}  in flight {snapshot.in_flight}  "
-        f"done {snapshot.done}  errors {snapshot.errors}{dropped}  "
-        f"{snapshot.token_events_per_s:.0f} tok/s  TTFT p50 {first}"
+        f"sent {snapshot.sent}/{snapshot.planned}, done {snapshot.done}, "
+        f"errors {snapshot.errors}{dropped}, {snapshot.token_events_per_s:.0f} tok/s, TTFT {first}"
     )
 
 
@@ -32,7 +31,7 @@ async def show_progress(look: Callable[[], Snapshot], console: Console) -> None:
     if not console.is_terminal:
         await _print_lines(look, console)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    columns = (TimeElapsedColumn(), BarColumn(bar_width=10), TextColumn("{task.description}"))
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         task = progress.add_task(describe(look()), total=look().planned)
         try:

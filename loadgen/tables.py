@@ -6,22 +6,21 @@ Numbers that were not seen are shown as a dash, never as 0.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from loadgen.compare import Comparison, Row
 
 RUN_COLUMNS = (
     ("sent", ("requests", "sent")),
-    ("ok", ("requests", "ok")),
     ("failed", ("requests", "failed")),
     ("req/s", ("throughput", "requests_per_s")),
     ("tok/s", ("throughput", "output_tokens_per_s")),
-    ("TTFT p50", ("ttft_ms", "p50")),
-    ("p99", ("ttft_ms", "p99")),
-    ("TPOT p50", ("tpot_ms", "p50")),
-    ("p99", ("tpot_ms", "p99")),
-    ("gap max", ("max_gap_ms", "max")),
-    ("E2E p50", ("e2e_ms", "p50")),
+    ("TTFT\np50", ("ttft_ms", "p50")),
+    ("TTFT\np99", ("ttft_ms", "p99")),
+    ("TPOT\np50", ("tpot_ms", "p50")),
+    ("gap\nmax", ("max_gap_ms", "max")),
     ("good", ("goodput", "good_share")),
 )
 
@@ -29,27 +28,29 @@ RUN_COLUMNS = (
 def run_table(report: Mapping[str, Any]) -> Table:
     """Phases, tiers and the total of one report, one row each; latencies in milliseconds."""
     server = report["server"]
-    table = Table(title=f"{server['model']} at {server['url']}, {report['duration_s']:.1f} s")
-    table.add_column("slice")
-    for title, _ in RUN_COLUMNS:
-        table.add_column(title, justify="right")
+    title = f"{server['model']} at {server['url']}, {report['duration_s']:.1f} s, times in ms"
+    table = Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading, _ in RUN_COLUMNS:
+        table.add_column(heading, justify="right", vertical="bottom")
     phases = report["phases"] if len(report["phases"]) > 1 else []
     for phase in phases:
         table.add_row(phase["name"], *_cells(phase))
     for tier, part in report["tiers"].items():
-        table.add_row(f"tier {tier}", *_cells(part))
+        table.add_row(tier, *_cells(part))
     table.add_row("total", *_cells(report["total"]), style="bold")
     return table
 
 
 def comparison_table(comparison: Comparison, names: Sequence[str]) -> Table:
-    """Every metric that at least one of the two reports has."""
-    table = Table(title=f"{names[1]} against {names[0]} ({comparison.scope})")
+    """Every metric that is above 0 in one of the two reports, and always `failed`."""
+    title = f"{names[1]} against {names[0]} ({comparison.scope})"
+    table = Table(title=escape(title), box=SIMPLE_HEAD)
     table.add_column("metric")
-    for title in (*names, f"{names[1]} / {names[0]}"):
-        table.add_column(title, justify="right")
+    for heading in (*names, f"{names[1]} / {names[0]}"):
+        table.add_column(escape(heading), justify="right")
     for row in comparison.rows:
-        if row.first is not None or row.second is not None:
+        if row.first or row.second or row.metric == "failed":
             table.add_row(row.metric, number(row.first), number(row.second), _ratio(row))
     return table
 
@@ -60,7 +61,7 @@ def number(value: float | None) -> str:
         return "-"
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.2f}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:

@@ -47,6 +47,10 @@ class BlockGrants:
         """Granted blocks."""
         return len(self._granted)
 
+    def blocks(self) -> set[int]:
+        """The granted blocks, free or in use."""
+        return set(self._granted)
+
     def withdraw(self) -> set[int]:
         """Take back every free block, evicting what is cached in it; the others stay granted.
 

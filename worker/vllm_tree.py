@@ -84,9 +84,9 @@ def check_viewable(model: nn.Module) -> None:
         if isinstance(module, LinearBase) and module.weight.dim() != 2:
             raise ViewError(f"layer {name} has packed weights, which cannot be viewed per rank.")
         if isinstance(module, Attention) and module.attn_type != "decoder":
-            raise ViewError(f"layer {name} is {module.attn_type} attention; only decoders are served.")
+            raise ViewError(f"layer {name} is {module.attn_type}, not decoder attention.")
         if isinstance(module, Attention) and getattr(module, "sliding_window", None) is not None:
-            raise ViewError(f"layer {name} uses a sliding window, whose pages cannot be split yet.")
+            raise ViewError(f"layer {name} has a sliding window; its pages cannot be split yet.")
 
 
 def build_tp_tree(

@@ -6,8 +6,12 @@ A command is a function of the parsed options; its module is imported when it is
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from coordinator.cli.errors import USAGE_STATUS, CliError
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 -- it has no public name
 
 CARRIES = ("reshard", "pause", "drain", "recompute")
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
@@ -16,7 +20,8 @@ ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else htt
 class _Parser(argparse.ArgumentParser):
     """Raises one sentence instead of printing usage and exiting."""
 
-    def error(self, message: str) -> "None":  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong."""
         raise CliError(f"{message} (see `{self.prog} --help`).", USAGE_STATUS)
 
 
@@ -44,7 +49,7 @@ def _split_engine_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="aileron",
-        description="OpenAI-compatible LLM serving that changes its parallelism while requests run.",
+        description="LLM serving that changes its parallelism while requests are running.",
     )
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
@@ -61,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_up(commands: "Commands") -> None:
     up = commands.add_parser(
         "up",
         help="serve a model on this machine",
@@ -84,7 +89,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     add("--verbose", action="store_true", help="show the processes' logs as well")
 
 
-def _add_operator_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_operator_commands(commands: "Commands") -> None:
     status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
     status.set_defaults(command=_status)
     switch = commands.add_parser("switch", help="change the layout and wait until it serves")

@@ -5,7 +5,7 @@ USAGE_STATUS = 2
 
 
 class CliError(Exception):
-    """What the user asked for cannot be done; the text says why, and what to do, in one sentence."""
+    """What was asked for cannot be done; the text says why, and what to do, in one sentence."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)

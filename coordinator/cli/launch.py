@@ -36,8 +36,8 @@ class Machine:
     """What the options are completed with."""
 
     gpus: int
-    grpc_port: int
-    rendezvous_port: int
+    free_ports: tuple[int, int, int, int]
+    """For gRPC, torch's rendezvous, and serving and admin where 0 asks for any free one."""
     run_dir: str
 
 
@@ -49,15 +49,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
         raise CliError(f"{options.config}: {error}", USAGE_STATUS) from error
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
-    if options.config is None:
-        base["coordinator"]["listen"] = f"127.0.0.1:{machine.grpc_port}"
-    for section, key, value in (
-        ("gateway", "host", options.host),
-        ("gateway", "port", options.port),
-        ("admin", "port", options.admin_port),
-    ):
-        if value is not None:
-            base[section][key] = value
+    _set_addresses(base, options, machine.free_ports)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
         return check_config(base)
@@ -137,7 +129,24 @@ def _set_cell(
         cell["layout"] = options.layout
     elif changed:
         cell["layout"] = f"dp{ranks}"
-    cell["dist_port"] = cell.get("dist_port") or machine.rendezvous_port
+
+
+def _set_addresses(
+    base: dict[str, Any], options: argparse.Namespace, free: tuple[int, int, int, int]
+) -> None:
+    grpc, rendezvous, serving, admin = free
+    if options.config is None:
+        base["coordinator"]["listen"] = f"127.0.0.1:{grpc}"
+    base["cell"]["dist_port"] = base["cell"].get("dist_port") or rendezvous
+    if options.host is not None:
+        base["gateway"]["host"] = options.host
+    for section, wanted, any_free in (
+        ("gateway", options.port, serving),
+        ("admin", options.admin_port, admin),
+    ):
+        port = base[section].get("port") if wanted is None else wanted
+        if port is not None:
+            base[section]["port"] = port or any_free
 
 
 def _powers_of_two(upto: int) -> tuple[int, ...]:

@@ -22,4 +22,4 @@ def run_process(name: str, config: Path) -> NoReturn:
     """Replace this process, so that signals reach the right one."""
     command = command_of(name, config)
     sys.stdout.flush()
-    os.execv(command[0], command)
+    os.execv(command[0], command)  # noqa: S606

@@ -167,12 +167,15 @@ class RankHello(Message, frozen=True):
 class LeaseKept(msgspec.Struct, frozen=True):
     """The lease indices that paused tasks of an unbound group still need, told by its leader.
 
-    Level-triggered: the highest `version` wins; members free every other page of that lease.
+    Level-triggered: the highest (`born`, `version`) wins; members free every other page of that
+    lease. `born` is the formation that the leader last joined with these ranks: what was kept of an
+    earlier one says nothing about pages that were leased since.
     """
 
     ranks: tuple[Rank, ...]
     version: int
     indices: tuple[int, ...]
+    born: int = 0
 
 
 class PageReport(msgspec.Struct, frozen=True):
@@ -322,11 +325,13 @@ class Submit(Message, frozen=True):
     """Take this task into the pool; idempotent by task id.
 
     `delivered_tokens` were already handed to the client (after a loss); the task goes on behind them.
+    `attempt` is the highest one that the gateway took tokens from or was told to take none of.
     """
 
     header: TaskHeader
     payload: bytes
     delivered_tokens: tuple[int, ...] = ()
+    attempt: int = 0
 
 
 class Cancel(Message, frozen=True):
@@ -378,9 +383,15 @@ class TaskFailed(Message, frozen=True):
 
 
 class Resubmit(Message, frozen=True):
-    """The rank that ran this task is lost: submit it again with the tokens delivered so far."""
+    """The rank that ran this task is lost: submit it again with the tokens delivered so far.
+
+    From now on the gateway takes no token of `attempt` or a lower one, or tokens still under way
+    would contradict those of the next attempt. It answers `Done` if it has the last token, `Cancel`
+    if it does not know the task.
+    """
 
     task: TaskId
+    attempt: int = 0
 
 
 RankUp = RankHello | Report

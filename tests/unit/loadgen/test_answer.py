@@ -161,8 +161,7 @@ def test_odd_but_harmless_events_are_skipped(body: object) -> None:
 
 def test_feed_says_how_many_tokens_came_and_counts_keep_alives() -> None:
     reader = AnswerReader(Endpoint.COMPLETIONS)
-    assert reader.feed(b": keep-alive\n\n", 0.0) == 0
-    assert not reader.has_tokens
-    assert reader.feed(text("a") + text("b"), 1.0) == 2
-    assert reader.has_tokens
+    seen = [(reader.feed(b": keep-alive\n\n", 0.0), reader.has_tokens)]
+    seen.append((reader.feed(text("a") + text("b"), 1.0), reader.has_tokens))
+    assert seen == [(0, False), (2, True)]
     assert reader.answer().keep_alives == 1

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.errors import UsageError
@@ -41,6 +41,7 @@ def draw(lengths: Lengths, count: int, seed: int = 0) -> list[int]:
     return [sample_tokens(lengths, rng) for _ in range(count)]
 
 
+@settings(deadline=None)
 @given(lengths=all_lengths, seed=st.integers(0, 1000))
 def test_samples_are_whole_and_within_bounds(lengths: Lengths, seed: int) -> None:
     for tokens in draw(lengths, 20, seed):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.stats import PERCENTILES, median, percentile, share, summarise
@@ -10,12 +10,14 @@ from loadgen.stats import PERCENTILES, median, percentile, share, summarise
 SAMPLES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
 
+@settings(deadline=None)
 @given(samples=SAMPLES, percent=st.floats(0, 100))
 def test_percentiles_are_numpys(samples: list[float], percent: float) -> None:
     expected = float(np.percentile(np.array(samples), percent))
     assert percentile(sorted(samples), percent) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(samples=SAMPLES)
 def test_a_summary_is_ordered_and_within_its_samples(samples: list[float]) -> None:
     summary = summarise(samples)

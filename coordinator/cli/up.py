@@ -1,0 +1,191 @@
+"""`aileron up`: one command that serves a model on this machine until Ctrl-C."""
+
+import argparse
+import asyncio
+import functools
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coordinator.cli.admin_client import ADMIN_KEY_ENV
+from coordinator.cli.cell import Cell, Member
+from coordinator.cli.children import Child, ChildSpec
+from coordinator.cli.errors import CliError
+from coordinator.cli.hardware import gpu_names
+from coordinator.cli.last_run import LastRun, remove_record, write_record
+from coordinator.cli.launch import Machine, build_config, require_policy
+from coordinator.cli.ports import LOOPBACK, free_ports, require_free
+from coordinator.cli.process import command_of
+from coordinator.cli.screen import Screen, open_screen, read_rank_progress
+from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
+
+STOP_LIMITS_S = {"gateway": 20.0, "rank": 15.0, "coordinator": 5.0}
+"""Processes in the order in which they are stopped, and how long each may take."""
+LOG_NAMES = {"gateway": "gateway", "rank": "worker", "coordinator": "coordinator"}
+PROBE_LIMIT_S = 2.0
+TOKEN_BYTES = 32
+_ANYWHERE = ("", "0.0.0.0", "::")
+
+
+def run_up(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C; returns the exit status."""
+    require_policy(options.policy)
+    grpc, rendezvous, serving, admin = free_ports(4)
+    run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
+    machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), str(run_dir))
+    status = 1
+    try:
+        config = build_config(options, machine)
+        _require_free_ports(config)
+        Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
+    finally:
+        # After a failure the logs are what is needed; a run that was asked to stop leaves nothing.
+        if status == 0 or not any(run_dir.iterdir()):
+            shutil.rmtree(run_dir, ignore_errors=True)
+    if status:
+        print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
+    return status
+
+
+def _require_free_ports(config: Config) -> None:
+    require_free(config.gateway.host, config.gateway.port, "--port")
+    require_free(config.admin.host, config.admin.port, "--admin-port")
+    host, _, port = config.coordinator.listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise CliError(
+            f"coordinator.listen '{config.coordinator.listen}' is no host:port, such as "
+            "127.0.0.1:8002."
+        )
+    require_free(host, int(port), "coordinator.listen in the --config file")
+
+
+async def _serve(config: Config, screen: Screen, *, verbose: bool) -> int:
+    config_file = Path(config.run_dir) / "config.yaml"
+    config_file.touch(mode=0o600)
+    config_file.write_text(dump_config(config))
+    started = time.monotonic()
+    with screen:
+        screen.say(
+            f"starting {config.served_model_name} in layout {config.cell.layout} on "
+            f"{config.cell.ranks} {config.cell.device} ranks; logs in {config.run_dir}"
+        )
+        cell = Cell(_members(config, config_file, screen, verbose=verbose), screen)
+        ready_url = f"http://{_reachable(config.gateway.host)}:{config.gateway.port}/ready"
+
+        def on_serving() -> None:
+            screen.loaded()
+            write_record(_record(config))
+            _welcome(config, screen, time.monotonic() - started)
+
+        try:
+            return await cell.run(functools.partial(_answers, ready_url), on_serving)
+        finally:
+            remove_record(os.getpid())
+
+
+def _members(config: Config, config_file: Path, screen: Screen, *, verbose: bool) -> list[Member]:
+    env = {**os.environ, TOKEN_ENV: _token(), "PYTHONUNBUFFERED": "1"}
+
+    def on_event(fields: Mapping[str, Any]) -> None:
+        progress = read_rank_progress(fields)
+        if progress is not None:
+            screen.rank(progress)
+        elif (words := _words_for(fields)) is not None:
+            screen.say(words)
+
+    def on_line(name: str, line: str) -> None:
+        screen.say(f"{name} | {line}")
+
+    members = []
+    for name, limit_s in STOP_LIMITS_S.items():
+        shown = LOG_NAMES[name]
+        own_env = env if name == "coordinator" else _without(env, ADMIN_KEY_ENV)
+        log = Path(config.run_dir) / f"{shown}.log"
+        spec = ChildSpec(shown, command_of(name, config_file), own_env, log)
+        child = Child(spec, on_event, on_line if verbose else None)
+        members.append(Member(child, restarts=name != "rank", stop_limit_s=limit_s))
+    return members
+
+
+def _words_for(fields: Mapping[str, Any]) -> str | None:
+    """Return what to say about an event of a child, if anything."""
+    match fields:
+        case {"event": "coordinator_ready"}:
+            return "coordinator is up"
+        case {"event": "gateway_ready"}:
+            return "gateway is up"
+        case {"event": "worker_progress", "stage": "config", "done": 0}:
+            return "worker has imported vLLM and reads the model's configuration"
+        case {"event": "rank_failed", "rank": rank, "reason": reason}:
+            return f"rank {rank} failed: {reason}"
+    return None
+
+
+def _token() -> str:
+    """Return the secret that the user set, else a fresh one."""
+    if TOKEN_ENV not in os.environ:
+        return secrets.token_urlsafe(TOKEN_BYTES)
+    try:
+        return shared_token()
+    except ConfigError as error:
+        raise CliError(str(error)) from error
+
+
+def _without(env: Mapping[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in env.items() if key != name}
+
+
+async def _answers(url: str) -> bool:
+    return await asyncio.to_thread(_answers_now, url)
+
+
+def _answers_now(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=PROBE_LIMIT_S) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _reachable(host: str) -> str:
+    if host in _ANYWHERE:
+        return LOOPBACK
+    return f"[{host}]" if ":" in host else host
+
+
+def _record(config: Config) -> LastRun:
+    return LastRun(
+        pid=os.getpid(),
+        admin_url=f"http://{_reachable(config.admin.host)}:{config.admin.port}",
+        base_url=f"http://{_reachable(config.gateway.host)}:{config.gateway.port}/v1",
+        run_dir=config.run_dir,
+    )
+
+
+def _welcome(config: Config, screen: Screen, seconds: float) -> None:
+    run = _record(config)
+    name = config.served_model_name
+    command = "aileron" if shutil.which("aileron") else sys.argv[0]
+    other = f"tp{config.cell.ranks}" if config.cell.ranks > 1 else config.cell.layout
+    screen.say(f"serving {name} after {seconds:.1f} s")
+    body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is a list?"}}]}}'
+    curl = f"curl {run.base_url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    for line in (
+        "",
+        f"  OpenAI API   {run.base_url}",
+        f"  admin API    {run.admin_url}",
+        f"  try it       {curl}",
+        f"  switch       {command} switch {other}",
+        "  stop         Ctrl-C",
+        "",
+    ):
+        print(line, flush=True)

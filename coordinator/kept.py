@@ -1,0 +1,80 @@
+"""Which pages of unbound groups' leases are still needed, as far as their leaders told.
+
+Paused tasks of a group that is not bound keep some of its leased pages; every member must keep the
+same ones, or their lease tables drift apart. Invariant: what is echoed of a lease only shrinks
+while the group is unbound, and is constant while it is bound. Called by the switcher.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Binding, LeaseKept
+
+
+@dataclass(slots=True)
+class _Lease:
+    kept: LeaseKept | None = None
+    is_bound: bool = False
+    """The group serves: its lease is whole, and `kept` is what it started from."""
+    served_born: int = 0
+    """The last formation that leased pages; what was kept of earlier ones is out of date."""
+    dropped_upto: int = 0
+    """A member was lost: no page of this formation or an earlier one is of use to anyone."""
+
+
+class KeptLeases:
+    """The lease indices that remain, per group of ranks."""
+
+    __slots__ = ("_leases",)
+
+    def __init__(self) -> None:
+        self._leases: dict[tuple[Rank, ...], _Lease] = {}
+
+    def on_report(self, leader: Rank, reported: tuple[LeaseKept, ...]) -> bool:
+        """Take what a leader still needs; return whether anything changed."""
+        own = [kept for kept in reported if kept.ranks[:1] == (leader,)]
+        return [self._accept(kept) for kept in own].count(True) > 0
+
+    def bind(self, binding: Binding) -> None:
+        """Freeze: the group is about to lease on top of what is kept now."""
+        lease = self._leases.setdefault(binding.group.ranks, _Lease())
+        lease.is_bound = True
+        lease.served_born = binding.born
+
+    def unbind(self, binding: Binding) -> None:
+        """Listen to the group's leader again."""
+        if lease := self._leases.get(binding.group.ranks):
+            lease.is_bound = False
+
+    def drop(self, rank: Rank) -> None:
+        """Give up every lease that the rank shares: its part of the KV is lost."""
+        for ranks, lease in self._leases.items():
+            if rank not in ranks:
+                continue
+            version, born = (lease.kept.version, lease.kept.born) if lease.kept else (0, 0)
+            lease.dropped_upto = max(born, lease.served_born)
+            lease.kept = LeaseKept(ranks, version + 1, (), lease.dropped_upto)
+
+    def for_rank(self, rank: Rank) -> tuple[LeaseKept, ...]:
+        """Return what the rank is to keep, for each group that it is a member of."""
+        return tuple(
+            lease.kept for ranks, lease in self._leases.items() if rank in ranks and lease.kept
+        )
+
+    def _accept(self, kept: LeaseKept) -> bool:
+        lease = self._leases.setdefault(kept.ranks, _Lease())
+        if lease.is_bound or kept.born < lease.served_born:
+            return False
+        if lease.kept is not None and _order(kept) <= _order(lease.kept):
+            return False
+        if kept.born <= lease.dropped_upto:
+            # The leader had not heard of the loss; its tasks learn from the echo.
+            kept = msgspec.structs.replace(kept, indices=())
+        lease.kept = kept
+        return True
+
+
+def _order(kept: LeaseKept) -> tuple[int, int]:
+    return kept.born, kept.version

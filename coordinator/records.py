@@ -1,0 +1,124 @@
+"""What each switch did and how long it took, for operators.
+
+Invariant: one record per epoch, at most one of them unfinished; measurements that ranks and
+gateways send late are still added to it. Called by the switcher and the core.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from coordinator.protocol.messages import Carry, SwitchTimes
+
+
+class Outcome(StrEnum):
+    """How a switch ended."""
+
+    UNDER_WAY = "under way"
+    SERVED = "served"
+    """Every rank serves its layout."""
+    SUPERSEDED = "superseded"
+    """A later target replaced it before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class TasksCarried:
+    """Running tasks by what the switch did to them."""
+
+    reshard: int = 0
+    pause: int = 0
+    drain: int = 0
+    recompute: int = 0
+
+    def plus(self, carry: Carry) -> "TasksCarried":
+        """Return the counts with one more task."""
+        return replace(self, **{carry.value: getattr(self, carry.value) + 1})
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRecord:
+    """One switch; times in milliseconds, each the largest over the ranks."""
+
+    epoch: int
+    from_layout: str
+    to_layout: str
+    cause: str
+    carry: Carry
+    started_ms: int
+    decide_ms: int
+    tasks: TasksCarried = field(default=TasksCarried())
+    park_ms: float = 0.0
+    swap_ms: float = 0.0
+    first_step_ms: float = 0.0
+    reshard_ms: float = 0.0
+    reshard_bytes: int = 0
+    gap_ms_max: float = 0.0
+    total_ms: int = 0
+    outcome: Outcome = Outcome.UNDER_WAY
+
+
+class SwitchLog:
+    """The last switches, newest last; at most `records_max` are remembered."""
+
+    __slots__ = ("_finished", "_records", "_records_max", "_under_way")
+
+    def __init__(self, records_max: int) -> None:
+        self._records_max = records_max
+        self._records: OrderedDict[int, SwitchRecord] = OrderedDict()
+        self._under_way: int | None = None
+        self._finished: list[SwitchRecord] = []
+
+    def start(self, record: SwitchRecord) -> None:
+        """Open a record; the one under way is superseded by it."""
+        self._finish(Outcome.SUPERSEDED, record.started_ms)
+        self._records[record.epoch] = record
+        self._under_way = record.epoch
+        while len(self._records) > self._records_max:
+            self._records.popitem(last=False)
+
+    def served(self, now_ms: int) -> None:
+        """Close the record under way, if any: its layout serves."""
+        self._finish(Outcome.SERVED, now_ms)
+
+    def count(self, carry: Carry) -> None:
+        """Add a task that the switch under way (or the last one) carried over by this plan."""
+        if self._records:
+            epoch = next(reversed(self._records))
+            record = self._records[epoch]
+            self._records[epoch] = replace(record, tasks=record.tasks.plus(carry))
+
+    def on_times(self, times: SwitchTimes) -> None:
+        """Add what a rank measured."""
+        record = self._records.get(times.epoch)
+        if record is not None:
+            self._records[times.epoch] = replace(
+                record,
+                park_ms=max(record.park_ms, times.park_us / 1000),
+                swap_ms=max(record.swap_ms, times.swap_us / 1000),
+                first_step_ms=max(record.first_step_ms, times.first_step_us / 1000),
+            )
+
+    def on_gap(self, epoch: int, gap_ms: float) -> None:
+        """Add the longest pause that a gateway's streams saw."""
+        record = self._records.get(epoch)
+        if record is not None:
+            gap_ms_max = max(record.gap_ms_max, gap_ms)
+            self._records[epoch] = replace(record, gap_ms_max=gap_ms_max)
+
+    def last(self, count: int) -> tuple[SwitchRecord, ...]:
+        """Return the newest `count` records, oldest of them first."""
+        return tuple(self._records.values())[-count:] if count > 0 else ()
+
+    def take_finished(self) -> list[SwitchRecord]:
+        """Return the records finished since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _finish(self, outcome: Outcome, now_ms: int) -> None:
+        if self._under_way is None:
+            return
+        record = self._records[self._under_way]
+        record = replace(record, outcome=outcome, total_ms=now_ms - record.started_ms)
+        self._records[self._under_way] = record
+        self._under_way = None
+        self._finished.append(record)

@@ -1,0 +1,62 @@
+"""Why a wanted switch cannot be: one sentence for an operator, or None.
+
+Checked before anything is touched; called by the core for the admin API and the policy.
+"""
+
+from collections.abc import Collection
+from typing import assert_never
+
+from comm_pool.layout import Group, Layout, Mode, Rank
+from coordinator.protocol.messages import Carry
+from coordinator.roster import Roster
+
+
+def refuse(layout: Layout, carry: Carry, roster: Roster, alive: Collection[Rank]) -> str | None:
+    """Return the reason why `layout` cannot be reached with `carry`, if there is one."""
+    reasons = [
+        _refuse_carry(carry),
+        _refuse_ranks(layout, roster, alive),
+        *(_refuse_group(group, roster) for group in layout.groups if group.width > 1),
+    ]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refuse_carry(carry: Carry) -> str | None:
+    match carry:
+        case Carry.PAUSE | Carry.DRAIN | Carry.RECOMPUTE:
+            return None
+        case Carry.RESHARD:
+            return "carry plan 'reshard' is not available yet: use pause, drain or recompute."
+        case _:
+            assert_never(carry)
+
+
+def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
+    for rank in layout.ranks:
+        if rank >= roster.world:
+            return f"rank {rank} does not exist: the cell has ranks 0 to {roster.world - 1}."
+        if rank not in alive:
+            return f"rank {rank} is not available; write 'off1' in its place."
+    left_out = [rank for rank in alive if rank not in layout.ranks]
+    if left_out:
+        return f"rank {left_out[0]} is available but not in the layout: every rank must serve."
+    return None
+
+
+def _refuse_group(group: Group, roster: Roster) -> str | None:
+    match group.mode:
+        case Mode.DP | Mode.TP:
+            pass
+        case Mode.SP:
+            return f"mode 'sp' is not available yet: use 'tp{group.width}'."
+        case _:
+            assert_never(group.mode)
+    for rank in group.ranks:
+        if roster.is_degraded(rank):
+            return (
+                f"rank {rank} was restarted, so its communicators are gone and it can only serve "
+                f"alone: keep it in dp, or restart the cell."
+            )
+        if not roster.supports(rank, group.width):
+            return f"rank {rank} does not support groups {group.width} wide."
+    return None

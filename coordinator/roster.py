@@ -1,0 +1,145 @@
+"""What the coordinator knows of each rank: its hello, its newest report, when it was heard.
+
+Invariant: only messages of the newest incarnation of a rank count, reports are kept newest first,
+and a process that was seen to end is never heard again. Called by the switcher, the task pool's
+placement and the admin views; it decides nothing about layouts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import RankHello, Report, Stage
+
+
+class Arrival(Enum):
+    """What a hello means."""
+
+    FIRST = auto()
+    """The rank was never heard before."""
+    AGAIN = auto()
+    """The same process opened a new session."""
+    RESTARTED = auto()
+    """A new process took the rank's place; the old one's memory is gone."""
+    STALE = auto()
+    """An older process than the one that is known."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """One rank, in its newest incarnation."""
+
+    hello: RankHello
+    heard_at_ms: int
+    report: Report | None = None
+    restarts: int = 0
+    is_connected: bool = True
+    has_exited: bool = False
+
+    @property
+    def incarnation(self) -> int:
+        """The newest incarnation."""
+        return self.hello.incarnation
+
+
+class Roster:
+    """The ranks of a cell as far as they were heard.
+
+    `rejoins` says whether a restarted rank may be in wide groups again; without it a restart
+    leaves it to serve alone, because its peers' communicators ended with the old process.
+    """
+
+    __slots__ = ("_rejoins", "_seen", "world")
+
+    def __init__(self, world: int, *, rejoins: bool) -> None:
+        self.world = world
+        self._rejoins = rejoins
+        self._seen: dict[Rank, Seen] = {}
+
+    def __getitem__(self, rank: Rank) -> Seen:
+        """Return what is known of a rank that was heard."""
+        return self._seen[rank]
+
+    def __contains__(self, rank: Rank) -> bool:
+        """Say whether the rank was ever heard."""
+        return rank in self._seen
+
+    def __iter__(self) -> Iterator[Rank]:
+        """All ranks that were ever heard, ascending."""
+        return iter(sorted(self._seen))
+
+    def on_hello(self, hello: RankHello, now_ms: int) -> Arrival:
+        """Take a session's first message."""
+        seen = self._seen.get(hello.rank)
+        if seen is None:
+            self._seen[hello.rank] = Seen(hello, now_ms)
+            return Arrival.FIRST
+        is_older = hello.incarnation < seen.incarnation
+        if is_older or (seen.has_exited and hello.incarnation == seen.incarnation):
+            return Arrival.STALE
+        if hello.incarnation > seen.incarnation:
+            self._seen[hello.rank] = Seen(hello, now_ms, restarts=seen.restarts + 1)
+            return Arrival.RESTARTED
+        seen.hello = hello
+        seen.heard_at_ms = now_ms
+        seen.is_connected = True
+        return Arrival.AGAIN
+
+    def on_report(self, report: Report, now_ms: int) -> bool:
+        """Take a report; say whether it came from the known incarnation and counts.
+
+        An older report of the same process shows that it lives, but replaces nothing.
+        """
+        seen = self._seen.get(report.rank)
+        if seen is None or seen.incarnation != report.incarnation or seen.has_exited:
+            return False
+        seen.heard_at_ms = now_ms
+        if seen.report is None or _order(report) >= _order(seen.report):
+            seen.report = report
+        return True
+
+    def on_closed(self, rank: Rank, incarnation: int) -> None:
+        """Take note that a session ended; the process may live and come back."""
+        seen = self._seen.get(rank)
+        if seen is not None and seen.incarnation == incarnation:
+            seen.is_connected = False
+
+    def on_exited(self, rank: Rank) -> None:
+        """Take note that the process ended; what is still under way from it is not heard."""
+        seen = self._seen.get(rank)
+        if seen is not None:
+            seen.has_exited = True
+            seen.is_connected = False
+
+    def report_of(self, rank: Rank) -> Report | None:
+        """Return the newest report of the known incarnation."""
+        seen = self._seen.get(rank)
+        return seen.report if seen else None
+
+    def reported(self) -> tuple[Rank, ...]:
+        """Return the ranks whose process lives as far as known and has reported, ascending."""
+        return tuple(rank for rank in self if self[rank].report and not self[rank].has_exited)
+
+    def silent_since(self, rank: Rank, now_ms: int) -> int:
+        """Return for how long the rank was not heard, in milliseconds."""
+        return now_ms - self._seen[rank].heard_at_ms
+
+    def forgive(self, stall_ms: int) -> None:
+        """Start all silences later: for this long the coordinator itself did not listen."""
+        for seen in self._seen.values():
+            seen.heard_at_ms += stall_ms
+
+    def is_degraded(self, rank: Rank) -> bool:
+        """Say whether the rank may only serve alone, because it was restarted."""
+        return self._seen[rank].restarts > 0 and not self._rejoins
+
+    def supports(self, rank: Rank, width: int) -> bool:
+        """Say whether the rank can be a member of groups of this width."""
+        if width == 1:
+            return True
+        return width in self._seen[rank].hello.widths and not self.is_degraded(rank)
+
+
+def _order(report: Report) -> tuple[Stage, int]:
+    return report.stage, report.sent_at_ms

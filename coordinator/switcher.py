@@ -1,0 +1,369 @@
+"""The coordinator's side of the switch protocol: from one layout to the next, whatever fails.
+
+Invariant: the epoch only grows, a stage is left only when every rank of the target acknowledged
+it, and a rank is cut out only when its time lease is over or its process has ended. There is no
+abort: a change of mind is a new target with a higher epoch, at any time. Called by the core, which
+sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.kept import KeptLeases
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    Directive,
+    Grant,
+    Phase,
+    RankHello,
+    Report,
+    Stage,
+    Target,
+)
+from coordinator.records import SwitchLog, SwitchRecord
+from coordinator.recovery import Resumed, resume
+from coordinator.roster import Arrival, Roster
+
+NOTHING = Stage(0, Phase.PARK)
+"""Below every real stage: a directive with it renews leases and asks for nothing."""
+
+STALL_SHARE = 4
+"""A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSettings:
+    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
+
+    initial: Layout
+    lease_ms: int
+    lost_after_ms: int
+    recover_ms: int
+    drain_limit_ms: int
+    records_max: int
+    default_carry: Carry
+
+    def __post_init__(self) -> None:
+        """Refuse times with which two layouts could overlap."""
+        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
+            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
+
+
+class Switcher:
+    """The wanted state of all ranks, and how far they are.
+
+    It starts recovering: until every rank has reported, or long enough, it only renews leases, so
+    that ranks which served under an earlier coordinator go on undisturbed.
+    """
+
+    __slots__ = (
+        "_decide_ms",
+        "_drain_until_ms",
+        "_granted",
+        "_kept",
+        "_last_tick_ms",
+        "_recover_until_ms",
+        "_roster",
+        "_settings",
+        "_swapped_upto",
+        "carry",
+        "log",
+        "recovering",
+        "served_layout",
+        "stage",
+        "target",
+        "version",
+    )
+
+    def __init__(self, settings: SwitchSettings, roster: Roster, now_ms: int) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._granted: dict[Binding, Grant] = {}
+        """What each group that reached SERVE was granted; its members must all get the same."""
+        self._kept = KeptLeases()
+        self._swapped_upto = 0
+        self._drain_until_ms = 0
+        self._last_tick_ms = now_ms
+        self._recover_until_ms = now_ms + min(settings.lost_after_ms, settings.recover_ms)
+        self._decide_ms = 0
+        self.log = SwitchLog(settings.records_max)
+        self.stage = NOTHING
+        self.target = Target(())
+        self.carry = settings.default_carry
+        self.recovering = True
+        self.served_layout = Layout(())
+        """The last layout that every rank served."""
+        self.version = 0
+        """Grows whenever directives change."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the target."""
+        return self.stage.epoch
+
+    @property
+    def alive(self) -> tuple[Rank, ...]:
+        """The ranks of the target: all that are not cut out."""
+        return self.target.layout.ranks
+
+    @property
+    def is_serving(self) -> bool:
+        """Every rank of the target acknowledged SERVE."""
+        return (
+            self.stage.phase is Phase.SERVE
+            and bool(self.target.bindings)
+            and self._all_acknowledged()
+        )
+
+    def is_granted(self, binding: Binding) -> bool:
+        """Say whether the group is in the target and reached SERVE, now or in an earlier epoch."""
+        return binding in self._granted
+
+    def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
+        """Take in a rank that came, or came back as a new process."""
+        if self.recovering or arrival in (Arrival.STALE, Arrival.AGAIN):
+            return
+        rank = hello.rank
+        layout = self.target.layout
+        if arrival is Arrival.RESTARTED and rank in layout.ranks:
+            self._kept.drop(rank)
+            layout = layout.without((rank,)).plus((rank,))
+            self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
+        else:
+            self._kept.drop(rank)
+            self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
+
+    def on_report(self, report: Report, now_ms: int) -> None:
+        """Take a report that the roster counted."""
+        if self._kept.on_report(report.rank, report.kept):
+            self.version += 1
+        if self.recovering:
+            return
+        newest = self._roster.report_of(report.rank)
+        if newest is not None and self._is_foreign(newest):
+            # An earlier coordinator got further than the ranks that were heard at the start knew.
+            self._swapped_upto = max(self._swapped_upto, newest.stage.epoch)
+            self._change(self.target.layout.plus((report.rank,)), "epoch overtaken", now_ms)
+        elif report.rank not in self.target.layout.ranks:
+            layout = self.target.layout.plus((report.rank,))
+            self._change(layout, f"rank {report.rank} is back", now_ms)
+        self._advance(now_ms)
+
+    def on_exited(self, rank: Rank, now_ms: int) -> None:
+        """Cut out a rank whose process ended, without waiting for its lease."""
+        self._lose((rank,), now_ms)
+
+    def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
+        """Let time pass; return the ranks that are cut out for their silence."""
+        self._forgive_own_stall(now_ms)
+        if self.recovering:
+            self._try_resume(now_ms)
+            return ()
+        limit_ms = self._settings.lost_after_ms
+        silent = [rank for rank in self.alive if self._roster.silent_since(rank, now_ms) > limit_ms]
+        self._lose(silent, now_ms)
+        if self.is_draining and now_ms >= self._drain_until_ms:
+            self._set_carry(Carry.RECOMPUTE, now_ms)
+        self._advance(now_ms)
+        return tuple(silent)
+
+    @property
+    def is_draining(self) -> bool:
+        """Groups finish their tasks before they change."""
+        return self.stage.phase is Phase.PARK and self.carry is Carry.DRAIN
+
+    def retarget(
+        self,
+        layout: Layout,
+        carry: Carry,
+        cause: str,
+        now_ms: int,
+        *,
+        decide_ms: int = 0,
+        fresh: Collection[Rank] = (),
+    ) -> None:
+        """Want another layout from now on; allowed at any time.
+
+        Groups that stay keep their formation and go on serving, except those with a `fresh` rank.
+        A layout that is the target already only changes the carry plan of a switch under way.
+        """
+        if layout == self.target.layout and not fresh and self.epoch:
+            if self.stage.phase is Phase.PARK:
+                self._set_carry(carry, now_ms)
+            return
+        self._decide_ms = decide_ms
+        self._set_carry(carry, now_ms)
+        self._set_target(layout, cause, now_ms, fresh)
+
+    def directive_for(self, rank: Rank) -> Directive | None:
+        """Return what the rank should be told now; None before its first report."""
+        report = self._roster.report_of(rank)
+        if report is None:
+            return None
+        stage = NOTHING if self.recovering else self.stage
+        return Directive(
+            incarnation=report.incarnation,
+            answers_ms=report.sent_at_ms,
+            lease_ms=self._settings.lease_ms,
+            stage=stage,
+            target=self.target,
+            carry=self.carry,
+            members=tuple((each, self._roster[each].incarnation) for each in self.alive),
+            swapped_upto=self._swapped_upto,
+            grants=tuple(self._granted.values()) if stage.phase is Phase.SERVE else (),
+            kept=self._kept.for_rank(rank),
+        )
+
+    def starved(self) -> tuple[Rank, ...]:
+        """Return the leaders of groups that could hold twice their grant by forming anew.
+
+        A group gets pages only when it is formed; what paused tasks kept then may be free by now.
+        """
+        if not self.is_serving:
+            return ()
+        return tuple(
+            binding.group.leader
+            for binding, grant in self._granted.items()
+            if self._free_pages(binding) > grant.pages
+        )
+
+    def _change(
+        self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
+    ) -> None:
+        """Retarget for a cause that no one decided; a switch under way keeps its carry plan."""
+        if self.stage.phase is Phase.SERVE:
+            self._set_carry(self._settings.default_carry, now_ms)
+        self._set_target(layout, cause, now_ms, fresh)
+
+    def _set_target(self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank]) -> None:
+        reports = [report for rank in self._roster if (report := self._roster.report_of(rank))]
+        highest = max([self.epoch, *(report.stage.epoch for report in reports)])
+        previous = self.target
+        self.stage = Stage(highest + 1, Phase.PARK)
+        self.target = _bind(layout, previous, self.stage.epoch, fresh)
+        for binding in previous.bindings:
+            if binding not in self.target.bindings:
+                self._granted.pop(binding, None)
+                self._kept.unbind(binding)
+        self.version += 1
+        self._start_record(cause, now_ms)
+
+    def _start_record(self, cause: str, now_ms: int) -> None:
+        world = self._roster.world
+        self.log.start(
+            SwitchRecord(
+                epoch=self.epoch,
+                from_layout=format_layout(self.served_layout, world),
+                to_layout=format_layout(self.target.layout, world),
+                cause=cause,
+                carry=self.carry,
+                started_ms=now_ms,
+                decide_ms=self._decide_ms,
+            )
+        )
+        self._decide_ms = 0
+
+    def _set_carry(self, carry: Carry, now_ms: int) -> None:
+        self._drain_until_ms = now_ms + self._settings.drain_limit_ms
+        if carry is not self.carry:
+            self.carry = carry
+            self.version += 1
+
+    def _lose(self, ranks: Collection[Rank], now_ms: int) -> None:
+        lost = [rank for rank in ranks if rank in self.alive]
+        if not lost or self.recovering:
+            return
+        for rank in lost:
+            self._kept.drop(rank)
+        names = ", ".join(str(rank) for rank in lost)
+        self._change(self.target.layout.without(lost), f"rank {names} lost", now_ms)
+
+    def _is_foreign(self, report: Report) -> bool:
+        """The rank acknowledged something that this coordinator never said."""
+        if report.stage.epoch == self.epoch:
+            return report.target != self.target
+        return report.stage.epoch > self.epoch
+
+    def _all_acknowledged(self) -> bool:
+        return all(
+            (report := self._roster.report_of(rank)) is not None
+            and report.stage >= self.stage
+            and report.target == self.target
+            for rank in self.alive
+        )
+
+    def _advance(self, now_ms: int) -> None:
+        while self.stage.phase is not Phase.SERVE and self._all_acknowledged():
+            self.stage = Stage(self.epoch, Phase(self.stage.phase + 1))
+            self.version += 1
+            if self.stage.phase is Phase.SWAP:
+                self._swapped_upto = max(self._swapped_upto, self.epoch)
+            else:
+                self._grant()
+        if self.is_serving:
+            self.served_layout = self.target.layout
+            self.log.served(now_ms)
+
+    def _grant(self) -> None:
+        for binding in self.target.bindings:
+            if binding not in self._granted:
+                self._granted[binding] = Grant(binding.group.ranks, self._free_pages(binding))
+                self._kept.bind(binding)
+
+    def _free_pages(self, binding: Binding) -> int:
+        """Pages that every member of the group has free."""
+        reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
+        return min(report.pages.free if report else 0 for report in reports)
+
+    def _held_pages(self, binding: Binding) -> int:
+        """Pages that every member of a serving group has handed to it, or more."""
+        reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
+        pages = [report.pages for report in reports if report]
+        return min(each.owned + each.leased for each in pages)
+
+    def _forgive_own_stall(self, now_ms: int) -> None:
+        stall_ms = now_ms - self._last_tick_ms
+        self._last_tick_ms = now_ms
+        if stall_ms > self._settings.lost_after_ms // STALL_SHARE:
+            self._roster.forgive(stall_ms)
+            self._recover_until_ms += stall_ms
+
+    def _try_resume(self, now_ms: int) -> None:
+        resumed = resume(
+            self._roster, self._settings.initial, is_late=now_ms >= self._recover_until_ms
+        )
+        if resumed is None:
+            return
+        self.recovering = False
+        self.version += 1
+        self._take_over(resumed, now_ms)
+
+    def _take_over(self, resumed: Resumed, now_ms: int) -> None:
+        self.target = resumed.target
+        self.stage = resumed.stage
+        # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
+        self._swapped_upto = resumed.stage.epoch
+        for binding in self.target.bindings:
+            self._kept.bind(binding)
+            if binding in resumed.serving:
+                self._granted[binding] = Grant(binding.group.ranks, self._held_pages(binding))
+        for rank in resumed.gone:
+            self._kept.drop(rank)
+        if not resumed.is_settled:
+            stopped = set(self.target.bindings).difference(resumed.serving)
+            fresh = [rank for binding in stopped for rank in binding.group.ranks]
+            self._set_target(resumed.layout, resumed.cause, now_ms, fresh)
+        self._advance(now_ms)
+
+
+def _bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
+    stays = {
+        binding.group: binding
+        for binding in previous.bindings
+        if not set(fresh).intersection(binding.group.ranks)
+    }
+    return Target(
+        tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups)
+    )

@@ -1,0 +1,149 @@
+"""One answer on its way out: its headers, its error shape, and the hold on a stream's first event.
+
+Called by the edge; `Answer.send` takes the place of the ASGI server's `send`.
+"""
+
+import asyncio
+from enum import Enum
+
+from starlette.types import Message, Send
+
+from coordinator.protocol.messages import Tier
+from gateway.errors import (
+    ApiError,
+    RequestState,
+    SERVER_ERROR_MESSAGE,
+    api_error,
+    failed_event,
+    shape_error,
+)
+from gateway.tiers import tier_name
+
+SEND_STALL_S = 60.0
+"""How long a client may stop reading before its request is given up."""
+
+ERROR_BODY_BYTES_MAX = 1024**2
+"""Most bytes of someone else's error that are read to shape it."""
+
+_ERROR_EVENT = b'data: {"error"'
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+class ClientStalledError(Exception):
+    """The client does not read what it asked for."""
+
+
+class _Phase(Enum):
+    BEFORE = 0
+    """Nothing was sent; a start message may be held."""
+    ERROR = 1
+    """An error's body is being collected."""
+    OPEN = 2
+    """The start was sent; the body passes through."""
+    STREAM = 3
+    """The start of an event stream was sent; events pass, an error ends it."""
+    CLOSED = 4
+    """The answer is complete, whatever comes after."""
+
+
+class Answer:
+    """The state of one answer."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        """Nothing is sent yet."""
+        self._send = send
+        self._phase = _Phase.BEFORE
+        self._start: Message = {}
+        self._error_body = bytearray()
+        self.request_id = request_id
+        self.tier = Tier.STANDARD
+        self.request = RequestState()
+
+    async def send(self, message: Message) -> None:
+        """Take a message of the app."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            if message["status"] >= 400:
+                self._phase = _Phase.ERROR
+        elif message["type"] == "http.response.body":
+            await self._send_body(message)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if self._phase in (_Phase.BEFORE, _Phase.ERROR):
+            await self._send_error(error)
+
+    async def fail(self) -> None:
+        """End the answer after a bug, as well as what was sent so far allows."""
+        error = api_error("internal_error", SERVER_ERROR_MESSAGE)
+        if self._phase is _Phase.STREAM:
+            await self._send_last(error.event())
+        else:
+            await self.refuse(error)
+
+    async def _send_body(self, message: Message) -> None:
+        body, more = message.get("body", b""), message.get("more_body", False)
+        match self._phase:
+            case _Phase.ERROR:
+                self._error_body += body[: ERROR_BODY_BYTES_MAX - len(self._error_body)]
+                if not more:
+                    status = self._start["status"]
+                    error = shape_error(status, bytes(self._error_body), self.request.failure)
+                    await self._send_error(error)
+            case _Phase.BEFORE if _is_stream(self._start):
+                await self._begin_stream(message)
+            case _Phase.BEFORE:
+                await self._send_start(self._start["status"], self._start["headers"])
+                self._phase = _Phase.OPEN if more else _Phase.CLOSED
+                await self._out(message)
+            case _Phase.STREAM if body.startswith(_ERROR_EVENT):
+                await self._send_last(failed_event(bytes(body), self.request.failure).event())
+            case _Phase.OPEN | _Phase.STREAM:
+                await self._out(message)
+                if not more:
+                    self._phase = _Phase.CLOSED
+            case _Phase.CLOSED:
+                pass
+
+    async def _begin_stream(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if body.startswith(_ERROR_EVENT):
+            await self._send_error(failed_event(bytes(body), self.request.failure))
+            return
+        await self._send_start(200, self._start["headers"] + _STREAM_HEADERS)
+        self._phase = _Phase.STREAM
+        await self._out(message)
+
+    async def _send_error(self, error: ApiError) -> None:
+        body = error.body()
+        length = (b"content-length", str(len(body)).encode())
+        await self._send_start(error.status, [*error.headers(), length])
+        await self._send_last(body)
+
+    async def _send_last(self, body: bytes) -> None:
+        self._phase = _Phase.CLOSED
+        await self._out({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _send_start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        own = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-priority-tier", tier_name(self.tier).encode()),
+        ]
+        await self._out(
+            {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
+        )
+
+    async def _out(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(SEND_STALL_S):
+                await self._send(message)
+        except TimeoutError:
+            self._phase = _Phase.CLOSED
+            raise ClientStalledError from None
+
+
+def _is_stream(start: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in start.get("headers", ())
+    )

@@ -1,0 +1,255 @@
+"""The relay: AsyncLLM's engine 0 on one side, the coordinator and the group leaders on the other.
+
+Everything here happens in one thread and at once: each message that arrives is handled to its end.
+The book decides about tasks and the streams about tokens; this shell moves frames. A batch whose
+spans are all in order is handed to AsyncLLM as it came; any other is read, trimmed and written anew.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from coordinator.protocol import wire
+from coordinator.protocol.messages import (
+    CellState,
+    GatewayDown,
+    GatewayUp,
+    Resubmit,
+    TaskFailed,
+    TaskHeader,
+    TaskId,
+    TokenBatch,
+    TokenSpan,
+    Welcome,
+)
+from gateway import vllm_engine_wire as engine
+from gateway.errors import ApiError, api_error
+from gateway.tasks import GapMeter, Task, TaskBook
+from gateway.tiers import tier_of_priority
+from gateway.token_stream import Answer, Trim, Verdict
+
+PAYLOAD_BYTES_MAX = wire.MAX_MESSAGE_BYTES // 2
+"""Largest payload of one task, so that a Submit fits into one message with all it carries."""
+
+Frames = Sequence[bytes]
+SendFrames = Callable[[Frames], None]
+
+log = structlog.get_logger(__name__)
+
+
+class Session(Protocol):
+    """Where messages for the coordinator go."""
+
+    def send(self, message: GatewayUp) -> None:
+        """Send soon, or not at all while no session is up."""
+
+
+class Relay:
+    """Handles what arrives; owns the book of open tasks."""
+
+    def __init__(
+        self, session: Session, to_front_end: SendFrames, *, gateway: str, reply_to: str
+    ) -> None:
+        """Start with no tasks; `to_front_end` must take frames without blocking."""
+        self._session = session
+        self._to_front_end = to_front_end
+        self._gateway = gateway
+        self._reply_to = reply_to
+        self._gaps = GapMeter()
+        self.book = TaskBook()
+        self.cell: CellState | None = None
+        """What the coordinator last said of the cell; None while no session is up."""
+
+    def front_end_said(self, frames: Frames) -> None:
+        """Handle a message of AsyncLLM to its engine."""
+        match engine.decode_engine_message(frames):
+            case engine.AddRequest() as request:
+                self._submit(request)
+            case engine.AbortRequests(request_ids):
+                for cancel in self.book.cancel(map(TaskId, request_ids)):
+                    self._session.send(cancel)
+            case engine.UtilityCall() as call:
+                self._to_front_end(engine.answer_utility(call))
+            case engine.UnfitRequest(request_id, reason):
+                self._answer_failure([request_id], api_error("unsupported_parameter", reason))
+
+    def session_opened(self, coordinator: str) -> Iterable[GatewayUp]:
+        """Tell the coordinator about everything that is open."""
+        return self.book.session_opened(coordinator)
+
+    def session_closed(self) -> None:
+        """Streams go on; new tasks wait."""
+        self.cell = None
+        self.book.session_closed()
+
+    def coordinator_said(self, message: GatewayDown) -> None:
+        """Handle a message of the coordinator."""
+        match message:
+            case CellState():
+                self.cell = message
+            case TaskFailed(task, code, text):
+                self._fail(task, api_error(code, text))
+            case Resubmit(task):
+                self._session.send(self.book.resubmit(task))
+            case Welcome():
+                log.warning("welcome_repeated", coordinator=message.coordinator)
+
+    def leader_said(self, frames: Frames) -> None:
+        """Handle a push of tokens; one that cannot be read is dropped, its streams show the gap."""
+        try:
+            batch = wire.decode_token_batch(frames[0])
+            token_ids = engine.read_token_ids(frames[1:])
+            _check_batch(batch, token_ids)
+        except (engine.WireError, IndexError) as error:
+            log.error("token_batch_refused", reason=str(error))
+            return
+        now_s = time.monotonic()
+        tasks = [self.book.get(span.task) for span in batch.spans]
+        answers = [self._offer(task, span) for task, span in zip(tasks, batch.spans, strict=True)]
+        if all(answer is Verdict.FORWARD for answer in answers) and not any(
+            task.stream.holding for task in tasks if task is not None
+        ):
+            self._to_front_end(frames[1:])
+            for task, span, ids in zip(tasks, batch.spans, token_ids, strict=True):
+                assert task is not None, "a span of no open task is dropped"
+                self._delivered(task, ids, batch.epoch, now_s)
+                if span.finished:
+                    self._session.send(self.book.finish(span.task))
+        else:
+            self._deliver_some(batch, frames[1:], tasks, answers)
+        self._report_gaps(now_s)
+
+    def tick(self) -> None:
+        """Give up what has waited too long; called on an interval."""
+        now_s = time.monotonic()
+        for task, error in self.book.expired(now_s):
+            self._fail(task, error)
+        self._report_gaps(now_s)
+
+    def _submit(self, request: engine.AddRequest) -> None:
+        header = TaskHeader(
+            task=TaskId(request.request_id),
+            gateway=self._gateway,
+            reply_to=self._reply_to,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+            tier=tier_of_priority(request.priority),
+        )
+        payload = wire.encode(request.frames)
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            error = api_error("request_too_large", "The prompt is too large to be passed on.")
+            self._answer_failure([header.task], error)
+            return
+        answer = self.book.open(header, payload, time.monotonic())
+        if isinstance(answer, ApiError):
+            self._answer_failure([header.task], answer)
+        elif answer is not None:
+            self._session.send(answer)
+
+    def _offer(self, task: Task | None, span: TokenSpan) -> Answer:
+        if task is not None:
+            return task.stream.offer(span)
+        if (cancel := self.book.stray(span.task)) is not None:
+            self._session.send(cancel)
+        return Verdict.DROP
+
+    def _deliver_some(
+        self,
+        batch: TokenBatch,
+        frames: Frames,
+        tasks: Sequence[Task | None],
+        answers: Sequence[Answer],
+    ) -> None:
+        """Deliver what the answers leave of a batch, and what was held for it."""
+        try:
+            content = engine.decode_outputs(frames)
+        except engine.WireError as error:
+            log.error("token_batch_refused", reason=str(error))
+            for span in batch.spans:
+                self._fail(span.task, _LOST)
+            return
+        taken: list[_Part] = []
+        for task, answer, span, output in zip(
+            tasks, answers, batch.spans, content.outputs, strict=True
+        ):
+            if task is None:
+                continue
+            part = _Part(task, span, output, batch.epoch)
+            if answer is Verdict.HOLD:
+                self._hold(part)
+            elif answer is not Verdict.DROP and self._take(part, answer):
+                taken.append(part)
+            taken += [held for ready, held in task.stream.ready() if self._take(held, ready)]
+            if not task.stream.holding:
+                task.held_since_s = None
+        if taken:
+            outputs = [part.output for part in taken]
+            self._to_front_end(engine.encode_outputs(content, outputs))
+        for task_id in {part.task.id for part in taken if part.task.stream.ended}:
+            if self.book.get(task_id) is not None:
+                self._session.send(self.book.finish(task_id))
+
+    def _hold(self, part: "_Part") -> None:
+        if part.task.held_since_s is None:
+            part.task.held_since_s = time.monotonic()
+        if not part.task.stream.hold(part.span, part):
+            self._fail(part.task.id, _LOST)
+
+    def _take(self, part: "_Part", answer: Answer) -> bool:
+        """Cut a part down to what is new; False if its task has failed."""
+        task, output = part.task, part.output
+        if self.book.get(task.id) is not task:
+            return False
+        if isinstance(answer, Trim):
+            repeated = array("q", output.new_token_ids[: answer.skip])
+            first = part.span.first
+            if repeated != task.delivered[first : first + len(repeated)]:
+                # The rest follows from other tokens than the client has.
+                self._fail(task.id, _LOST)
+                return False
+            engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
+        self._delivered(task, output.new_token_ids, part.epoch, time.monotonic())
+        return True
+
+    def _delivered(self, task: Task, token_ids: Sequence[int], epoch: int, now_s: float) -> None:
+        if token_ids:
+            task.delivered.extend(token_ids)
+            self._gaps.tokens_arrived(task, epoch, now_s)
+
+    def _report_gaps(self, now_s: float) -> None:
+        for gap in self._gaps.due(now_s):
+            self._session.send(gap)
+
+    def _fail(self, task: TaskId, error: ApiError) -> None:
+        failed, cancels = self.book.fail(task)
+        if not failed:
+            return
+        log.info("task_failed", task=task, code=error.code, reason=error.message)
+        self._answer_failure(failed, error)
+        for cancel in cancels:
+            self._session.send(cancel)
+
+    def _answer_failure(self, tasks: Sequence[str], error: ApiError) -> None:
+        self._to_front_end(engine.encode_failure(tasks, error))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One task's share of a batch."""
+
+    task: Task
+    span: TokenSpan
+    output: engine.Output
+    epoch: int
+
+
+_LOST = api_error("internal_error", "A part of the generated text was lost.")
+
+
+def _check_batch(batch: TokenBatch, token_ids: Sequence[Sequence[int]]) -> None:
+    if [span.count for span in batch.spans] != [len(ids) for ids in token_ids]:
+        raise engine.WireError("the spans do not describe the outputs.")

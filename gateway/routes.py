@@ -1,0 +1,135 @@
+"""What the serving port answers: an allow-list, and the few routes that are ours.
+
+Whatever is not listed here does not exist, so a route that vLLM adds stays closed until someone
+opens it on purpose. `RouteTable` is asked before the application is, and `close_other_routes`
+takes the rest out of the application as well.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from gateway.errors import ApiError, api_error
+
+VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/version"),
+    }
+)
+"""The routes of vLLM that stay open."""
+
+MODEL_PATH = "/v1/models/{model:path}"
+OWN_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)}
+)
+
+_MODEL = re.compile(r"/v1/models/.+")
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+_PYDANTIC_WORDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "nullable"})
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether requests can be served now; `reason` says why not."""
+
+    ready: bool
+    reason: ApiError | None = None
+    layout: str = ""
+    epoch: int = 0
+
+
+def find_route(method: str, path: str) -> ApiError | None:
+    """None if the route exists, else the error that says what is wrong with it."""
+    if _MODEL.fullmatch(path):
+        path = MODEL_PATH
+    methods = {known for known, route in VLLM_ROUTES | OWN_ROUTES if route == path}
+    if not methods:
+        return api_error("unknown_url", f"Unknown request URL: {method} {path}.")
+    if method not in methods:
+        allowed = ", ".join(sorted(methods))
+        return api_error("method_not_allowed", f"{method} is not allowed here; use {allowed}.")
+    return None
+
+
+def close_other_routes(app: FastAPI) -> None:
+    """Leave only vLLM's listed routes in the application; raises if one of them is missing."""
+    kept = [route for route in app.router.routes if _is_listed(route)]
+    found = {(method, route.path) for route in kept for method in route.methods or ()}
+    missing = VLLM_ROUTES - found
+    if missing:
+        raise RuntimeError(f"this vLLM lacks the routes {sorted(missing)}.")
+    app.router.routes[:] = kept
+
+
+def _is_listed(route: BaseRoute) -> bool:
+    if not isinstance(route, Route):
+        return False
+    return all((method, route.path) in VLLM_ROUTES for method in route.methods or {""})
+
+
+def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
+    """Add liveness, readiness and the retrieval of one model."""
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        now = readiness()
+        if now.reason is not None:
+            return _respond(now.reason)
+        return JSONResponse({"status": "ready", "layout": now.layout, "epoch": now.epoch})
+
+    async def retrieve_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        models = await request.app.state.openai_serving_models.show_available_models()
+        for card in models.data:
+            if card.id == name:
+                return JSONResponse(card.model_dump())
+        text = f"The model `{name}` does not exist."
+        return _respond(api_error("model_not_found", text, "model"))
+
+    app.router.routes += [
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route(MODEL_PATH, retrieve_model, methods=["GET"]),
+    ]
+    app.exception_handler(RequestValidationError)(_refuse_request)
+
+
+async def _refuse_request(_: Request, error: RequestValidationError) -> Response:
+    """Say in one sentence what is wrong with a request's body."""
+    first = error.errors()[0] if error.errors() else "The request is not valid."
+    if not isinstance(first, dict):
+        return _respond(api_error("invalid_value", str(first)))
+    text = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    if first.get("type") == "json_invalid":
+        return _respond(api_error("invalid_json", "The request's body is not valid JSON."))
+    param = _param(first.get("loc", ()))
+    return _respond(api_error("invalid_value", f"{param}: {text}." if param else text, param))
+
+
+def _param(location: tuple[str | int, ...]) -> str | None:
+    """Name of the field, without the words in which pydantic tells the branch of a union."""
+    parts = [
+        str(part)
+        for part in location[1:]
+        if isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _PYDANTIC_WORDS)
+    ]
+    return ".".join(parts) or None
+
+
+def _respond(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body(), status_code=error.status, headers=headers)

@@ -1,0 +1,242 @@
+"""The gateway's book of tasks that have not ended, and what it must tell the coordinator.
+
+A task is in the book from the engine request's arrival until its end was handed on, and it leaves
+exactly once: finished, cancelled or failed. Whatever a broken session lost is said again when the
+next one opens: every open task, and the ends of the last `ENDED_REMEMBERED` ones. Called by the
+relay with its clock's time in seconds; pure.
+"""
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from coordinator.protocol.messages import (
+    Cancel,
+    Done,
+    GatewayUp,
+    StreamGap,
+    Submit,
+    TaskHeader,
+    TaskId,
+)
+from gateway.errors import ApiError, api_error
+from gateway.token_stream import TokenStream
+
+OPEN_TASKS_MAX = 16_384
+"""Most tasks at once; one more is refused with 429."""
+
+PAYLOAD_BYTES_MAX = 2 * 1024**3
+"""Most bytes of payload that open tasks keep for being submitted again."""
+
+SUBMIT_WAIT_S = 30.0
+"""How long a new task waits for the coordinator before it is refused with 503."""
+
+GAP_WAIT_S = 20.0
+"""How long a stream waits for a token that is missing in its middle before it is failed."""
+
+ENDED_REMEMBERED = 4_096
+"""Number of ended tasks whose late tokens are still recognised."""
+
+EPOCHS_REMEMBERED = 16
+GAP_REPORT_INTERVAL_S = 0.1
+"""Least time between two reports of the same epoch."""
+
+End = TypeVar("End", Cancel, Done)
+
+_SIBLING = re.compile(r"\d+_(.+)")
+
+
+@dataclass(slots=True)
+class Task:
+    """A request that is on its way: everything needed to submit it again behind `delivered`."""
+
+    header: TaskHeader
+    payload: bytes
+    opened_at_s: float
+    submitted: bool = False
+    stream: TokenStream[Any] = field(default_factory=TokenStream)
+    delivered: array[int] = field(default_factory=lambda: array("q"))
+    """Token ids that were handed to the front end."""
+    epoch: int = -1
+    last_token_at_s: float = 0.0
+    held_since_s: float | None = None
+
+    @property
+    def id(self) -> TaskId:
+        """The task's id."""
+        return self.header.task
+
+    def submit(self) -> Submit:
+        """The message that makes the coordinator place it, behind what was delivered."""
+        return Submit(self.header, self.payload, tuple(self.delivered))
+
+
+def family(task: TaskId) -> str:
+    """What the children of one request with n > 1 have in common: vLLM calls them `i_parent`."""
+    match = _SIBLING.fullmatch(task)
+    return match.group(1) if match else task
+
+
+class TaskBook:
+    """Open tasks by id, and the last ended ones."""
+
+    def __init__(self) -> None:
+        """Start empty, with no session."""
+        self._open: dict[TaskId, Task] = {}
+        self._families: dict[str, set[TaskId]] = {}
+        self._ended: OrderedDict[TaskId, Cancel | Done] = OrderedDict()
+        self._told: set[TaskId] = set()
+        self._payload_bytes = 0
+        self._coordinator = ""
+        self._connected = False
+
+    def __len__(self) -> int:
+        """Number of open tasks."""
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Task]:
+        """Iterate over the open tasks, oldest first."""
+        return iter(self._open.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload that are kept."""
+        return self._payload_bytes
+
+    def get(self, task: TaskId) -> Task | None:
+        """Return the open task of that id."""
+        return self._open.get(task)
+
+    def open(self, header: TaskHeader, payload: bytes, now_s: float) -> Submit | None | ApiError:
+        """Take a new task; its Submit is None while no session is open."""
+        assert header.task not in self._open, "vLLM gave two requests one id"
+        if len(self._open) >= OPEN_TASKS_MAX:
+            return api_error("queue_full", "The gateway holds as many requests as it can.")
+        if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
+            return api_error("queue_full", "The gateway holds as many prompts as it can.")
+        task = Task(header, payload, now_s, submitted=self._connected)
+        self._open[task.id] = task
+        self._families.setdefault(family(task.id), set()).add(task.id)
+        self._payload_bytes += len(payload)
+        return task.submit() if self._connected else None
+
+    def session_opened(self, coordinator: str) -> list[GatewayUp]:
+        """Everything that the coordinator must know, in order; it drops what it knows already."""
+        if coordinator != self._coordinator:
+            for task in self:
+                task.stream.forget_attempts()
+        self._coordinator, self._connected = coordinator, True
+        self._told.clear()
+        messages: list[GatewayUp] = list(self._ended.values())
+        for task in self:
+            task.submitted = True
+            messages.append(task.submit())
+        return messages
+
+    def session_closed(self) -> None:
+        """Keep new tasks until the next session."""
+        self._connected = False
+
+    def resubmit(self, task_id: TaskId) -> Submit | Cancel:
+        """The rank that ran the task is lost; a task that is not open needs no rank."""
+        task = self._open.get(task_id)
+        if task is None:
+            return Cancel(task_id)
+        task.stream.fence()
+        task.held_since_s = None
+        return task.submit()
+
+    def finish(self, task_id: TaskId) -> Done:
+        """The end of the task's stream was handed on."""
+        self._close(task_id)
+        return self._remember(task_id, Done(task_id))
+
+    def cancel(self, task_ids: Iterable[TaskId]) -> list[Cancel]:
+        """Nobody waits for these tasks any more; those that are not open are skipped."""
+        cancelled = [task_id for task_id in task_ids if task_id in self._open]
+        for task_id in cancelled:
+            self._close(task_id)
+            self._told.add(task_id)
+        return [self._remember(task_id, Cancel(task_id)) for task_id in cancelled]
+
+    def fail(self, task_id: TaskId) -> tuple[list[TaskId], list[Cancel]]:
+        """End a failed task and its siblings; return the ids to fail and what to tell.
+
+        One choice of a request that has n of them cannot fail alone.
+        """
+        if task_id not in self._open:
+            return [], []
+        failed = sorted(self._families[family(task_id)], key=lambda other: other != task_id)
+        return failed, self.cancel(failed)
+
+    def stray(self, task_id: TaskId) -> Cancel | None:
+        """Tokens came for a task that is not open: tell so, once per task and session."""
+        if task_id in self._told:
+            return None
+        if len(self._told) >= ENDED_REMEMBERED:
+            self._told.clear()
+        self._told.add(task_id)
+        return Cancel(task_id)
+
+    def expired(self, now_s: float) -> list[tuple[TaskId, ApiError]]:
+        """Tasks that have waited too long for the coordinator or for a missing token."""
+        out = []
+        for task in self:
+            if not task.submitted and now_s - task.opened_at_s > SUBMIT_WAIT_S:
+                text = "The cell's coordinator cannot be reached."
+                out.append((task.id, api_error("no_healthy_workers", text)))
+            elif task.held_since_s is not None and now_s - task.held_since_s > GAP_WAIT_S:
+                text = "A part of the generated text was lost."
+                out.append((task.id, api_error("internal_error", text)))
+        return out
+
+    def _close(self, task_id: TaskId) -> None:
+        task = self._open.pop(task_id)
+        self._payload_bytes -= len(task.payload)
+        siblings = self._families[family(task_id)]
+        siblings.remove(task_id)
+        if not siblings:
+            del self._families[family(task_id)]
+
+    def _remember(self, task_id: TaskId, end: End) -> End:
+        self._ended[task_id] = end
+        while len(self._ended) > ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        return end
+
+
+class GapMeter:
+    """Longest pause of any stream that crossed into an epoch, by epoch."""
+
+    def __init__(self) -> None:
+        """Start with no epoch."""
+        self._max_s: dict[int, float] = {}
+        self._reported: dict[int, tuple[float, float]] = {}
+
+    def tokens_arrived(self, task: Task, epoch: int, now_s: float) -> None:
+        """Note that tokens of `epoch` were delivered to a stream."""
+        if epoch > task.epoch:
+            if task.epoch >= 0:
+                self._note(epoch, now_s - task.last_token_at_s)
+            task.epoch = epoch
+        task.last_token_at_s = now_s
+
+    def due(self, now_s: float) -> list[StreamGap]:
+        """New maxima that may be reported now."""
+        out = []
+        for epoch, gap_s in self._max_s.items():
+            reported_s, at_s = self._reported.get(epoch, (0.0, -GAP_REPORT_INTERVAL_S))
+            if gap_s > reported_s and now_s - at_s >= GAP_REPORT_INTERVAL_S:
+                self._reported[epoch] = (gap_s, now_s)
+                out.append(StreamGap(epoch, gap_s * 1_000))
+        return out
+
+    def _note(self, epoch: int, gap_s: float) -> None:
+        self._max_s[epoch] = max(gap_s, self._max_s.get(epoch, 0.0))
+        while len(self._max_s) > EPOCHS_REMEMBERED:
+            oldest = min(self._max_s)
+            del self._max_s[oldest]
+            self._reported.pop(oldest, None)

@@ -1,0 +1,106 @@
+"""vLLM's OpenAI front end, built from the cell's configuration (vLLM 0.32.0).
+
+`build_app`, `init_app_state` and `AsyncLLM` are used as they are, over AsyncLLM's seam for engines
+that it does not manage (`client_addresses`). The one difference: `generate` raises a task's failure
+as an error that both of vLLM's ways of answering, whole and streamed, understand.
+"""
+
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from gateway.errors import ApiError, current_request
+from gateway.vllm_engine_wire import failure_of
+
+KEEP_ALIVE_S = 15
+"""Pause in a stream after which a comment is sent, so that proxies do not cut it."""
+
+_FAILED = ("error", "abort")
+
+
+class TaskFailure(GenerationError):
+    """A task ended without its end: vLLM turns it into an answer, `errors.shape_error` into ours."""
+
+    def __init__(self, error: ApiError) -> None:
+        """Note the failure where the HTTP side finds it."""
+        super().__init__(error.message)
+        self.status_code = HTTPStatus(error.status)
+        request = current_request.get()
+        if request is not None:
+            request.failure = error
+
+
+class RelayedLLM(AsyncLLM):
+    """AsyncLLM whose engine is the relay."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as AsyncLLM does, but raise `TaskFailure` for a failed task."""
+        async with aclosing(super().generate(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                for choice in output.outputs:
+                    if choice.finish_reason in _FAILED:
+                        raise TaskFailure(failure_of(choice.stop_reason))
+                yield output
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndConfig:
+    """vLLM's arguments and the configuration that follows from them."""
+
+    args: Namespace
+    vllm: VllmConfig
+
+
+def configure(model: str, served_name: str, engine_args: Sequence[str]) -> FrontEndConfig:
+    """Read vLLM's options as `vllm serve` does; raises ValueError with a sentence for bad ones."""
+    parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
+    args = parser.parse_args(
+        [
+            *("--model", model, "--served-model-name", served_name),
+            *("--sse-keep-alive-interval", str(KEEP_ALIVE_S)),
+            *engine_args,
+            "--disable-fastapi-docs",
+        ]
+    )
+    # The layout decides how ranks compute; the front end sees one engine.
+    args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
+    return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"model.engine_args: {message}.")
+
+
+async def build_front_end(
+    config: FrontEndConfig, *, input_address: str, output_address: str
+) -> tuple[FastAPI, RelayedLLM]:
+    """Build AsyncLLM and the app around it.
+
+    The engine's ready frame must be on its way to `input_address`, and the engine must answer
+    utility calls while this runs: AsyncLLM's constructor waits for the one, the app for the other.
+    """
+    llm = RelayedLLM.from_vllm_config(
+        config.vllm,
+        enable_log_requests=config.args.enable_log_requests,
+        disable_log_stats=config.args.disable_log_stats,
+        client_addresses={"input_address": input_address, "output_address": output_address},
+    )
+    tasks = await llm.get_supported_tasks()
+    app = build_app(config.args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, config.args, tasks)
+    return app, llm

@@ -1,0 +1,260 @@
+"""vLLM's private engine wire, seen from the engine's side (vLLM 0.32.0).
+
+The one module that knows vLLM's frames: requests from AsyncLLM's ROUTER socket, and
+`EngineCoreOutputs` to its PULL socket. `tests/integration/test_gateway.py` is its contract test.
+Called by the relay.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+from vllm.version import __version__ as VLLM_VERSION
+
+from gateway.errors import ApiError, api_error
+
+ENGINE_IDENTITY = (0).to_bytes(2, "little")
+"""ZeroMQ identity of engine 0, as which the relay poses."""
+
+SUPPORTED_TASKS = ("generate",)
+SEED_BITS = 63
+FAILURE_MARK = "aileron-failure:"
+"""Start of a `stop_reason` that carries an `ApiError` to `vllm_app`."""
+
+Frames = Sequence[bytes | memoryview]
+Output = EngineCoreOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A request to run; `frames` are vLLM's again, with a seed."""
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    priority: int
+    frames: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnfitRequest:
+    """A request of a kind that this engine does not run."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Requests that nobody waits for any more."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityCall:
+    """A method that AsyncLLM calls on its engine."""
+
+    call_id: int
+    method: str
+    args: tuple[Any, ...]
+
+
+EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall | None
+
+
+class _TokenIds(msgspec.Struct, array_like=True, gc=False):
+    """The first fields of `EngineCoreOutput`; msgspec skips the others quickly."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+
+class _BatchIds(msgspec.Struct, array_like=True, gc=False):
+    """The first fields of `EngineCoreOutputs`; a leader must not answer utility calls."""
+
+    engine_index: int
+    outputs: list[_TokenIds] = []
+    scheduler_stats: msgspec.Raw = msgspec.Raw()
+    timestamp: float = 0.0
+    utility_output: None = None
+
+
+_encoder = MsgpackEncoder()
+_decode_request = MsgpackDecoder(EngineCoreRequest).decode
+_decode_any = MsgpackDecoder().decode
+_decode_outputs = MsgpackDecoder(EngineCoreOutputs).decode
+_decode_ids = msgspec.msgpack.Decoder(_BatchIds).decode
+
+WireError = msgspec.MsgspecError
+"""Raised for frames that are not what they should be."""
+
+
+def _encode(value: Any) -> tuple[bytes, ...]:
+    return tuple(bytes(buffer) for buffer in _encoder.encode(value))
+
+
+def ready_frame(config: VllmConfig) -> bytes:
+    """The first message of an engine: what it is, from the front end's own configuration."""
+    parallel, scheduler, cache = (
+        config.parallel_config,
+        config.scheduler_config,
+        config.cache_config,
+    )
+    response = EngineCoreReadyResponse(
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks=0,
+        block_size=cache.block_size,
+        dp_stats_address=None,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        vllm_version=VLLM_VERSION,
+        world_size=parallel.world_size,
+        data_parallel_size=parallel.data_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        data_parallel_rank=0,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        instance_id=config.instance_id,
+        supports_lora=False,
+        max_loras=0,
+    )
+    return msgspec.msgpack.encode(response)
+
+
+def decode_engine_message(frames: Frames) -> EngineMessage:
+    """Read what AsyncLLM sent; None for what concerns only vLLM's own engines."""
+    kind, body = EngineCoreRequestType(bytes(frames[0])), frames[1:]
+    if kind == EngineCoreRequestType.ADD:
+        return _read_request(_decode_request(body))
+    if kind == EngineCoreRequestType.ABORT:
+        return AbortRequests(tuple(_decode_any(body)))
+    if kind == EngineCoreRequestType.UTILITY:
+        _client, call_id, method, args = _decode_any(body)
+        return UtilityCall(call_id, method, tuple(args))
+    return None
+
+
+def _read_request(request: EngineCoreRequest) -> EngineMessage:
+    if request.abort_immediately:
+        return None
+    params = request.sampling_params
+    if params is None:
+        return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
+    if request.resumable:
+        return UnfitRequest(request.request_id, "Streamed input is not supported.")
+    if params.seed is None:
+        # All ranks of a group must draw the same tokens, and so must a later attempt.
+        params.seed = secrets.randbits(SEED_BITS)
+    if request.prompt_token_ids is not None:
+        prompt_tokens = len(request.prompt_token_ids)
+    else:
+        prompt_tokens = len(request.prompt_embeds) if request.prompt_embeds is not None else 0
+    return AddRequest(
+        request_id=request.request_id,
+        prompt_tokens=prompt_tokens,
+        max_tokens=params.max_tokens or 0,
+        priority=request.priority,
+        frames=_encode(request),
+    )
+
+
+def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
+    """Answer a method call: the layout, not the front end, pauses and switches engines here."""
+    answers: dict[str, Any] = {
+        "get_supported_tasks": SUPPORTED_TASKS,
+        "is_scheduler_paused": False,
+        "is_sleeping": False,
+        "pause_scheduler": None,
+        "resume_scheduler": None,
+        "reset_prefix_cache": True,
+        "reset_mm_cache": None,
+        "reset_encoder_cache": None,
+        "profile": None,
+        "list_loras": [],
+    }
+    if call.method in answers:
+        output = UtilityOutput(call.call_id, result=UtilityResult(answers[call.method]))
+    else:
+        reason = f"{call.method} is not available behind this gateway"
+        output = UtilityOutput(call.call_id, failure_message=reason)
+    return _encode(EngineCoreOutputs(utility_output=output))
+
+
+def encode_failure(request_ids: Sequence[str], error: ApiError) -> tuple[bytes, ...]:
+    """Outputs that end these requests with an error; `failure_of` reads it at the other side."""
+    reason = FAILURE_MARK + msgspec.json.encode([error.code, error.message]).decode()
+    outputs = [
+        EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+        for request_id in request_ids
+    ]
+    return _encode(EngineCoreOutputs(outputs=outputs))
+
+
+def failure_of(stop_reason: int | str | None) -> ApiError:
+    """The error in the `stop_reason` of an output that ended with an error."""
+    if isinstance(stop_reason, str) and stop_reason.startswith(FAILURE_MARK):
+        code, message = msgspec.json.decode(stop_reason.removeprefix(FAILURE_MARK))
+        return api_error(code, message)
+    return api_error("internal_error", "The request failed while text was generated.")
+
+
+def read_token_ids(frames: Frames) -> list[list[int]]:
+    """Token ids of each output of a batch, without decoding the rest."""
+    batch = _decode_ids(frames[0])
+    if batch.engine_index != 0:
+        raise msgspec.ValidationError("outputs of another engine than 0")
+    return [output.new_token_ids for output in batch.outputs]
+
+
+def decode_outputs(frames: Frames) -> EngineCoreOutputs:
+    """Read a whole batch."""
+    return _decode_outputs(frames)
+
+
+def encode_outputs(batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> tuple[bytes, ...]:
+    """Write a batch again with other outputs."""
+    batch.outputs = outputs
+    return _encode(batch)
+
+
+def trim_output(output: EngineCoreOutput, skip: int, keep: int, *, finished: bool) -> None:
+    """Leave tokens skip..skip+keep-1 of an output, and nothing that is told once per request.
+
+    Prompt logprobs, prefill statistics and queue events came with an earlier attempt already.
+    """
+    whole = keep == len(output.new_token_ids)
+    output.new_token_ids = output.new_token_ids[skip : skip + keep]
+    output.new_prompt_logprobs_tensors = None
+    output.prompt_token_id_logprobs = None
+    output.prefill_stats = None
+    output.events = None
+    output.routed_experts = None
+    if not finished:
+        output.finish_reason = None
+        output.stop_reason = None
+    if whole:
+        return
+    if output.new_logprobs is not None:
+        cut = slice(skip, skip + keep)
+        token_ids, logprobs, ranks, _ = output.new_logprobs
+        output.new_logprobs = (
+            type(output.new_logprobs)(token_ids[cut], logprobs[cut], ranks[cut]) if keep else None
+        )
+    if output.new_sampling_mask is not None:
+        mask = output.new_sampling_mask
+        output.new_sampling_mask = mask.slice_request(skip, keep) if keep else None

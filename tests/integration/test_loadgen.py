@@ -1,0 +1,464 @@
+"""The load generator against a small OpenAI server whose latencies and faults are known.
+
+The server is real aiohttp on 127.0.0.1 in its own thread; the model's name chooses what it
+does. What the report says is compared with what the server was told to do.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from loadgen.cli import main
+
+FIRST_TOKEN_S = 0.08
+GAP_S = 0.02
+PAUSE_S = 0.4
+# Timers never fire early by more than this, and on two shared cores they may fire late by that.
+EARLY_MS, LATE_MS = 2.0, 60.0
+
+Body = dict[str, Any]
+Behaviour = Callable[["Stream"], Awaitable[None]]
+
+
+@dataclass
+class FakeServer:
+    """What came in, and where it listens."""
+
+    url: str = ""
+    bodies: list[Body] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    came_at_s: list[float] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+
+@dataclass
+class Stream:
+    """One streaming answer that a behaviour writes."""
+
+    body: Body
+    is_chat: bool
+    response: web.StreamResponse
+    request: web.Request
+
+    async def event(self, body: object) -> None:
+        await self.response.write(b"data: " + json.dumps(body).encode() + b"\n\n")
+
+    async def token(self, text: str = "word ", finish: str | None = None) -> None:
+        content = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        await self.event({"choices": [{"index": 0, "finish_reason": finish, **content}]})
+
+    async def tokens(self, count: int, *, pause_before: int | None = None) -> None:
+        await asyncio.sleep(FIRST_TOKEN_S)
+        if self.is_chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            await self.event({"choices": [role]})
+        for number in range(count):
+            if number:
+                await asyncio.sleep(PAUSE_S if number == pause_before else GAP_S)
+            last = number == self.body["max_tokens"] - 1
+            await self.token(finish="length" if last else None)
+
+    async def ending(self) -> None:
+        usage = {"prompt_tokens": 11, "completion_tokens": self.body["max_tokens"]}
+        await self.event({"choices": [], "usage": usage})
+        await self.response.write(b"data: [DONE]\n\n")
+
+
+async def steady(stream: Stream) -> None:
+    await stream.response.write(b": keep-alive\n\n")
+    await stream.tokens(stream.body["max_tokens"])
+    await stream.ending()
+
+
+async def paused(stream: Stream) -> None:
+    await stream.tokens(stream.body["max_tokens"], pause_before=2)
+    await stream.ending()
+
+
+async def truncated(stream: Stream) -> None:
+    await stream.tokens(3)
+
+
+async def in_band(stream: Stream) -> None:
+    await stream.tokens(2)
+    await stream.event({"error": {"message": "lost", "type": "x", "code": "switching_timeout"}})
+    await stream.response.write(b"data: [DONE]\n\n")
+
+
+async def stuck(stream: Stream) -> None:
+    await stream.tokens(1)
+    await asyncio.sleep(30)
+
+
+async def cut(stream: Stream) -> None:
+    await stream.tokens(2)
+    transport = stream.request.transport
+    assert transport is not None
+    transport.abort()
+
+
+async def no_usage(stream: Stream) -> None:
+    await stream.tokens(stream.body["max_tokens"])
+    await stream.response.write(b"data: [DONE]\n\n")
+
+
+async def long_wait(stream: Stream) -> None:
+    await asyncio.sleep(1.5)
+    await stream.token(finish="stop")
+    await stream.ending()
+
+
+BEHAVIOURS: dict[str, Behaviour] = {
+    "steady": steady,
+    "paused": paused,
+    "truncated": truncated,
+    "in-band": in_band,
+    "stuck": stuck,
+    "cut": cut,
+    "no-usage": no_usage,
+    "long-wait": long_wait,
+}
+REFUSALS = {
+    "busy": (429, {"error": {"message": "full", "type": "t", "code": "queue_full"}}),
+    "draining": (503, {"error": {"message": "no", "type": "t", "code": "draining"}}),
+    "missing": (404, {"error": {"message": "no", "type": "t", "code": "model_not_found"}}),
+    "vllm-busy": (503, {"error": {"message": "no", "type": "t", "code": 503}}),
+}
+MIXED = ("steady", "truncated", "in-band", "busy", "cut")
+
+
+def build_app(server: FakeServer) -> web.Application:
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "steady"}, {"id": "other"}]})
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        server.came_at_s.append(time.monotonic())
+        server.bodies.append(body)
+        server.headers.append(dict(request.headers))
+        model = body["model"]
+        if model == "mixed":
+            model = MIXED[(len(server.bodies) - 1) % len(MIXED)]
+        if model in REFUSALS:
+            status, answer = REFUSALS[model]
+            return web.json_response(answer, status=status)
+        if model == "not-a-stream":
+            return web.json_response({"choices": [{"text": "all at once"}]})
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "X-Request-Id": request.headers["X-Request-Id"],
+                "X-Priority-Tier": "standard",
+            }
+        )
+        await response.prepare(request)
+        server.in_flight += 1
+        server.most_in_flight = max(server.most_in_flight, server.in_flight)
+        try:
+            stream = Stream(body, request.path.endswith("chat/completions"), response, request)
+            await BEHAVIOURS[model](stream)
+        finally:
+            server.in_flight -= 1
+        return response
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/completions", generate)
+    app.router.add_post("/v1/chat/completions", generate)
+    return app
+
+
+async def serve(server: FakeServer, ready: threading.Event, stop: asyncio.Event) -> None:
+    runner = web.AppRunner(build_app(server), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    server.url = f"http://{host}:{port}"
+    ready.set()
+    await stop.wait()
+    await runner.cleanup()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake, ready, loop, stop = (
+        FakeServer(),
+        threading.Event(),
+        asyncio.new_event_loop(),
+        asyncio.Event(),
+    )
+
+    def live() -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(serve(fake, ready, stop))
+        loop.close()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    assert ready.wait(10)
+    yield fake
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def load(server: FakeServer, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Run loadgen in this process and return its report."""
+
+    def run(*options: str, status: int = 0) -> dict[str, Any]:
+        out = tmp_path / "report.json"
+        arguments = ["run", "--url", server.url, "--out", str(out), "--quiet", *options]
+        assert main(arguments) == status
+        report: dict[str, Any] = json.loads(out.read_text())
+        return report
+
+    return run
+
+
+Load = Callable[..., dict[str, Any]]
+
+
+def closed(requests: int, concurrency: int = 4) -> list[str]:
+    return ["--concurrency", str(concurrency), "--requests", str(requests)]
+
+
+def within(value: float, expected_s: float) -> bool:
+    return expected_s * 1000 - EARLY_MS <= value <= expected_s * 1000 + LATE_MS
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_measured_latencies_are_the_servers(load: Load, server: FakeServer, endpoint: str) -> None:
+    report = load(*closed(8), "--endpoint", endpoint, "--output-tokens", "fixed:10", "--records")
+    total = report["total"]
+    assert (total["requests"]["ok"], total["requests"]["failed"]) == (8, 0)
+    assert within(total["ttft_ms"]["p50"], FIRST_TOKEN_S)
+    assert within(total["tpot_ms"]["p50"], GAP_S)
+    assert within(total["itl_ms"]["p50"], GAP_S)
+    assert within(total["e2e_ms"]["p50"], FIRST_TOKEN_S + 9 * GAP_S)
+    assert total["itl_ms"]["count"] == 8 * 9
+    assert total["tokens"] == {"prompt": 88, "output": 80, "output_asked": 80}
+    tokens_per_s = total["throughput"]["output_tokens_per_s"]
+    assert tokens_per_s == pytest.approx(80 / report["duration_s"], rel=0.01)
+    assert report["server"]["model"] == "steady"
+    assert len({record["request_id"] for record in report["records"]}) == 8
+    assert all(r["server_request_id"] == r["request_id"] for r in report["records"])
+    assert server.most_in_flight == 4
+
+
+def test_a_pause_in_the_stream_is_the_longest_gap(load: Load) -> None:
+    total = load(*closed(4), "--model", "paused", "--output-tokens", "fixed:6")["total"]
+    assert within(total["max_gap_ms"]["p50"], PAUSE_S)
+    assert within(total["itl_ms"]["p50"], GAP_S)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "code"),
+    [
+        ("truncated", "silent_truncation", "silent_truncation:no_finish_reason"),
+        ("in-band", "in_band_error", "in_band_error:switching_timeout"),
+        ("busy", "refused", "refused:429 queue_full"),
+        ("draining", "refused", "refused:503 draining"),
+        ("vllm-busy", "refused", "refused:503"),
+        ("missing", "http_error", "http_error:404 model_not_found"),
+        ("stuck", "timeout", "timeout:timeout"),
+        ("cut", "connection_error", "connection_error:ClientPayloadError"),
+        ("not-a-stream", "bad_stream", "bad_stream:content_type"),
+    ],
+)
+def test_every_fault_is_named(load: Load, model: str, kind: str, code: str) -> None:
+    report = load(*closed(2), "--model", model, "--timeout", "500ms", status=1)
+    total = report["total"]
+    assert total["errors"][kind] == 2
+    assert total["error_codes"] == {code: 2}
+    assert (total["requests"]["ok"], total["requests"]["failed"]) == (0, 2)
+    assert total["ttft_ms"]["p50"] is None
+    assert sum(report["series"]["errors"]) == 2
+
+
+def test_faults_among_good_answers(load: Load) -> None:
+    report = load(*closed(15, concurrency=1), "--model", "mixed", "--output-tokens", "fixed:4")
+    total = report["total"]
+    assert total["requests"]["ok"] == 3
+    seen = {kind: count for kind, count in total["errors"].items() if count}
+    assert seen == dict.fromkeys(
+        ("silent_truncation", "in_band_error", "refused", "connection_error"), 3
+    )
+
+
+def test_a_timeout_takes_as_long_as_it_was_allowed(load: Load) -> None:
+    started_s = time.monotonic()
+    report = load(*closed(1), "--model", "stuck", "--timeout", "0.5", "--records", status=1)
+    (record,) = report["records"]
+    assert within((record["ended_s"] - record["sent_s"]) * 1000, 0.5)
+    assert len(record["token_times_s"]) == 1
+    assert time.monotonic() - started_s < 5
+
+
+def test_open_loop_sends_are_on_time_while_no_answer_has_come(
+    load: Load, server: FakeServer
+) -> None:
+    report = load(
+        "--rate", "20", "--duration", "1", "--arrivals", "uniform",
+        "--model", "long-wait", "--records",
+    )  # fmt: skip
+    assert server.most_in_flight == 20  # each answer takes longer than all the sends
+    assert report["scheduling"]["lag_ms"]["count"] == 20
+    assert report["scheduling"]["lag_ms"]["p50"] < LATE_MS
+    first_s = server.came_at_s[0]
+    for record, came_s in zip(report["records"], server.came_at_s, strict=True):
+        assert (came_s - first_s) * 1000 == pytest.approx(record["planned_s"] * 1000, abs=300)
+
+
+def test_phases_tiers_and_prefixes_reach_the_server(load: Load, server: FakeServer) -> None:
+    report = load(
+        "--phases", "low:4/s:1s,high:20/s:1s,low:4/s:1s",
+        "--tiers", "interactive:1,batch:1",
+        "--shared-prefix-tokens", "30", "--prefix-groups", "2",
+        "--prompt-tokens", "uniform:5-9", "--output-tokens", "fixed:3",
+        "--seed", "3", "--slo-ttft-ms", "1000", "--ignore-eos", "--tokens-per-word", "3.4",
+    )  # fmt: skip
+    names = [phase["name"] for phase in report["phases"]]
+    assert names == ["low", "high", "low#2"]
+    sent = [phase["requests"]["sent"] for phase in report["phases"]]
+    assert sent[1] > 2 * max(sent[0], sent[2])
+    assert sum(sent) == len(server.bodies) == report["planned_requests"]
+    tiers = [headers["X-Priority-Tier"] for headers in server.headers]
+    assert set(report["tiers"]) == set(tiers) == {"interactive", "batch"}
+    assert report["tiers"]["batch"]["requests"]["sent"] == tiers.count("batch")
+    assert report["total"]["goodput"]["good_share"] == 1
+    assert report["total"]["requests"]["served_at_other_tier"] == len(tiers)
+    assert len({" ".join(body["prompt"].split()[:9]) for body in server.bodies}) == 2
+    assert all(body["ignore_eos"] is True for body in server.bodies)
+
+
+def test_the_same_seed_sends_the_same_prompts(load: Load, server: FakeServer) -> None:
+    options = [
+        *closed(5, concurrency=1),
+        "--output-tokens",
+        "fixed:1",
+        "--prompt-tokens",
+        "uniform:1-9",
+    ]
+    load(*options, "--prompt-kind", "tokens", "--vocab-size", "50", "--warmup-requests", "1")
+    first = [body["prompt"] for body in server.bodies]
+    assert len(first) == 6  # the warm-up is sent, and not counted
+    server.bodies.clear()
+    report = load(*options, "--prompt-kind", "tokens", "--vocab-size", "50")
+    assert [body["prompt"] for body in server.bodies] == first[1:]
+    assert report["planned_requests"] == 5
+    assert all(isinstance(token, int) for token in first[0])
+
+
+def test_too_many_in_flight_are_dropped_by_the_client_and_said(load: Load) -> None:
+    report = load(
+        "--rate", "20", "--duration", "1", "--arrivals", "burst", "--burst-size", "20",
+        "--max-in-flight", "5", "--output-tokens", "fixed:2",
+    )  # fmt: skip
+    requests = report["total"]["requests"]
+    assert (requests["sent"], requests["dropped_by_client"], requests["ok"]) == (5, 15, 5)
+    assert any("--max-in-flight" in sentence for sentence in report["warnings"])
+
+
+def test_without_usage_tokens_are_counted_and_the_report_says_so(load: Load) -> None:
+    report = load(*closed(2), "--model", "no-usage", "--output-tokens", "fixed:4")
+    assert report["total"]["tokens"]["output"] == 8
+    assert report["total"]["requests"]["without_usage"] == 2
+    assert any("no usage" in sentence for sentence in report["warnings"])
+
+
+def test_the_report_says_what_was_done_and_never_the_key(
+    load: Load, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADGEN_TEST_KEY", "very-secret")
+    report = load(*closed(1), "--api-key-env", "LOADGEN_TEST_KEY")
+    assert server.headers[0]["Authorization"] == "Bearer very-secret"
+    assert "very-secret" not in json.dumps(report)
+    assert report["command"][:4] == ["python", "-m", "loadgen", "run"]
+    assert report["config"]["concurrency"] == 4
+    assert report["environment"]["python"]
+    assert report["schema_version"] == 1
+
+
+def test_a_picture_is_drawn_with_errors_and_phases(load: Load, tmp_path: Path) -> None:
+    during, later = tmp_path / "during.png", tmp_path / "later.png"
+    load(
+        "--phases", "low:3/s:1s,high:15/s:1s", "--model", "mixed", "--output-tokens", "fixed:5",
+        "--plot", str(during),
+    )  # fmt: skip
+    assert main(["plot", str(tmp_path / "report.json"), "--out", str(later)]) == 0
+    for picture in (during, later):
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert len(content) > 30_000
+    assert not list(tmp_path.glob(".*"))  # nothing half-written is left
+
+
+def test_two_runs_are_compared_and_thresholds_decide(
+    load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("steady", "paused"):
+        load(*closed(4), "--model", name, "--output-tokens", "fixed:6")
+        (tmp_path / "report.json").rename(tmp_path / f"{name}.json")
+    files = [str(tmp_path / "steady.json"), str(tmp_path / "paused.json")]
+    table = tmp_path / "table.json"
+    names = ["--names", "static", "aileron", "--json", str(table)]
+    assert main(["compare", *files, *names, "--fail-if", "b.failed>0"]) == 0
+    assert "aileron / static" in capsys.readouterr().out
+    assert main(["compare", *files, "--fail-if", "max_gap_p50_ms>2"]) == 1
+    assert "broken: max_gap_p50_ms>2" in capsys.readouterr().out
+    assert main(["compare", *files, "--fail-if", "latency>2"]) == 2
+    metrics = {row["metric"]: row for row in json.loads(table.read_text())["metrics"]}
+    assert metrics["max_gap_p50_ms"]["ratio"] > 3
+
+
+def start_process(*options: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "loadgen", "run", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+
+
+def test_the_command_shows_progress_and_a_table(server: FakeServer) -> None:
+    process = start_process("--url", server.url, *closed(3), "--output-tokens", "fixed:2")
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0, stderr
+    assert "sent 3/3" in stderr
+    assert "TTFT" in stdout
+    assert "total" in stdout
+
+
+def test_ctrl_c_stops_at_once_and_still_reports(server: FakeServer, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    process = start_process(
+        "--url", server.url, "--model", "stuck", "--rate", "20", "--duration", "60",
+        "--out", str(out),
+    )  # fmt: skip
+    deadline_s = time.monotonic() + 20
+    while len(server.bodies) < 5 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    report = json.loads(out.read_text())
+    assert report["interrupted"] is True
+    assert report["total"]["requests"]["cancelled"] >= 5
+    assert report["unsent_requests"] > 500
+    assert report["duration_s"] < 20

@@ -1,0 +1,277 @@
+"""The command line without children: options, configuration, ports, records, tables."""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.cli.arguments import parse_arguments
+from coordinator.cli.errors import CliError
+from coordinator.cli.last_run import (
+    DEFAULT_ADMIN_URL,
+    LastRun,
+    find_admin_url,
+    read_record,
+    record_path,
+    remove_record,
+    write_record,
+)
+from coordinator.cli.launch import DEMO_NAME, Machine, build_config
+from coordinator.cli.ports import free_ports, require_free
+from coordinator.cli.restarts import LONGEST_DELAY_S, QUICK_FAILURES_MAX, STEADY_S, Restarts
+from coordinator.cli.screen import RankProgress, read_rank_progress
+from coordinator.cli.tables import format_table
+from coordinator.protocol.config import Config, dump_config, load_config
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    return parse_arguments(["up", *arguments])
+
+
+def build(*arguments: str, gpus: int = 0) -> Config:
+    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run")
+    return build_config(options(*arguments), machine)
+
+
+@pytest.fixture(autouse=True)
+def _own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+# A cell from options
+
+
+def test_defaults_are_two_cpu_ranks_with_the_demo_model() -> None:
+    config = build()
+    assert (config.cell.device, config.cell.ranks, config.cell.layout) == ("cpu", 2, "dp2")
+    assert config.cell.widths == (1, 2)
+    assert config.served_model_name == DEMO_NAME
+    assert config.coordinator.listen == "127.0.0.1:20001"
+    assert config.cell.dist_port == 20_002
+    assert (config.gateway.port, config.admin.port) == (8000, 8001)
+    assert config.run_dir == "/tmp/run"
+
+
+def test_every_gpu_is_used_by_default() -> None:
+    config = build(gpus=4)
+    assert (config.cell.device, config.cell.ranks, config.cell.layout) == ("cuda", 4, "dp4")
+    assert config.cell.widths == (1, 2, 4)
+
+
+def test_options_are_taken() -> None:
+    config = build(
+        *("--model", "org/name", "--ranks", "4", "--device", "cpu", "--widths", "1,2"),
+        *("--layout", "tp2+dp2", "--host", "::1", "--port", "0", "--admin-port", "0"),
+        *("--", "--max-model-len", "512"),
+    )
+    assert (config.model.path, config.served_model_name) == ("org/name", "name")
+    assert config.model.engine_args == ("--max-model-len", "512")
+    assert (config.cell.widths, config.cell.layout) == ((1, 2), "tp2+dp2")
+    assert (config.gateway.host, config.gateway.port, config.admin.port) == ("::1", 20_003, 20_004)
+
+
+def test_options_override_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "cell.yaml"
+    file.write_text(
+        "model: {path: a/b, engine_args: [--seed, '1']}\n"
+        "cell: {ranks: 4, widths: [1, 2, 4], layout: tp4}\n"
+        "coordinator: {listen: '127.0.0.1:9'}\n"
+        "run_dir: /tmp/mine\n"
+    )
+    kept = build("--config", str(file))
+    assert (kept.cell.ranks, kept.cell.layout) == (4, "tp4")
+    assert (kept.coordinator.listen, kept.run_dir) == ("127.0.0.1:9", "/tmp/mine")
+    changed = build("--config", str(file), "--ranks", "2", "--", "--seed=2")
+    assert (changed.cell.ranks, changed.cell.layout, changed.cell.widths) == (2, "dp2", (1, 2))
+    assert changed.model.engine_args == ("--seed", "1", "--seed=2")
+
+
+def test_written_file_reads_back(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    config = build("--ranks", "4", "--layout", "tp4")
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layout", "tp3"], "width 3"),
+        (["--layout", "dp9"], "cell.layout"),
+        (["--ranks", "0"], "at least one rank"),
+        (["--ranks", "200"], "less than or equal to 64"),
+        (["--widths", "1,x"], "no list of numbers"),
+        (["--widths", "1,3"], "3 is no power of two"),
+        (["--widths", "4"], "between 1 and 2"),
+        (["--port", "70000"], "gateway.port"),
+        (["--device", "cuda"], "nvidia-smi lists no GPU"),
+        (["--config", "absent.yaml"], "cannot read absent.yaml"),
+        (["--", "--tensor-parallel-size", "2"], "use --ranks, --widths and --layout"),
+        (["--", "--port=1"], "--port before the --"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(CliError, match=sentence) as refused:
+        build(*arguments)
+    assert refused.value.status == 2
+    assert "\n" not in str(refused.value)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(CliError, match="lists 2"):
+        build("--ranks", "4", gpus=2)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "invalid choice"),
+        (["up", "--ranks", "two"], "invalid int value"),
+        (["switch"], "LAYOUT"),
+        (["switch", "tp2", "--carry", "teleport"], "teleport"),
+        (["status", "--", "--seed", "1"], "belong to `aileron up`"),
+        (["gateway"], "--config"),
+    ],
+)
+def test_bad_command_lines_end_with_status_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.startswith("aileron: ")
+    assert said.count("\n") == 1
+
+
+def test_adaptive_policy_is_refused_for_now(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--policy", "adaptive"]) == 2
+    assert "not in this version" in capsys.readouterr().err
+
+
+def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports(1)
+    assert main(["status", "--admin-url", f"http://127.0.0.1:{port}"]) == 1
+    assert "start `aileron up`" in capsys.readouterr().err
+
+
+def test_command_starts_fast_and_without_the_engine() -> None:
+    code = (
+        "import sys, coordinator.cli, coordinator.cli.operate, coordinator.cli.up\n"
+        "print(sorted({'torch', 'vllm', 'numpy', 'grpc', 'fastapi'} & set(sys.modules)))"
+    )
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+    assert time.monotonic() - started < 5
+
+
+# Ports
+
+
+def test_port_in_use_is_named_with_its_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with pytest.raises(CliError, match=rf"port {port} on 127\.0\.0\.1 is in use.*--port"):
+            require_free("127.0.0.1", port, "--port")
+
+
+def test_unknown_host_is_named() -> None:
+    with pytest.raises(CliError, match="no address of this machine"):
+        require_free("no.such.host.invalid", 80, "--port")
+
+
+def test_up_refuses_a_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        assert main(["up", "--port", str(port), "--admin-port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert f"port {port}" in said
+    assert "--port" in said
+
+
+def test_free_ports_differ() -> None:
+    ports = free_ports(8)
+    assert len(set(ports)) == 8
+    for port in ports:
+        require_free("127.0.0.1", port, "")
+
+
+# Where the last run is
+
+
+def test_last_run_is_found_while_it_lives() -> None:
+    assert find_admin_url(None) == DEFAULT_ADMIN_URL
+    run = LastRun(os.getpid(), "http://127.0.0.1:9", "http://127.0.0.1:8/v1", "/tmp/x")
+    write_record(run)
+    assert read_record() == run
+    assert find_admin_url(None) == "http://127.0.0.1:9"
+    assert find_admin_url("http://other/") == "http://other"
+    remove_record(pid=1)
+    assert read_record() == run
+    remove_record(os.getpid())
+    assert read_record() is None
+
+
+def test_record_of_a_dead_process_is_ignored() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_record(LastRun(ended.pid, "http://127.0.0.1:9", "", ""))
+    assert find_admin_url(None) == DEFAULT_ADMIN_URL
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}', "\0"])
+def test_damaged_record_is_ignored(text: str) -> None:
+    record_path().parent.mkdir(parents=True)
+    record_path().write_text(text)
+    assert read_record() is None
+
+
+# Restarts, progress, tables
+
+
+def test_restarts_wait_longer_and_end() -> None:
+    restarts = Restarts()
+    delays = [restarts.delay_after(1.0) for _ in range(QUICK_FAILURES_MAX + 1)]
+    assert delays[:3] == [0.2, 0.4, 0.8]
+    assert delays[-1] is None
+    assert all(delay is not None and delay <= LONGEST_DELAY_S for delay in delays[:-1])
+
+
+def test_a_long_run_is_forgiven() -> None:
+    restarts = Restarts()
+    for _ in range(QUICK_FAILURES_MAX):
+        restarts.delay_after(1.0)
+    assert restarts.delay_after(STEADY_S + 1) == 0.2
+
+
+def test_rank_progress_is_read_and_other_lines_are_not() -> None:
+    line = '{"event":"rank_progress","rank":1,"stage":"weights","done":3,"total":9}'
+    assert read_rank_progress(json.loads(line)) == RankProgress(1, "weights", 3, 9)
+    assert read_rank_progress({"event": "gateway_ready"}) is None
+    assert read_rank_progress({"event": "rank_progress", "rank": "x", "stage": "kv"}) is None
+    assert read_rank_progress({"event": "rank_progress", "rank": 0, "stage": "kv"}) == (
+        RankProgress(0, "kv", 0, 0)
+    )
+
+
+def test_table_aligns() -> None:
+    table = format_table(("rank", "phase"), [(0, "serve"), (10, "park")])
+    assert table == "rank  phase\n   0  serve\n  10  park"
+    assert format_table(("a", "bc"), []) == "a  bc"

@@ -1,0 +1,44 @@
+"""`python -m worker --config FILE`: all ranks of a cell on this host; `doctor` only builds them."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from coordinator.protocol.config import ConfigError, load_config, shared_token
+
+VLLM_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Set before vLLM is imported, unless the user has set them."""
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="aileron rank", description=__doc__)
+    parser.add_argument("command", nargs="?", choices=["serve", "doctor"], default="serve")
+    parser.add_argument("--config", type=Path, required=True, help="the cell's YAML file")
+    args = parser.parse_args()
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        config = load_config(args.config)
+        if args.command == "serve":
+            shared_token()
+        # Imported late: the checks above answer in milliseconds, vLLM's import takes seconds.
+        from worker.launcher import Launcher, probe
+        from worker.vllm_config import EngineConfigError
+
+        try:
+            return probe(config) if args.command == "doctor" else Launcher(config).run()
+        except EngineConfigError as error:
+            raise ConfigError(str(error)) from error
+    except ConfigError as error:
+        print(f"aileron: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

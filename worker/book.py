@@ -1,0 +1,57 @@
+"""The tasks that this rank leads: whose tokens go where, and how many have gone.
+
+Invariant: `emitted` is the index of the next token of a task's stream, over all attempts. Pure;
+used by the rank's main loop alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from comm_pool.layout import Group
+from coordinator.protocol.messages import TaskHeader, TaskId, TokenSpan
+
+
+@dataclass(slots=True)
+class LedTask:
+    """A task in one of this rank's schedulers."""
+
+    header: TaskHeader
+    attempt: int
+    group: Group
+    emitted: int
+
+
+class TaskBook:
+    """All tasks that this rank leads, in any mode."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[TaskId, LedTask] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[LedTask]:
+        return iter(self._tasks.values())
+
+    def open(self, header: TaskHeader, attempt: int, group: Group, generated: int) -> None:
+        """Take a task whose first `generated` tokens were made by earlier attempts."""
+        self._tasks[header.task] = LedTask(header, attempt, group, generated)
+
+    def get(self, task: TaskId) -> LedTask | None:
+        """The task, or None if it is not led here (any more)."""
+        return self._tasks.get(task)
+
+    def close(self, task: TaskId) -> LedTask | None:
+        """Forget a task and return it."""
+        return self._tasks.pop(task, None)
+
+    def of_group(self, group: Group) -> list[LedTask]:
+        """The tasks of one group."""
+        return [task for task in self._tasks.values() if task.group == group]
+
+    def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:
+        """Advance a task's stream by `count` tokens and describe them."""
+        led = self._tasks[task]
+        span = TokenSpan(task, led.attempt, led.emitted, count, finished)
+        led.emitted += count
+        return span

@@ -1,0 +1,296 @@
+"""What a rank does with its prepared modes: lease pages, step as leader or follower, park, hand back.
+
+Thin: when to do what is decided by `coordinator.protocol.seat`. All calls come from the rank's main
+loop, at safe points, so nothing here needs a lock.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import structlog
+
+from comm_pool.layout import Group, Mode
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    EndCause,
+    LeaseKept,
+    PageReport,
+    Place,
+    ReturnCause,
+    TaskEnded,
+    TaskId,
+    TaskReturned,
+    TokenBatch,
+    TokenSpan,
+)
+from worker.book import TaskBook
+from worker.outlet import Outlet
+from worker.step_queue import (
+    FOLLOWER_POLL_S,
+    LEADER_SEND_LIMIT_S,
+    Begin,
+    LeaveGroup,
+    QueueMessage,
+    Step,
+    receive,
+)
+from worker.vllm_config import ModeKey
+from worker.vllm_intake import Intake
+from worker.vllm_rank import PreparedMode, RankEngine
+
+log = structlog.get_logger()
+
+VERSIONS_PER_INCARNATION = 1 << 32
+"""Lease versions grow over restarts of a leader: its incarnation is their high part."""
+
+
+class Member:
+    """This rank's part in the groups it belongs to, one of which is selected at a time."""
+
+    def __init__(self, engine: RankEngine, incarnation: int, outlet: Outlet) -> None:
+        self.engine = engine
+        self.book = TaskBook()
+        self.ended: list[TaskEnded] = []
+        self.returned: list[TaskReturned] = []
+        self.kept: dict[tuple[int, ...], LeaseKept] = {}
+        self.steps = 0
+        self._intake = Intake(engine.block_hasher, engine.structured_output)
+        self._outlet = outlet
+        self._incarnation = incarnation
+        self._lease_version = incarnation * VERSIONS_PER_INCARNATION
+        self._applied_kept: dict[tuple[int, ...], int] = {}
+        self._mode: PreparedMode | None = None
+        self._binding: Binding | None = None
+
+    # ------------------------------------------------------------------ groups and pages
+
+    def mode_of(self, group: Group) -> PreparedMode:
+        """The prepared mode that a group of this rank runs in."""
+        return self.engine.modes[ModeKey(group.mode, group.width)]
+
+    def join(self, binding: Binding) -> None:
+        """Select the binding's prepared objects: two assignments."""
+        group = binding.group
+        self._mode = self.engine.select(ModeKey(group.mode, group.width))
+        self._binding = binding
+
+    def unbind(self) -> None:
+        """Belong to no group."""
+        self._mode = None
+        self._binding = None
+
+    def begin(self, grant_pages: int, kept: tuple[int, ...]) -> None:
+        """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
+        mode, group = self._joined()
+        pool = self.engine.pages
+        if group.mode is Mode.DP:
+            indices: Iterable[int] = pool.grant_own(grant_pages)
+        else:
+            assert mode.table is not None
+            self._keep_only(group.ranks, kept)
+            mode.table.map(pool.lease(group.ranks, grant_pages))
+            indices = sorted(pool.lease_table(group.ranks))
+        if mode.scheduler is not None:
+            mode.scheduler.grants.grant(indices)
+
+    def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
+        """Tell the followers of the joined group; TimeoutError if they do not read."""
+        mode, group = self._joined()
+        self.tell(group, message, wait_s=wait_s)
+
+    def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
+        """Tell the followers of any group that this rank leads."""
+        if group.width > 1:
+            queue = self.engine.communicators.of(group.ranks).group.mq_broadcaster
+            queue.enqueue(message, timeout=wait_s)
+
+    def release_own(self) -> None:
+        """After parking dp: pages that no paused task holds go back to the rank."""
+        mode = self.engine.modes[self.engine.keys[0]]
+        assert mode.scheduler is not None
+        before = mode.scheduler.grants.blocks()
+        held = mode.scheduler.grants.withdraw()
+        self.engine.pages.return_own(before - held)
+
+    def announce_kept(self, group: Group) -> None:
+        """After parking a wide group as its leader: tell which lease indices paused tasks hold."""
+        scheduler = self.mode_of(group).scheduler
+        assert scheduler is not None
+        self._lease_version += 1
+        indices = tuple(sorted(scheduler.grants.withdraw()))
+        self.kept[group.ranks] = LeaseKept(group.ranks, self._lease_version, indices)
+
+    def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
+        """Free the pages of unbound groups that their leaders no longer need; True if any were."""
+        changed = False
+        for lease in leases:
+            bound = self._binding is not None and self._binding.group.ranks == lease.ranks
+            if bound or self._applied_kept.get(lease.ranks, -1) >= lease.version:
+                continue
+            self._applied_kept[lease.ranks] = lease.version
+            changed |= self._keep_only(lease.ranks, lease.indices)
+        return changed
+
+    def _keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
+        pool = self.engine.pages
+        dropped = sorted(set(pool.lease_table(ranks)) - set(kept))
+        if not dropped:
+            return False
+        mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
+        assert mode.table is not None
+        mode.table.unmap(dropped)
+        pool.keep_only(ranks, set(kept) & set(pool.lease_table(ranks)))
+        return True
+
+    def page_report(self) -> PageReport:
+        """Where this rank's pages are."""
+        counts = self.engine.pages.counts()
+        return PageReport(counts.total, counts.free, counts.owned, sum(counts.leased.values()))
+
+    def _joined(self) -> tuple[PreparedMode, Group]:
+        assert self._mode is not None and self._binding is not None, "the rank is in no group."
+        return self._mode, self._binding.group
+
+    # ------------------------------------------------------------------ tasks
+
+    def place(self, place: Place, binding: Binding | None) -> None:
+        """Take a task, or return it if its group is not the one that this rank leads now."""
+        header = place.header
+        if binding != place.binding or self._mode is None or self._mode.scheduler is None:
+            self._give_back(header.task, place.attempt, place.generated_tokens, ReturnCause.STALE)
+            return
+        if self.book.get(header.task) is not None:
+            return  # A repetition.
+        generated = list(place.generated_tokens)
+        try:
+            request = self._intake.request(place.payload)
+            self._mode.scheduler.add_task(request, generated)
+        except Exception as error:  # Whatever vLLM finds wrong is this task's failure alone.
+            log.exception("task_refused", task=header.task)
+            self.ended.append(
+                TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated), str(error))
+            )
+            return
+        self.book.open(header, place.attempt, binding.group, len(generated))
+
+    def drop(self, task: TaskId) -> None:
+        """Free everything of a task whose client is gone."""
+        led = self.book.close(task)
+        if led is None:
+            return
+        self._take_back(led.group, [task])
+        self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
+
+    def give_back(self, task: TaskId) -> None:
+        """Free a task's KV and return it to the pool."""
+        led = self.book.get(task)
+        if led is not None:
+            self._return(led.group, [task], ReturnCause.RECOMPUTE)
+
+    def park(self, group: Group, carry: Carry, *, group_lost: bool) -> None:
+        """Apply the carry plan to the tasks of a group that this rank leads, then withdraw pages.
+
+        `reshard` has its place here: it will hand the slots of `holding()` to the next group.
+        """
+        scheduler = self.mode_of(group).scheduler
+        assert scheduler is not None
+        self._return(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
+        if group_lost or carry is not Carry.PAUSE:
+            self._return(group, scheduler.holding(), ReturnCause.RECOMPUTE)
+        self._withdraw(group)
+
+    def _withdraw(self, group: Group) -> None:
+        if group.mode is Mode.DP:
+            self.release_own()
+        else:
+            self.announce_kept(group)
+
+    def _return(self, group: Group, tasks: Sequence[str], cause: ReturnCause) -> None:
+        for name, generated in self._take_back(group, tasks).items():
+            led = self.book.close(TaskId(name))
+            if led is not None:
+                self._give_back(led.header.task, led.attempt, tuple(generated), cause)
+
+    def _take_back(self, group: Group, tasks: Sequence[str]) -> dict[str, list[int]]:
+        scheduler = self.mode_of(group).scheduler
+        assert scheduler is not None
+        generated: dict[str, list[int]] = scheduler.take_back(tasks)
+        bound = self._binding is not None and self._binding.group == group
+        if generated and not bound:
+            self._withdraw(group)
+        return generated
+
+    def _give_back(
+        self, task: TaskId, attempt: int, generated: tuple[int, ...], cause: ReturnCause
+    ) -> None:
+        self.returned.append(TaskReturned(task, attempt, cause, generated))
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the led group has a step to run."""
+        scheduler = self._mode.scheduler if self._mode is not None else None
+        return scheduler is not None and bool(scheduler.has_requests())
+
+    def lead_step(self, epoch: int) -> int:
+        """Run one step of the led group and push its tokens; returns its microseconds."""
+        started = time.perf_counter_ns()
+        mode, _ = self._joined()
+        assert mode.scheduler is not None and self._binding is not None
+        plan = mode.scheduler.plan_step()
+        self.lead(Step(self._binding.born, plan))
+        outputs = mode.scheduler.finish_step(plan, mode.execute(plan))
+        self.steps += 1
+        if outputs:
+            self._push(outputs, epoch)
+        return (time.perf_counter_ns() - started) // 1000
+
+    def _push(self, outputs: Sequence[Any], epoch: int) -> None:
+        by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}
+        for output in outputs:
+            led = self.book.get(output.request_id)
+            if led is None:
+                continue
+            task = led.header.task
+            span = self.book.emit(task, len(output.new_token_ids), finished=output.finished)
+            spans, batch = by_gateway.setdefault(led.header.reply_to, ([], []))
+            spans.append(span)
+            batch.append(output)
+            if output.finished:
+                self.book.close(task)
+                self.ended.append(
+                    TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted)
+                )
+        for reply_to, (spans, batch) in by_gateway.items():
+            header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
+            self._outlet.push(reply_to, header, batch)
+
+    def follow(self, binding: Binding) -> QueueMessage | None:
+        """Read one message of the joined group and obey it; leave messages are the caller's."""
+        mode, _ = self._joined()
+        message = receive(mode.communicator.group.mq_broadcaster, FOLLOWER_POLL_S)
+        if message is None or message.born != binding.born:
+            return message if isinstance(message, LeaveGroup) else None
+        match message:
+            case Begin(kept=kept, grant_pages=pages):
+                self.begin(pages, kept)
+            case Step(plan=plan):
+                mode.execute(plan)
+                self.steps += 1
+            case LeaveGroup():
+                pass
+        return message
+
+    def drain_queues(self) -> list[int]:
+        """While parked: read what is left on all queues; returns the `born` of leave messages."""
+        left: list[int] = []
+        for communicator in self.engine.communicators:
+            if communicator.width == 1 or communicator.rank_in_group == 0:
+                continue
+            while (message := receive(communicator.group.mq_broadcaster, 0.0)) is not None:
+                if isinstance(message, LeaveGroup):
+                    left.append(message.born)
+        return left

@@ -1,0 +1,92 @@
+"""One rank's process: builds the engine, runs the loop, and leaves nothing behind.
+
+Started by `worker.launcher` in a fork that has imported vLLM already.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import structlog
+from vllm.config import VllmConfig
+
+from comm_pool.layout import Rank
+from coordinator.protocol.config import Config, shared_token
+from worker.member import Member
+from worker.outlet import Outlet
+from worker.rank_loop import RankLoop
+from worker.session import Inbox, RankSession
+from worker.vllm_intake import OutputCodec
+from worker.vllm_rank import RankEngine, RankSpec
+
+log = structlog.get_logger()
+
+
+def announce(event: str, **fields: object) -> None:
+    """Print one JSON line for whoever started the worker; atomic for lines under a pipe's buffer."""
+    os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def rank_spec(config: Config, rank: Rank) -> RankSpec:
+    """What this rank must know, from the cell's configuration."""
+    threads = config.cell.threads_per_rank
+    if threads == 0 and config.cell.device == "cpu":
+        threads = max(1, (os.cpu_count() or 1) // config.cell.ranks)
+    return RankSpec(
+        rank=rank,
+        world=config.cell.ranks,
+        widths=config.cell.widths,
+        init_method=f"tcp://127.0.0.1:{config.cell.dist_port}",
+        threads=threads,
+    )
+
+
+def build_engine(config: Config, base: VllmConfig, rank: Rank) -> RankEngine:
+    """Build a rank's engine and announce its progress."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
+
+    started = time.monotonic()
+    engine = RankEngine(base, rank_spec(config, rank), progress)
+    log.info(
+        "rank_built",
+        rank=rank,
+        seconds=round(time.monotonic() - started, 2),
+        pages=engine.kv.num_pages,
+        **dict(engine.memory()),
+    )
+    return engine
+
+
+def serve_rank(config: Config, base: VllmConfig, rank: Rank, incarnation: int) -> None:
+    """Run a rank until it is told to stop."""
+    structlog.contextvars.bind_contextvars(rank=rank)
+    engine = build_engine(config, base, rank)
+    inbox: Inbox = Inbox()
+    outlet = Outlet(_encoder)
+    session = RankSession(
+        config.coordinator.listen, shared_token(), config.coordinator.heartbeat_ms / 1e3, inbox
+    )
+    member = Member(engine, incarnation, outlet)
+    loop = RankLoop(config, engine, member, session, inbox, incarnation)
+
+    def stop(number: int, _frame: object) -> None:
+        loop.stop_reason = signal.Signals(number).name
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
+    try:
+        loop.run()
+    finally:
+        session.close()
+        outlet.close()
+    log.info("rank_stopped", reason=loop.stop_reason)
+
+
+def _encoder() -> Callable[..., object]:
+    return OutputCodec().frames

@@ -1,0 +1,152 @@
+"""A rank's gRPC session with its coordinator: the heartbeat, on a thread of its own.
+
+Reports go up on an interval and on every change, directives and tasks come down into the inbox of
+the main loop. A broken session is opened again with a fresh `RankHello`; events that could not be
+sent are kept and sent behind it. Heartbeats go on while a long step runs.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+import structlog
+
+from coordinator.protocol.messages import RankDown, RankHello, RankUp, Report
+from coordinator.protocol.wire import (
+    CHANNEL_OPTIONS,
+    RANK_PATH,
+    TOKEN_METADATA_KEY,
+    decode_rank_down,
+    encode,
+)
+
+log = structlog.get_logger()
+
+RECONNECT_S = 0.2
+"""Pause between two attempts to reach the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloWanted:
+    """Put into the inbox when a session opens: the main loop answers with `RankSession.hello`."""
+
+
+Inbox = queue.SimpleQueue[RankDown | HelloWanted]
+
+
+def now_ms() -> int:
+    """Milliseconds of this process' monotonic clock."""
+    return time.monotonic_ns() // 1_000_000
+
+
+def merge_reports(older: Report | None, newer: Report) -> Report:
+    """The newer state with the events of both."""
+    if older is None:
+        return newer
+    return msgspec.structs.replace(
+        newer,
+        ended=older.ended + newer.ended,
+        returned=older.returned + newer.returned,
+        times=older.times + newer.times,
+    )
+
+
+class RankSession:
+    """Keeps one session open; `publish` and `hello` may be called from the main loop."""
+
+    def __init__(self, target: str, token: str, heartbeat_s: float, inbox: Inbox) -> None:
+        self._target = target
+        self._token = token
+        self._heartbeat_s = heartbeat_s
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._latest: Report | None = None
+        self._changed = False
+        self._hello: RankHello | None = None
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="session", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def publish(self, report: Report) -> None:
+        """Send this report as soon as possible; events of unsent ones are merged into it."""
+        with self._lock:
+            self._latest = merge_reports(self._latest, report)
+            self._changed = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def hello(self, hello: RankHello) -> None:
+        """Answer to `HelloWanted`."""
+        with self._lock:
+            self._hello = hello
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def close(self) -> None:
+        """End the session and its thread."""
+        self._closing = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+        self._thread.join(timeout=2)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._keep_open())
+
+    async def _keep_open(self) -> None:
+        while not self._closing:
+            try:
+                await self._one_session()
+            except grpc.aio.AioRpcError as error:
+                log.warning("session_lost", code=error.code().name, detail=error.details())
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                    log.error("session_refused", advice="start all processes with one AILERON_TOKEN")
+            if not self._closing:
+                await asyncio.sleep(RECONNECT_S)
+
+    async def _one_session(self) -> None:
+        async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+            method = channel.stream_stream(
+                RANK_PATH, request_serializer=encode, response_deserializer=decode_rank_down
+            )
+            self._hello = None
+            self._inbox.put(HelloWanted())
+            call = method(self._reports(), metadata=((TOKEN_METADATA_KEY, self._token),))
+            async for message in call:
+                self._inbox.put(message)
+
+    async def _reports(self) -> AsyncIterator[RankUp]:
+        while self._hello is None and not self._closing:
+            await self._woken()
+        if self._hello is not None:
+            yield self._hello
+        while not self._closing:
+            report = self._take()
+            if report is not None:
+                yield report
+            await self._woken()
+
+    def _take(self) -> Report | None:
+        """The latest report, its events taken out so that they are sent once."""
+        with self._lock:
+            report = self._latest
+            if report is None:
+                return None
+            self._latest = msgspec.structs.replace(report, ended=(), returned=(), times=())
+            self._changed = False
+        return msgspec.structs.replace(report, sent_at_ms=now_ms())
+
+    async def _woken(self) -> None:
+        if not self._changed:
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+            except TimeoutError:
+                pass
+        self._wake.clear()
