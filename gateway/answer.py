@@ -116,8 +116,9 @@ class Answer:
 
     async def _send_error(self, error: ApiError) -> None:
         body = error.body()
+        cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
         length = (b"content-length", str(len(body)).encode())
-        await self._send_start(error.status, [*error.headers(), length])
+        await self._send_start(error.status, [*error.headers(), length, *cors])
         await self._send_last(body)
 
     async def _send_last(self, body: bytes) -> None:
@@ -140,6 +141,10 @@ class Answer:
         except TimeoutError:
             self._phase = _Phase.CLOSED
             raise ClientStalledError from None
+
+
+def _is_cors(name: bytes) -> bool:
+    return name.lower().startswith(b"access-control-") or name.lower() == b"vary"
 
 
 def _is_stream(start: Message) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 RETRY_AFTER_S = 1
 """Seconds after which an overloaded or unavailable server is worth another try."""
 
+MESSAGE_CHARS_MAX = 1_000
 UNKNOWN_CODE_STATUS = 500
 SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
 
@@ -146,7 +147,7 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
         return api_error(fields.code, str(fields.message or ""), _text(fields.param))
     if status == 500 or status > 504 or status not in _CODE_OF_STATUS:
         return api_error("internal_error", SERVER_ERROR_MESSAGE)
-    message = _VALUE_ECHO.sub("", str(fields.message or "")) or "The request could not be served."
+    message = strip_echo(str(fields.message or "")) or "The request could not be served."
     return api_error(_code_for(status, message, fields.param), message, _text(fields.param))
 
 
@@ -155,6 +156,11 @@ def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:
     body = chunk.removeprefix(b"data: ").strip()
     code = _read_fields(body).code
     return shape_error(code if isinstance(code, int) else 500, body, failure)
+
+
+def strip_echo(message: str) -> str:
+    """Take vLLM's echo of the refused value out of a message, and bound its length."""
+    return _VALUE_ECHO.sub("", message)[:MESSAGE_CHARS_MAX]
 
 
 def _code_for(status: int, message: str, param: object) -> str:

@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from gateway.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error, strip_echo
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
@@ -113,11 +113,11 @@ async def _refuse_request(_: Request, error: RequestValidationError) -> Response
     first = error.errors()[0] if error.errors() else "The request is not valid."
     if not isinstance(first, dict):
         return _respond(api_error("invalid_value", str(first)))
-    text = str(first.get("msg", "not valid")).removeprefix("Value error, ")
+    text = strip_echo(str(first.get("msg", "not valid")).removeprefix("Value error, "))
     if first.get("type") == "json_invalid":
         return _respond(api_error("invalid_json", "The request's body is not valid JSON."))
     param = _param(first.get("loc", ()))
-    return _respond(api_error("invalid_value", f"{param}: {text}." if param else text, param))
+    return _respond(api_error("invalid_value", f"{param}: {text}" if param else text, param))
 
 
 def _param(location: tuple[str | int, ...]) -> str | None:

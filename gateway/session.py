@@ -1,4 +1,4 @@
-"""The gateway's session with the coordinator: one bidirectional gRPC stream, opened again and again.
+"""The gateway's session with the coordinator: a bidirectional gRPC stream, opened again and again.
 
 A session is up between the coordinator's `Welcome` and the stream's end. The listener says what to
 send first; messages sent while no session is up are dropped, because the listener says everything
@@ -6,13 +6,13 @@ that still matters when the next one opens. Called by the process; knows nothing
 """
 
 import asyncio
-import contextlib
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import grpc
+import msgspec
 import structlog
 
 from coordinator.protocol import wire
@@ -31,8 +31,6 @@ WELCOME_WAIT_S = 5.0
 
 OUTBOX_MESSAGES_MAX = 65_536
 """Most unsent messages; one more ends the session, and the next one starts from the book."""
-
-Call = grpc.aio.StreamStreamCall[GatewayUp, GatewayDown]
 
 log = structlog.get_logger(__name__)
 
@@ -58,20 +56,29 @@ class CoordinatorSession:
     """Keeps a session open until it is cancelled."""
 
     def __init__(self, address: str, token: str, gateway: str) -> None:
-        """Prepare; nothing happens before `run`."""
         self._address = address
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
-        self._gateway = gateway
+        self._hello = GatewayHello(PROTOCOL_VERSION, gateway)
         self._outbox: deque[GatewayUp] = deque()
-        self._unsent = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._overflowed = False
         self.up = False
         """Whether messages can be sent."""
 
     def send(self, message: GatewayUp) -> None:
         """Send soon, in order, if the session is up."""
-        if self.up:
-            self._outbox.append(message)
-            self._unsent.set()
+        if not self.up:
+            return
+        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
+            self._overflowed, self.up = True, False
+        self._outbox.append(message)
+        self._changed.set()
+
+    async def flush(self) -> None:
+        """Return when everything was handed to gRPC, or no session is up."""
+        while self.up and self._outbox:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def run(self, listener: Listener) -> None:
         """Open sessions until cancelled, each after a pause that grows while none succeeds."""
@@ -79,77 +86,59 @@ class CoordinatorSession:
         async with grpc.aio.insecure_channel(
             self._address, options=wire.CHANNEL_OPTIONS
         ) as channel:
+            method = channel.stream_stream(
+                wire.GATEWAY_PATH,
+                request_serializer=wire.encode,
+                response_deserializer=wire.decode_gateway_down,
+            )
             while True:
-                was_up = await self._run_once(channel, listener)
+                was_up = await self._run_once(method, listener)
                 pause_s = BACKOFF_MIN_S if was_up else min(pause_s * 2, BACKOFF_MAX_S)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _run_once(self, channel: grpc.aio.Channel, listener: Listener) -> bool:
-        open_call = channel.stream_stream(
-            wire.GATEWAY_PATH,
-            request_serializer=wire.encode,
-            response_deserializer=wire.decode_gateway_down,
-        )
-        call: Call = open_call(metadata=self._metadata)
-        was_up = False
+    async def _run_once(
+        self, method: "grpc.aio.StreamStreamMultiCallable[GatewayUp, GatewayDown]", listener: Listener
+    ) -> bool:
+        """Hold one session from hello to end; True if it was up."""
+        call = method(self._messages(), metadata=self._metadata)
+        answers = aiter(call)
+        opened, reason = False, "the coordinator ended it."
         try:
-            coordinator = await self._greet(call)
-            was_up = self.up = True
-            for message in listener.session_opened(coordinator):
+            async with asyncio.timeout(WELCOME_WAIT_S):
+                answer = await anext(answers)
+            if not isinstance(answer, Welcome):
+                raise SessionError("the coordinator did not answer the hello.")
+            opened = self.up = True
+            for message in listener.session_opened(answer.coordinator):
                 self.send(message)
-            log.info("coordinator_session_opened", coordinator=coordinator)
-            await self._talk(call, listener)
-        except (grpc.aio.AioRpcError, SessionError, TimeoutError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            log.warning("coordinator_session_closed", reason=reason, was_up=was_up)
+            log.info("coordinator_session_opened", coordinator=answer.coordinator)
+            async for message in answers:
+                listener.coordinator_said(message)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except (SessionError, TimeoutError, StopAsyncIteration, msgspec.MsgspecError) as error:
+            reason = str(error) or type(error).__name__
+        except asyncio.CancelledError:
+            # gRPC cancels the reader as well when the writer gives up.
+            if not self._overflowed:
+                raise
+            reason = "the coordinator does not read."
         finally:
             call.cancel()
-            self.up = False
+            self.up = self._overflowed = False
             self._outbox.clear()
-            if was_up:
+            self._changed.set()
+            if opened:
                 listener.session_closed()
-        return was_up
+        log.warning("coordinator_session_closed", reason=reason, opened=opened)
+        return opened
 
-    async def _greet(self, call: Call) -> str:
-        async with asyncio.timeout(WELCOME_WAIT_S):
-            await call.write(GatewayHello(PROTOCOL_VERSION, self._gateway))
-            answer = await call.read()
-        if not isinstance(answer, Welcome):
-            raise SessionError("the coordinator did not answer the hello.")
-        return answer.coordinator
-
-    async def _talk(self, call: Call, listener: Listener) -> None:
-        """Write and read until either ends; the other is stopped."""
-        writer = asyncio.create_task(self._write(call))
-        try:
-            reader = asyncio.create_task(self._read(call, listener))
-            try:
-                await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                await _stop(reader)
-        finally:
-            await _stop(writer)
-        for task in (writer, reader):
-            if not task.cancelled():
-                task.result()
-
-    async def _write(self, call: Call) -> None:
-        while True:
-            while self._outbox:
-                if len(self._outbox) > OUTBOX_MESSAGES_MAX:
-                    raise SessionError("the coordinator does not read.")
-                await call.write(self._outbox.popleft())
-            self._unsent.clear()
-            await self._unsent.wait()
-
-    async def _read(self, call: Call, listener: Listener) -> None:
-        while (message := await call.read()) is not grpc.aio.EOF:
-            listener.coordinator_said(message)
-        raise SessionError("the coordinator ended the session.")
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    """Cancel and wait; its own error stays in it."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await task
+    async def _messages(self) -> AsyncIterator[GatewayUp]:
+        yield self._hello
+        while not self._overflowed:
+            while self._outbox and not self._overflowed:
+                yield self._outbox.popleft()
+            self._changed.set()
+            self._changed.clear()
+            await self._changed.wait()
+        raise SessionError

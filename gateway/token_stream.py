@@ -141,7 +141,9 @@ class TokenStream(Generic[Payload]):
 
     def _deliver(self, span: TokenSpan, keep_end: int, finished: bool) -> Answer:
         skip = min(self.expected - span.first, span.count)
-        trim = Trim(skip, max(0, min(keep_end, span.first + span.count) - span.first - skip), finished)
+        trim = Trim(
+            skip, max(0, min(keep_end, span.first + span.count) - span.first - skip), finished
+        )
         restarted = self.expected > 0 and span.attempt != self._current
         self._current = span.attempt
         self.expected += trim.keep

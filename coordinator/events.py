@@ -1,0 +1,143 @@
+"""Everything that can happen to the coordinator's core, and everything that it can ask for.
+
+The shell turns sessions, timers and admin calls into events, gives them to `Core.handle` with its
+clock, and carries out the effects in order. An effect for a peer whose session is not open is
+dropped: the peer's next hello repairs it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from comm_pool.layout import Layout, Rank
+from coordinator.protocol.messages import (
+    Carry,
+    GatewayDown,
+    GatewayHello,
+    GatewayUp,
+    RankDown,
+    RankHello,
+    Report,
+)
+from coordinator.records import SwitchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankOpened:
+    """A rank's session began; an earlier one of the same rank has ended."""
+
+    hello: RankHello
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A report came in over the rank's current session."""
+
+    rank: Rank
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class RankClosed:
+    """The rank's current session ended; its process may live."""
+
+    rank: Rank
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """The supervisor saw the rank's newest process end."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOpened:
+    """A gateway's session began; an earlier one of the same gateway has ended."""
+
+    hello: GatewayHello
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySaid:
+    """A message came in over the gateway's current session."""
+
+    gateway: str
+    message: GatewayUp
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClosed:
+    """The gateway's current session ended."""
+
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchWanted:
+    """An operator or the policy wants a layout; `asked_ms` is when it was asked for, if known."""
+
+    layout: Layout
+    carry: Carry
+    cause: str
+    asked_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; sent several times per heartbeat interval."""
+
+
+Event = (
+    RankOpened
+    | RankSaid
+    | RankClosed
+    | RankExited
+    | GatewayOpened
+    | GatewaySaid
+    | GatewayClosed
+    | SwitchWanted
+    | Tick
+)
+
+
+class Level(Enum):
+    """How loudly a note is to be logged."""
+
+    INFO = "info"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class ToRank:
+    """Send a message to a rank."""
+
+    rank: Rank
+    message: RankDown
+
+
+@dataclass(frozen=True, slots=True)
+class ToGateway:
+    """Send a message to a gateway."""
+
+    gateway: str
+    message: GatewayDown
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRecorded:
+    """A switch ended, one way or the other."""
+
+    record: SwitchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the log: a noun phrase and its fields."""
+
+    level: Level
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+Effect = ToRank | ToGateway | SwitchRecorded | Note

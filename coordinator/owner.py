@@ -1,0 +1,111 @@
+"""The one task that owns the core: it feeds in events one at a time and carries out the effects.
+
+Invariant: a session becomes the one that effects reach in the same step in which the core hears of
+it, so no message decided for an earlier session reaches a later one. Every poster waits until its
+event was handled, so the inbox holds at most one event per session and admin call.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, assert_never
+
+import structlog
+
+from comm_pool.layout import Rank
+from coordinator.events import (
+    Effect,
+    Event,
+    Level,
+    Note,
+    SwitchRecorded,
+    Tick,
+    ToGateway,
+    ToRank,
+)
+from coordinator.outbox import Outbox
+from coordinator.records import SwitchRecord
+
+log = structlog.get_logger()
+
+
+def monotonic_ms() -> int:
+    """Milliseconds of this process' monotonic clock."""
+    return time.monotonic_ns() // 1_000_000
+
+
+class Decider(Protocol):
+    """The part of the core that its owner needs."""
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        """Decide what follows from `event`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    event: Event
+    before: Callable[[], None] | None
+    handled: asyncio.Future[None] | None
+
+
+class CoreOwner:
+    """Runs a core; `rank_outboxes` and `gateway_outboxes` are the sessions that effects reach."""
+
+    def __init__(self, core: Decider, tick_ms: float, clock: Callable[[], int]) -> None:
+        self._core = core
+        self._tick_s = tick_ms / 1000
+        self._clock = clock
+        self._inbox: asyncio.Queue[_Posted] = asyncio.Queue()
+        self.rank_outboxes: dict[Rank, Outbox] = {}
+        self.gateway_outboxes: dict[str, Outbox] = {}
+        self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
+
+    async def post(self, event: Event, before: Callable[[], None] | None = None) -> None:
+        """Hand over `event` and wait until it was handled; `before` runs in the same step."""
+        handled = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(_Posted(event, before, handled))
+        await handled
+
+    def post_soon(self, event: Event, before: Callable[[], None] | None = None) -> None:
+        """Hand over `event` without waiting: for sessions that end, which cannot wait."""
+        self._inbox.put_nowait(_Posted(event, before, None))
+
+    async def run(self) -> None:
+        """Own the core until cancelled; an error of the core ends the process with it."""
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while True:
+                posted = await self._inbox.get()
+                if posted.before is not None:
+                    posted.before()
+                for effect in self._core.handle(posted.event, self._clock()):
+                    self._perform(effect)
+                if posted.handled is not None and not posted.handled.done():
+                    posted.handled.set_result(None)
+        finally:
+            ticker.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            await self.post(Tick())
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case ToRank(rank, message):
+                if (outbox := self.rank_outboxes.get(rank)) is not None:
+                    outbox.put(message)
+            case ToGateway(gateway, message):
+                if (outbox := self.gateway_outboxes.get(gateway)) is not None:
+                    outbox.put(message)
+            case SwitchRecorded(record):
+                self.on_switch(record)
+            case Note(Level.INFO, event, fields):
+                log.info(event, **fields)
+            case Note(Level.WARNING, event, fields):
+                log.warning(event, **fields)
+            case Note():
+                raise AssertionError(f"a note of unknown level {effect.level}.")
+            case _:
+                assert_never(effect)

@@ -1,0 +1,130 @@
+"""Which group takes which task: room, choice and what can ever fit.
+
+A group has room for a task while it holds fewer than `max_tasks` tasks, and the blocks of the
+tokens they have so far leave enough for those of the task. Later growth is the group's scheduler's
+business, which preempts. The least loaded group in tokens per rank is chosen, the lowest leader at
+a tie. Called by the task pool and the core.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Binding, TaskId
+from coordinator.roster import Roster
+from coordinator.switcher import Switcher
+from coordinator.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that serves now and will after the switch under way, so it may be given tasks."""
+
+    binding: Binding
+    max_tasks: int
+    blocks_total: int
+    block_tokens: int
+
+    @property
+    def leader(self) -> Rank:
+        """The rank to send tasks to."""
+        return self.binding.group.leader
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def could_hold(self, task: Task) -> bool:
+        """Say whether the task fits when it is alone and as long as it may become."""
+        return self.blocks(task.context_tokens_max) <= self.blocks_total
+
+
+def open_groups(switcher: Switcher, roster: Roster) -> tuple[OpenGroup, ...]:
+    """Return the groups to place into: granted, in the target, and serving by leaders' reports."""
+    if switcher.recovering:
+        return ()
+    groups = []
+    for binding in switcher.target.bindings:
+        seen = roster[binding.group.leader]
+        report = seen.report
+        if report is None or report.binding != binding or not switcher.is_granted(binding):
+            continue
+        if report.blocks_total > 0:
+            hello = seen.hello
+            groups.append(
+                OpenGroup(binding, hello.max_tasks, report.blocks_total, hello.tokens_per_slot)
+            )
+    return tuple(groups)
+
+
+def max_context_tokens(roster: Roster, alive: Collection[Rank]) -> int:
+    """Return the longest context of any group that the ranks could form."""
+    longest = 0
+    for rank in alive:
+        width = 1
+        while rank % width == 0 and rank + width <= roster.world:
+            longest = max(longest, _context_of(rank, width, roster, alive))
+            width *= 2
+    return longest
+
+
+def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank]) -> int:
+    ranks = [Rank(rank) for rank in range(leader, leader + width)]
+    if any(rank not in alive or not roster.supports(rank, width) for rank in ranks):
+        return 0
+    hellos = [roster[rank].hello for rank in ranks]
+    # One page is vLLM's null block.
+    pages = min(hello.pages_total for hello in hellos) - 1
+    slots = min(width, hellos[0].kv_heads)
+    limit = min(hello.max_model_len_tokens for hello in hellos)
+    return min(limit, pages * slots * hellos[0].tokens_per_slot)
+
+
+class Loads:
+    """The context tokens of the tasks that each leader runs; paused ones do not count."""
+
+    __slots__ = ("_tasks", "_tokens")
+
+    def __init__(self) -> None:
+        self._tasks: dict[Rank, dict[TaskId, int]] = {}
+        self._tokens: dict[Rank, int] = {}
+
+    def set(self, leader: Rank, task: TaskId, tokens: int) -> None:
+        """Count a task, or change what it counts."""
+        tasks = self._tasks.setdefault(leader, {})
+        self._tokens[leader] = self._tokens.get(leader, 0) + tokens - tasks.get(task, 0)
+        tasks[task] = tokens
+
+    def remove(self, leader: Rank, task: TaskId) -> None:
+        """Count a task no more, if it is counted."""
+        tokens = self._tasks.get(leader, {}).pop(task, None)
+        if tokens is not None:
+            self._tokens[leader] -= tokens
+
+    def tasks(self, leader: Rank) -> int:
+        """Return how many tasks the leader runs."""
+        return len(self._tasks.get(leader, ()))
+
+    def counted(self) -> set[tuple[Rank, TaskId]]:
+        """Return every counted task with its leader."""
+        return {(leader, task) for leader, tasks in self._tasks.items() for task in tasks}
+
+    def tokens(self, leader: Rank) -> int:
+        """Return the context tokens that the leader's tasks hold."""
+        return self._tokens.get(leader, 0)
+
+    def has_room(self, group: OpenGroup, task: Task) -> bool:
+        """Say whether the group can take the task now."""
+        tasks = self.tasks(group.leader)
+        if tasks >= group.max_tasks or not group.could_hold(task):
+            return False
+        # Each task wastes half a block on average; a block per task is on the safe side.
+        used = group.blocks(self.tokens(group.leader)) + tasks
+        return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
+
+    def least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
+        """Return the group with the fewest tokens per rank."""
+        return min(groups, key=self._weight, default=None)
+
+    def _weight(self, group: OpenGroup) -> tuple[float, Rank]:
+        return self.tokens(group.leader) / group.binding.group.width, group.leader

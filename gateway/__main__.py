@@ -1,0 +1,47 @@
+"""`python -m gateway --config FILE`: one gateway process."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from coordinator.protocol.config import ConfigError, load_config, shared_token
+from gateway.logs import set_up_logging
+
+VLLM_ENVIRONMENT = {
+    # Its lines go through our logging, to one place in one form.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The front end computes nothing: threads of torch would only take cores from ranks.
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def main() -> int:
+    """Parse arguments, check the configuration, serve; 2 for what the user must change."""
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--log", choices=("json", "console"), default="json")
+    options = parser.parse_args()
+    try:
+        config = load_config(options.config)
+        token = shared_token()
+    except ConfigError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    set_up_logging(json=options.log == "json")
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Importing vLLM takes seconds: only now, when nothing cheap can fail any more.
+    from gateway.process import serve
+
+    try:
+        serve(config, token)
+    except (OSError, ValueError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

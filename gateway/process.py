@@ -1,0 +1,210 @@
+"""A gateway process from start to end: puts the parts together, serves, drains, stops.
+
+Called by `python -m gateway`. The first SIGTERM or SIGINT makes it unready and lets streams in
+flight finish for `DRAIN_S`; the second one ends it at once.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from coordinator.protocol.config import Config
+from gateway import vllm_app, vllm_engine_wire
+from gateway.edge import Edge
+from gateway.errors import api_error
+from gateway.relay import Relay
+from gateway.routes import Readiness, add_own_routes, close_other_routes
+from gateway.session import CoordinatorSession
+from gateway.sockets import Inbox, Sockets
+
+DRAIN_S = 30.0
+"""How long streams in flight may go on after the first SIGTERM."""
+
+TICK_S = 0.25
+FLUSH_S = 1.0
+"""How long the last messages may take to reach the coordinator."""
+
+SHUTDOWN_S = 1
+"""How long uvicorn waits for answers that the drain has left over."""
+
+KEEP_ALIVE_S = 65
+"""Idle time of a kept-open connection; more than the usual 60 s of a load balancer before it."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+log = structlog.get_logger(__name__)
+
+
+class Gateway:
+    """The parts of a running gateway."""
+
+    def __init__(self, config: Config, token: str, run_dir: Path) -> None:
+        """Bind the token socket and connect the rest; must be called in the event loop."""
+        self._config = config
+        name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._sockets = Sockets(run_dir, config.gateway.token_listen)
+        self._session = CoordinatorSession(config.coordinator.listen, token, name)
+        self._relay = Relay(
+            self._session,
+            self._sockets.send_outputs,
+            gateway=name,
+            reply_to=self._sockets.token_address,
+        )
+        self._edge: Edge | None = None
+        self._server: uvicorn.Server | None = None
+
+    async def run(self, front_end: vllm_app.FrontEndConfig) -> None:
+        """Serve until a signal ends it."""
+        self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
+        Inbox(self._sockets.requests, self._relay.front_end_said)
+        Inbox(self._sockets.tokens, self._relay.leader_said)
+        app, llm = await vllm_app.build_front_end(
+            front_end,
+            input_address=self._sockets.input_address,
+            output_address=self._sockets.output_address,
+        )
+        close_other_routes(app)
+        add_own_routes(app, self.readiness)
+        self._edge = Edge(app)
+        listener = _listen(self._config.gateway.host, self._config.gateway.port)
+        self._server = _Server(
+            uvicorn.Config(
+                self._edge,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._handle_signals()
+        session = asyncio.create_task(self._session.run(self._relay))
+        ticks = asyncio.create_task(self._tick())
+        announcement = asyncio.create_task(self._announce(listener.getsockname()))
+        try:
+            await self._server.serve(sockets=[listener])
+            await self._flush()
+        finally:
+            for task in (session, ticks, announcement):
+                task.cancel()
+            await asyncio.gather(session, ticks, announcement, return_exceptions=True)
+            llm.shutdown()
+            self._sockets.close()
+        log.info("gateway_stopped")
+
+    def readiness(self) -> Readiness:
+        """Whether a request that comes now can be served."""
+        cell = self._relay.cell
+        if self._edge is None or self._edge.draining:
+            return _unready("draining", "This server is shutting down.")
+        if not self._session.up:
+            return _unready("no_healthy_workers", "There is no session with the coordinator.")
+        if cell is None:
+            return _unready("not_serving", "The coordinator has not told the cell's state yet.")
+        if not cell.serving:
+            text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
+            return _unready("not_serving", text)
+        return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
+
+    async def _announce(self, address: tuple[str, int]) -> None:
+        """Print one line of JSON on stdout once requests are accepted."""
+        assert self._server is not None
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        host, port = address[:2]
+        facts = {
+            "event": "gateway_ready",
+            "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            "host": host,
+            "port": port,
+            "token_address": self._sockets.token_address,
+            "model": self._config.served_model_name,
+            "pid": os.getpid(),
+        }
+        print(json.dumps(facts), flush=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._relay.tick()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        assert self._edge is not None
+        if self._edge.draining:
+            log.warning("gateway_killed", signal=number)
+            os._exit(128 + number)
+        self._edge.draining = True
+        log.info("gateway_draining", requests=self._edge.requests, limit_s=DRAIN_S)
+        self._drain = asyncio.create_task(self._drain_requests())
+
+    async def _drain_requests(self) -> None:
+        assert self._edge is not None and self._server is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while self._edge.requests:
+                    await asyncio.sleep(0.02)
+        self._server.should_exit = True
+
+    async def _flush(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S):
+                while self._session.unsent:
+                    await asyncio.sleep(0.01)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+def _unready(code: str, reason: str) -> Readiness:
+    return Readiness(ready=False, reason=api_error(code, reason))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"gateway: cannot listen on {host}:{port}: {error.strerror}.") from error
+    return listener
+
+
+async def _run(config: Config, token: str, front_end: vllm_app.FrontEndConfig) -> None:
+    with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
+        await Gateway(config, token, Path(run_dir)).run(front_end)
+
+
+def serve(config: Config, token: str) -> None:
+    """Run a gateway; raises ValueError or OSError with a sentence if it cannot start."""
+    front_end = vllm_app.configure(
+        config.model.path, config.served_model_name, config.model.engine_args
+    )
+    if config.gateway.loop == "uvloop":
+        import uvloop
+
+        uvloop.run(_run(config, token, front_end))
+    else:
+        asyncio.run(_run(config, token, front_end))

@@ -1,0 +1,103 @@
+"""The gateway's ZeroMQ sockets and how their messages reach the event loop.
+
+Each socket belongs to the loop's thread. Receiving is a callback per message rather than a task,
+because a push of tokens is handled at once and to its end.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+import zmq
+
+from gateway.vllm_engine_wire import ENGINE_IDENTITY
+
+BURST_MESSAGES = 64
+"""Messages handled before the loop may do something else."""
+
+TOKEN_PUSHES_MAX = 10_000
+"""Unread pushes per leader after which its socket holds them back."""
+
+LINGER_MS = 200
+UNIX_PATH_BYTES_MAX = 107
+
+log = structlog.get_logger(__name__)
+
+
+class Inbox:
+    """Calls a handler for every message of a socket."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], handle: Callable[[Sequence[bytes]], None]
+    ) -> None:
+        """Start at once, in the running loop."""
+        self._socket = socket
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(socket.getsockopt(zmq.FD), self._drain)
+        # The descriptor tells of changes only; what is there already must be fetched.
+        self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Stop handling messages and close the socket."""
+        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.close()
+
+    def _drain(self) -> None:
+        for _ in range(BURST_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames)
+            except Exception:
+                # One bad message must not end the loop that all streams depend on.
+                log.exception("message_not_handled")
+        self._loop.call_soon(self._drain)
+
+
+class Sockets:
+    """All sockets of a gateway: to and from AsyncLLM, and from the leaders."""
+
+    def __init__(self, run_dir: Path, token_listen: str) -> None:
+        """Bind the token socket; raises OSError with a sentence if that is not possible."""
+        self.input_address = _ipc_address(run_dir / "engine-in.sock")
+        self.output_address = _ipc_address(run_dir / "engine-out.sock")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.tokens = self._context.socket(zmq.PULL)
+        self.tokens.setsockopt(zmq.RCVHWM, TOKEN_PUSHES_MAX)
+        try:
+            self.tokens.bind(token_listen)
+        except zmq.ZMQError as error:
+            raise OSError(f"gateway.token_listen: cannot bind {token_listen}: {error}.") from error
+        self.token_address = self.tokens.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.requests = self._context.socket(zmq.DEALER)
+        self.requests.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
+        self.requests.setsockopt(zmq.RCVHWM, 0)
+        self.requests.connect(self.input_address)
+        self.outputs = self._context.socket(zmq.PUSH)
+        # Bounded by the open tasks' tokens; a blocked send would stop every stream.
+        self.outputs.setsockopt(zmq.SNDHWM, 0)
+        self.outputs.connect(self.output_address)
+
+    def send_ready(self, frame: bytes) -> None:
+        """Tell AsyncLLM that its engine is there; it may not have bound its socket yet."""
+        self.requests.send(frame)
+
+    def send_outputs(self, frames: Sequence[bytes]) -> None:
+        """Hand outputs to AsyncLLM."""
+        self.outputs.send_multipart(frames, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close what is still open."""
+        self._context.destroy(linger=LINGER_MS)
+
+
+def _ipc_address(path: Path) -> str:
+    if len(str(path).encode()) > UNIX_PATH_BYTES_MAX:
+        raise OSError(f"run_dir: {path} is too long for a Unix socket; use a shorter folder.")
+    return f"ipc://{path}"

@@ -1,0 +1,63 @@
+"""Plain vLLM as the reference: generate with a static tp size and save every step's logits.
+
+Run in a process of its own: `python -m tests.harness.static_vllm SPEC.json OUT.npz`. SPEC names the
+model folder, dtype, tp, the prompts (token ids), how many tokens to generate and the texts (token
+ids) to score. Nothing of ours is imported.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def full_row(by_token: dict, vocab_size: int) -> np.ndarray:
+    """{token id: Logprob} over the whole vocabulary -> (vocab_size,) float32."""
+    row = np.full(vocab_size, np.nan, dtype=np.float32)
+    for token, entry in by_token.items():
+        row[token] = entry.logprob
+    return row
+
+
+def main() -> None:
+    """Generate and score, then save arrays named after the prompts' numbers."""
+    from vllm import LLM, SamplingParams
+
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(
+        model=spec["model"],
+        dtype=spec["dtype"],
+        tensor_parallel_size=spec["tp"],
+        enforce_eager=True,
+        max_model_len=spec["max_model_len"],
+        max_num_seqs=32,
+        kv_cache_memory_bytes=256 << 20,
+        logprobs_mode="raw_logits",
+        max_logprobs=-1,
+        block_size=32,
+    )
+    vocab = llm.llm_engine.model_config.get_vocab_size()
+    arrays: dict[str, np.ndarray] = {}
+    params = SamplingParams(
+        temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, logprobs=-1, detokenize=False
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in spec["prompts"]]
+    for number, result in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+        output = result.outputs[0]
+        arrays[f"tokens_{number}"] = np.array(output.token_ids, dtype=np.int64)
+        arrays[f"logits_{number}"] = np.stack([full_row(r, vocab) for r in output.logprobs])
+    score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    for number, ids in enumerate(spec["texts"]):
+        result = llm.generate([{"prompt_token_ids": ids}], score, use_tqdm=False)[0]
+        values = [row[token].logprob for row, token in zip(result.prompt_logprobs[1:], ids[1:])]
+        arrays[f"scores_{number}"] = np.array(values, dtype=np.float64)
+    np.savez(sys.argv[2], **arrays)
+
+
+if __name__ == "__main__":
+    main()
