@@ -35,6 +35,10 @@ def monotonic_ms() -> int:
     return time.monotonic_ns() // 1_000_000
 
 
+def _always() -> bool:
+    return True
+
+
 class Decider(Protocol):
     """The part of the core that its owner needs."""
 
@@ -45,7 +49,7 @@ class Decider(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Posted:
     event: Event
-    before: Callable[[], None] | None
+    admit: Callable[[], bool]
     handled: asyncio.Future[None] | None
 
 
@@ -61,15 +65,18 @@ class CoreOwner:
         self.gateway_outboxes: dict[str, Outbox] = {}
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
 
-    async def post(self, event: Event, before: Callable[[], None] | None = None) -> None:
-        """Hand over `event` and wait until it was handled; `before` runs in the same step."""
+    async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
+        """Hand over `event` and wait until it was handled.
+
+        `admit` is asked in the same step, just before; if it says no, the event is dropped.
+        """
         handled = asyncio.get_running_loop().create_future()
-        self._inbox.put_nowait(_Posted(event, before, handled))
+        self._inbox.put_nowait(_Posted(event, admit, handled))
         await handled
 
-    def post_soon(self, event: Event, before: Callable[[], None] | None = None) -> None:
+    def post_soon(self, event: Event, admit: Callable[[], bool] = _always) -> None:
         """Hand over `event` without waiting: for sessions that end, which cannot wait."""
-        self._inbox.put_nowait(_Posted(event, before, None))
+        self._inbox.put_nowait(_Posted(event, admit, None))
 
     async def run(self) -> None:
         """Own the core until cancelled; an error of the core ends the process with it."""
@@ -77,10 +84,9 @@ class CoreOwner:
         try:
             while True:
                 posted = await self._inbox.get()
-                if posted.before is not None:
-                    posted.before()
-                for effect in self._core.handle(posted.event, self._clock()):
-                    self._perform(effect)
+                if posted.admit():
+                    for effect in self._core.handle(posted.event, self._clock()):
+                        self._perform(effect)
                 if posted.handled is not None and not posted.handled.done():
                     posted.handled.set_result(None)
         finally:

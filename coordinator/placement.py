@@ -3,17 +3,25 @@
 A group has room for a task while it holds fewer than `max_tasks` tasks, and the blocks of the
 tokens they have so far leave enough for those of the task. Later growth is the group's scheduler's
 business, which preempts. The least loaded group in tokens per rank is chosen, the lowest leader at
-a tie. Called by the task pool and the core.
+a tie.
+
+A round goes through the queue in order. A task without room claims the least loaded group that
+could hold it, so that later tasks do not take the room it waits for; `LOOK_AHEAD_TASKS` such tasks
+close their tier for the round. Called by the task pool and the core.
 """
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, TaskId
+from coordinator.protocol.messages import Binding, TaskId, Tier
 from coordinator.roster import Roster
 from coordinator.switcher import Switcher
-from coordinator.tasks import Task
+from coordinator.tasks import Task, TaskQueue
+
+LOOK_AHEAD_TASKS = 32
+"""Tasks without room that are looked behind, per tier and round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class Loads:
         self._tasks: dict[Rank, dict[TaskId, int]] = {}
         self._tokens: dict[Rank, int] = {}
 
-    def set(self, leader: Rank, task: TaskId, tokens: int) -> None:
+    def count(self, leader: Rank, task: TaskId, tokens: int) -> None:
         """Count a task, or change what it counts."""
         tasks = self._tasks.setdefault(leader, {})
         self._tokens[leader] = self._tokens.get(leader, 0) + tokens - tasks.get(task, 0)
@@ -122,7 +130,34 @@ class Loads:
         used = group.blocks(self.tokens(group.leader)) + tasks
         return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
 
-    def least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
+    def choose(
+        self,
+        groups: Iterable[OpenGroup],
+        queue: TaskQueue,
+        task_of: Callable[[TaskId], Task],
+        now_ms: int,
+    ) -> list[tuple[Task, OpenGroup]]:
+        """Go one round through the queue; the chosen tasks are counted, but still queued."""
+        free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
+        closed: set[Tier] = set()
+        blocked: Counter[Tier] = Counter()
+        chosen: list[tuple[Task, OpenGroup]] = []
+        for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
+            group = self._least_loaded(group for group in free if self.has_room(group, task))
+            if group is not None:
+                self.count(group.leader, task.id, task.context_tokens)
+                chosen.append((task, group))
+                continue
+            claimed = self._least_loaded(group for group in free if group.could_hold(task))
+            free = [group for group in free if group is not claimed]
+            blocked[task.header.tier] += 1
+            if blocked[task.header.tier] >= LOOK_AHEAD_TASKS:
+                closed.add(task.header.tier)
+            if not free:
+                break
+        return chosen
+
+    def _least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
         """Return the group with the fewest tokens per rank."""
         return min(groups, key=self._weight, default=None)
 

@@ -6,10 +6,10 @@ leaves through the session's outbox. Decides nothing about ranks, tasks or layou
 """
 
 import asyncio
-import contextlib
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import msgspec
@@ -17,6 +17,7 @@ import structlog
 
 from comm_pool.layout import Rank
 from coordinator.events import (
+    Event,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
@@ -38,13 +39,14 @@ log = structlog.get_logger()
 
 GATEWAYS_MAX = 64
 """Most gateways with an open session."""
-HELLO_LIMIT_S = 5.0
-"""How long a peer may take to say hello."""
+HELLO_LIMIT_S = 30.0
+"""How long a peer may take to say hello; a rank says it between two steps."""
 STOP_GRACE_S = 1.0
 """How long open sessions may take to end when the server stops."""
 
-Requests = AsyncIterator[bytes]
 Context = grpc.aio.ServicerContext[bytes, bytes]
+Key = TypeVar("Key", Rank, str)
+Said = TypeVar("Said")
 
 REPLACED = Closing(grpc.StatusCode.ABORTED, "a newer session of the same peer took over.")
 
@@ -53,7 +55,7 @@ class ListenError(Exception):
     """The address cannot be listened on; the message is one sentence that says what to do."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A session cannot be opened or go on; the peer is told why."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
@@ -107,34 +109,29 @@ class CellServer:
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
 
-    async def _rank_session(self, requests: Requests, context: Context) -> AsyncIterator[bytes]:
-        async for message in self._session(requests, context, self._open_rank):
-            yield message
+    async def _rank_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_rank)
 
-    async def _gateway_session(self, requests: Requests, context: Context) -> AsyncIterator[bytes]:
-        async for message in self._session(requests, context, self._open_gateway):
-            yield message
+    async def _gateway_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_gateway)
 
     async def _session(
-        self,
-        requests: Requests,
-        context: Context,
-        open_session: Callable[[bytes], Awaitable[_Session]],
-    ) -> AsyncIterator[bytes]:
-        """Open a session and yield what the coordinator says until either side ends it."""
+        self, context: Context, open_session: Callable[[bytes], Awaitable[_Session]]
+    ) -> None:
+        """Open a session and say what the coordinator has to say until either side ends it."""
         try:
             self._authenticate(context)
-            session = await open_session(await _first(requests))
-        except Refused as refused:
+            session = await open_session(await _hello(context))
+        except RefusedError as refused:
             log.warning("session_refused", peer=context.peer(), reason=str(refused))
             await context.abort(refused.closing.code, refused.closing.reason)
-        listener = asyncio.create_task(_listen(requests, session))
+        listener = asyncio.create_task(_listen(context, session))
         try:
             while not isinstance(said := await session.outbox.take(), Closing):
-                yield wire.encode(said)
+                await context.write(wire.encode(said))
         finally:
-            listener.cancel()
             session.close()
+            listener.cancel()
         if said is not ENDED:
             log.warning("session_closed", peer=context.peer(), reason=said.reason)
             await context.abort(said.code, said.reason)
@@ -143,7 +140,7 @@ class CellServer:
         given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_METADATA_KEY, "")
         presented = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(presented, self._token):
-            raise Refused(
+            raise RefusedError(
                 grpc.StatusCode.UNAUTHENTICATED,
                 "the shared token is wrong or missing: give every process of the cell the same "
                 "AILERON_TOKEN.",
@@ -152,74 +149,128 @@ class CellServer:
     async def _open_rank(self, raw: bytes) -> _Session:
         hello = _decode(wire.decode_rank_up, raw)
         if not isinstance(hello, RankHello):
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a rank's session starts with a hello.")
+            raise RefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, "a rank's session starts with a hello."
+            )
         _require_version(hello.version)
-        rank, incarnation = hello.rank, hello.incarnation
+        rank = hello.rank
         if not 0 <= rank < self._world:
-            raise Refused(
+            raise RefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"rank {rank} does not exist: the cell has ranks 0 to {self._world - 1}.",
             )
-        if incarnation < self._incarnations.get(rank, 0):
-            raise Refused(
+        if hello.incarnation < self._incarnations.get(rank, 0):
+            raise RefusedError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"a newer process took the place of rank {rank}: end this one.",
             )
-        self._incarnations[rank] = incarnation
-        outbox = Outbox()
-        owner = self._owner
+        self._incarnations[rank] = hello.incarnation
 
-        def register() -> None:
-            _replace(owner.rank_outboxes, rank, outbox)
-
-        async def hear(message: bytes) -> None:
+        def read(message: bytes) -> Event:
             report = _decode(wire.decode_rank_up, message)
             if not isinstance(report, Report) or report.rank != rank:
-                raise Refused(
+                raise RefusedError(
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"only reports of rank {rank} belong into its session.",
                 )
-            if owner.rank_outboxes.get(rank) is outbox:
-                await owner.post(RankSaid(rank, report))
+            return RankSaid(rank, report)
 
-        def close() -> None:
-            if owner.rank_outboxes.get(rank) is outbox:
-                del owner.rank_outboxes[rank]
-                owner.post_soon(RankClosed(rank, incarnation))
-
-        await owner.post(RankOpened(hello), register)
-        return _Session(outbox, hear, close)
+        closed = RankClosed(rank, hello.incarnation)
+        return await self._open(self._owner.rank_outboxes, rank, RankOpened(hello), read, closed)
 
     async def _open_gateway(self, raw: bytes) -> _Session:
         hello = _decode(wire.decode_gateway_up, raw)
         if not isinstance(hello, GatewayHello):
-            raise Refused(
+            raise RefusedError(
                 grpc.StatusCode.INVALID_ARGUMENT, "a gateway's session starts with a hello."
             )
         _require_version(hello.version)
-        gateway = hello.gateway
-        owner = self._owner
-        if gateway not in owner.gateway_outboxes and len(owner.gateway_outboxes) >= GATEWAYS_MAX:
-            raise Refused(
+        gateway, outboxes = hello.gateway, self._owner.gateway_outboxes
+        if gateway not in outboxes and len(outboxes) >= GATEWAYS_MAX:
+            raise RefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
             )
-        outbox = Outbox()
 
-        def register() -> None:
-            _replace(owner.gateway_outboxes, gateway, outbox)
-
-        async def hear(message: bytes) -> None:
+        def read(message: bytes) -> Event:
             said = _decode(wire.decode_gateway_up, message)
             if isinstance(said, GatewayHello):
-                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
-            if owner.gateway_outboxes.get(gateway) is outbox:
-                await owner.post(GatewaySaid(gateway, said))
+                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
+            return GatewaySaid(gateway, said)
 
-        def close() -> None:
-            if owner.gateway_outboxes.get(gateway) is outbox:
-                del owner.gateway_outboxes[gateway]
-                owner.post_soon(GatewayClosed(gateway))
+        closed = GatewayClosed(gateway)
+        return await self._open(outboxes, gateway, GatewayOpened(hello), read, closed)
 
-        await owner.post(GatewayOpened(hello), register)
-        return _Session(outbox, hear, close)
+    async def _open(
+        self,
+        outboxes: dict[Key, Outbox],
+        key: Key,
+        opened: Event,
+        read: Callable[[bytes], Event],
+        closed: Event,
+    ) -> _Session:
+        """Make a fresh outbox the one of `key`, in the step in which the core hears `opened`."""
+        outbox = Outbox()
+        owner = self._owner
+
+        def take_over() -> bool:
+            if (earlier := outboxes.get(key)) is not None:
+                earlier.close(REPLACED)
+            outboxes[key] = outbox
+            return True
+
+        def is_current() -> bool:
+            return outboxes.get(key) is outbox
+
+        def give_up() -> bool:
+            return is_current() and outboxes.pop(key) is outbox
+
+        async def hear(message: bytes) -> None:
+            await owner.post(read(message), is_current)
+
+        await owner.post(opened, take_over)
+        return _Session(outbox, hear, lambda: owner.post_soon(closed, give_up))
+
+
+async def _hello(context: Context) -> bytes:
+    try:
+        async with asyncio.timeout(HELLO_LIMIT_S):
+            raw = await context.read()
+    except TimeoutError:
+        raise RefusedError(
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_LIMIT_S:.0f} s."
+        ) from None
+    if not isinstance(raw, bytes):
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the session ended without a hello.")
+    return raw
+
+
+async def _listen(context: Context, session: _Session) -> None:
+    """Hear the peer until it ends the session or says what it may not."""
+    closing = ENDED
+    try:
+        while isinstance(raw := await context.read(), bytes):
+            await session.hear(raw)
+    except RefusedError as refused:
+        closing = refused.closing
+    finally:
+        session.outbox.close(closing)
+
+
+def _decode(decoder: Callable[[bytes], Said], raw: bytes) -> Said:
+    try:
+        return decoder(raw)
+    except msgspec.DecodeError as error:
+        raise RefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"a message cannot be read ({error}): run the same version of aileron everywhere.",
+        ) from error
+
+
+def _require_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise RefusedError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"the peer speaks protocol version {version}, this coordinator {PROTOCOL_VERSION}: "
+            "run the same version of aileron everywhere.",
+        )

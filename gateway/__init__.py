@@ -1,1 +1,1 @@
-"""The gateway: vLLM's OpenAI front end on the client's side, the cell's coordinator and leaders behind it."""
+"""The gateway: vLLM's OpenAI front end, with the cell's coordinator and leaders for its engine."""

@@ -10,9 +10,9 @@ from starlette.types import Message, Send
 
 from coordinator.protocol.messages import Tier
 from gateway.errors import (
+    SERVER_ERROR_MESSAGE,
     ApiError,
     RequestState,
-    SERVER_ERROR_MESSAGE,
     api_error,
     failed_event,
     shape_error,

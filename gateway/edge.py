@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: what every request passes before vLLM's app sees it, and every answer after.
+"""The outermost ASGI layer: what every request passes before vLLM's app, and every answer after it.
 
 It opens only listed routes, bounds requests and bodies, resolves the tier and hands it to vLLM,
 names the request, and gives every error OpenAI's shape. A stream's status line is held back until
@@ -56,10 +56,12 @@ class Edge:
     """Wraps vLLM's app; `uvicorn` calls it."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Wrap `app`."""
         self._app = app
         self.requests = 0
         """Requests with a body that are being answered, until their last byte."""
+        self.idle = asyncio.Event()
+        """Set while there are none of them."""
+        self.idle.set()
         self.draining = False
         """Whether new requests are refused because the process ends."""
 
@@ -102,10 +104,13 @@ class Edge:
         if self.requests >= REQUESTS_MAX:
             return api_error("queue_full", "The gateway serves as many requests as it can.")
         self.requests += 1
+        self.idle.clear()
         try:
             return await self._serve_body(scope, receive, answer, headers)
         finally:
             self.requests -= 1
+            if not self.requests:
+                self.idle.set()
 
     async def _serve_body(
         self, scope: Scope, receive: Receive, answer: Answer, headers: dict[str, str]

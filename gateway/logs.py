@@ -1,4 +1,4 @@
-"""Logging of a gateway process: structlog's events and everyone else's lines in one form on stderr."""
+"""Logging of a gateway process: our events and everyone else's lines in one form on stderr."""
 
 import logging
 import sys

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import tempfile
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import structlog
@@ -77,6 +78,7 @@ class Gateway:
         self._edge = Edge(app)
         listener = _listen(self._config.gateway.host, self._config.gateway.port)
         self._server = _Server(
+            lambda: self._announce(listener.getsockname()),
             uvicorn.Config(
                 self._edge,
                 log_config=None,
@@ -86,19 +88,18 @@ class Gateway:
                 lifespan="on",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
-            )
+            ),
         )
         self._handle_signals()
         session = asyncio.create_task(self._session.run(self._relay))
         ticks = asyncio.create_task(self._tick())
-        announcement = asyncio.create_task(self._announce(listener.getsockname()))
         try:
             await self._server.serve(sockets=[listener])
             await self._flush()
         finally:
-            for task in (session, ticks, announcement):
-                task.cancel()
-            await asyncio.gather(session, ticks, announcement, return_exceptions=True)
+            session.cancel()
+            ticks.cancel()
+            await asyncio.gather(session, ticks, return_exceptions=True)
             llm.shutdown()
             self._sockets.close()
         log.info("gateway_stopped")
@@ -117,11 +118,8 @@ class Gateway:
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
 
-    async def _announce(self, address: tuple[str, int]) -> None:
-        """Print one line of JSON on stdout once requests are accepted."""
-        assert self._server is not None
-        while not self._server.started:
-            await asyncio.sleep(0.01)
+    def _announce(self, address: tuple[str, int]) -> None:
+        """Print one line of JSON on stdout: requests are accepted from now on."""
         host, port = address[:2]
         facts = {
             "event": "gateway_ready",
@@ -154,26 +152,34 @@ class Gateway:
         self._drain = asyncio.create_task(self._drain_requests())
 
     async def _drain_requests(self) -> None:
-        assert self._edge is not None and self._server is not None
+        assert self._edge is not None
+        assert self._server is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                while self._edge.requests:
-                    await asyncio.sleep(0.02)
+                await self._edge.idle.wait()
         self._server.should_exit = True
 
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                while self._session.unsent:
-                    await asyncio.sleep(0.01)
+                await self._session.flush()
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without signal handlers of its own."""
+    """Uvicorn without signal handlers of its own, which tells when it accepts requests."""
+
+    def __init__(self, started: Callable[[], None], config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._tell_started = started
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._tell_started()
 
 
 def _unready(code: str, reason: str) -> Readiness:

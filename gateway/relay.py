@@ -2,7 +2,7 @@
 
 Everything here happens in one thread and at once: each message that arrives is handled to its end.
 The book decides about tasks and the streams about tokens; this shell moves frames. A batch whose
-spans are all in order is handed to AsyncLLM as it came; any other is read, trimmed and written anew.
+spans are all in order is handed to AsyncLLM as it came; any other is read, cut and written anew.
 """
 
 import time
@@ -105,7 +105,7 @@ class Relay:
             token_ids = engine.read_token_ids(frames[1:])
             _check_batch(batch, token_ids)
         except (engine.WireError, IndexError) as error:
-            log.error("token_batch_refused", reason=str(error))
+            log.warning("token_batch_refused", reason=str(error))
             return
         now_s = time.monotonic()
         tasks = [self.book.get(span.task) for span in batch.spans]
@@ -168,7 +168,7 @@ class Relay:
         try:
             content = engine.decode_outputs(frames)
         except engine.WireError as error:
-            log.error("token_batch_refused", reason=str(error))
+            log.warning("token_batch_refused", reason=str(error))
             for span in batch.spans:
                 self._fail(span.task, _LOST)
             return

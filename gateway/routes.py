@@ -13,7 +13,7 @@ from typing import Final
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from gateway.errors import ApiError, api_error, strip_echo
 
@@ -64,18 +64,16 @@ def find_route(method: str, path: str) -> ApiError | None:
 
 def close_other_routes(app: FastAPI) -> None:
     """Leave only vLLM's listed routes in the application; raises if one of them is missing."""
-    kept = [route for route in app.router.routes if _is_listed(route)]
-    found = {(method, route.path) for route in kept for method in route.methods or ()}
-    missing = VLLM_ROUTES - found
+    plain = [route for route in app.router.routes if isinstance(route, Route)]
+    kept = [route for route in plain if _names(route) and _names(route) <= VLLM_ROUTES]
+    missing = VLLM_ROUTES - {name for route in kept for name in _names(route)}
     if missing:
         raise RuntimeError(f"this vLLM lacks the routes {sorted(missing)}.")
     app.router.routes[:] = kept
 
 
-def _is_listed(route: BaseRoute) -> bool:
-    if not isinstance(route, Route):
-        return False
-    return all((method, route.path) in VLLM_ROUTES for method in route.methods or {""})
+def _names(route: Route) -> set[tuple[str, str]]:
+    return {(method, route.path) for method in route.methods or ()}
 
 
 def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:

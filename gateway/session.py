@@ -32,6 +32,8 @@ WELCOME_WAIT_S = 5.0
 OUTBOX_MESSAGES_MAX = 65_536
 """Most unsent messages; one more ends the session, and the next one starts from the book."""
 
+Method = grpc.aio.StreamStreamMultiCallable[GatewayUp, GatewayDown]
+
 log = structlog.get_logger(__name__)
 
 
@@ -52,6 +54,41 @@ class Listener(Protocol):
         """A message came."""
 
 
+class _Outbox:
+    """What one session still has to send; closed with it, so that a next one starts empty."""
+
+    def __init__(self) -> None:
+        self._messages: deque[GatewayUp] = deque()
+        self._changed = asyncio.Event()
+        self._empty = asyncio.Event()
+        self.overflowed = False
+
+    def put(self, message: GatewayUp) -> None:
+        if len(self._messages) >= OUTBOX_MESSAGES_MAX:
+            self.overflowed = True
+        self._messages.append(message)
+        self._empty.clear()
+        self._changed.set()
+
+    def close(self) -> None:
+        self._messages.clear()
+        self._empty.set()
+        # Whoever still iterates waits for a message that never comes; gRPC cancels it.
+
+    async def wait_empty(self) -> None:
+        await self._empty.wait()
+
+    async def __aiter__(self) -> AsyncIterator[GatewayUp]:
+        while True:
+            while self._messages:
+                if self.overflowed:
+                    raise SessionError
+                yield self._messages.popleft()
+            self._empty.set()
+            self._changed.clear()
+            await self._changed.wait()
+
+
 class CoordinatorSession:
     """Keeps a session open until it is cancelled."""
 
@@ -59,26 +96,22 @@ class CoordinatorSession:
         self._address = address
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._hello = GatewayHello(PROTOCOL_VERSION, gateway)
-        self._outbox: deque[GatewayUp] = deque()
-        self._changed = asyncio.Event()
-        self._overflowed = False
-        self.up = False
+        self._outbox: _Outbox | None = None
+
+    @property
+    def up(self) -> bool:
         """Whether messages can be sent."""
+        return self._outbox is not None
 
     def send(self, message: GatewayUp) -> None:
         """Send soon, in order, if the session is up."""
-        if not self.up:
-            return
-        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
-            self._overflowed, self.up = True, False
-        self._outbox.append(message)
-        self._changed.set()
+        if self._outbox is not None:
+            self._outbox.put(message)
 
     async def flush(self) -> None:
-        """Return when everything was handed to gRPC, or no session is up."""
-        while self.up and self._outbox:
-            self._changed.clear()
-            await self._changed.wait()
+        """Return when everything was sent, or no session is up."""
+        if self._outbox is not None:
+            await self._outbox.wait_empty()
 
     async def run(self, listener: Listener) -> None:
         """Open sessions until cancelled, each after a pause that grows while none succeeds."""
@@ -96,49 +129,42 @@ class CoordinatorSession:
                 pause_s = BACKOFF_MIN_S if was_up else min(pause_s * 2, BACKOFF_MAX_S)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _run_once(
-        self, method: "grpc.aio.StreamStreamMultiCallable[GatewayUp, GatewayDown]", listener: Listener
-    ) -> bool:
+    async def _run_once(self, method: Method, listener: Listener) -> bool:
         """Hold one session from hello to end; True if it was up."""
-        call = method(self._messages(), metadata=self._metadata)
-        answers = aiter(call)
-        opened, reason = False, "the coordinator ended it."
+        outbox = _Outbox()
+        outbox.put(self._hello)
+        call = method(aiter(outbox), metadata=self._metadata)
+        reason = "the coordinator ended it."
         try:
-            async with asyncio.timeout(WELCOME_WAIT_S):
-                answer = await anext(answers)
-            if not isinstance(answer, Welcome):
-                raise SessionError("the coordinator did not answer the hello.")
-            opened = self.up = True
-            for message in listener.session_opened(answer.coordinator):
-                self.send(message)
-            log.info("coordinator_session_opened", coordinator=answer.coordinator)
-            async for message in answers:
-                listener.coordinator_said(message)
+            await self._talk(aiter(call), outbox, listener)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except (SessionError, TimeoutError, StopAsyncIteration, msgspec.MsgspecError) as error:
             reason = str(error) or type(error).__name__
         except asyncio.CancelledError:
             # gRPC cancels the reader as well when the writer gives up.
-            if not self._overflowed:
+            if not outbox.overflowed:
                 raise
             reason = "the coordinator does not read."
         finally:
+            was_up, self._outbox = self.up, None
+            outbox.close()
             call.cancel()
-            self.up = self._overflowed = False
-            self._outbox.clear()
-            self._changed.set()
-            if opened:
+            if was_up:
                 listener.session_closed()
-        log.warning("coordinator_session_closed", reason=reason, opened=opened)
-        return opened
+        log.warning("coordinator_session_closed", reason=reason, was_up=was_up)
+        return was_up
 
-    async def _messages(self) -> AsyncIterator[GatewayUp]:
-        yield self._hello
-        while not self._overflowed:
-            while self._outbox and not self._overflowed:
-                yield self._outbox.popleft()
-            self._changed.set()
-            self._changed.clear()
-            await self._changed.wait()
-        raise SessionError
+    async def _talk(
+        self, answers: AsyncIterator[GatewayDown], outbox: _Outbox, listener: Listener
+    ) -> None:
+        async with asyncio.timeout(WELCOME_WAIT_S):
+            answer = await anext(answers)
+        if not isinstance(answer, Welcome):
+            raise SessionError("the coordinator did not answer the hello.")
+        self._outbox = outbox
+        for message in listener.session_opened(answer.coordinator):
+            outbox.put(message)
+        log.info("coordinator_session_opened", coordinator=answer.coordinator)
+        async for said in answers:
+            listener.coordinator_said(said)

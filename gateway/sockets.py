@@ -35,13 +35,13 @@ class Inbox:
         self._socket = socket
         self._handle = handle
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(socket.fileno(), self._drain)
         # The descriptor tells of changes only; what is there already must be fetched.
         self._loop.call_soon(self._drain)
 
     def close(self) -> None:
         """Stop handling messages and close the socket."""
-        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
     def _drain(self) -> None:
@@ -74,7 +74,7 @@ class Sockets:
             self.tokens.bind(token_listen)
         except zmq.ZMQError as error:
             raise OSError(f"gateway.token_listen: cannot bind {token_listen}: {error}.") from error
-        self.token_address = self.tokens.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.token_address = self.tokens.get_string(zmq.LAST_ENDPOINT)
         self.requests = self._context.socket(zmq.DEALER)
         self.requests.setsockopt(zmq.IDENTITY, ENGINE_IDENTITY)
         self.requests.setsockopt(zmq.RCVHWM, 0)

@@ -58,7 +58,7 @@ class Task:
     opened_at_s: float
     submitted: bool = False
     stream: TokenStream[Any] = field(default_factory=TokenStream)
-    delivered: array[int] = field(default_factory=lambda: array("q"))
+    delivered: "array[int]" = field(default_factory=lambda: array("q"))
     """Token ids that were handed to the front end."""
     epoch: int = -1
     last_token_at_s: float = 0.0
@@ -110,7 +110,7 @@ class TaskBook:
         """Return the open task of that id."""
         return self._open.get(task)
 
-    def open(self, header: TaskHeader, payload: bytes, now_s: float) -> Submit | None | ApiError:
+    def open(self, header: TaskHeader, payload: bytes, now_s: float) -> Submit | ApiError | None:
         """Take a new task; its Submit is None while no session is open."""
         assert header.task not in self._open, "vLLM gave two requests one id"
         if len(self._open) >= OPEN_TASKS_MAX:

@@ -2,8 +2,8 @@
 
 Leaders send spans: tokens first..first+count-1 of one attempt. Invariant: what is delivered has the
 indices 0, 1, 2, ... without gap or repeat, whatever was repeated, reordered or sent by an attempt
-that has been replaced. An older attempt counts only below the index where a newer one started: behind
-it the two may have drawn different tokens. Called by the relay for every span; pure.
+that has been replaced. An older attempt counts only below the index where a newer one started:
+from there on the two may have drawn different tokens. Called by the relay for every span; pure.
 """
 
 from collections.abc import Iterator

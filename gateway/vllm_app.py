@@ -15,8 +15,8 @@ from typing import Any
 from fastapi import FastAPI
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
@@ -32,8 +32,8 @@ KEEP_ALIVE_S = 15
 _FAILED = ("error", "abort")
 
 
-class TaskFailure(GenerationError):
-    """A task ended without its end: vLLM turns it into an answer, `errors.shape_error` into ours."""
+class TaskFailedError(GenerationError):  # type: ignore[misc]
+    """A task ended without its end. vLLM makes some answer of it, `errors.shape_error` ours."""
 
     def __init__(self, error: ApiError) -> None:
         """Note the failure where the HTTP side finds it."""
@@ -44,16 +44,16 @@ class TaskFailure(GenerationError):
             request.failure = error
 
 
-class RelayedLLM(AsyncLLM):
+class RelayedLLM(AsyncLLM):  # type: ignore[misc]
     """AsyncLLM whose engine is the relay."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as AsyncLLM does, but raise `TaskFailure` for a failed task."""
+        """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task."""
         async with aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
                     if choice.finish_reason in _FAILED:
-                        raise TaskFailure(failure_of(choice.stop_reason))
+                        raise TaskFailedError(failure_of(choice.stop_reason))
                 yield output
 
 
@@ -81,7 +81,7 @@ def configure(model: str, served_name: str, engine_args: Sequence[str]) -> Front
     return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 
-class _Parser(FlexibleArgumentParser):
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> None:
         raise ValueError(f"model.engine_args: {message}.")
 

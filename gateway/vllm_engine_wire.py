@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -22,7 +23,6 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
-from vllm.version import __version__ as VLLM_VERSION
 
 from gateway.errors import ApiError, api_error
 
@@ -120,7 +120,7 @@ def ready_frame(config: VllmConfig) -> bytes:
         block_size=cache.block_size,
         dp_stats_address=None,
         dtype=str(config.model_config.dtype).removeprefix("torch."),
-        vllm_version=VLLM_VERSION,
+        vllm_version=vllm.__version__,
         world_size=parallel.world_size,
         data_parallel_size=parallel.data_parallel_size,
         tensor_parallel_size=parallel.tensor_parallel_size,

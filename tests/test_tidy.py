@@ -1,4 +1,4 @@
-"""Rules about the source text itself: sizes, names, what may be imported where, what may be said."""
+"""Rules about the source text itself: sizes, names, imports of the engine, what may be said."""
 
 import ast
 import os

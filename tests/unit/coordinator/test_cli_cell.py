@@ -1,4 +1,4 @@
-"""The children of `aileron up`: started, watched, started again, stopped in order, never orphaned."""
+"""The children of `aileron up`: watched, started again, stopped in order, never orphaned."""
 
 import asyncio
 import os

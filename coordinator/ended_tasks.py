@@ -1,0 +1,70 @@
+"""Tasks that ended, remembered for a while so that late and repeated messages do no harm.
+
+The leader that finished a task has pushed its last tokens, but until the gateway says that it has
+them all they may be lost with that leader; then the task must run again. Called by the task pool.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import TaskFailed, TaskId
+
+ENDED_REMEMBERED = 16_384
+"""Ended tasks that are remembered; more than can be under way in messages."""
+
+
+@dataclass(slots=True)
+class EndedTask:
+    """What is left of a task."""
+
+    gateway: str
+    attempt: int
+    arrival: int
+    arrived_ms: int
+    pushed_by: Rank | None = None
+    """Who pushed its last tokens; None once the gateway has them all, or needs none."""
+    is_asked: bool = False
+    """`pushed_by` was lost and the gateway was asked to submit the task again."""
+    failure: TaskFailed | None = None
+    """What the gateway was told, to be told again."""
+
+
+class EndedTasks:
+    """The last `ENDED_REMEMBERED` tasks that ended."""
+
+    __slots__ = ("_ended",)
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[TaskId, EndedTask] = OrderedDict()
+
+    def __contains__(self, task: object) -> bool:
+        """Say whether the task ended not long ago."""
+        return task in self._ended
+
+    def add(self, task: TaskId, ended: EndedTask) -> None:
+        """Remember an end, and forget the oldest one if there are too many."""
+        self._ended[task] = ended
+        while len(self._ended) > ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def get(self, task: TaskId) -> EndedTask | None:
+        """Return what is left of the task."""
+        return self._ended.get(task)
+
+    def revive(self, task: TaskId) -> EndedTask:
+        """Forget the end: the task runs again."""
+        return self._ended.pop(task)
+
+    def settle(self, task: TaskId) -> None:
+        """The gateway needs nothing more of this task."""
+        if ended := self._ended.get(task):
+            ended.pushed_by = None
+
+    def in_doubt(self, rank: Rank) -> Iterator[tuple[TaskId, EndedTask]]:
+        """Yield the tasks whose last tokens may have been lost with the rank; marks them asked."""
+        for task, ended in self._ended.items():
+            if ended.pushed_by == rank:
+                ended.is_asked = True
+                yield task, ended

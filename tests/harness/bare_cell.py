@@ -1,0 +1,279 @@
+"""A real coordinator and real ranks without a gateway; tests speak the gateway's protocol themselves.
+
+`TaskClient` stands where a gateway would: it submits vLLM requests and collects raw step outputs, so
+that logits can be compared without HTTP in between.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import zmq
+import zmq.asyncio
+
+from coordinator.protocol import wire
+from coordinator.protocol.config import Config, check_config, dump_config
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    GatewayHello,
+    GatewayUp,
+    Submit,
+    TaskFailed,
+    TaskHeader,
+    TaskId,
+)
+from tests.bench.servers import MODEL, ROOT, free_port
+
+TOKEN = "a-secret-for-tests-only"
+START_LIMIT_S = 180
+TASK_LIMIT_S = 120
+
+
+@dataclass
+class BareCell:
+    """Addresses of a running cell."""
+
+    config: Config
+    folder: Path
+    processes: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+
+    @property
+    def admin(self) -> str:
+        """Base URL of the admin port."""
+        return f"http://127.0.0.1:{self.config.admin.port}"
+
+    def log(self, name: str) -> str:
+        """Log of `coordinator` or `worker`."""
+        return (self.folder / f"{name}.log").read_text()
+
+    def get(self, path: str) -> Any:
+        """GET on the admin port."""
+        with urllib.request.urlopen(self.admin + path, timeout=30) as answer:
+            return msgspec.json.decode(answer.read())
+
+    def switch(self, layout: str, carry: str = "pause") -> Any:
+        """POST /admin/layout and wait until it serves."""
+        body = msgspec.json.encode({"layout": layout, "carry": carry})
+        request = urllib.request.Request(
+            self.admin + "/admin/layout?wait=1",
+            data=body,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return msgspec.json.decode(answer.read())
+
+    def start(self, name: str) -> None:
+        """Start `coordinator` or `worker`; again after it ended."""
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", name, "--config", str(self.folder / "cell.yaml")],
+                cwd=ROOT,
+                env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def wait_serving(self) -> None:
+        """Wait until the first layout serves."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise AssertionError(f"{name} ended:\n{self.log(name)[-4000:]}")
+            try:
+                if self.get("/admin/layout")["serving"]:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"the cell does not serve:\n{self.log('worker')[-4000:]}")
+
+
+@contextmanager
+def bare_cell(
+    folder: Path, *, ranks: int, engine_args: list[str], model: Path = MODEL, **coordinator: Any
+) -> Iterator[BareCell]:
+    """Run a cell for the length of the block."""
+    config = check_config(
+        {
+            "model": {"path": str(model), "served_name": "demo", "engine_args": engine_args},
+            "cell": {
+                "ranks": ranks,
+                "layout": f"dp{ranks}",
+                "widths": [width for width in (1, 2, 4) if width <= ranks],
+                "dist_port": free_port(),
+            },
+            "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
+            "admin": {"port": free_port()},
+            "run_dir": str(folder),
+        }
+    )
+    (folder / "cell.yaml").write_text(dump_config(config))
+    cell = BareCell(config, folder)
+    try:
+        cell.start("coordinator")
+        cell.start("worker")
+        cell.wait_serving()
+        yield cell
+    finally:
+        cell.stop()
+
+
+@dataclass
+class Stream:
+    """What came back for one task."""
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Any] = field(default_factory=list)
+    prompt_logprobs: Any = None
+    cached_tokens: int = 0
+    finished: bool = False
+    failure: str | None = None
+
+
+class TaskClient:
+    """Submits requests to a coordinator and assembles what leaders push."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+        self._up: asyncio.Queue[GatewayUp] = asyncio.Queue()
+        self._reply_to = ""
+
+    @asynccontextmanager
+    async def connected(self, cell: BareCell) -> AsyncIterator["TaskClient"]:
+        """Hold a session for the length of the block."""
+        context = zmq.asyncio.Context()
+        pull = context.socket(zmq.PULL)
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        self._reply_to = f"tcp://127.0.0.1:{port}"
+        channel = grpc.aio.insecure_channel(
+            cell.config.coordinator.listen, options=wire.CHANNEL_OPTIONS
+        )
+        method = channel.stream_stream(
+            wire.GATEWAY_PATH,
+            request_serializer=wire.encode,
+            response_deserializer=wire.decode_gateway_down,
+        )
+        self._up.put_nowait(GatewayHello(PROTOCOL_VERSION, "test"))
+        call = method(self._messages(), metadata=((wire.TOKEN_METADATA_KEY, TOKEN),))
+        readers = [
+            asyncio.create_task(self._read_tokens(pull)),
+            asyncio.create_task(self._read_events(call)),
+        ]
+        try:
+            yield self
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+            await channel.close()
+            context.destroy(linger=0)
+
+    async def _messages(self) -> AsyncIterator[GatewayUp]:
+        while True:
+            yield await self._up.get()
+
+    async def _read_events(self, call: Any) -> None:
+        async for message in call:
+            if isinstance(message, TaskFailed):
+                stream = self.streams[message.task]
+                stream.failure, stream.finished = f"{message.code}: {message.message}", True
+
+    async def _read_tokens(self, pull: Any) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        decoder = MsgpackDecoder(EngineCoreOutputs)
+        while True:
+            header, *frames = await pull.recv_multipart()
+            batch = wire.decode_token_batch(header)
+            for span, output in zip(batch.spans, decoder.decode(frames).outputs, strict=True):
+                self._take(span, output)
+
+    def _take(self, span: Any, output: Any) -> None:
+        stream = self.streams[span.task]
+        assert span.first == len(stream.tokens), (span, len(stream.tokens))
+        stream.tokens += output.new_token_ids
+        if output.new_logprobs is not None:
+            stream.logits += _rows(output.new_logprobs)
+        if output.new_prompt_logprobs_tensors is not None:
+            stream.prompt_logprobs = output.new_prompt_logprobs_tensors
+        if output.prefill_stats is not None:
+            stream.cached_tokens = output.prefill_stats.num_cached_tokens
+        stream.finished |= span.finished
+
+    def submit(self, name: str, prompt: list[int], **params: Any) -> Stream:
+        """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
+        sampling = SamplingParams(**settings)
+        sampling.update_from_generation_config({}, None)
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
+        header = TaskHeader(
+            task=TaskId(name),
+            gateway="test",
+            reply_to=self._reply_to,
+            prompt_tokens=len(prompt),
+            max_tokens=sampling.max_tokens or 16,
+        )
+        self.streams[name] = Stream()
+        self._up.put_nowait(Submit(header, wire.encode(frames)))
+        return self.streams[name]
+
+    async def finish(self, *names: str) -> list[Stream]:
+        """Wait until these streams are complete."""
+        deadline = time.monotonic() + TASK_LIMIT_S
+        while not all(self.streams[name].finished for name in names):
+            assert time.monotonic() < deadline, {n: len(self.streams[n].tokens) for n in names}
+            await asyncio.sleep(0.005)
+        for name in names:
+            assert self.streams[name].failure is None, self.streams[name].failure
+        return [self.streams[name] for name in names]
+
+
+def _rows(lists: Any) -> list[Any]:
+    """vLLM's LogprobsLists over the whole vocabulary -> one (vocab,) array per token, by token id."""
+    import numpy as np
+
+    rows = []
+    for ids, values in zip(lists.logprob_token_ids, lists.logprobs, strict=True):
+        row = np.full(len(ids) - 1, np.nan, dtype=np.float32)
+        row[np.asarray(ids)] = np.asarray(values, dtype=np.float32)
+        rows.append(row)
+    return rows

@@ -1,0 +1,172 @@
+"""Every mode computes what static vLLM computes: logits of every step and teacher-forced loss.
+
+The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must agree to 1e-4; bf16 must
+be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bench.servers import MODEL, ROOT
+from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = (5, 6, 9, 17, 31, 32, 33, 48, 63, 64, 65, 96, 100, 128, 150, 200, 255, 300, 350, 400)
+NEW_TOKENS = 12
+SCORED_TOKENS = 600
+LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
+FP32_TOLERANCE = 1e-4
+LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "1024"]
+
+
+def prompts_and_text() -> tuple[list[list[int]], list[int]]:
+    """Prompts of 5 to 400 tokens and a stretch to score, all held-out text, none overlapping."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids = tokenizer.encode((MODEL / "heldout.txt").read_text(), verbose=False)
+    prompts, start = [], 0
+    for length in LENGTHS:
+        prompts.append(ids[start : start + length])
+        start += length
+    return prompts, ids[start : start + SCORED_TOKENS]
+
+
+def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
+    """Run plain vLLM and load what it computed."""
+    prompts, text = prompts_and_text()
+    spec = {
+        "model": str(MODEL),
+        "dtype": dtype,
+        "tp": tp,
+        "max_model_len": 1024,
+        "max_tokens": NEW_TOKENS,
+        "prompts": prompts,
+        "texts": [text],
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+    out = folder / f"static-{dtype}-{tp}.npz"
+    subprocess.run(
+        [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
+        cwd=ROOT,
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    with np.load(out) as arrays:
+        return dict(arrays)
+
+
+async def run_all(cell: BareCell, tag: str) -> tuple[list[Stream], np.ndarray]:
+    """Generate for all prompts at once, then score the text; returns streams and log-probabilities."""
+    prompts, text = prompts_and_text()
+    client = TaskClient()
+    async with client.connected(cell):
+        names = [f"{tag}-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            client.submit(name, prompt, max_tokens=NEW_TOKENS, logprobs=-1)
+        streams = await client.finish(*names)
+        client.submit(f"{tag}-score", text, max_tokens=1, prompt_logprobs=0)
+        scored = (await client.finish(f"{tag}-score"))[0]
+    return streams, np.asarray(scored.prompt_logprobs.logprobs)[:, 0]
+
+
+def largest_difference(streams: list[Stream], reference: dict[str, Any]) -> float:
+    """Largest difference of a logit, over the steps with equal history."""
+    worst = 0.0
+    for number, stream in enumerate(streams):
+        expected = reference[f"logits_{number}"]
+        tokens = reference[f"tokens_{number}"]
+        assert len(stream.logits) == len(expected) == NEW_TOKENS
+        for step, row in enumerate(stream.logits):
+            worst = max(worst, float(np.abs(row - expected[step]).max()))
+            if stream.tokens[step] != tokens[step]:
+                break
+    return worst
+
+
+@pytest.fixture(scope="module")
+def fp32_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    """Four ranks in fp32."""
+    arguments = ["--dtype", "float32", *LOGITS_ARGS]
+    with bare_cell(tmp_path_factory.mktemp("fp32"), ranks=4, engine_args=arguments) as cell:
+        yield cell
+
+
+@pytest.fixture(scope="module")
+def fp32_static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Static vLLM in fp32, by tp size."""
+    folder = tmp_path_factory.mktemp("static")
+    return {tp: static(folder, "float32", tp) for tp in (1, 2)}
+
+
+@pytest.mark.timeout(600)
+async def test_fp32_equals_static_vllm_in_every_layout(
+    fp32_static: dict[int, dict[str, Any]], fp32_cell: BareCell
+) -> None:
+    report = {}
+    for layout in LAYOUTS:
+        fp32_cell.switch(layout)
+        streams, scores = await run_all(fp32_cell, layout)
+        for tp, reference in fp32_static.items():
+            for number, stream in enumerate(streams):
+                assert stream.tokens == reference[f"tokens_{number}"].tolist(), (layout, number)
+            logits = largest_difference(streams, reference)
+            loss = abs(float(scores.mean() - reference["scores_0"].mean()))
+            report[layout, tp] = (logits, loss)
+            assert logits < FP32_TOLERANCE, (layout, tp, logits)
+            assert np.abs(scores - reference["scores_0"]).max() < FP32_TOLERANCE, (layout, tp)
+    print("largest logit and loss differences by (layout, static tp):", report)
+
+
+@pytest.mark.timeout(300)
+async def test_prefix_cache_hits_change_nothing(
+    fp32_static: dict[int, dict[str, Any]], fp32_cell: BareCell
+) -> None:
+    number = LENGTHS.index(300)
+    prompt = prompts_and_text()[0][number]
+    for layout in ("tp2+tp2", "tp4", "dp4"):
+        fp32_cell.switch(layout)
+        client = TaskClient()
+        async with client.connected(fp32_cell):
+            hits = 0
+            # Groups take turns, so a few repetitions make sure that one of them sees the prompt twice.
+            for turn in range(8):
+                name = f"prefix-{layout}-{turn}"
+                client.submit(name, prompt, max_tokens=NEW_TOKENS, logprobs=-1)
+                stream = (await client.finish(name))[0]
+                hits += stream.cached_tokens > 0
+                rows = np.stack(stream.logits)
+                expected = fp32_static[1][f"logits_{number}"]
+                assert np.abs(rows - expected).max() < FP32_TOLERANCE, (layout, turn)
+        assert hits > 0, f"no prefix-cache hit in {layout}"
+
+
+@pytest.mark.timeout(600)
+async def test_bf16_is_as_close_to_static_dp_as_static_tp_is(tmp_path: Path) -> None:
+    references = {tp: static(tmp_path, "bfloat16", tp) for tp in (1, 2)}
+    dp = references[1]
+    tp_error = np.abs(references[2]["scores_0"] - dp["scores_0"])
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    arguments = ["--dtype", "bfloat16", *LOGITS_ARGS]
+    with bare_cell(folder, ranks=2, engine_args=arguments) as cell:
+        for layout in ("dp2", "tp2"):
+            cell.switch(layout)
+            streams, scores = await run_all(cell, layout)
+            error = np.abs(scores - dp["scores_0"])
+            print(layout, "bf16 error", error.max(), "static tp2", tp_error.max())
+            assert error.max() <= 1.5 * tp_error.max(), layout
+            assert error.mean() <= 1.25 * tp_error.mean(), layout
+            assert abs(scores.mean() - dp["scores_0"].mean()) < 0.01, layout
+            assert streams[0].tokens[:1] == dp["tokens_0"].tolist()[:1]

@@ -1,0 +1,312 @@
+"""Sessions over real gRPC: who is let in, what becomes an event, and where effects go."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.events import (
+    Effect,
+    Event,
+    GatewayClosed,
+    GatewayOpened,
+    GatewaySaid,
+    RankClosed,
+    RankOpened,
+    RankSaid,
+    Tick,
+    ToGateway,
+    ToRank,
+)
+from coordinator.outbox import Closing, Outbox
+from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.protocol import wire
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Drop,
+    GatewayHello,
+    PageReport,
+    Phase,
+    RankHello,
+    Report,
+    Stage,
+    TaskId,
+    Welcome,
+)
+from coordinator.server import CellServer, ListenError
+
+TOKEN = "a-shared-secret-of-the-test"
+PAGES = PageReport(total=8, free=8, owned=0, leased=0)
+Call = grpc.aio.StreamStreamCall[Any, Any]
+
+
+class EchoCore:
+    """Remembers events; welcomes gateways and answers each report with a `Drop` that names it."""
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        if isinstance(event, Tick):
+            return []
+        self.heard.append(event)
+        match event:
+            case GatewayOpened(hello):
+                return [ToGateway(hello.gateway, Welcome("c1"))]
+            case RankSaid(rank, report):
+                return [ToRank(rank, Drop(TaskId(f"task-{report.running}")))]
+            case GatewaySaid(_, Cancel(task)):
+                return [ToRank(Rank(0), Drop(task))]
+        return []
+
+    def count(self, kind: type[object]) -> int:
+        return sum(isinstance(event, kind) for event in self.heard)
+
+
+class Cell:
+    """A server on a free port with an echoing core."""
+
+    def __init__(self, port: int, core: EchoCore, owner: CoreOwner) -> None:
+        self.port = port
+        self.core = core
+        self.owner = owner
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, path: str, hello: msgspec.Struct, token: str = TOKEN
+    ) -> AsyncIterator[Call]:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
+            decode = wire.decode_rank_down if path == wire.RANK_PATH else wire.decode_gateway_down
+            call: Call = channel.stream_stream(
+                path, request_serializer=wire.encode, response_deserializer=decode
+            )(metadata=((wire.TOKEN_METADATA_KEY, token),))
+            await call.write(hello)
+            yield call
+            call.cancel()
+
+    def rank(
+        self, rank: int = 0, incarnation: int = 1, **other: Any
+    ) -> "contextlib.AbstractAsyncContextManager[Call]":
+        return self.session(wire.RANK_PATH, rank_hello(rank, incarnation), **other)
+
+    def gateway(self, name: str = "g1") -> "contextlib.AbstractAsyncContextManager[Call]":
+        return self.session(wire.GATEWAY_PATH, GatewayHello(PROTOCOL_VERSION, name))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+def rank_hello(rank: int, incarnation: int = 1, version: int = PROTOCOL_VERSION) -> RankHello:
+    return RankHello(
+        version=version,
+        rank=Rank(rank),
+        incarnation=incarnation,
+        pid=1,
+        device="cpu",
+        widths=(1, 2),
+        max_tasks=4,
+        max_model_len_tokens=512,
+        tokens_per_slot=16,
+        kv_heads=4,
+        pages_total=8,
+        held=(),
+    )
+
+
+def report(rank: int = 0, steps: int = 0) -> Report:
+    return Report(Rank(rank), 1, 0, Stage(0, Phase.PARK), None, None, PAGES, running=steps)
+
+
+@pytest.fixture
+async def cell() -> AsyncIterator[Cell]:
+    core = EchoCore()
+    owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
+    running = asyncio.create_task(owner.run())
+    server = CellServer(owner, TOKEN, world=2)
+    port = await server.start("127.0.0.1:0")
+    yield Cell(port, core, owner)
+    await server.stop()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+async def refusal(call: Call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        async with asyncio.timeout(5):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    return refused.value
+
+
+async def test_reports_become_events_and_effects_come_back(cell: Cell) -> None:
+    async with cell.rank() as call:
+        for steps in range(50):
+            await call.write(report(steps=steps))
+        answers = [await call.read() for _ in range(50)]
+    assert answers == [Drop(TaskId(f"task-{steps}")) for steps in range(50)]
+    await cell.until(lambda: cell.core.count(RankClosed) == 1)
+    assert cell.core.heard[0] == RankOpened(rank_hello(0))
+    assert cell.core.heard[-1] == RankClosed(Rank(0), 1)
+
+
+async def test_gateway_is_welcomed_first_and_its_messages_reach_ranks(cell: Cell) -> None:
+    async with cell.rank() as rank, cell.gateway() as gateway:
+        assert await gateway.read() == Welcome("c1")
+        await gateway.write(Cancel(TaskId("t")))
+        assert await rank.read() == Drop(TaskId("t"))
+    await cell.until(lambda: cell.core.count(GatewayClosed) == 1)
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "ä"])
+async def test_wrong_token_is_refused(cell: Cell, token: str) -> None:
+    key = wire.TOKEN_METADATA_KEY
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cell.port}") as channel:
+        metadata = ((key, token),) if token.isascii() else ()
+        call: Call = channel.stream_stream(wire.RANK_PATH)(metadata=metadata)
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "AILERON_TOKEN" in str(error.details())
+    assert cell.core.heard == []
+
+
+async def test_other_version_is_refused_with_a_sentence(cell: Cell) -> None:
+    hello = rank_hello(0, version=PROTOCOL_VERSION + 1)
+    async with cell.session(wire.RANK_PATH, hello) as call:
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "same version of aileron" in str(error.details())
+    assert cell.core.heard == []
+
+
+async def test_rank_outside_the_cell_is_refused(cell: Cell) -> None:
+    async with cell.rank(2) as call:
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "ranks 0 to 1" in str(error.details())
+
+
+@pytest.mark.parametrize("first", [report(), GatewayHello(PROTOCOL_VERSION, "g")])
+async def test_session_starts_with_its_own_hello(cell: Cell, first: msgspec.Struct) -> None:
+    async with cell.session(wire.RANK_PATH, first) as call:
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert cell.core.heard == []
+
+
+async def test_garbage_ends_the_session(cell: Cell) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{cell.port}") as channel:
+        call: Call = channel.stream_stream(wire.RANK_PATH)(
+            metadata=((wire.TOKEN_METADATA_KEY, TOKEN),)
+        )
+        await call.write(wire.encode(rank_hello(0)))
+        await call.write(b"\xc1garbage")
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await cell.until(lambda: cell.core.count(RankClosed) == 1)
+
+
+async def test_reports_of_another_rank_end_the_session(cell: Cell) -> None:
+    async with cell.rank(0) as call:
+        await call.write(report(rank=1))
+        error = await refusal(call)
+    assert "only reports of rank 0" in str(error.details())
+    assert cell.core.count(RankSaid) == 0
+
+
+async def test_second_session_replaces_the_first(cell: Cell) -> None:
+    async with cell.rank() as first:
+        await cell.until(lambda: cell.core.count(RankOpened) == 1)
+        async with cell.rank() as second:
+            error = await refusal(first)
+            assert error.code() is grpc.StatusCode.ABORTED
+            await second.write(report(steps=7))
+            assert await second.read() == Drop(TaskId("task-7"))
+            # The end of a replaced session is no end of the rank's session.
+            assert cell.core.count(RankClosed) == 0
+    await cell.until(lambda: cell.core.count(RankClosed) == 1)
+
+
+async def test_older_process_cannot_replace_a_newer_one(cell: Cell) -> None:
+    async with cell.rank(incarnation=5) as newer:
+        await cell.until(lambda: cell.core.count(RankOpened) == 1)
+        async with cell.rank(incarnation=4) as older:
+            error = await refusal(older)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await newer.write(report(steps=1))
+        assert await newer.read() == Drop(TaskId("task-1"))
+
+
+async def test_sessions_that_come_and_go_fast_leave_the_last_one(cell: Cell) -> None:
+    for _ in range(20):
+        async with cell.rank():
+            pass
+    async with cell.rank() as call:
+        await call.write(report(steps=3))
+        assert await call.read() == Drop(TaskId("task-3"))
+        sessions = [each for each in cell.core.heard if isinstance(each, RankOpened | RankClosed)]
+        assert isinstance(sessions[-1], RankOpened)
+        assert list(cell.owner.rank_outboxes) == [0]
+
+
+async def test_peer_that_does_not_read_is_cut_off() -> None:
+    outbox = Outbox(messages_max=3)
+    for number in range(4):
+        outbox.put(Drop(TaskId(str(number))))
+    outbox.put(Drop(TaskId("late")))
+    said = await outbox.take()
+    assert isinstance(said, Closing)
+    assert said.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "3 messages" in said.reason
+
+
+async def test_what_was_said_before_the_closing_is_still_delivered() -> None:
+    outbox = Outbox()
+    outbox.put(Drop(TaskId("a")))
+    outbox.close(Closing(grpc.StatusCode.ABORTED, "x"))
+    outbox.put(Drop(TaskId("b")))
+    assert await outbox.take() == Drop(TaskId("a"))
+    assert await outbox.take() == Closing(grpc.StatusCode.ABORTED, "x")
+
+
+async def test_taken_address_is_named(cell: Cell) -> None:
+    other = CellServer(cell.owner, TOKEN, world=2)
+    with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{cell.port}"):
+        await other.start(f"127.0.0.1:{cell.port}")
+
+
+async def test_an_error_of_the_core_ends_its_owner() -> None:
+    class Broken:
+        def handle(self, event: Event, now_ms: int) -> list[Effect]:
+            raise AssertionError("an invariant is broken.")
+
+    owner = CoreOwner(Broken(), tick_ms=1, clock=monotonic_ms)
+    with pytest.raises(AssertionError, match="invariant"):
+        async with asyncio.timeout(5):
+            await owner.run()
+
+
+async def test_ticks_come_by_themselves() -> None:
+    class Ticked(EchoCore):
+        ticks = 0
+
+        def handle(self, event: Event, now_ms: int) -> list[Effect]:
+            self.ticks += 1
+            return []
+
+    core = Ticked()
+    running = asyncio.create_task(CoreOwner(core, tick_ms=1, clock=monotonic_ms).run())
+    async with asyncio.timeout(5):
+        while core.ticks < 10:
+            await asyncio.sleep(0.005)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
