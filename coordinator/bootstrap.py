@@ -28,6 +28,8 @@ TORCH_INDEX_ENV = "AILERON_TORCH_INDEX"
 """Package index that has torch's CPU build, where pip does not find it by itself."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG_TAIL_LINES = 12
+PACKAGE_LINES = ("Collecting", "Processing", "Requirement already satisfied")
+"""How pip starts the line that it prints first about each package."""
 
 
 class SetupError(Exception):
@@ -194,7 +196,7 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
         for line in process.stdout:
             log.write(line)
             tail = [*tail[1 - LOG_TAIL_LINES :], line]
-            if packages and line.startswith(("Collecting", "Requirement already satisfied")):
+            if packages and line.startswith(PACKAGE_LINES):
                 seen += 1
                 _show_count(seen, packages)
             elif packages and line.startswith("Installing"):

@@ -20,17 +20,17 @@ class _Lease:
     """The group serves: its lease is whole, and `kept` is what it started from."""
     served_born: int = 0
     """The last formation that leased pages; what was kept of earlier ones is out of date."""
-    dropped_upto: int = 0
-    """A member was lost: no page of this formation or an earlier one is of use to anyone."""
 
 
 class KeptLeases:
     """The lease indices that remain, per group of ranks."""
 
-    __slots__ = ("_leases",)
+    __slots__ = ("_leases", "_lost_in")
 
     def __init__(self) -> None:
         self._leases: dict[tuple[Rank, ...], _Lease] = {}
+        self._lost_in: dict[Rank, int] = {}
+        """The last epoch in which a rank was lost; leases formed until then are worthless."""
 
     def on_report(self, leader: Rank, reported: tuple[LeaseKept, ...]) -> bool:
         """Take what a leader still needs; return whether anything changed."""
@@ -48,14 +48,13 @@ class KeptLeases:
         if lease := self._leases.get(binding.group.ranks):
             lease.is_bound = False
 
-    def drop(self, rank: Rank) -> None:
+    def drop(self, rank: Rank, epoch: int) -> None:
         """Give up every lease that the rank shares: its part of the KV is lost."""
+        self._lost_in[rank] = epoch
         for ranks, lease in self._leases.items():
-            if rank not in ranks:
-                continue
-            version, born = (lease.kept.version, lease.kept.born) if lease.kept else (0, 0)
-            lease.dropped_upto = max(born, lease.served_born)
-            lease.kept = LeaseKept(ranks, version + 1, (), lease.dropped_upto)
+            if rank in ranks:
+                version, born = (lease.kept.version, lease.kept.born) if lease.kept else (0, 0)
+                lease.kept = LeaseKept(ranks, version + 1, (), max(born, lease.served_born))
 
     def for_rank(self, rank: Rank) -> tuple[LeaseKept, ...]:
         """Return what the rank is to keep, for each group that it is a member of."""
@@ -69,7 +68,7 @@ class KeptLeases:
             return False
         if lease.kept is not None and _order(kept) <= _order(lease.kept):
             return False
-        if kept.born <= lease.dropped_upto:
+        if any(kept.born <= self._lost_in.get(rank, -1) for rank in kept.ranks):
             # The leader had not heard of the loss; its tasks learn from the echo.
             kept = msgspec.structs.replace(kept, indices=())
         lease.kept = kept

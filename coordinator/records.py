@@ -5,6 +5,7 @@ gateways send late are still added to it. Called by the switcher and the core.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -21,18 +22,8 @@ class Outcome(StrEnum):
     """A later target replaced it before that."""
 
 
-@dataclass(frozen=True, slots=True)
-class TasksCarried:
-    """Running tasks by what the switch did to them."""
-
-    reshard: int = 0
-    pause: int = 0
-    drain: int = 0
-    recompute: int = 0
-
-    def plus(self, carry: Carry) -> "TasksCarried":
-        """Return the counts with one more task."""
-        return replace(self, **{carry.value: getattr(self, carry.value) + 1})
+def _no_tasks() -> dict[Carry, int]:
+    return dict.fromkeys((Carry.RESHARD, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +37,8 @@ class SwitchRecord:
     carry: Carry
     started_ms: int
     decide_ms: int
-    tasks: TasksCarried = field(default=TasksCarried())
+    tasks: Mapping[Carry, int] = field(default_factory=_no_tasks)
+    """Running tasks by what the switch did to them."""
     park_ms: float = 0.0
     swap_ms: float = 0.0
     first_step_ms: float = 0.0
@@ -55,6 +47,18 @@ class SwitchRecord:
     gap_ms_max: float = 0.0
     total_ms: int = 0
     outcome: Outcome = Outcome.UNDER_WAY
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a layout was chosen; `candidates` hold each layout's predicted cost."""
+
+    time_ms: int
+    choice: str
+    carry: Carry
+    reason: str
+    inputs: Mapping[str, object] = field(default_factory=dict)
+    candidates: tuple[Mapping[str, object], ...] = ()
 
 
 class SwitchLog:
@@ -80,12 +84,13 @@ class SwitchLog:
         """Close the record under way, if any: its layout serves."""
         self._finish(Outcome.SERVED, now_ms)
 
-    def count(self, carry: Carry) -> None:
-        """Add a task that the switch under way (or the last one) carried over by this plan."""
+    def count(self, carry: Carry, tasks: int = 1) -> None:
+        """Add tasks that the switch under way (or the last one) carried over by this plan."""
         if self._records:
             epoch = next(reversed(self._records))
             record = self._records[epoch]
-            self._records[epoch] = replace(record, tasks=record.tasks.plus(carry))
+            counts = {**record.tasks, carry: record.tasks[carry] + tasks}
+            self._records[epoch] = replace(record, tasks=counts)
 
     def on_times(self, times: SwitchTimes) -> None:
         """Add what a rank measured."""

@@ -61,6 +61,10 @@ class Roster:
         """Return what is known of a rank that was heard."""
         return self._seen[rank]
 
+    def get(self, rank: Rank) -> Seen | None:
+        """Return what is known of a rank, if it was ever heard."""
+        return self._seen.get(rank)
+
     def __contains__(self, rank: Rank) -> bool:
         """Say whether the rank was ever heard."""
         return rank in self._seen

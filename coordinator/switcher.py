@@ -128,11 +128,11 @@ class Switcher:
         rank = hello.rank
         layout = self.target.layout
         if arrival is Arrival.RESTARTED and rank in layout.ranks:
-            self._kept.drop(rank)
+            self._kept.drop(rank, self.epoch)
             layout = layout.without((rank,)).plus((rank,))
             self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
         else:
-            self._kept.drop(rank)
+            self._kept.drop(rank, self.epoch)
             self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
 
     def on_report(self, report: Report, now_ms: int) -> None:
@@ -173,6 +173,13 @@ class Switcher:
     def is_draining(self) -> bool:
         """Groups finish their tasks before they change."""
         return self.stage.phase is Phase.PARK and self.carry is Carry.DRAIN
+
+    def drains(self, leader: Rank) -> bool:
+        """Say whether the leader's group finishes its tasks because it is to change."""
+        report = self._roster.report_of(leader)
+        if not self.is_draining or report is None or report.binding is None:
+            return False
+        return report.binding not in self.target.bindings
 
     def retarget(
         self,
@@ -229,6 +236,13 @@ class Switcher:
             if self._free_pages(binding) > grant.pages
         )
 
+    def integrity(self) -> None:
+        """Assert that what is said of groups is about groups of the target."""
+        assert set(self._granted) <= set(self.target.bindings), "a group of no target has a grant."
+        if self.stage.phase is Phase.SERVE:
+            assert set(self._granted) == set(self.target.bindings), "a serving group has no grant."
+        assert self.recovering or self.epoch > 0, "no target after recovery."
+
     def _change(
         self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
     ) -> None:
@@ -276,7 +290,7 @@ class Switcher:
         if not lost or self.recovering:
             return
         for rank in lost:
-            self._kept.drop(rank)
+            self._kept.drop(rank, self.epoch)
         names = ", ".join(str(rank) for rank in lost)
         self._change(self.target.layout.without(lost), f"rank {names} lost", now_ms)
 
@@ -350,7 +364,7 @@ class Switcher:
             if binding in resumed.serving:
                 self._granted[binding] = Grant(binding.group.ranks, self._held_pages(binding))
         for rank in resumed.gone:
-            self._kept.drop(rank)
+            self._kept.drop(rank, self.epoch)
         if not resumed.is_settled:
             stopped = set(self.target.bindings).difference(resumed.serving)
             fresh = [rank for binding in stopped for rank in binding.group.ranks]

@@ -77,9 +77,9 @@ class Relay:
             case engine.UnfitRequest(request_id, reason):
                 self._answer_failure([request_id], api_error("unsupported_parameter", reason))
 
-    def session_opened(self, coordinator: str) -> Iterable[GatewayUp]:
+    def session_opened(self) -> Iterable[GatewayUp]:
         """Tell the coordinator about everything that is open."""
-        return self.book.session_opened(coordinator)
+        return self.book.session_opened()
 
     def session_closed(self) -> None:
         """Streams go on; new tasks wait."""
@@ -93,8 +93,8 @@ class Relay:
                 self.cell = message
             case TaskFailed(task, code, text):
                 self._fail(task, api_error(code, text))
-            case Resubmit(task):
-                self._session.send(self.book.resubmit(task))
+            case Resubmit(task, attempt):
+                self._session.send(self.book.resubmit(task, attempt))
             case Welcome():
                 log.warning("welcome_repeated", coordinator=message.coordinator)
 

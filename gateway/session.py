@@ -44,7 +44,7 @@ class SessionError(Exception):
 class Listener(Protocol):
     """Whom the session tells what happens."""
 
-    def session_opened(self, coordinator: str) -> Iterable[GatewayUp]:
+    def session_opened(self) -> Iterable[GatewayUp]:
         """The coordinator answered; return what it must know first."""
 
     def session_closed(self) -> None:
@@ -163,7 +163,7 @@ class CoordinatorSession:
         if not isinstance(answer, Welcome):
             raise SessionError("the coordinator did not answer the hello.")
         self._outbox = outbox
-        for message in listener.session_opened(answer.coordinator):
+        for message in listener.session_opened():
             outbox.put(message)
         log.info("coordinator_session_opened", coordinator=answer.coordinator)
         async for said in answers:

@@ -71,7 +71,7 @@ class Task:
 
     def submit(self) -> Submit:
         """The message that makes the coordinator place it, behind what was delivered."""
-        return Submit(self.header, self.payload, tuple(self.delivered))
+        return Submit(self.header, self.payload, tuple(self.delivered), self.stream.attempt)
 
 
 def family(task: TaskId) -> str:
@@ -84,13 +84,11 @@ class TaskBook:
     """Open tasks by id, and the last ended ones."""
 
     def __init__(self) -> None:
-        """Start empty, with no session."""
         self._open: dict[TaskId, Task] = {}
         self._families: dict[str, set[TaskId]] = {}
         self._ended: OrderedDict[TaskId, Cancel | Done] = OrderedDict()
         self._told: set[TaskId] = set()
         self._payload_bytes = 0
-        self._coordinator = ""
         self._connected = False
 
     def __len__(self) -> int:
@@ -123,12 +121,9 @@ class TaskBook:
         self._payload_bytes += len(payload)
         return task.submit() if self._connected else None
 
-    def session_opened(self, coordinator: str) -> list[GatewayUp]:
+    def session_opened(self) -> list[GatewayUp]:
         """Everything that the coordinator must know, in order; it drops what it knows already."""
-        if coordinator != self._coordinator:
-            for task in self:
-                task.stream.forget_attempts()
-        self._coordinator, self._connected = coordinator, True
+        self._connected = True
         self._told.clear()
         messages: list[GatewayUp] = list(self._ended.values())
         for task in self:
@@ -140,13 +135,14 @@ class TaskBook:
         """Keep new tasks until the next session."""
         self._connected = False
 
-    def resubmit(self, task_id: TaskId) -> Submit | Cancel:
-        """The rank that ran the task is lost; a task that is not open needs no rank."""
+    def resubmit(self, task_id: TaskId, attempt: int) -> Submit | Done | Cancel:
+        """The rank that ran `attempt` is lost; tell how far the task got, and take no more of it."""
         task = self._open.get(task_id)
         if task is None:
-            return Cancel(task_id)
-        task.stream.fence()
-        task.held_since_s = None
+            return self._ended.get(task_id) or Cancel(task_id)
+        task.stream.fence(attempt)
+        if not task.stream.holding:
+            task.held_since_s = None
         return task.submit()
 
     def finish(self, task_id: TaskId) -> Done:
@@ -156,7 +152,7 @@ class TaskBook:
 
     def cancel(self, task_ids: Iterable[TaskId]) -> list[Cancel]:
         """Nobody waits for these tasks any more; those that are not open are skipped."""
-        cancelled = [task_id for task_id in task_ids if task_id in self._open]
+        cancelled = [task_id for task_id in dict.fromkeys(task_ids) if task_id in self._open]
         for task_id in cancelled:
             self._close(task_id)
             self._told.add(task_id)
@@ -212,7 +208,6 @@ class GapMeter:
     """Longest pause of any stream that crossed into an epoch, by epoch."""
 
     def __init__(self) -> None:
-        """Start with no epoch."""
         self._max_s: dict[int, float] = {}
         self._reported: dict[int, tuple[float, float]] = {}
 

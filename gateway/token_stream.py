@@ -18,7 +18,8 @@ Payload = TypeVar("Payload")
 HELD_SPANS_MAX = 1_024
 """Most spans of one task that wait for an earlier one."""
 
-NO_ATTEMPT = -1
+NO_ATTEMPT = 0
+"""Attempts count from 1."""
 
 
 class Verdict(Enum):
@@ -54,7 +55,6 @@ class TokenStream(Generic[Payload]):
     __slots__ = ("_current", "_fence", "_held", "_newest", "_starts", "ended", "expected")
 
     def __init__(self) -> None:
-        """Start before the first token."""
         self.expected = 0
         """Index of the next token to deliver; so many were delivered."""
         self.ended = False
@@ -66,6 +66,11 @@ class TokenStream(Generic[Payload]):
         # Lowest index seen of each attempt that is not fenced off.
         self._starts: dict[int, int] = {}
         self._held: list[tuple[TokenSpan, Payload]] = []
+
+    @property
+    def attempt(self) -> int:
+        """The highest attempt that tokens were taken from, or that none are taken from any more."""
+        return max(self._newest, self._fence)
 
     @property
     def holding(self) -> int:
@@ -96,24 +101,20 @@ class TokenStream(Generic[Payload]):
             if answer is not Verdict.DROP:
                 yield answer, payload
 
-    def fence(self) -> None:
-        """Refuse every attempt seen so far: the task is placed again behind what was delivered."""
-        self._fence = max(self._fence, self._newest)
-        self._forget()
-
-    def forget_attempts(self) -> None:
-        """Accept any attempt number again: a restarted coordinator may count from the beginning."""
-        self._fence = NO_ATTEMPT
-        self._forget()
-
-    def _forget(self) -> None:
-        self._current = self._newest = NO_ATTEMPT
-        self._starts.clear()
-        self._held.clear()
+    def fence(self, attempt: int) -> None:
+        """Take nothing of `attempt` or an earlier one: the next one starts behind `expected`."""
+        self._fence = max(self._fence, attempt)
+        self._starts = {each: start for each, start in self._starts.items() if each > self._fence}
+        self._held = [each for each in self._held if each[0].attempt > self._fence]
+        self._newest = max(self._starts, default=NO_ATTEMPT)
+        if self._current <= self._fence:
+            self._current = NO_ATTEMPT
 
     def _end(self) -> None:
         self.ended = True
-        self._forget()
+        self._held.clear()
+        # From now on nothing takes the quick way of `offer`.
+        self._current = NO_ATTEMPT
 
     def _deliverable(self) -> int | None:
         for index, (span, _) in enumerate(self._held):

@@ -5,6 +5,7 @@ that it does not manage (`client_addresses`). The one difference: `generate` rai
 as an error that both of vLLM's ways of answering, whole and streamed, understand.
 """
 
+import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -101,6 +102,9 @@ async def build_front_end(
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
     tasks = await llm.get_supported_tasks()
+    level = logging.getLogger().level
     app = build_app(config.args, tasks, llm.model_config)
+    # A package that vLLM imports for its routes turns the root logger down.
+    logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
     return app, llm

@@ -4,8 +4,10 @@ Invariant: `stage` never goes back, and a rank leaves a group only when no step 
 still need it: a leader at its own safe point, a follower once the leader's leave message is read
 or the leader is known to be gone. Called by the rank's process, which carries out the moves:
 
-- A follower is at a safe point when it has executed every step that it received; a leader when
-  every step that it sent is complete.
+- A leader is at a safe point when every step that it sent is complete, so with a new directive it
+  sends no further one before it has asked. A follower asks between any two steps, but carries out
+  `Leave` only when it has read all that its leader sent.
+- A leader that waits for room in the queue gives up the step when its lease ends.
 - Each formation's messages on the step queue carry its `born`; other formations' are dropped.
 - Followers take their lease from the leader's first message of a formation (born, grant, kept),
   which the leader sends on `Serve`: steps may reach a follower before its own SERVE directive,
@@ -180,13 +182,13 @@ class Seat:
         `idle`: the group that this rank leads has no unfinished task, so a drain is over.
         """
         wanted = self.wanted
-        if wanted is None or wanted.stage <= self.stage or self._is_foreign(wanted):
+        if wanted is None or not self._is_due(wanted):
             return None
         to_be = wanted.target.binding_of(self.rank)
         if self.binding is not None and self.binding != to_be:
             return self._leave(wanted, self.binding, idle)
         owed = self._promised
-        if owed is not None and owed != to_be and wanted.swapped_upto >= owed.born:
+        if owed is not None and self._owes(owed, wanted):
             return OweLeave(owed, wanted)
         if self.binding is not None:
             return self._stay(wanted, self.binding)
@@ -213,29 +215,43 @@ class Seat:
             case _:
                 assert_never(move)
 
-    def _is_foreign(self, wanted: Directive) -> bool:
-        """The same epoch was acknowledged for another layout.
+    def _is_due(self, wanted: Directive) -> bool:
+        """Say whether there is anything to do for the directive.
 
-        Only a coordinator that restarted without hearing of that epoch sends such a directive; it
-        raises its epoch when it reads this rank's report.
+        Nothing is done for another layout of an epoch that was acknowledged: only a coordinator
+        that restarted without hearing of that epoch sends one, and it raises its epoch when it
+        reads this rank's report.
         """
-        return wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
+        is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
+        return wanted.stage > self.stage and not is_foreign
+
+    def _owes(self, promised: Binding, wanted: Directive) -> bool:
+        is_given_up = wanted.target.binding_of(self.rank) != promised
+        return is_given_up and wanted.swapped_upto >= promised.born
 
     def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
-        members = dict(wanted.members)
-        present = frozenset(wanted.target.layout.ranks)
-        gone = {
-            rank
-            for rank in binding.group.ranks
-            if rank not in present or members.get(rank) != self._members[rank]
-        }
+        gone = self._gone(wanted, binding)
         if self.is_leader:
             may_leave = bool(gone) or wanted.carry is not Carry.DRAIN or idle
         else:
-            may_leave = binding.born in self._leaves or binding.group.leader in gone
+            may_leave = self._is_left(binding, gone)
         if not may_leave:
             return None
         return Leave(binding, wanted.carry, self.is_leader, bool(gone), wanted)
+
+    def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
+        """The leader will send no further step of the formation."""
+        return binding.born in self._leaves or binding.group.leader in gone
+
+    def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
+        """Members of the joined group that are cut out, or are new processes."""
+        present = frozenset(wanted.target.layout.ranks)
+        members = dict(wanted.members)
+        return frozenset(
+            rank
+            for rank in binding.group.ranks
+            if rank not in present or members.get(rank) != self._members[rank]
+        )
 
     def _stay(self, wanted: Directive, binding: Binding) -> Serve | Ack | None:
         if self.serving or wanted.stage.phase is not Phase.SERVE:

@@ -1,0 +1,40 @@
+"""`python -m coordinator --config FILE`: one coordinator process."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from coordinator.admin_guard import AdminKeyError
+from coordinator.logs import set_up_logging
+from coordinator.process import admin_key, serve
+from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.server import ListenError
+
+USAGE_STATUS = 2
+"""Exit status where the user must change something first."""
+
+
+def main() -> int:
+    """Parse arguments, check the configuration, serve until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    try:
+        config = load_config(options.config)
+        token = shared_token()
+        key = admin_key(config.admin.host)
+    except (ConfigError, AdminKeyError) as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return USAGE_STATUS
+    set_up_logging()
+    try:
+        asyncio.run(serve(config, token, key))
+    except ListenError as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The admin API: what the cell is doing, and the order to change its layout.
+
+Answers come from the core's views; a wanted layout is checked, handed to the core's owner and, if
+asked for, waited for. Errors have OpenAI's shape. Runs on the owner's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, StrictStr
+from starlette.exceptions import HTTPException
+
+from comm_pool.layout import Layout, LayoutError, format_layout, parse_layout
+from coordinator.admin_guard import AdminGuard, error_answer
+from coordinator.core import OPERATOR, Core
+from coordinator.events import SwitchWanted
+from coordinator.metrics import Metrics
+from coordinator.owner import CoreOwner
+from coordinator.protocol.messages import Carry
+
+WAIT_LIMIT_S = 120.0
+"""How long `?wait=1` waits for a layout to serve."""
+WAIT_POLL_S = 0.005
+HISTORY_MAX = 1_000
+"""Most switches or decisions in one answer."""
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Last = Annotated[int, Query(ge=1, le=HISTORY_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminContext:
+    """What the API answers from; `facts` are shown in `/admin/status` as they are."""
+
+    core: Core
+    owner: CoreOwner
+    metrics: Metrics
+    clock: Callable[[], int]
+    world: int
+    widths: tuple[int, ...]
+    default_carry: Carry
+    facts: dict[str, Any]
+
+
+class SwitchBody(BaseModel):
+    """Body of `POST /admin/layout`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layout: StrictStr
+    carry: StrictStr | None = None
+
+
+class _AnswerError(Exception):
+    """Ends a call with an error answer."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.answer = error_answer(status, code, message, param)
+
+
+def build_admin(context: AdminContext, key: str) -> AdminGuard:
+    """Return the ASGI application of the admin port; `key` may be empty on loopback."""
+    app = FastAPI(title="aileron admin", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(_AnswerError, _on_answer_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_reads(app, context)
+
+    @app.post("/admin/layout")
+    async def change_layout(body: SwitchBody, wait: bool = False) -> dict[str, Any]:
+        return await _switch(context, body, wait=wait)
+
+    return AdminGuard(app, key)
+
+
+def _add_reads(app: FastAPI, context: AdminContext) -> None:
+    core, clock = context.core, context.clock
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.render(), media_type=METRICS_TYPE)
+
+    @app.get("/admin/layout")
+    async def layout() -> dict[str, Any]:
+        return core.layout_view()
+
+    @app.get("/admin/ranks")
+    async def ranks() -> dict[str, Any]:
+        return core.ranks_view(clock())
+
+    @app.get("/admin/switches")
+    async def switches(last: Last = 20) -> dict[str, Any]:
+        return core.switches_view(last)
+
+    @app.get("/admin/decisions")
+    async def decisions(last: Last = 20) -> dict[str, Any]:
+        return _with_wall_time(core.decisions_view(last), clock())
+
+    @app.get("/admin/status")
+    async def status() -> dict[str, Any]:
+        return {
+            **context.facts,
+            "gateways": len(context.owner.gateway_outboxes),
+            **core.layout_view(),
+            **core.ranks_view(clock()),
+            "queue": core.queue_view(),
+            **core.switches_view(1),
+        }
+
+
+async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dict[str, Any]:
+    asked_ms = context.clock()
+    core = context.core
+    layout, carry = _read_wanted(context, body)
+    if core.layout_view()["recovering"]:
+        raise _AnswerError(503, "recovering", _sentence(core.refuse(layout, carry) or "try again."))
+    if (reason := core.refuse(layout, carry)) is not None:
+        raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
+    wanted = format_layout(layout, context.world)
+    await context.owner.post(SwitchWanted(layout, carry, OPERATOR, asked_ms))
+    _require_target(core, wanted)
+    if wait:
+        await _until_serving(core, wanted)
+    answer = core.layout_view()
+    switches: Any = core.switches_view(1)["switches"]
+    return {**answer, "switch": switches[-1] if switches else None}
+
+
+def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry]:
+    try:
+        layout = parse_layout(body.layout, context.world, context.widths)
+    except LayoutError as error:
+        raise _AnswerError(400, "invalid_value", _sentence(str(error)), "layout") from error
+    if body.carry is None:
+        return layout, context.default_carry
+    try:
+        return layout, Carry(body.carry)
+    except ValueError:
+        plans = ", ".join(carry.value for carry in Carry)
+        raise _AnswerError(
+            400, "invalid_value", f"'{body.carry[:40]}' is no carry plan: use {plans}.", "carry"
+        ) from None
+
+
+def _require_target(core: Core, wanted: str) -> None:
+    target = core.layout_view()["target"]
+    if target != wanted:
+        raise _AnswerError(
+            409,
+            "superseded",
+            f"'{wanted}' gave way to '{target}', which is wanted since: see `aileron explain`.",
+        )
+
+
+async def _until_serving(core: Core, wanted: str) -> None:
+    try:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while not core.is_serving:
+                await asyncio.sleep(WAIT_POLL_S)
+                _require_target(core, wanted)
+    except TimeoutError:
+        raise _AnswerError(
+            504,
+            "deadline_exceeded",
+            f"'{wanted}' does not serve after {WAIT_LIMIT_S:.0f} s; it is still wanted: ask GET "
+            "/admin/layout how far it is.",
+        ) from None
+
+
+def _with_wall_time(view: dict[str, Any], now_ms: int) -> dict[str, Any]:
+    """Replace times of the monotonic clock by times of day, which is what people read."""
+    now_s = time.time()
+
+    def of_day(time_ms: int) -> str:
+        moment = datetime.fromtimestamp(now_s - (now_ms - time_ms) / 1000, UTC)
+        return moment.isoformat(timespec="milliseconds")
+
+    decisions = [{**each, "time": of_day(each["time"])} for each in view["decisions"]]
+    return {"decisions": decisions}
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+async def _on_answer_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, _AnswerError)
+    return error.answer
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_answer(400, "invalid_json", "The body is no valid JSON.")
+    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    return error_answer(400, "invalid_value", f"{where}: {first['msg']}.", where)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        text = f"Unknown admin URL: {request.method} {request.url.path[:100]}."
+        return error_answer(404, "unknown_url", text)
+    if error.status_code == 405:
+        return error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")
+    return error_answer(error.status_code, "invalid_request", str(error.detail))

@@ -1,0 +1,89 @@
+"""Who may use the admin port: checked before a request reaches the API.
+
+Loopback needs no key, but then refuses what a web page in a browser could send; anything else
+needs the key of the environment. Bodies are small and their length is told in advance.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
+ADMIN_KEY_CHARS_MIN = 16
+BODY_BYTES_MAX = 64 * 1024
+OPEN_PATH = "/health"
+"""Answered without a key, for liveness probes."""
+
+
+class AdminKeyError(ValueError):
+    """The admin port must not be opened so; the message is one sentence that says what to do."""
+
+
+def require_key(host: str, key: str) -> None:
+    """Raise unless an admin port on `host` may be opened with `key` (empty: none)."""
+    if key and len(key) < ADMIN_KEY_CHARS_MIN:
+        raise AdminKeyError(f"{ADMIN_KEY_ENV} must have at least {ADMIN_KEY_CHARS_MIN} characters.")
+    if not key and not _is_loopback(host):
+        raise AdminKeyError(
+            f"admin.host {host} can be reached from other machines: set {ADMIN_KEY_ENV} to a "
+            f"secret of at least {ADMIN_KEY_CHARS_MIN} characters, or bind to 127.0.0.1."
+        )
+
+
+def error_answer(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
+    """Return an error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 403: "permission_denied", 503: "service_unavailable"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+    return JSONResponse(body, status, headers.get(status))
+
+
+class AdminGuard:
+    """ASGI middleware in front of the admin API."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer why not."""
+        if scope["type"] != "http":
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refusal = None if scope["path"] == OPEN_PATH else self._refusal(headers)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
+        if self._key:
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not hmac.compare_digest(given, self._key):
+                return error_answer(
+                    401,
+                    "invalid_api_key",
+                    f"The admin key is wrong or missing: send {ADMIN_KEY_ENV} as a bearer token.",
+                )
+        elif b"origin" in headers:
+            return error_answer(
+                403,
+                "cross_origin",
+                f"Requests of web pages need an admin key: set {ADMIN_KEY_ENV}.",
+            )
+        if b"transfer-encoding" in headers:
+            return error_answer(411, "length_required", "Send the body with a Content-Length.")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > BODY_BYTES_MAX:
+            return error_answer(
+                413, "request_too_large", f"A body has at most {BODY_BYTES_MAX} bytes."
+            )
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

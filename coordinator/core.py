@@ -1,0 +1,352 @@
+"""The coordinator's core: every event goes in here, and what is to be done comes out.
+
+It joins the switcher and the task pool: what ranks report moves switches on, what the switcher
+decides opens and closes groups for tasks, and a lost rank's tasks go back to the pool. Pure: the
+shell gives it events with its clock's time, one at a time, and carries out the effects in order.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import assert_never
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator import views
+from coordinator.events import (
+    Effect,
+    Event,
+    GatewayClosed,
+    GatewayOpened,
+    GatewaySaid,
+    Level,
+    Note,
+    RankClosed,
+    RankExited,
+    RankOpened,
+    RankSaid,
+    SwitchRecorded,
+    SwitchWanted,
+    Tick,
+    ToGateway,
+    ToRank,
+)
+from coordinator.placement import max_context_tokens, open_groups
+from coordinator.protocol.messages import (
+    Cancel,
+    Carry,
+    CellState,
+    Done,
+    EndCause,
+    GatewayHello,
+    GatewayUp,
+    RankHello,
+    Report,
+    StreamGap,
+    Submit,
+    TaskEnded,
+    Welcome,
+)
+from coordinator.records import Decision
+from coordinator.refusal import refuse
+from coordinator.roster import Arrival, Roster
+from coordinator.settings import CoreSettings
+from coordinator.switcher import Switcher, SwitchSettings
+from coordinator.task_pool import PoolLimits, TaskPool
+
+OPERATOR = "operator"
+"""The cause of a switch that an operator asked for."""
+
+
+@dataclass(slots=True)
+class _Gateway:
+    """A gateway that was heard, and since when it is away."""
+
+    closed_ms: int | None = None
+
+
+class Core:
+    """The coordinator of one cell, without its sockets and clock."""
+
+    __slots__ = (
+        "_cell",
+        "_coordinator_id",
+        "_decisions",
+        "_gateways",
+        "_pool",
+        "_roster",
+        "_settings",
+        "_switcher",
+        "_version",
+    )
+
+    def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
+        self._settings = settings
+        self._coordinator_id = coordinator_id
+        self._roster = Roster(settings.world, rejoins=settings.rejoins)
+        self._switcher = Switcher(_switch_settings(settings), self._roster, now_ms)
+        self._pool = TaskPool(
+            PoolLimits(
+                queue_tasks_max=settings.queue_tasks_max,
+                ageing_ms=settings.ageing_ms,
+                pause_limit_ms=settings.pause_limit_ms,
+                claim_ms=settings.claim_ms,
+            )
+        )
+        self._gateways: dict[str, _Gateway] = {}
+        self._decisions: deque[Decision] = deque(maxlen=settings.history_max)
+        self._cell: CellState | None = None
+        """What gateways were told last."""
+        self._version = self._switcher.version
+        """The version of the directives that were sent last."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the target; 0 before the first one."""
+        return self._switcher.epoch
+
+    @property
+    def is_serving(self) -> bool:
+        """Every rank of the target serves it."""
+        return self._switcher.is_serving
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        """Decide what follows from an event."""
+        match event:
+            case RankOpened(hello):
+                effects = self._rank_opened(hello, now_ms)
+            case RankSaid(_, report):
+                effects = self._rank_said(report, now_ms)
+            case RankClosed(rank, incarnation):
+                self._roster.on_closed(rank, incarnation)
+                effects = [_note("rank_session_closed", rank=rank)]
+            case RankExited(rank):
+                effects = self._rank_exited(rank, now_ms)
+            case GatewayOpened(hello):
+                effects = self._gateway_opened(hello, now_ms)
+            case GatewaySaid(gateway, message):
+                effects = self._gateway_said(gateway, message, now_ms)
+            case GatewayClosed(gateway):
+                self._gateways.setdefault(gateway, _Gateway()).closed_ms = now_ms
+                effects = [_note("gateway_session_closed", gateway=gateway)]
+            case SwitchWanted():
+                effects = self._switch_wanted(event, now_ms)
+            case Tick():
+                effects = self._tick(now_ms)
+            case _:
+                assert_never(event)
+        return [*effects, *self._follow_up(event, now_ms)]
+
+    def refuse(self, layout: Layout, carry: Carry) -> str | None:
+        """Return why a switch to `layout` cannot be, in one sentence, or None."""
+        if self._switcher.recovering:
+            return "the coordinator is still collecting the ranks' reports: try again in a moment."
+        return refuse(layout, carry, self._roster, self._switcher.alive)
+
+    def layout_view(self) -> views.View:
+        """Answer `GET /admin/layout`."""
+        return views.layout_view(self._switcher, self._roster)
+
+    def ranks_view(self, now_ms: int) -> views.View:
+        """Answer `GET /admin/ranks`."""
+        return views.ranks_view(self._switcher, self._roster, self._settings.lease_ms, now_ms)
+
+    def switches_view(self, last: int) -> views.View:
+        """Answer `GET /admin/switches`."""
+        return {"switches": [views.switch_view(each) for each in self._switcher.log.last(last)]}
+
+    def decisions_view(self, last: int) -> views.View:
+        """Answer `GET /admin/decisions`."""
+        newest = list(self._decisions)[-last:] if last > 0 else []
+        return {"decisions": [views.decision_view(decision) for decision in newest]}
+
+    def queue_view(self) -> views.View:
+        """Return the unfinished tasks by tier and state."""
+        return views.queue_view(self._pool.tasks)
+
+    def integrity(self) -> None:
+        """Assert the invariants of all parts; costs O(tasks)."""
+        self._pool.integrity()
+        self._switcher.integrity()
+        assert self._pool.recovering == self._switcher.recovering, "half recovered."
+
+    def _rank_opened(self, hello: RankHello, now_ms: int) -> list[Effect]:
+        arrival = self._roster.on_hello(hello, now_ms)
+        if arrival is Arrival.STALE:
+            return [_warning("rank_session_stale", rank=hello.rank, incarnation=hello.incarnation)]
+        effects: list[Effect] = [
+            _note(
+                "rank_session_opened",
+                rank=hello.rank,
+                incarnation=hello.incarnation,
+                arrival=arrival.name.lower(),
+                held=len(hello.held),
+            )
+        ]
+        if arrival is Arrival.RESTARTED:
+            effects += self._pool.lost(hello.rank, now_ms)
+        self._switcher.on_hello(hello, arrival, now_ms)
+        return [*effects, *self._pool.reconcile(hello, now_ms)]
+
+    def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
+        if not self._roster.on_report(report, now_ms):
+            return []
+        self._switcher.on_report(report, now_ms)
+        effects: list[Effect] = []
+        for ended in report.ended:
+            effects += self._task_ended(report.rank, ended)
+        for returned in report.returned:
+            effects += self._pool.returned(report.rank, returned, now_ms)
+        if self._roster.report_of(report.rank) is report:
+            self._pool.progress(report.rank, report.progress, now_ms)
+        for times in report.times:
+            self._switcher.log.on_times(times)
+        return effects
+
+    def _task_ended(self, rank: Rank, ended: TaskEnded) -> list[Effect]:
+        was_known = ended.task in self._pool.tasks
+        effects = self._pool.ended(rank, ended)
+        has_ended = was_known and ended.task not in self._pool.tasks
+        if has_ended and ended.cause is EndCause.FINISHED and self._switcher.drains(rank):
+            self._switcher.log.count(Carry.DRAIN)
+        return effects
+
+    def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
+        self._roster.on_exited(rank)
+        self._switcher.on_exited(rank, now_ms)
+        return [_warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
+
+    def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
+        self._gateways[hello.gateway] = _Gateway()
+        self._pool.gateway_opened(hello.gateway, now_ms)
+        effects: list[Effect] = [
+            _note("gateway_session_opened", gateway=hello.gateway),
+            ToGateway(hello.gateway, Welcome(self._coordinator_id)),
+        ]
+        if self._cell is not None:
+            effects.append(ToGateway(hello.gateway, self._cell))
+        return effects
+
+    def _gateway_said(self, gateway: str, message: GatewayUp, now_ms: int) -> list[Effect]:
+        # Whoever is heard is there, whatever was believed.
+        self._gateways.setdefault(gateway, _Gateway()).closed_ms = None
+        match message:
+            case Submit():
+                return self._pool.submit(message, now_ms)
+            case Cancel(task):
+                return self._pool.cancel(task)
+            case Done(task):
+                return self._pool.done(task)
+            case StreamGap(epoch, gap_ms):
+                self._switcher.log.on_gap(epoch, gap_ms)
+                return []
+            case GatewayHello():
+                return [_warning("gateway_hello_repeated", gateway=gateway)]
+            case _:
+                assert_never(message)
+
+    def _switch_wanted(self, wanted: SwitchWanted, now_ms: int) -> list[Effect]:
+        choice = format_layout(wanted.layout)
+        reason = self.refuse(wanted.layout, wanted.carry)
+        if reason is not None:
+            return [_warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
+        because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
+        self._decisions.append(Decision(now_ms, choice, wanted.carry, because))
+        decide_ms = 0 if wanted.asked_ms is None else max(0, now_ms - wanted.asked_ms)
+        self._switcher.retarget(
+            wanted.layout, wanted.carry, wanted.cause, now_ms, decide_ms=decide_ms
+        )
+        return []
+
+    def _tick(self, now_ms: int) -> list[Effect]:
+        effects: list[Effect] = []
+        for rank in self._switcher.on_tick(now_ms):
+            effects.append(_warning("rank_lost", rank=rank))
+            effects += self._pool.lost(rank, now_ms)
+        if starved := self._switcher.starved():
+            layout = self._switcher.target.layout
+            self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
+        for name, gateway in list(self._gateways.items()):
+            away_ms = 0 if gateway.closed_ms is None else now_ms - gateway.closed_ms
+            if away_ms > self._settings.gateway_gone_ms:
+                del self._gateways[name]
+                effects += [_warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
+        return effects
+
+    def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
+        """What any event may lead to."""
+        effects: list[Effect] = []
+        if self._switcher.version != self._version:
+            self._version = self._switcher.version
+            effects += [*self._refresh_context(), *self._directives(self._roster)]
+        elif isinstance(event, RankSaid):
+            effects += self._directives((event.rank,))
+        if self._pool.recovering and not self._switcher.recovering:
+            effects += self._pool.recovered(now_ms)
+        if isinstance(event, Tick):
+            effects += self._pool.tick(now_ms)
+        for carry, count in self._pool.take_carried().items():
+            self._switcher.log.count(carry, count)
+        effects += self._pool.place(open_groups(self._switcher, self._roster), now_ms)
+        effects += self._tell_cell(is_tick=isinstance(event, Tick))
+        for record in self._switcher.log.take_finished():
+            effects.append(SwitchRecorded(record))
+        return effects
+
+    def _directives(self, ranks: "Roster | tuple[Rank, ...]") -> list[Effect]:
+        return [
+            ToRank(rank, directive)
+            for rank in ranks
+            if (directive := self._switcher.directive_for(rank)) is not None
+        ]
+
+    def _refresh_context(self) -> list[Effect]:
+        if self._switcher.recovering:
+            return []
+        before = self._pool.context_tokens_max
+        longest = max_context_tokens(self._roster, self._switcher.alive)
+        if not longest:
+            # Nobody is there; what may come back is likely to be as large as before.
+            return []
+        self._pool.context_tokens_max = longest
+        return self._pool.recheck_context() if longest < before else []
+
+    def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
+        """Tell gateways what changed; the length of the queue only now and then."""
+        switcher = self._switcher
+        queued = self._cell.queued if self._cell and not is_tick else len(self._pool.tasks.queue)
+        cell = CellState(
+            layout=format_layout(switcher.target.layout, self._settings.world),
+            epoch=switcher.epoch,
+            serving=bool(switcher.served_layout.groups and switcher.alive),
+            world=self._settings.world,
+            ranks_alive=len(switcher.alive),
+            queued=queued,
+            max_context_tokens=self._pool.context_tokens_max,
+        )
+        if cell == self._cell:
+            return []
+        self._cell = cell
+        return [
+            ToGateway(name, cell)
+            for name, gateway in self._gateways.items()
+            if gateway.closed_ms is None
+        ]
+
+
+def _switch_settings(settings: CoreSettings) -> SwitchSettings:
+    return SwitchSettings(
+        initial=settings.layout,
+        lease_ms=settings.lease_ms,
+        lost_after_ms=settings.lost_after_ms,
+        recover_ms=settings.recover_ms,
+        drain_limit_ms=settings.drain_limit_ms,
+        records_max=settings.history_max,
+        default_carry=settings.default_carry,
+    )
+
+
+def _note(event: str, **fields: object) -> Note:
+    return Note(Level.INFO, event, fields)
+
+
+def _warning(event: str, **fields: object) -> Note:
+    return Note(Level.WARNING, event, fields)

@@ -1,0 +1,167 @@
+"""A coordinator process from start to end: core, owner, gRPC server and admin port on one loop.
+
+SIGTERM or SIGINT ends the sessions and the process; ranks go on serving under their leases, and the
+next coordinator learns everything from their hellos.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Generator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import structlog
+import uvicorn
+
+from coordinator.admin import AdminContext, build_admin
+from coordinator.admin_guard import ADMIN_KEY_ENV, AdminGuard, require_key
+from coordinator.core import Core
+from coordinator.metrics import Metrics, Views
+from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.protocol.config import Config
+from coordinator.protocol.messages import Carry
+from coordinator.server import CellServer, ListenError
+from coordinator.settings import core_settings
+
+TICKS_PER_HEARTBEAT = 2
+ADMIN_CONNECTIONS_MAX = 128
+ADMIN_KEEP_ALIVE_S = 65
+ADMIN_SHUTDOWN_S = 1
+ADMIN_HEADER_BYTES_MAX = 32 * 1024
+ID_BYTES = 6
+
+log = structlog.get_logger()
+
+
+def admin_key(host: str) -> str:
+    """Return the admin key of the environment, checked against the address; may be empty."""
+    key = os.environ.get(ADMIN_KEY_ENV, "")
+    require_key(host, key)
+    return key
+
+
+async def serve(config: Config, token: str, key: str) -> None:
+    """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
+    coordinator_id = secrets.token_hex(ID_BYTES)
+    core = Core(core_settings(config), coordinator_id, monotonic_ms())
+    owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
+    metrics = Metrics(
+        Views(core.layout_view, lambda: core.ranks_view(monotonic_ms()), core.queue_view)
+    )
+    owner.on_switch = metrics.switch_ended
+    context = AdminContext(
+        core=core,
+        owner=owner,
+        metrics=metrics,
+        clock=monotonic_ms,
+        world=config.cell.ranks,
+        widths=config.cell.widths,
+        default_carry=Carry(config.coordinator.default_carry),
+        facts=_facts(config, coordinator_id),
+    )
+    server = CellServer(owner, token, config.cell.ranks)
+    with _listener(config.admin.host, config.admin.port) as listener:
+        grpc_port = await server.start(config.coordinator.listen)
+        admin = _AdminServer(build_admin(context, key))
+        _announce(coordinator_id, grpc_port, listener.getsockname()[1])
+        await _run(owner, server, admin, listener)
+    log.info("coordinator_stopped")
+
+
+async def _run(
+    owner: CoreOwner, server: CellServer, admin: "_AdminServer", listener: socket.socket
+) -> None:
+    """Serve until a signal; a broken core ends everything, so that a fresh one takes over."""
+    owning = asyncio.create_task(owner.run())
+    serving = asyncio.create_task(admin.serve(sockets=[listener]))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, admin.stop)
+    try:
+        await asyncio.wait((owning, serving), return_when=asyncio.FIRST_COMPLETED)
+        if owning.done():
+            owning.result()
+        serving.result()
+    finally:
+        admin.stop()
+        await server.stop()
+        owning.cancel()
+        await asyncio.gather(owning, serving, return_exceptions=True)
+
+
+class _AdminServer(uvicorn.Server):
+    """Uvicorn without signal handlers of its own."""
+
+    def __init__(self, app: AdminGuard) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=ADMIN_CONNECTIONS_MAX,
+                timeout_keep_alive=ADMIN_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=ADMIN_SHUTDOWN_S,
+                h11_max_incomplete_event_size=ADMIN_HEADER_BYTES_MAX,
+            )
+        )
+
+    def stop(self) -> None:
+        """End soon."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals to the process."""
+        yield
+
+
+@contextlib.contextmanager
+def _listener(host: str, port: int) -> Generator[socket.socket, None, None]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ListenError(
+                f"the admin port cannot listen on {host}:{port} ({error.strerror}): set admin.host "
+                "and admin.port to a free address."
+            ) from error
+        yield listener
+
+
+def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
+    try:
+        own_version = version("aileron")
+    except PackageNotFoundError:
+        own_version = "not installed"
+    return {
+        "version": own_version,
+        "coordinator": coordinator_id,
+        "pid": os.getpid(),
+        "model": config.served_model_name,
+        "device": config.cell.device,
+        "policy": "fixed",
+        "default_carry": config.coordinator.default_carry,
+    }
+
+
+def _announce(coordinator_id: str, grpc_port: int, admin_port: int) -> None:
+    """Print one line of JSON on stdout: sessions are accepted from now on."""
+    facts = {
+        "event": "coordinator_ready",
+        "coordinator": coordinator_id,
+        "grpc_port": grpc_port,
+        "admin_port": admin_port,
+        "pid": os.getpid(),
+    }
+    print(json.dumps(facts), flush=True)

@@ -1,0 +1,53 @@
+"""What the core is told at its start: numbers and the layout to begin with.
+
+Taken from the cell's configuration once; the core never sees the configuration itself.
+"""
+
+from dataclasses import dataclass
+
+from comm_pool.layout import Layout
+from coordinator.protocol.config import Config
+from coordinator.protocol.messages import Carry
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Settings of a core; see `CoordinatorConfig` for what they mean."""
+
+    world: int
+    layout: Layout
+    lease_ms: int = 10_000
+    lost_after_ms: int = 12_000
+    recover_ms: int = 12_000
+    """A started coordinator waits so long for ranks' reports; at most `lost_after_ms` counts."""
+    pause_limit_ms: int = 2_000
+    drain_limit_ms: int = 60_000
+    queue_tasks_max: int = 4_096
+    ageing_ms: int = 30_000
+    default_carry: Carry = Carry.RECOMPUTE
+    history_max: int = 1_000
+    """Most switches and most decisions that are remembered."""
+    claim_ms: int = 5_000
+    """A task that a rank holds is dropped if no gateway asks for it within this time."""
+    gateway_gone_ms: int = 5_000
+    """The tasks of a gateway that is away for longer are cancelled."""
+    rejoins: bool = False
+    """Restarted ranks may be in wide groups again: their communicators can be made anew."""
+
+
+def core_settings(config: Config) -> CoreSettings:
+    """Return the core's settings for a checked configuration."""
+    coordinator = config.coordinator
+    return CoreSettings(
+        world=config.cell.ranks,
+        layout=config.initial_layout(),
+        lease_ms=coordinator.lease_ms,
+        lost_after_ms=coordinator.lost_after_ms,
+        recover_ms=coordinator.lost_after_ms,
+        pause_limit_ms=coordinator.pause_limit_ms,
+        drain_limit_ms=coordinator.drain_limit_ms,
+        queue_tasks_max=coordinator.queue_tasks_max,
+        ageing_ms=coordinator.ageing_ms,
+        default_carry=Carry(coordinator.default_carry),
+        history_max=coordinator.history_switches_max,
+    )

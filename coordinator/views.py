@@ -1,0 +1,147 @@
+"""What the core shows to operators, shaped as the admin API answers it.
+
+Plain dictionaries of numbers, texts and lists; looking changes nothing. Called by the core.
+"""
+
+from collections import Counter
+
+from comm_pool.layout import Rank, format_layout
+from coordinator.protocol.messages import Binding, Tier
+from coordinator.records import Decision, SwitchRecord
+from coordinator.roster import Roster, Seen
+from coordinator.switcher import Switcher
+from coordinator.task_table import TaskTable
+from coordinator.tasks import State
+
+View = dict[str, object]
+
+
+def layout_view(switcher: Switcher, roster: Roster) -> View:
+    """Return the layout that serves, the one that is wanted, and its groups."""
+    return {
+        "layout": format_layout(switcher.served_layout, roster.world),
+        "epoch": switcher.epoch,
+        "target": format_layout(switcher.target.layout, roster.world),
+        "serving": switcher.is_serving,
+        "recovering": switcher.recovering,
+        "groups": [_group_view(binding, roster) for binding in switcher.target.bindings],
+    }
+
+
+def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -> View:
+    """Return what is known of each rank; ranks that were never heard have only their number."""
+    ranks = []
+    for rank in map(Rank, range(roster.world)):
+        if rank in roster:
+            view = _rank_view(rank, roster[rank], now_ms)
+            view["lease_left_ms"] = max(0, lease_ms - roster.silent_since(rank, now_ms))
+            view["degraded"] = roster.is_degraded(rank)
+        else:
+            view = {"rank": rank, "phase": "never heard"}
+        view["available"] = rank in switcher.alive
+        ranks.append(view)
+    return {"ranks": ranks}
+
+
+def switch_view(record: SwitchRecord) -> View:
+    """Return one switch."""
+    return {
+        "epoch": record.epoch,
+        "from": record.from_layout,
+        "to": record.to_layout,
+        "cause": record.cause,
+        "carry": record.carry.value,
+        "tasks": dict(record.tasks),
+        "decide_ms": record.decide_ms,
+        "park_ms": record.park_ms,
+        "reshard_ms": record.reshard_ms,
+        "reshard_bytes": record.reshard_bytes,
+        "swap_ms": record.swap_ms,
+        "first_step_ms": record.first_step_ms,
+        "gap_ms_max": record.gap_ms_max,
+        "total_ms": record.total_ms,
+        "outcome": record.outcome.value,
+    }
+
+
+def decision_view(decision: Decision) -> View:
+    """Return one decision."""
+    return {
+        "time": decision.time_ms,
+        "inputs": dict(decision.inputs),
+        "candidates": [dict(candidate) for candidate in decision.candidates],
+        "choice": decision.choice,
+        "carry": decision.carry.value,
+        "reason": decision.reason,
+    }
+
+
+def queue_view(tasks: TaskTable) -> View:
+    """Return the unfinished tasks by state, and the queued ones by tier with their tokens."""
+    states: Counter[State] = Counter(task.state for task in tasks)
+    queued = [task for task in tasks if task.state is State.QUEUED]
+    return {
+        "tasks": {state.value: states[state] for state in State},
+        "tiers": {
+            tier.name.lower(): {
+                "queued": sum(task.header.tier is tier for task in queued),
+                "tokens": sum(
+                    task.context_tokens_max for task in queued if task.header.tier is tier
+                ),
+            }
+            for tier in Tier
+        },
+    }
+
+
+def _group_view(binding: Binding, roster: Roster) -> View:
+    group = binding.group
+    view: View = {
+        "ranks": list(group.ranks),
+        "mode": group.mode.value,
+        "width": group.width,
+        "leader": group.leader,
+        "born": binding.born,
+    }
+    seen = roster.get(group.leader)
+    report = seen.report if seen else None
+    is_bound = report is not None and report.binding == binding
+    slots = min(group.width, seen.hello.kv_heads) if seen else 1
+    view |= {
+        "running": report.running if report and is_bound else 0,
+        "waiting": report.waiting if report and is_bound else 0,
+        "paused": report.paused if report and is_bound else 0,
+        # A page of each member holds as many blocks as it has slots.
+        "pages_free": report.blocks_free // slots if report and is_bound else 0,
+        "pages_total": report.blocks_total // slots if report and is_bound else 0,
+    }
+    return view
+
+
+def _rank_view(rank: Rank, seen: Seen, now_ms: int) -> View:
+    view: View = {
+        "rank": rank,
+        "pid": seen.hello.pid,
+        "device": seen.hello.device,
+        "incarnation": seen.incarnation,
+        "restarts": seen.restarts,
+        "connected": seen.is_connected,
+        "exited": seen.has_exited,
+        "heartbeat_age_ms": now_ms - seen.heard_at_ms,
+        "memory": dict(seen.hello.memory),
+    }
+    report = seen.report
+    if report is None:
+        return view | {"phase": "never reported"}
+    return view | {
+        "phase": report.stage.phase.name.lower(),
+        "epoch": report.stage.epoch,
+        "group": list(report.binding.group.ranks) if report.binding else [],
+        "pages": {
+            "total": report.pages.total,
+            "free": report.pages.free,
+            "owned": report.pages.owned,
+            "leased": report.pages.leased,
+        },
+        "gauges": dict(report.gauges),
+    }

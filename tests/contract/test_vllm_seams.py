@@ -1,0 +1,212 @@
+"""What we rely on in vLLM 0.32.0's private parts; fails loudly when vLLM moves."""
+
+import inspect
+
+import pytest
+
+vllm = pytest.importorskip("vllm")
+
+import torch  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.v1.core.block_pool import BlockPool  # noqa: E402
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy  # noqa: E402
+from vllm.v1.core.sched.output import (  # noqa: E402
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
+
+from kvadaptor.vllm_translate import SlotTable, translate  # noqa: E402
+from kvadaptor.vllm_views import KVBuffer  # noqa: E402
+from worker import vllm_layers  # noqa: E402
+from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
+from worker.vllm_scheduler import BlockGrants  # noqa: E402
+
+
+def test_version_is_the_pinned_one() -> None:
+    assert vllm.__version__.startswith("0.32.0")
+
+
+def test_active_tp_group_is_a_module_global_read_at_call_time() -> None:
+    source = inspect.getsource(parallel_state.get_tp_group)
+    assert "_TP" in source
+    assert "use_message_queue_broadcaster" in inspect.signature(
+        parallel_state.init_model_parallel_group
+    ).parameters
+
+
+def test_step_queue_has_the_fields_that_we_set() -> None:
+    ring = inspect.getsource(shm_broadcast.ShmRingBuffer)
+    assert "is_creator" in ring
+    assert "self.shared_memory" in ring
+    assert "busy_loop_s" in inspect.signature(shm_broadcast.SpinCondition.__init__).parameters
+    assert "timeout" in inspect.signature(shm_broadcast.MessageQueue.dequeue).parameters
+
+
+def test_runner_and_scheduler_have_the_methods_that_we_override() -> None:
+    for name in ("initialize_kv_cache_tensors", "_update_states", "_sample", "_dummy_run"):
+        assert hasattr(CPUModelRunner, name), name
+    for name in ("_handle_blocked_waiting_request", "finish_requests", "update_from_output"):
+        assert hasattr(Scheduler, name), name
+
+
+def test_our_layers_are_plugged_in() -> None:
+    assert op_registry_oot["QKVParallelLinear"] is vllm_layers.ShardMajorQKV
+    assert op_registry_oot["MergedColumnParallelLinear"] is vllm_layers.ShardMajorGateUp
+    assert op_registry_oot["RowParallelLinear"] is vllm_layers.ViewedRow
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_shard_major_rows_give_natural_order_back(shards: int, width: int) -> None:
+    if width > shards:
+        return
+    sizes = (16 // shards, 8 // shards, 8 // shards)
+    natural = torch.randn(32, 5)
+    stored = torch.nn.Parameter(torch.zeros(32, 5), requires_grad=False)
+    start = 0
+    for number, part in enumerate(natural.split([16, 8, 8])):
+        vllm_layers.scatter_shards(stored, part, shards, start, sizes[number])
+        start += sizes[number]
+    x = torch.randn(3, 5)
+    expected = torch.nn.functional.linear(x, natural)
+    q, k, v = (part.chunk(width, -1) for part in expected.split([16, 8, 8], -1))
+    for rank in range(width):
+        out = torch.nn.functional.linear(x, stored.data.chunk(width, 0)[rank])
+        restored = vllm_layers.restore_natural_order(out, shards // width, sizes)
+        torch.testing.assert_close(restored, torch.cat([q[rank], k[rank], v[rank]], -1))
+
+
+def test_a_fused_weight_that_does_not_divide_is_refused() -> None:
+    param = torch.nn.Parameter(torch.zeros(12, 2), requires_grad=False)
+    with pytest.raises(vllm_layers.ViewError, match="--widths"):
+        vllm_layers.scatter_shards(param, torch.zeros(6, 2), 4, 0, 1)
+
+
+@pytest.fixture
+def buffer() -> KVBuffer:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    return KVBuffer({f"layer{i}": spec for i in range(3)}, 6, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_a_slot_is_the_bytes_that_the_geometry_says(buffer: KVBuffer, k: int) -> None:
+    page, layer = 4, 1
+    slots = buffer.geometry.slots_per_page(k)
+    for slot in range(slots):
+        buffer.raw.zero_()
+        block = buffer.geometry.slot_index(page, slot, k)
+        buffer.views(k)[f"layer{layer}"][block].fill_(1.0)
+        touched = (buffer.raw.view(torch.float32) != 0).nonzero().flatten() * 4
+        expected = buffer.geometry.slot_byte_range(layer, page, slot, k, buffer.num_pages)
+        assert (int(touched.min()), int(touched.max()) + 4) == (expected.start, expected.stop)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_slot_holds_what_the_dp_page_holds_for_its_heads(buffer: KVBuffer, k: int) -> None:
+    dp = buffer.views(1)["layer2"]
+    dp.copy_(torch.randn(dp.shape))
+    per_rank = buffer.geometry.heads_per_rank(k)
+    narrow = buffer.views(k)["layer2"]
+    for slot in range(k):
+        block = buffer.geometry.slot_index(3, slot, k)
+        assert torch.equal(narrow[block], dp[3, slot * per_rank : (slot + 1) * per_rank])
+    assert narrow.untyped_storage().data_ptr() == buffer.raw.untyped_storage().data_ptr()
+
+
+def test_grants_bound_what_vllms_block_pool_hands_out() -> None:
+    pool = BlockPool(num_gpu_blocks=24, enable_caching=True, hash_block_size=16)
+    grants = BlockGrants(pool, 4)
+    assert (grants.free, grants.total) == (0, 0)
+    grants.grant([1, 3])
+    assert (grants.free, grants.total) == (8, 8)
+    blocks = pool.get_new_blocks(3)
+    assert {block.block_id for block in blocks} == {4, 5, 6}
+    assert grants.withdraw() == {1}
+    assert (grants.free, grants.total) == (0, 3)
+    grants.grant([1, 2])
+    assert (grants.free, grants.total) == (5, 8)
+    pool.free_blocks(blocks)
+    assert grants.free == 8
+    assert grants.withdraw() == set()
+    with pytest.raises(ValueError, match="free blocks"):
+        pool.get_new_blocks(1)
+
+
+def _step() -> SchedulerOutput:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            req_id="a",
+            prompt_token_ids=[1],
+            mm_features=[],
+            sampling_params=SamplingParams(),
+            pooling_params=None,
+            block_ids=([2, 5],),
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+    ]
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=["b", "c"],
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None, ([3],)],
+        num_computed_tokens=[4, 4],
+        num_output_tokens=[1, 1],
+    )
+    step.kv_cache_block_copies = [KVCacheBlockCopy(2, 3)]
+    step.new_block_ids_to_zero = [4]
+    return step
+
+
+def test_every_block_id_of_a_step_is_translated() -> None:
+    table = SlotTable(num_pages=16, slots_per_page=2)
+    table.map(((1, 7), (2, 4)))  # Logical blocks 2, 3 -> slots 14, 15; 4, 5 -> 8, 9.
+    step = _step()
+    physical = translate(step, table)
+    assert physical.scheduled_new_reqs[0].block_ids == ([14, 9],)
+    assert physical.scheduled_cached_reqs.new_block_ids == [None, ([15],)]
+    assert physical.kv_cache_block_copies == [KVCacheBlockCopy(14, 15)]
+    assert physical.new_block_ids_to_zero == [8]
+    assert step.scheduled_new_reqs[0].block_ids == ([2, 5],), "the leader's step stays logical"
+    named = {name for name in SchedulerOutput.__dataclass_fields__ if "block" in name}
+    assert named <= {
+        "kv_cache_block_copies",
+        "new_block_ids_to_zero",
+        "kv_connector_block_state",
+        "num_common_prefix_blocks",  # A count.
+    }, "vLLM has a new field with block ids: translate it"
+
+
+def test_a_step_on_an_unleased_block_dies() -> None:
+    table = SlotTable(num_pages=16, slots_per_page=2)
+    table.map(((1, 7),))
+    table.unmap([1])
+    with pytest.raises(AssertionError, match="not leased"):
+        translate(_step(), table)
+
+
+def test_random_draws_depend_on_seed_and_position_alone() -> None:
+    seeds = {position_seed(seed, position) for seed in range(50) for position in range(50)}
+    assert len(seeds) == 2500
+    generator = PositionGenerator(device="cpu")
+    draws = []
+    for _ in range(2):
+        generator.manual_seed(position_seed(7, 3))
+        draws.append(torch.empty(4).exponential_(generator=generator))
+        generator.set_offset(generator.get_offset() - 4)
+    assert torch.equal(*draws)
+
+
+def test_vllm_still_rewinds_generators_so_ours_must_accept_it() -> None:
+    with pytest.raises(RuntimeError, match="offset"):
+        torch.Generator().get_offset()
+    assert "set_offset" in inspect.getsource(CPUModelRunner._bookkeeping_sync)

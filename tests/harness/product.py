@@ -1,0 +1,133 @@
+"""The whole product as a user starts it: `aileron up` on free ports, and a few calls to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from tests.bench.servers import ROOT, free_port
+
+START_LIMIT_S = 180
+MODEL_NAME = "model"
+"""The demo model's folder name, which is its name on the API."""
+
+
+@dataclass
+class Product:
+    """A running `aileron up`."""
+
+    process: "subprocess.Popen[bytes]"
+    port: int
+    admin_port: int
+    log_file: Path
+
+    @property
+    def url(self) -> str:
+        """Base URL of the serving port."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin(self) -> str:
+        """Base URL of the admin port."""
+        return f"http://127.0.0.1:{self.admin_port}"
+
+    def log(self) -> str:
+        """What `aileron up` printed, with its children's lines."""
+        return self.log_file.read_text()
+
+    def get(self, path: str) -> Any:
+        """GET on the admin port."""
+        with urllib.request.urlopen(self.admin + path, timeout=30) as answer:
+            return msgspec.json.decode(answer.read())
+
+    def switch(self, layout: str, carry: str) -> Any:
+        """Switch and wait until the layout serves."""
+        body = msgspec.json.encode({"layout": layout, "carry": carry})
+        request = urllib.request.Request(
+            self.admin + "/admin/layout?wait=1",
+            data=body,
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return msgspec.json.decode(answer.read())
+
+    def pages_free_and_leased(self) -> list[dict[str, Any]]:
+        """The page accounting of every rank."""
+        return [dict(rank["pages"]) for rank in self.get("/admin/ranks")["ranks"]]
+
+    def child(self, module: str) -> int:
+        """Pid of the child process that runs `python -m MODULE`."""
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, IndexError, ValueError):
+                continue
+            if parent == self.process.pid and module.encode() in command:
+                return int(entry.name)
+        raise AssertionError(f"no child runs {module}:\n{self.log()[-2000:]}")
+
+
+@contextmanager
+def product(
+    folder: Path,
+    *,
+    ranks: int,
+    engine_args: list[str] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> Iterator[Product]:
+    """Run `aileron up` with the demo model for the length of the block."""
+    port, admin_port = free_port(), free_port()
+    config = {"model": {"path": str(ROOT / "worker" / "demo" / "model")}, **(settings or {})}
+    (folder / "base.yaml").write_text(yaml.safe_dump(config))
+    command = [
+        *(sys.executable, "-m", "coordinator.cli", "up", "--config", str(folder / "base.yaml")),
+        *("--ranks", str(ranks), "--device", "cpu", "--verbose"),
+        *("--port", str(port), "--admin-port", str(admin_port), "--", *(engine_args or [])),
+    ]
+    log_file = folder / "up.log"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(folder)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    running = Product(process, port, admin_port, log_file)
+    try:
+        _wait_ready(running)
+        yield running
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(running: Product) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        assert running.process.poll() is None, running.log()[-4000:]
+        try:
+            with urllib.request.urlopen(running.url + "/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise AssertionError(f"not ready after {START_LIMIT_S} s:\n{running.log()[-4000:]}")

@@ -1,0 +1,215 @@
+"""The real OpenAI client against the whole product, in dp2 and in tp2."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.harness.product import MODEL_NAME, Product, product
+
+pytestmark = pytest.mark.slow
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": [1, 2, 3]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "set_size", "description": "Set a size.", "parameters": SCHEMA},
+}
+SERVES_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def started() -> float:
+    """When the module's product was started."""
+    return time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def running(started: float, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    """Two bf16 ranks, as `make up` starts them."""
+    with product(tmp_path_factory.mktemp("openai"), ranks=2) as up:
+        up.log_file.with_name("seconds").write_text(str(time.monotonic() - started))
+        yield up
+
+
+@pytest.fixture(params=["dp2", "tp2"])
+def client(running: Product, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    """A client of the product in each layout."""
+    running.switch(request.param, "recompute")
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_it_serves_within_a_minute(running: Product) -> None:
+    seconds = float(running.log_file.with_name("seconds").read_text())
+    print("seconds to serve:", seconds)
+    assert seconds < SERVES_WITHIN_S
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Explain `json.dumps`."}],
+        max_tokens=24,
+    )
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 24
+    assert answer._request_id
+
+
+def test_streaming_with_usage(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL_NAME,
+            messages=[{"role": "user", "content": "Write the function `posixpath.join`."}],
+            max_tokens=16,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices].count(None) == len(chunks) - 2
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert 0 < chunks[-1].usage.completion_tokens <= 16
+
+
+def test_completion_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL_NAME, prompt="import ", max_tokens=5, temperature=0, logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.token_logprobs is not None
+    for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert value is not None
+        assert 3 <= len(top) <= 4
+        assert abs(value - max(top.values())) < 1e-6, "greedy takes the likeliest token"
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    plain = client.completions.create(
+        model=MODEL_NAME, prompt="def main(", max_tokens=40, temperature=0
+    )
+    text = plain.choices[0].text
+    stop = text[6:9]
+    answer = client.completions.create(
+        model=MODEL_NAME, prompt="def main(", max_tokens=40, temperature=0, stop=[stop]
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == text[: text.index(stop)]
+
+
+def test_two_choices(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Explain `os.path`."}],
+        n=2,
+        seed=5,
+        temperature=1.0,
+        max_tokens=16,
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+
+
+def test_a_seed_gives_the_same_answer_again(client: openai.OpenAI) -> None:
+    texts = {
+        client.completions.create(
+            model=MODEL_NAME, prompt="class Queue", max_tokens=20, temperature=1.0, seed=11
+        )
+        .choices[0]
+        .text
+        for _ in range(3)
+    }
+    assert len(texts) == 1
+
+
+def test_json_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Give me a name and a size."}],
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True},
+        },
+        max_tokens=80,
+    )
+    value = json.loads(answer.choices[0].message.content or "")
+    assert set(value) == {"name", "size"}
+    assert value["size"] in (1, 2, 3)
+
+
+def test_tools(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "Set the size."}],
+        tools=[TOOL],  # type: ignore[list-item]
+        tool_choice={"type": "function", "function": {"name": "set_size"}},
+        max_tokens=80,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    assert calls[0].function.name == "set_size"  # type: ignore[union-attr]
+    assert set(json.loads(calls[0].function.arguments)) == {"name", "size"}  # type: ignore[union-attr]
+
+
+def test_errors_have_openais_shape(client: openai.OpenAI, running: Product) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="nonesuch", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model=MODEL_NAME, prompt="x", temperature=-3)
+    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=MODEL_NAME, prompt=[5] * 5000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    for path in ("/collective_rpc", "/sleep", "/metrics", "/v1/load_lora_adapter", "/pause"):
+        answer = httpx.post(running.url + path, json={})
+        assert answer.status_code in (404, 405), path
+        assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_a_gone_client_frees_everything_within_a_second(running: Product) -> None:
+    running.switch("dp2", "recompute")
+
+    def held() -> int:
+        groups = running.get("/admin/layout")["groups"]
+        return sum(g["running"] + g["waiting"] + g["pages_total"] - g["pages_free"] for g in groups)
+
+    assert held() == 0
+    body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 1500, "stream": True}
+    with httpx.stream(
+        "POST", running.url + "/v1/completions", json={**body, "ignore_eos": True}, timeout=30
+    ) as answer:
+        next(answer.iter_lines())
+        deadline = time.monotonic() + 5
+        while held() == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert held() > 0
+    left = time.monotonic()
+    while held() > 0:
+        assert time.monotonic() - left < 1.5, "a gone client's pages are freed within a second"
+        time.sleep(0.02)
+
+
+def test_a_layout_that_cannot_be_is_refused_with_the_reason(running: Product) -> None:
+    for layout in ("dp3", "tp4", "sp2", "nonsense", ""):
+        answer = httpx.post(running.admin + "/admin/layout", json={"layout": layout})
+        assert answer.status_code == 400, layout
+        assert len(answer.json()["error"]["message"]) > 10
+    answer = httpx.post(running.admin + "/admin/layout", json={"layout": "tp2", "carry": "reshard"})
+    assert answer.status_code == 400
+    assert running.get("/admin/layout")["layout"] == "dp2"

@@ -1,0 +1,147 @@
+"""50 streams through 20 switches: complete, exact, nothing leaked; and 200 switches of an idle cell."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+import pytest
+
+from tests.harness.product import MODEL_NAME, Product, product
+
+pytestmark = pytest.mark.slow
+
+STREAMS = 50
+SWITCHES = 20
+TOKENS = 160
+CYCLE = (("tp2", "pause"), ("dp2", "recompute"), ("tp2", "recompute"), ("dp2", "drain"))
+WORDS = "def class import return with open the file and list of strings for every value in".split()
+
+
+@dataclass
+class Heard:
+    """One stream as its client saw it."""
+
+    text: list[str] = field(default_factory=list)
+    tokens: int = 0
+    finish_reason: str | None = None
+
+
+def prompt(number: int) -> str:
+    """A prompt of 10 to 60 words, different for each stream."""
+    words = itertools.islice(itertools.cycle(WORDS[number % 7 :] + WORDS), 10 + number)
+    return f"# {number}\n" + " ".join(words)
+
+
+async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
+    """Half of the streams sample, half are greedy; all have seeds."""
+    heard = Heard()
+    chunks = await client.completions.create(
+        model=MODEL_NAME,
+        prompt=prompt(number),
+        max_tokens=TOKENS,
+        temperature=0.9 if number % 2 else 0.0,
+        seed=number,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    async for chunk in chunks:
+        for choice in chunk.choices:
+            heard.text.append(choice.text)
+            heard.finish_reason = choice.finish_reason or heard.finish_reason
+        if chunk.usage is not None:
+            heard.tokens = chunk.usage.completion_tokens
+    return heard
+
+
+async def all_streams(url: str) -> list[Heard]:
+    """Run them at once and wait for all."""
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        return await asyncio.gather(*(stream(client, number) for number in range(STREAMS)))
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    """Two ranks in fp32, so that tokens must be identical."""
+    with product(
+        tmp_path_factory.mktemp("switching"), ranks=2, engine_args=["--dtype", "float32"]
+    ) as running:
+        yield running
+
+
+async def switch_many(cell: Product, done: "asyncio.Task[Any]") -> list[Any]:
+    """Switch through the cycle while streams run; returns the answers."""
+    answers = []
+    for layout, carry in itertools.islice(itertools.cycle(CYCLE), SWITCHES):
+        # A drain that starts while streams run would wait for them all: only pause and recompute
+        # switch in mid-stream, and drain comes when little is left.
+        plan = "recompute" if carry == "drain" and not done.done() else carry
+        answers.append(await asyncio.to_thread(cell.switch, layout, plan))
+        await asyncio.sleep(0.3)
+    return answers
+
+
+@pytest.mark.timeout(420)
+async def test_no_stream_notices_twenty_switches(cell: Product) -> None:
+    expected = await all_streams(cell.url)
+    before = cell.pages_free_and_leased()
+    running = asyncio.create_task(all_streams(cell.url))
+    await asyncio.sleep(1.0)
+    answers = await switch_many(cell, running)
+    heard = await running
+    assert len(answers) == SWITCHES
+    for number, (one, other) in enumerate(zip(expected, heard, strict=True)):
+        assert other.tokens == TOKENS, (number, other.tokens)
+        assert other.finish_reason == "length", number
+        assert "".join(other.text) == "".join(one.text), number
+    switches = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
+    crossed = sum(sum(record["tasks"].values()) for record in switches)
+    assert crossed > SWITCHES, "the switches met no running tasks"
+    assert await asyncio.to_thread(settled, cell, before), cell.pages_free_and_leased()
+
+
+def settled(cell: Product, before: list[dict[str, Any]]) -> bool:
+    """Whether pages come back to where they were, with nothing held by tasks."""
+    cell.switch("dp2", "recompute")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        groups = cell.get("/admin/layout")["groups"]
+        idle = all(group["running"] == group["waiting"] == 0 for group in groups)
+        full = all(group["pages_free"] == group["pages_total"] for group in groups)
+        if idle and full and cell.pages_free_and_leased() == before:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.timeout(240)
+async def test_two_hundred_switches_leak_nothing(cell: Product) -> None:
+    def gauges() -> list[dict[str, int]]:
+        time.sleep(0.6)  # Gauges travel with the heartbeat.
+        return [dict(rank["gauges"]) for rank in cell.get("/admin/ranks")["ranks"]]
+
+    for layout in ("tp2", "dp2") * 5:
+        cell.switch(layout, "pause")
+    before = gauges()
+    for layout in ("tp2", "dp2") * 100:
+        cell.switch(layout, "pause")
+    after = gauges()
+    records = cell.get("/admin/switches?last=200")["switches"]
+    assert len(records) == 200
+    for old, new in zip(before, after, strict=True):
+        assert new["process_groups"] == new["process_groups_at_start"]
+        assert new["open_files"] <= old["open_files"] + 2
+        assert new["threads"] <= old["threads"] + 2
+        assert new["rss_bytes"] - old["rss_bytes"] < 8 << 20
+    swaps = sorted(record["swap_ms"] for record in records)
+    totals = sorted(record["total_ms"] for record in records)
+    print("swap ms p50/p99:", swaps[100], swaps[197], "switch ms:", totals[100], totals[197])
+    assert swaps[190] < 1.0, "the swap itself must take less than 1 ms"
+    assert totals[190] < 100.0, "a pause switch of idle ranks must take less than 100 ms"
+    for record in records:
+        assert {"epoch", "from", "to", "cause", "tasks", "decide_ms", "park_ms"} <= record.keys()
+        assert {"reshard_ms", "reshard_bytes", "first_step_ms", "gap_ms_max"} <= record.keys()

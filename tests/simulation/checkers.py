@@ -1,0 +1,76 @@
+"""What must never happen, whatever fails: each check raises `Violation` with what was seen."""
+
+from collections.abc import Hashable
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Binding, Stage
+
+
+class Violation(AssertionError):
+    """An invariant of the system was broken."""
+
+
+def check(condition: object, what: str) -> None:
+    if not condition:
+        raise Violation(what)
+
+
+class StageChecker:
+    """The stage that a process acknowledged never goes back."""
+
+    def __init__(self) -> None:
+        self._highest: dict[tuple[Rank, int], Stage] = {}
+
+    def see(self, rank: Rank, incarnation: int, stage: Stage) -> None:
+        before = self._highest.get((rank, incarnation), stage)
+        check(stage >= before, f"rank {rank} went back from {before} to {stage}")
+        self._highest[rank, incarnation] = stage
+
+
+class Stream:
+    """What a client sees of one task: tokens 0, 1, 2, ... that continue one another, then one end.
+
+    Tokens are drawn at random, so each carries a digest of all before it: a leader that goes on
+    from other tokens than the client has is found out, even if indices look right.
+    """
+
+    def __init__(self, task: str, length: int) -> None:
+        self.task = task
+        self.length = length
+        self.tokens: list[int] = []
+        self.digest = 0
+        self.end: str | None = None
+
+    def deliver(self, index: int, before: int, token: int) -> None:
+        check(self.end is None, f"{self.task}: token {index} after its end ({self.end})")
+        check(index == len(self.tokens), f"{self.task}: token {index} after {len(self.tokens)}")
+        check(
+            before == self.digest,
+            f"{self.task}: token {index} continues other tokens than the client has",
+        )
+        self.tokens.append(token)
+        self.digest = digest(self.digest, token)
+
+    def finish(self, how: str) -> None:
+        check(self.end is None, f"{self.task} ended twice: {self.end}, then {how}")
+        self.end = how
+        if how == "finished":
+            check(
+                len(self.tokens) == self.length,
+                f"{self.task} finished after {len(self.tokens)} of {self.length} tokens",
+            )
+
+
+def digest(before: int, token: int) -> int:
+    return (before * 1_000_003 + token + 1) & 0xFFFF_FFFF_FFFF
+
+
+def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) -> None:
+    check(
+        leader is not None and member == leader,
+        f"rank {rank} is in {member} while its leader steps in {leader}",
+    )
+
+
+def check_equal(what: str, one: Hashable, other: Hashable) -> None:
+    check(one == other, f"{what}: {one} and {other}")

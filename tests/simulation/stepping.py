@@ -1,0 +1,84 @@
+"""Step queues and collectives, as blunt as the real ones: bounded, in order, all or nobody."""
+
+from dataclasses import dataclass, field
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Binding, LeaseKept
+from tests.simulation.checkers import check
+
+CAPACITY = 6
+"""Messages that a step queue holds until every follower has read them."""
+
+ABORT_AFTER_TICKS = 6
+"""How long the survivors of a step wait for a dead member before their collective fails."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """First message of a formation: what its members lease."""
+
+    born: int
+    grant_pages: int
+    kept: LeaseKept | None
+
+
+@dataclass(frozen=True)
+class LeaveGroup:
+    """The leader has left the formation."""
+
+    born: int
+
+
+@dataclass(eq=False)
+class Step:
+    """One forward step: complete when every member of the formation has executed it."""
+
+    binding: Binding
+    table: frozenset[int]
+    """The leader's lease indices."""
+    batch: tuple[tuple[str, int], ...]
+    """(task, attempt) pairs."""
+    arrived: set[Rank] = field(default_factory=set)
+    failed: bool = False
+    dead_since: int | None = None
+
+    @property
+    def born(self) -> int:
+        return self.binding.born
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.arrived) == len(self.binding.group.ranks)
+
+    @property
+    def is_over(self) -> bool:
+        return self.failed or self.is_complete
+
+
+QueueMessage = Begin | LeaveGroup | Step
+
+
+class StepQueue:
+    """From one leader to all its followers; a slot is free again when all have read it."""
+
+    def __init__(self, ranks: tuple[Rank, ...]) -> None:
+        self._messages: list[QueueMessage] = []
+        self._read: dict[Rank, int] = dict.fromkeys(ranks[1:], 0)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._messages) - min(self._read.values()) < CAPACITY
+
+    def put(self, message: QueueMessage) -> None:
+        check(self.has_room, "a message was put into a full step queue")
+        self._messages.append(message)
+
+    def has_unread(self, rank: Rank) -> bool:
+        return self._read[rank] < len(self._messages)
+
+    def take(self, rank: Rank) -> QueueMessage | None:
+        index = self._read[rank]
+        if index == len(self._messages):
+            return None
+        self._read[rank] = index + 1
+        return self._messages[index]

@@ -1,0 +1,330 @@
+"""The outermost layer around small applications: what passes, what is refused, what goes out."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message
+
+from gateway import answer, edge
+from gateway.edge import Edge
+from gateway.errors import api_error, current_request
+
+CHAT = "/v1/chat/completions"
+FAILURE = api_error("queue_full", "Full.")
+
+
+class Broken(Exception):
+    pass
+
+
+async def echo(request: Request) -> Response:
+    """Tell what reached the application."""
+    body = await request.body()
+    return JSONResponse({"headers": dict(request.headers), "body": body.decode()})
+
+
+async def stream(request: Request) -> Response:
+    """Send what the body says; `fail` notes a task's failure, `raise` is a bug."""
+
+    async def events() -> AsyncIterator[str]:
+        for item in json.loads(await request.body())["events"]:
+            if item == "fail":
+                state = current_request.get()
+                assert state is not None
+                state.failure = FAILURE
+                yield 'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+            elif item == "raise":
+                raise Broken
+            else:
+                yield f"data: {item}\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer as the body says."""
+    asked = json.loads(await request.body())
+    if asked.get("raise"):
+        raise Broken
+    return JSONResponse(asked["answer"], status_code=asked["status"])
+
+
+@pytest.fixture
+def gate() -> Edge:
+    routes = [
+        Route(CHAT, echo, methods=["POST"]),
+        Route("/v1/completions", stream, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/version", echo, methods=["GET"]),
+        Route("/metrics", echo, methods=["GET"]),
+    ]
+    return Edge(Starlette(routes=routes))
+
+
+@pytest.fixture
+async def client(gate: Edge) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=gate)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
+    assert response.headers["x-request-id"]
+    assert response.headers["x-priority-tier"]
+    return response.status_code, error["code"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "refusal"),
+    [
+        ("GET", "/metrics", (404, "unknown_url")),
+        ("GET", "/", (404, "unknown_url")),
+        ("POST", "/v1/models", (405, "method_not_allowed")),
+        ("GET", CHAT, (405, "method_not_allowed")),
+        ("GET", CHAT + "/", (404, "unknown_url")),
+        ("GET", "//v1/models", (404, "unknown_url")),
+        ("DELETE", "/v1/models/x", (405, "method_not_allowed")),
+    ],
+)
+async def test_only_listed_routes_exist(
+    client: httpx.AsyncClient, method: str, path: str, refusal: tuple[int, str]
+) -> None:
+    assert error_of(await client.request(method, path)) == refusal
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "priority", "tier"),
+    [
+        ({}, {}, "0", "standard"),
+        ({"X-Priority-Tier": "interactive"}, {}, "-10", "interactive"),
+        ({"X-Priority-Tier": "Batch"}, {"service_tier": "priority"}, "10", "batch"),
+        ({}, {"service_tier": "flex"}, "10", "batch"),
+        ({"X-Vllm-Priority": "-99"}, {"priority": -99}, "0", "standard"),
+    ],
+)
+async def test_tier_reaches_vllm_and_comes_back(
+    client: httpx.AsyncClient,
+    headers: dict[str, str],
+    body: dict[str, Any],
+    priority: str,
+    tier: str,
+) -> None:
+    response = await client.post(CHAT, json=body, headers=headers)
+    assert response.json()["headers"]["x-vllm-priority"] == priority
+    assert response.headers.get_list("x-priority-tier") == [tier]
+
+
+async def test_unknown_tier_is_refused(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, json={}, headers={"X-Priority-Tier": "royal"})
+    assert error_of(response) == (400, "invalid_value")
+
+
+async def test_headers_that_steer_vllm_are_taken_away(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, json={}, headers={"X-data-parallel-rank": "7"})
+    assert "x-data-parallel-rank" not in response.json()["headers"]
+
+
+@pytest.mark.parametrize("wanted", ["abc-1.2:3_x", "A" * 128])
+async def test_request_id_of_the_client_is_kept(client: httpx.AsyncClient, wanted: str) -> None:
+    response = await client.post(CHAT, json={}, headers={"X-Request-Id": wanted})
+    assert response.headers.get_list("x-request-id") == [wanted]
+    assert response.json()["headers"]["x-request-id"] == wanted
+
+
+@pytest.mark.parametrize("wanted", ["", "a b", "A" * 129, "../x", "ä", "<script>"])
+async def test_unfit_request_id_is_replaced(client: httpx.AsyncClient, wanted: str) -> None:
+    headers = {b"X-Request-Id": wanted.encode()}
+    response = await client.get("/version", headers=headers)
+    assert len(response.headers["x-request-id"]) == 32
+
+
+async def test_other_content_types_are_refused(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
+    assert error_of(response) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_large_body_is_refused(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setattr(edge, "BODY_BYTES_MAX", 100)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(11):
+            yield b"          "
+
+    content: Any = b" " * 101 if told else chunks()
+    response = await client.post(
+        CHAT, content=content, headers={"content-type": "application/json"}
+    )
+    assert error_of(response) == (413, "request_too_large")
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_body_that_does_not_come_is_not_waited_for(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "BODY_WAIT_S", 0.05)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    response = await client.post(CHAT, content=slow(), headers={"content-type": "application/json"})
+    assert error_of(response) == (408, "request_timeout")
+
+
+async def test_requests_are_bounded_until_their_last_byte(
+    gate: Edge, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "REQUESTS_MAX", 0)
+    response = await client.post(CHAT, json={})
+    assert error_of(response) == (429, "queue_full")
+    assert response.headers["retry-after"] == "1"
+    assert (await client.get("/version")).status_code == 200
+    assert gate.requests == 0
+    assert gate.idle.is_set()
+
+
+async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClient) -> None:
+    gate.draining = True
+    assert error_of(await client.post(CHAT, json={})) == (503, "draining")
+
+
+async def test_errors_of_the_application_are_shaped(client: httpx.AsyncClient) -> None:
+    body = {"error": {"message": "The model `x` does not exist.", "param": "model", "code": 404}}
+    response = await client.post("/tokenize", json={"status": 404, "answer": body})
+    assert error_of(response) == (404, "model_not_found")
+
+
+async def test_bug_is_a_500_that_tells_nothing(client: httpx.AsyncClient) -> None:
+    response = await client.post("/tokenize", json={"raise": True})
+    assert error_of(response) == (500, "internal_error")
+    assert "Broken" not in response.text
+
+
+async def test_stream_passes_and_is_not_cached(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["1", "2", "[DONE]"]})
+    assert response.text == "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+
+
+async def test_failure_before_the_first_event_is_an_http_error(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["fail", "[DONE]"]})
+    assert error_of(response) == (429, "queue_full")
+    assert response.json()["error"]["message"] == "Full."
+
+
+async def test_failure_after_the_first_event_ends_the_stream(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["1", "fail", "[DONE]"]})
+    assert response.status_code == 200
+    assert response.text == "data: 1\n\n" + FAILURE.event().decode()
+
+
+@pytest.mark.parametrize("before", [[], ["1"]])
+async def test_bug_in_a_stream_is_never_a_clean_end(
+    client: httpx.AsyncClient, before: list[str]
+) -> None:
+    response = await client.post("/v1/completions", json={"events": [*before, "raise"]})
+    last = response.text.rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "internal_error"
+    assert response.status_code == (200 if before else 500)
+
+
+class Browser:
+    """An ASGI server's side of one request, under the test's control."""
+
+    def __init__(self, body: dict[str, Any], *, reads: bool = True) -> None:
+        self.sent: list[Message] = []
+        self._body = json.dumps(body).encode()
+        self._asked = 0
+        self._reads = reads
+
+    async def receive(self) -> Message:
+        self._asked += 1
+        if self._asked == 1:
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if not self._reads:
+            await asyncio.Event().wait()
+
+    def scope(self, path: str) -> dict[str, Any]:
+        headers = [(b"content-type", b"application/json")]
+        return {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+        }
+
+
+async def test_client_that_does_not_read_is_given_up(
+    gate: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "SEND_STALL_S", 0.05)
+    browser = Browser({"events": ["1", "2"]}, reads=False)
+    await gate(browser.scope("/v1/completions"), browser.receive, browser.send)
+    assert [message["type"] for message in browser.sent] == ["http.response.start"]
+    assert gate.requests == 0
+
+
+async def test_client_that_leaves_before_its_body_came_costs_nothing(gate: Edge) -> None:
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    browser = Browser({})
+    await gate(browser.scope(CHAT), gone, browser.send)
+    assert browser.sent == []
+    assert gate.requests == 0
+
+
+async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
+    """Until then nothing is sent, so that a failure can still have its status."""
+    started = asyncio.Event()
+    release = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        started.set()
+        await release.wait()
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    browser = Browser({})
+    work = asyncio.create_task(Edge(app)(browser.scope(CHAT), browser.receive, browser.send))
+    await started.wait()
+    assert browser.sent == []
+    release.set()
+    await work
+    assert browser.sent[-1]["more_body"] is False
+
+
+async def test_websockets_are_closed(gate: Edge) -> None:
+    browser = Browser({})
+    await gate({"type": "websocket", "path": "/v1/realtime"}, browser.receive, browser.send)
+    assert browser.sent == [{"type": "websocket.close", "code": 1000}]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    yield
+    assert current_request.get() is None

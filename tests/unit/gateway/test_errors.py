@@ -1,0 +1,98 @@
+"""Every error has OpenAI's shape, a string for a code, and nothing of the server's inside."""
+
+import msgspec
+import pytest
+
+from gateway.errors import (
+    CODES,
+    MESSAGE_CHARS_MAX,
+    SERVER_ERROR_MESSAGE,
+    api_error,
+    failed_event,
+    shape_error,
+)
+
+
+def vllm_body(message: str, code: int, param: str | None = None) -> bytes:
+    fields = {"message": message, "type": "BadRequestError", "param": param, "code": code}
+    return msgspec.json.encode({"error": fields})
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_body_has_exactly_openai_s_fields(code: str) -> None:
+    error = msgspec.json.decode(api_error(code, "why.").body())["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "param"),
+    [
+        (404, vllm_body("The model `x` does not exist.", 404, "model"), "model_not_found", "model"),
+        (404, b'{"detail":"Not Found"}', "unknown_url", None),
+        (405, b'{"detail":"Method Not Allowed"}', "method_not_allowed", None),
+        (401, b'{"error":"Unauthorized"}', "invalid_api_key", None),
+        (400, vllm_body("This model's maximum context length is 8.", 400), "context_length_exceeded",
+         None),
+        (400, vllm_body("The decoder prompt (length 9) is longer than the maximum model", 400),
+         "context_length_exceeded", None),
+        (400, vllm_body("bad top_p", 400, "top_p"), "invalid_value", "top_p"),
+        (422, vllm_body("not processable", 422), "invalid_value", None),
+        (400, vllm_body("JSON decode error: x", 400), "invalid_json", None),
+        (501, vllm_body("no", 501), "not_implemented", None),
+        (503, vllm_body("The engine is currently busy", 503), "no_healthy_workers", None),
+        (413, b"", "request_too_large", None),
+    ],
+)  # fmt: skip
+def test_others_errors_are_shaped(status: int, body: bytes, code: str, param: str | None) -> None:
+    error = shape_error(status, body)
+    assert (error.code, error.param) == (code, param)
+    assert error.status == (400 if status == 422 else status)
+    assert error.message
+
+
+@pytest.mark.parametrize("status", [500, 502, 599, 418])
+def test_insides_of_the_server_stay_inside(status: int) -> None:
+    error = shape_error(status, vllm_body("EngineCoreProc failed at 0x7f", status))
+    assert (error.status, error.code) == (500, "internal_error")
+    assert error.message == SERVER_ERROR_MESSAGE
+
+
+def test_own_errors_pass_unchanged() -> None:
+    error = api_error("queue_full", "Full.", "n")
+    assert shape_error(error.status, error.body()) == error
+
+
+def test_failure_of_a_task_explains_every_answer() -> None:
+    failure = api_error("queue_full", "Full.")
+    assert shape_error(500, vllm_body("Internal server error", 500), failure) is failure
+    assert failed_event(b"data: " + vllm_body("Internal server error", 500), failure) is failure
+
+
+def test_event_of_vllm_is_shaped() -> None:
+    error = failed_event(b"data: " + vllm_body("bad", 400, "n") + b"\n\n", None)
+    assert (error.status, error.code, error.message) == (400, "invalid_value", "bad")
+    assert failed_event(b"data: {broken", None).status == 500
+
+
+def test_echo_of_the_value_is_left_out_and_messages_are_bounded() -> None:
+    body = vllm_body("n must be positive. (parameter=n, value=-1)", 400, "n")
+    assert shape_error(400, body).message == "n must be positive."
+    assert len(shape_error(400, vllm_body("x" * 100_000, 400)).message) == MESSAGE_CHARS_MAX
+
+
+@pytest.mark.parametrize("code", ["", "Bad Code", "x" * 100, "A"])
+def test_code_that_is_no_code_is_not_shown(code: str) -> None:
+    assert api_error(code, "why").code == "internal_error"
+
+
+def test_unknown_code_is_a_server_error() -> None:
+    error = api_error("quantum_decoherence", "why")
+    assert (error.status, error.code) == (500, "quantum_decoherence")
+
+
+def test_overload_says_when_to_try_again() -> None:
+    assert (b"retry-after", b"1") in api_error("queue_full", "Full.").headers()
+    assert (b"retry-after", b"1") in api_error("draining", "Bye.").headers()
+    assert (b"x-should-retry", b"false") in api_error("deadline_exceeded", "Late.").headers()
+    assert len(api_error("invalid_value", "No.").headers()) == 1

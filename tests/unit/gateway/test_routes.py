@@ -1,0 +1,117 @@
+"""The allow-list, on a small application; the integration test holds it against vLLM's own."""
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from gateway.errors import api_error
+from gateway.routes import (
+    VLLM_ROUTES,
+    Readiness,
+    add_own_routes,
+    close_other_routes,
+    find_route,
+)
+
+
+class Prompt(BaseModel):
+    prompt: str
+    stop: list[str] | str = ""
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def answer() -> dict[str, str]:
+        return {}
+
+    async def complete(prompt: Prompt) -> dict[str, str]:
+        return {}
+
+    for method, path in VLLM_ROUTES - {("POST", "/v1/completions")}:
+        app.add_api_route(path, answer, methods=[method])
+    app.add_api_route("/v1/completions", complete, methods=["POST"])
+    app.add_api_route("/collective_rpc", answer, methods=["POST"])
+    app.add_api_route("/v1/models", answer, methods=["DELETE"])
+    app.add_api_route("/tokenize", answer, methods=["POST", "PUT"])
+    app.router.routes.append(Mount("/metrics", Starlette()))
+    return app
+
+
+async def ask(app: FastAPI, method: str, path: str, body: object = None) -> httpx.Response:
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return await client.request(method, path, json=body)
+
+
+async def test_what_is_not_listed_is_taken_out(app: FastAPI) -> None:
+    close_other_routes(app)
+    for method, path in [
+        ("POST", "/collective_rpc"),
+        ("GET", "/metrics"),
+        ("DELETE", "/v1/models"),
+        ("PUT", "/tokenize"),
+    ]:
+        assert (await ask(app, method, path)).status_code in (404, 405)
+    assert (await ask(app, "GET", "/v1/models")).status_code == 200
+
+
+def test_missing_route_of_vllm_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="/v1/chat/completions"):
+        close_other_routes(FastAPI())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("GET", "/v1/models/demo", None),
+        ("GET", "/v1/models/org/name", None),
+        ("GET", "/v1/models/", "unknown_url"),
+        ("GET", "/ready", None),
+        ("POST", "/ready", "method_not_allowed"),
+        ("HEAD", "/health", "method_not_allowed"),
+        ("GET", "/openapi.json", "unknown_url"),
+    ],
+)
+def test_find_route(method: str, path: str, code: str | None) -> None:
+    error = find_route(method, path)
+    assert (error.code if error else None) == code
+
+
+async def test_readiness_says_why_not(app: FastAPI) -> None:
+    now = Readiness(ready=False, reason=api_error("not_serving", "The cell switches."))
+    add_own_routes(app, lambda: now)
+    response = await ask(app, "GET", "/ready")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "not_serving"
+    assert (await ask(app, "GET", "/health")).status_code == 200
+    now = Readiness(ready=True, layout="dp2", epoch=3)
+    assert (await ask(app, "GET", "/ready")).json() == {
+        "status": "ready",
+        "layout": "dp2",
+        "epoch": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({}, "prompt", "prompt: Field required"),
+        ({"prompt": 3}, "prompt", "prompt: Input should be a valid string"),
+        ({"prompt": "x", "stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
+        ([1], None, "Input should be a valid dictionary"),
+    ],
+)
+async def test_refused_body_names_the_field(
+    app: FastAPI, body: object, param: str | None, text: str
+) -> None:
+    add_own_routes(app, lambda: Readiness(ready=True))
+    response = await ask(app, "POST", "/v1/completions", body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+    assert error["message"].startswith(text)
