@@ -206,7 +206,10 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return error_answer(400, "invalid_json", "The body is no valid JSON.")
-    where = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    if first["loc"] == ("body",):
+        text = 'Send Content-Type: application/json and an object such as {"layout": "dp2"}.'
+        return error_answer(400, "invalid_value", text, "body")
+    where = ".".join(str(part) for part in first["loc"][1:])
     return error_answer(400, "invalid_value", f"{where}: {first['msg']}.", where)
 
 

@@ -108,6 +108,15 @@ class Core:
         """Every rank of the target serves it."""
         return self._switcher.is_serving
 
+    def is_available(self, rank: Rank) -> bool:
+        """Say whether the rank is in the target, that is not cut out."""
+        return rank in self._switcher.alive
+
+    @property
+    def is_recovering(self) -> bool:
+        """The core is still collecting the ranks' reports."""
+        return self._switcher.recovering
+
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Decide what follows from an event."""
         match event:

@@ -25,8 +25,8 @@ class EndedTask:
     arrived_ms: int
     pushed_by: Rank | None = None
     """Who pushed its last tokens; None once the gateway has them all, or needs none."""
-    is_asked: bool = False
-    """`pushed_by` was lost and the gateway was asked to submit the task again."""
+    may_return: bool = False
+    """The gateway may submit it again: its last tokens may be lost, or it was given up here."""
     failure: TaskFailed | None = None
     """What the gateway was told, to be told again."""
 
@@ -61,10 +61,11 @@ class EndedTasks:
         """The gateway needs nothing more of this task."""
         if ended := self._ended.get(task):
             ended.pushed_by = None
+            ended.may_return = False
 
     def in_doubt(self, rank: Rank) -> Iterator[tuple[TaskId, EndedTask]]:
-        """Yield the tasks whose last tokens may have been lost with the rank; marks them asked."""
+        """Yield the tasks whose last tokens may have been lost with the rank; they may return."""
         for task, ended in self._ended.items():
             if ended.pushed_by == rank:
-                ended.is_asked = True
+                ended.may_return = True
                 yield task, ended

@@ -128,7 +128,8 @@ class TaskPool:
 
     def gateway_gone(self, gateway: str) -> list[Effect]:
         """End all tasks of a gateway that does not come back."""
-        return [effect for task in self._tasks.of_gateway(gateway) for effect in self.cancel(task)]
+        tasks = self._tasks.of_gateway(gateway)
+        return [effect for task in tasks for effect in self._give_up(self._tasks[task])]
 
     def ended(self, rank: Rank, message: TaskEnded) -> list[Effect]:
         """Take a leader's word that a task ended."""
@@ -216,7 +217,7 @@ class TaskPool:
                 effects.append(ToRank(task.leader, GiveBack(task.id)))
                 self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
         for task_id in [task for task, until_ms in self._unclaimed.items() if now_ms >= until_ms]:
-            effects += self.cancel(task_id)
+            effects += self._give_up(self._tasks[task_id])
         return effects
 
     def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
@@ -267,7 +268,7 @@ class TaskPool:
         task_id = message.header.task
         if ended.failure is not None:
             return [ToGateway(ended.gateway, ended.failure)]
-        if ended.pushed_by is None or not ended.is_asked:
+        if not ended.may_return:
             # It was cancelled, or its last tokens are on their way.
             return []
         if message.attempt <= ended.attempt:
@@ -354,6 +355,13 @@ class TaskPool:
         self._tasks.enter(task, State.ASKED, now_ms)
         task.attempt += 1
         return [] if self.recovering else [_ask(task)]
+
+    def _give_up(self, task: Task) -> list[Effect]:
+        """End a task that nobody seems to wait for; its gateway may yet come and ask."""
+        effects = self._end(task)
+        if ended := self._ended.get(task.id):
+            ended.may_return = True
+        return effects
 
     def _end(
         self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None

@@ -60,7 +60,8 @@ class Member:
         self._outlet = outlet
         self._incarnation = incarnation
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
-        self._applied_kept: dict[tuple[int, ...], int] = {}
+        self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._formed: dict[tuple[int, ...], int] = {}
         self._mode: PreparedMode | None = None
         self._binding: Binding | None = None
 
@@ -75,6 +76,7 @@ class Member:
         group = binding.group
         self._mode = self.engine.select(ModeKey(group.mode, group.width))
         self._binding = binding
+        self._formed[group.ranks] = binding.born
 
     def unbind(self) -> None:
         """Belong to no group."""
@@ -120,16 +122,20 @@ class Member:
         assert scheduler is not None
         self._lease_version += 1
         indices = tuple(sorted(scheduler.grants.withdraw()))
-        self.kept[group.ranks] = LeaseKept(group.ranks, self._lease_version, indices)
+        born = self._formed[group.ranks]
+        self.kept[group.ranks] = LeaseKept(group.ranks, self._lease_version, indices, born)
 
     def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""
         changed = False
         for lease in leases:
             bound = self._binding is not None and self._binding.group.ranks == lease.ranks
-            if bound or self._applied_kept.get(lease.ranks, -1) >= lease.version:
+            order = (lease.born, lease.version)
+            # What was kept of an earlier formation says nothing about pages leased since.
+            stale = lease.born < self._formed.get(lease.ranks, 0)
+            if bound or stale or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
                 continue
-            self._applied_kept[lease.ranks] = lease.version
+            self._applied_kept[lease.ranks] = order
             changed |= self._keep_only(lease.ranks, lease.indices)
         return changed
 

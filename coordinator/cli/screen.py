@@ -15,6 +15,7 @@ STAGE_WORDS = {
     "communicators": "creating communicators",
     "graphs": "capturing CUDA graphs",
     "kv": "allocating KV pages",
+    "warm": "warming up",
     "ready": "ready",
 }
 """Stage that a rank reports -> words for it; an unknown stage is shown as it is."""

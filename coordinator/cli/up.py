@@ -26,8 +26,9 @@ from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
 
-STOP_LIMITS_S = {"gateway": 20.0, "rank": 15.0, "coordinator": 5.0}
-"""Processes in the order in which they are stopped, and how long each may take."""
+STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
+"""Processes in the order in which they are stopped, and how long each may take; the gateway lets
+streams in flight finish first."""
 LOG_NAMES = {"gateway": "gateway", "rank": "worker", "coordinator": "coordinator"}
 PROBE_LIMIT_S = 2.0
 TOKEN_BYTES = 32
@@ -171,10 +172,18 @@ def _record(config: Config) -> LastRun:
     )
 
 
+def _own_command() -> str:
+    """Return how this user runs `aileron` here."""
+    if shutil.which("aileron"):
+        return "aileron"
+    own = Path(sys.argv[0])
+    return str(own) if own.name == "aileron" else "python -m coordinator.cli"
+
+
 def _welcome(config: Config, screen: Screen, seconds: float) -> None:
     run = _record(config)
     name = config.served_model_name
-    command = "aileron" if shutil.which("aileron") else sys.argv[0]
+    command = _own_command()
     other = f"tp{config.cell.ranks}" if config.cell.ranks > 1 else config.cell.layout
     screen.say(f"serving {name} after {seconds:.1f} s")
     body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is a list?"}}]}}'

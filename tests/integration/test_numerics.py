@@ -55,14 +55,16 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     out = folder / f"static-{dtype}-{tp}.npz"
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
         cwd=ROOT,
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        check=True,
+        check=False,
         capture_output=True,
+        text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as arrays:
         return dict(arrays)
 

@@ -70,15 +70,15 @@ class SimGateway:
     def submit(self, rng: random.Random) -> None:
         """A client asks for something."""
         self._count += 1
-        length = rng.randint(1, 10)
+        length = rng.randint(1, self.world.max_tokens)
         header = TaskHeader(
             task=TaskId(f"{self.name}-{self._count}"),
             gateway=self.name,
             reply_to=self.name,
             prompt_tokens=rng.randint(1, 14),
-            max_tokens=10,
+            max_tokens=self.world.max_tokens,
             tier=rng.choice(tuple(Tier)),
-            deadline_ms=rng.choice((0, 0, 0, 3_000)),
+            deadline_ms=rng.choice((0, 0, 0, 900)),
         )
         stream = Stream(header.task, length)
         self.streams.append(stream)

@@ -34,8 +34,10 @@ async def echo(request: Request) -> Response:
 async def stream(request: Request) -> Response:
     """Send what the body says; `fail` notes a task's failure, `raise` is a bug."""
 
+    items = json.loads(await request.body())["events"]
+
     async def events() -> AsyncIterator[str]:
-        for item in json.loads(await request.body())["events"]:
+        for item in items:
             if item == "fail":
                 state = current_request.get()
                 assert state is not None

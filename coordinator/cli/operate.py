@@ -1,0 +1,156 @@
+"""`aileron status`, `switch` and `explain`: the admin API for people, or as JSON."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.cli.admin_client import AdminClient
+from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.cli.last_run import find_admin_url
+from coordinator.cli.tables import format_table
+
+LAST_MAX = 1_000
+SWITCH_COLUMNS = (
+    ("epoch", "epoch"),
+    ("from", "from"),
+    ("to", "to"),
+    ("outcome", "outcome"),
+    ("carry", "carry"),
+    ("total ms", "total_ms"),
+    ("park ms", "park_ms"),
+    ("swap ms", "swap_ms"),
+    ("first step ms", "first_step_ms"),
+    ("longest gap ms", "gap_ms_max"),
+)
+"""Header -> field of a switch."""
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Show what the cell is doing."""
+    status = AdminClient(find_admin_url(options.admin_url)).get("/admin/status")
+    if options.json:
+        return _print_json(status)
+    serving = "serving" if status["serving"] else f"on the way to {status['target']}"
+    print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
+    print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
+    print(f"gateways {status['gateways']}   policy {status['policy']}")
+    print("\n" + _groups_table(status["groups"]))
+    print("\n" + _ranks_table(status["ranks"]))
+    print("\n" + _queue_table(status["queue"]))
+    if status["switches"]:
+        print("\nlast switch\n" + _switches_table(status["switches"]))
+    return 0
+
+
+def run_switch(options: argparse.Namespace) -> int:
+    """Change the layout and show how it went."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    body = {"layout": options.layout}
+    if options.carry is not None:
+        body["carry"] = options.carry
+    if not options.json:
+        before = client.get("/admin/layout")
+        if before["layout"] == options.layout and before["serving"]:
+            print(f"{options.layout} serves already, epoch {before['epoch']}.")
+            return 0
+        print(f"switching from {before['layout']} to {options.layout} …", flush=True)
+    answer = client.post("/admin/layout?wait=1", body)
+    if options.json:
+        return _print_json(answer)
+    print(f"{answer['layout']} serves, epoch {answer['epoch']}.")
+    if answer.get("switch"):
+        print("\n" + _switches_table([answer["switch"]]))
+        print("\ntasks " + _counts(answer["switch"]["tasks"]))
+    return 0
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Show the decisions that led to the layout."""
+    if not 1 <= options.last <= LAST_MAX:
+        raise CliError(f"--last {options.last}: between 1 and {LAST_MAX}.", USAGE_STATUS)
+    client = AdminClient(find_admin_url(options.admin_url))
+    answer = client.get(f"/admin/decisions?last={options.last}")
+    if options.json:
+        return _print_json(answer)
+    layout = client.get("/admin/layout")
+    print(f"layout {layout['layout']}, epoch {layout['epoch']}")
+    if not answer["decisions"]:
+        print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
+        return 0
+    for decision in answer["decisions"]:
+        print(f"\n{decision['time']}  {decision['choice']}  ({decision['carry']})")
+        print(f"    because: {decision['reason']}")
+        if decision["inputs"]:
+            print(f"    inputs: {_counts(decision['inputs'])}")
+        for candidate in decision["candidates"]:
+            print(f"    candidate: {_counts(candidate)}")
+    return 0
+
+
+def _print_json(answer: Mapping[str, Any]) -> int:
+    json.dump(answer, sys.stdout, indent=2)
+    print()
+    return 0
+
+
+def _groups_table(groups: list[dict[str, Any]]) -> str:
+    return format_table(
+        ("group", "mode", "running", "waiting", "paused", "pages free", "of"),
+        [
+            (
+                _span(group["ranks"]),
+                f"{group['mode']}{group['width']}",
+                group["running"],
+                group["waiting"],
+                group["paused"],
+                group["pages_free"],
+                group["pages_total"],
+            )
+            for group in groups
+        ],
+    )
+
+
+def _ranks_table(ranks: list[dict[str, Any]]) -> str:
+    return format_table(
+        ("rank", "pid", "phase", "epoch", "heard ms ago", "lease ms", "pages free", "restarts"),
+        [
+            (
+                rank["rank"],
+                rank.get("pid", "-"),
+                rank["phase"] if rank.get("available") else f"{rank['phase']}, not available",
+                rank.get("epoch", "-"),
+                rank.get("heartbeat_age_ms", "-"),
+                rank.get("lease_left_ms", "-"),
+                rank.get("pages", {}).get("free", "-"),
+                rank.get("restarts", "-"),
+            )
+            for rank in ranks
+        ],
+    )
+
+
+def _queue_table(queue: dict[str, Any]) -> str:
+    rows = [(tier, each["queued"], each["tokens"]) for tier, each in queue["tiers"].items()]
+    return format_table(("tier", "queued", "tokens"), rows) + f"\ntasks {_counts(queue['tasks'])}"
+
+
+def _switches_table(switches: list[dict[str, Any]]) -> str:
+    return format_table(
+        [header for header, _ in SWITCH_COLUMNS],
+        [[_rounded(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
+    )
+
+
+def _rounded(value: object) -> object:
+    return f"{value:.1f}" if isinstance(value, float) else value
+
+
+def _counts(fields: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,123 @@
+"""Ranks without an engine: real seats of the switch protocol over real gRPC sessions.
+
+Each does what it is told at once and holds no tasks. The leave message that a leader sends its
+followers over the step queue is a call here.
+"""
+
+import asyncio
+import time
+from typing import Any, Self
+
+import grpc
+
+from comm_pool.layout import Rank
+from coordinator.protocol import wire
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    Directive,
+    PageReport,
+    RankHello,
+    Report,
+)
+from coordinator.protocol.seat import Leave, OweLeave, Seat
+
+PAGES = PageReport(total=64, free=64, owned=0, leased=0)
+AIO: Any = grpc.aio
+
+
+class RankSessions:
+    """All ranks of a cell, in the test's event loop."""
+
+    def __init__(self, target: str, token: str, world: int, *, incarnation: int = 1) -> None:
+        self._target = target
+        self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
+        self._incarnation = incarnation
+        self.seats = {Rank(rank): Seat(Rank(rank), incarnation) for rank in range(world)}
+        self.obeys = True
+        """Whether directives are carried out; heartbeats go on either way."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._run(rank)) for rank in self.seats]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stop(self, rank: int) -> None:
+        """End one rank's session and start no other."""
+        self._tasks[rank].cancel()
+
+    async def _run(self, rank: Rank) -> None:
+        """Keep a session open, as a rank does."""
+        while True:
+            try:
+                await self._session(rank)
+            except AIO.AioRpcError:
+                await asyncio.sleep(0.02)
+
+    async def _session(self, rank: Rank) -> None:
+        async with AIO.insecure_channel(self._target, options=wire.CHANNEL_OPTIONS) as channel:
+            call = channel.stream_stream(
+                wire.RANK_PATH,
+                request_serializer=wire.encode,
+                response_deserializer=wire.decode_rank_down,
+            )(metadata=self._metadata)
+            await call.write(self._hello(rank))
+            beat = asyncio.create_task(self._beat(call, rank))
+            try:
+                while (message := await call.read()) is not AIO.EOF:
+                    if isinstance(message, Directive) and self.obeys:
+                        self.seats[rank].on_directive(message)
+                        self._move(rank)
+                        await call.write(self._report(rank))
+            finally:
+                beat.cancel()
+
+    async def _beat(self, call: Any, rank: Rank) -> None:
+        while True:
+            self._move(rank)
+            await call.write(self._report(rank))
+            await asyncio.sleep(0.02)
+
+    def _move(self, rank: Rank) -> None:
+        seat = self.seats[rank]
+        while (move := seat.next_move(idle=True)) is not None:
+            if isinstance(move, OweLeave) or (isinstance(move, Leave) and move.is_leader):
+                for member in move.binding.group.ranks:
+                    if member != rank:
+                        self.seats[member].on_leave(move.binding.born)
+            seat.made(move)
+
+    def _hello(self, rank: Rank) -> RankHello:
+        return RankHello(
+            version=PROTOCOL_VERSION,
+            rank=rank,
+            incarnation=self._incarnation,
+            pid=1000 + rank,
+            device="cpu",
+            widths=(1, 2, 4),
+            max_tasks=8,
+            max_model_len_tokens=512,
+            tokens_per_slot=16,
+            kv_heads=4,
+            pages_total=64,
+            held=(),
+            memory=(("weights", 9_000_000),),
+        )
+
+    def _report(self, rank: Rank) -> Report:
+        seat = self.seats[rank]
+        return Report(
+            rank=rank,
+            incarnation=self._incarnation,
+            sent_at_ms=time.monotonic_ns() // 1_000_000,
+            stage=seat.stage,
+            binding=seat.binding,
+            target=seat.target,
+            pages=PAGES,
+            blocks_free=64,
+            blocks_total=64,
+        )

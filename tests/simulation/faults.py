@@ -1,0 +1,124 @@
+"""What goes wrong, and how often; drawn once per seed, so that some runs are mild and some are not."""
+
+import random
+from typing import TYPE_CHECKING
+
+from comm_pool.layout import Mode, Rank, supported_layouts
+from coordinator.protocol.messages import Carry
+from tests.simulation.network import Weather
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+WIDTHS = (1, 2, 4, 8)
+LAYOUTS = supported_layouts(8, WIDTHS, (Mode.DP, Mode.TP))
+CARRIES = (Carry.PAUSE, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE)
+
+
+class Faults:
+    """Chances per tick, and what is broken right now."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.weather = Weather(
+            delay_max=rng.choice((1, 3, 8)),
+            loss=rng.choice((0.0, 0.05, 0.3)),
+            repeat=rng.choice((0.0, 0.1)),
+        )
+        self.switch = rng.choice((0.01, 0.03, 0.15))
+        self.crash = rng.choice((0.0, 0.002, 0.01))
+        self.cut = rng.choice((0.0, 0.004, 0.02))
+        self.stop = rng.choice((0.0, 0.01, 0.05))
+        self.break_session = rng.choice((0.0, 0.005, 0.03))
+        self.core_crash = rng.choice((0.0, 0.0, 0.006))
+        self.submit = rng.choice((0.1, 0.3, 0.6))
+        self.cancel = rng.choice((0.0, 0.02))
+        self.gateway_returns = 0.1
+        self._cut_until: dict[Rank, int] = {}
+        self._restart_at: dict[Rank, tuple[int, int]] = {}
+        self._exit_at: dict[Rank, int] = {}
+        self._core_at = 0
+        self._now = 0
+
+    def is_cut(self, rank: Rank) -> bool:
+        """The network between the rank and the coordinator is down."""
+        return self._now < self._cut_until.get(rank, 0)
+
+    def strike(self, world: "World") -> None:
+        """One tick's worth of trouble."""
+        self._now = world.now
+        self._load(world)
+        self._recover(world)
+        chance = self.rng.random
+        if chance() < self.crash:
+            self._crash(world, Rank(self.rng.randrange(8)))
+        if chance() < self.cut:
+            rank = Rank(self.rng.randrange(8))
+            self._cut_until[rank] = world.now + self.rng.choice((5, 20, 60))
+            world.say(f"rank {rank} is cut off until {self._cut_until[rank] * 10} ms")
+            world.break_rank(rank)
+        if chance() < self.stop and (process := world.ranks[Rank(self.rng.randrange(8))]):
+            process.stopped_until = world.now + self.rng.choice((3, 10, 50))
+            world.say(f"rank {process.rank} stands still until {process.stopped_until * 10} ms")
+        if chance() < self.break_session:
+            if chance() < 0.7:
+                world.break_rank(Rank(self.rng.randrange(8)))
+            else:
+                world.break_gateway(self.rng.choice(("east", "west")))
+        if chance() < self.core_crash and world.core is not None:
+            world.say("the coordinator crashes")
+            world.stop_core()
+            self._core_at = world.now + self.rng.choice((2, 15, 50))
+
+    def heal(self, world: "World") -> None:
+        """Nothing goes wrong from now on."""
+        world.say("all faults heal")
+        self._now = world.now
+        self._cut_until.clear()
+        self.weather.loss = self.weather.repeat = 0.0
+        self.weather.delay_max = 1
+        self.gateway_returns = 1.0
+        for process in world.alive:
+            process.stopped_until = 0
+        for rank, process in world.ranks.items():
+            if process is None:
+                world.restart(rank, self._restart_at[rank][1])
+        if world.core is None:
+            world.start_core()
+
+    def _load(self, world: "World") -> None:
+        gateway = world.gateways[self.rng.choice(("east", "west"))]
+        if self.rng.random() < self.submit:
+            gateway.submit(self.rng)
+        if self.rng.random() < self.cancel:
+            gateway.cancel_any(self.rng)
+        if self.rng.random() < self.switch and world.core is not None:
+            self._switch(world)
+
+    def _switch(self, world: "World") -> None:
+        layout = self.rng.choice(LAYOUTS)
+        gone = [rank for rank in layout.ranks if world.core and not world.core.is_available(rank)]
+        carry = self.rng.choice(CARRIES)
+        world.want_switch(layout.without(gone), carry)
+
+    def _crash(self, world: "World", rank: Rank) -> None:
+        process = world.ranks[rank]
+        if process is None:
+            return
+        world.crash(rank)
+        self._restart_at[rank] = (
+            world.now + self.rng.choice((5, 30, 80)),
+            process.incarnation + 1,
+        )
+        if self.rng.random() < 0.5:
+            self._exit_at[rank] = world.now + 2
+
+    def _recover(self, world: "World") -> None:
+        for rank in [rank for rank, at in self._exit_at.items() if world.now >= at]:
+            del self._exit_at[rank]
+            world.exited(rank)
+        for rank in [rank for rank, (at, _) in self._restart_at.items() if world.now >= at]:
+            world.restart(rank, self._restart_at.pop(rank)[1])
+        if world.core is None and world.now >= self._core_at:
+            world.start_core()
+

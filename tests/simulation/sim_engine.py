@@ -1,0 +1,121 @@
+"""A leader's scheduler in small: tasks, blocks of the group's pages, steps ahead of their results."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from coordinator.protocol.messages import Binding, TaskHeader, TaskId
+from tests.simulation.checkers import check, digest
+from tests.simulation.sim_gateway import Token
+from tests.simulation.stepping import Step
+
+KV_HEADS = 4
+BLOCK_TOKENS = 4
+
+
+def slots_of(binding_width: int) -> int:
+    return min(binding_width, KV_HEADS)
+
+
+@dataclass
+class SimTask:
+    """A task that a leader holds."""
+
+    header: TaskHeader
+    attempt: int
+    length: int
+    tokens: list[int]
+    digest: int = 0
+    blocks: list[int] = field(default_factory=list)
+    ahead: int = 0
+    """Steps that were sent for it and are not complete."""
+
+    def __post_init__(self) -> None:
+        for token in self.tokens:
+            self.digest = digest(self.digest, token)
+
+    @property
+    def wants_step(self) -> bool:
+        return len(self.tokens) + self.ahead < self.length
+
+    @property
+    def blocks_wanted(self) -> int:
+        tokens = self.header.prompt_tokens + len(self.tokens) + self.ahead + 1
+        return -(-tokens // BLOCK_TOKENS)
+
+
+class SimEngine:
+    """The tasks of a bound group; the pages behind `blocks` are the rank's business."""
+
+    def __init__(self, binding: Binding, indices: frozenset[int]) -> None:
+        self.binding = binding
+        self.slots = slots_of(binding.group.width)
+        self.table = indices
+        self.blocks_total = len(indices) * self.slots
+        self.free = {index * self.slots + slot for index in indices for slot in range(self.slots)}
+        self.tasks: dict[TaskId, SimTask] = {}
+        self.in_flight: deque[Step] = deque()
+
+    def resume(self, task: SimTask) -> bool:
+        """Go on with a paused task, if all its blocks are still leased."""
+        if not self.free.issuperset(task.blocks):
+            return False
+        self.free.difference_update(task.blocks)
+        self.tasks[task.header.task] = task
+        return True
+
+    def remove(self, task_id: TaskId) -> SimTask | None:
+        """Forget a task and free its blocks."""
+        task = self.tasks.pop(task_id, None)
+        if task is not None:
+            self._release(task)
+        return task
+
+    def plan(self) -> tuple[tuple[TaskId, int], ...]:
+        """Schedule a step; a task without a block takes them from the youngest, or waits."""
+        batch = []
+        for task in list(self.tasks.values()):
+            if task.wants_step and self._grow(task):
+                task.ahead += 1
+                batch.append((task.header.task, task.attempt))
+        return tuple(batch)
+
+    def give_up(self, step: Step) -> None:
+        """A planned step will not be executed."""
+        for task in self._of(step):
+            task.ahead -= 1
+
+    def complete(self, step: Step, draw: int) -> list[Token]:
+        """Draw a token for every task of a completed step; finished tasks are removed."""
+        tokens = []
+        for task in self._of(step):
+            task.ahead -= 1
+            check(task.ahead >= 0, f"{task.header.task} is further than it was scheduled")
+            token = draw + len(tokens)
+            is_last = len(task.tokens) + 1 == task.length
+            task_id, index = task.header.task, len(task.tokens)
+            tokens.append(Token(task_id, task.attempt, index, task.digest, token, is_last))
+            task.tokens.append(token)
+            task.digest = digest(task.digest, token)
+        return tokens
+
+    def _of(self, step: Step) -> list[SimTask]:
+        found = [(self.tasks.get(TaskId(task_id)), attempt) for task_id, attempt in step.batch]
+        return [task for task, attempt in found if task is not None and task.attempt == attempt]
+
+    def _grow(self, task: SimTask) -> bool:
+        missing = task.blocks_wanted - len(task.blocks)
+        while len(self.free) < missing:
+            victims = [
+                each
+                for each in self.tasks.values()
+                if each is not task and each.blocks and not each.ahead
+            ]
+            if not victims or (task.blocks == [] and len(self.tasks) > 1):
+                return False
+            self._release(victims[-1])
+        task.blocks += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def _release(self, task: SimTask) -> None:
+        self.free.update(task.blocks)
+        task.blocks = []

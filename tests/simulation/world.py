@@ -1,0 +1,430 @@
+"""A whole cell on one virtual clock: the real core, real seats, and everything that goes wrong.
+
+`World(seed).run()` is deterministic: faults for a while, then quiet, in which everything must come
+to rest: one layout served by all ranks, every task ended, every page accounted for.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from comm_pool.layout import Group, Layout, Mode, Rank
+from comm_pool.plan import communicator_plan
+from coordinator.core import Core
+from coordinator.events import (
+    Effect,
+    Event,
+    GatewayClosed,
+    GatewayOpened,
+    GatewaySaid,
+    Note,
+    RankClosed,
+    RankExited,
+    RankOpened,
+    RankSaid,
+    SwitchRecorded,
+    SwitchWanted,
+    Tick,
+    ToGateway,
+    ToRank,
+)
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    Directive,
+    GatewayHello,
+    GatewayUp,
+    Place,
+    RankHello,
+    Report,
+)
+from coordinator.protocol.seat import Move
+from coordinator.settings import CoreSettings
+from tests.simulation.checkers import StageChecker, Violation, check
+from tests.simulation.faults import LAYOUTS, WIDTHS, Faults
+from tests.simulation.network import Network, Session
+from tests.simulation.sim_gateway import SimGateway, Token
+from tests.simulation.sim_rank import SimRank
+from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
+
+WORLD = 8
+TICK_MS = 10
+CORE_TICKS = 2
+"""The core gets a `Tick` so often."""
+FAULT_TICKS = 220
+QUIET_TICKS = 500
+
+
+@dataclass
+class Stats:
+    """What happened, to see that the simulation reaches what it is for."""
+
+    ticks: int = 0
+    steps: int = 0
+    tokens: int = 0
+    switches: int = 0
+    tasks: int = 0
+    crashes: int = 0
+    core_crashes: int = 0
+    blocked: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+
+
+class World:
+    """Eight ranks, two gateways, one coordinator and a seed."""
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.rng = random.Random(seed)
+        self._trace = trace
+        self.now = 0
+        self.faults = Faults(self.rng)
+        self.network = Network(self.rng, self.faults.weather)
+        self.num_pages = self.rng.choice((8, 11, 16, 24))
+        self.max_tokens = self.rng.choice((4, 12, min(48, 4 * (self.num_pages - 1) - 14)))
+        self.steps_ahead = self.rng.choice((1, 2, 2, 9))
+        self.stats = Stats()
+        self._stages = StageChecker()
+        self._steps: list[tuple[Step, tuple[SimRank, ...]]] = []
+        plan = communicator_plan(WORLD, WIDTHS)
+        self._queues = {ranks: StepQueue(ranks) for ranks in plan}
+        self._followed = {
+            rank: [queue for ranks, queue in self._queues.items() if rank in ranks[1:]]
+            for rank in map(Rank, range(WORLD))
+        }
+        self._groups = {ranks: Group(ranks, Mode.TP) for ranks in plan}
+        self._groups |= {(rank,): Group((rank,), Mode.DP) for rank in map(Rank, range(WORLD))}
+        self.core: Core | None = None
+        self._cores = 0
+        self._peers: dict[Rank | str, Session] = {}
+        """The sessions that the core has heard a hello of; its answers go there."""
+        self.settings = self._draw_settings()
+        self.ranks: dict[Rank, SimRank | None] = {
+            rank: SimRank(self, rank, 1, WIDTHS) for rank in map(Rank, range(WORLD))
+        }
+        self.gateways = {name: SimGateway(self, name) for name in ("east", "west")}
+
+    @property
+    def now_ms(self) -> int:
+        return self.now * TICK_MS
+
+    @property
+    def alive(self) -> list[SimRank]:
+        return [rank for rank in self.ranks.values() if rank is not None]
+
+    def run(self) -> Stats:
+        """Run to rest; raises `Violation` or another assertion."""
+        self.start_core()
+        while self.now < FAULT_TICKS:
+            self._tick()
+            self.faults.strike(self)
+        self.faults.heal(self)
+        reason = "nothing was tried"
+        for _ in range(QUIET_TICKS):
+            self._tick()
+            if (unrest := self._unrest()) is None:
+                self._finish()
+                return self.stats
+            reason = unrest
+        raise Violation(f"no rest after {QUIET_TICKS} quiet ticks: {reason}")
+
+    # ------------------------------------------------------------------ time
+
+    def _tick(self) -> None:
+        self.now += 1
+        self.network.run(self.now)
+        self._connect()
+        self._fail_steps()
+        # Everyone is first at times.
+        order = self.alive
+        first = self.rng.randrange(len(order)) if order else 0
+        for rank in (*order[first:], *order[:first]):
+            if self.now >= rank.stopped_until:
+                rank.act()
+                self.stats.blocked += rank.blocked is not None
+            self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
+        if self.core is not None and self.now % CORE_TICKS == 0:
+            self.core_event(Tick())
+            if self.core is not None and self.now % 8 == 0:
+                self.core.integrity()
+
+    def _fail_steps(self) -> None:
+        """Fail the steps that a dead member will never execute."""
+        open_steps = []
+        for step, members in self._steps:
+            if step.is_over:
+                continue
+            if any(self.ranks[member.rank] is not member for member in members):
+                since = step.dead_since if step.dead_since is not None else self.now
+                step.dead_since = since
+                step.failed = self.now - since >= ABORT_AFTER_TICKS
+            open_steps.append((step, members))
+        self._steps = open_steps
+
+    # ------------------------------------------------------------------ processes and sessions
+
+    def start_core(self) -> None:
+        self._cores += 1
+        self.core = Core(self.settings, f"core-{self._cores}", self.now_ms)
+
+    def stop_core(self) -> None:
+        self.core = None
+        self._peers.clear()
+        self.stats.core_crashes += 1
+        for peer in (*self.alive, *self.gateways.values()):
+            if peer.session is not None:
+                peer.session.close()
+
+    def crash(self, rank: Rank) -> None:
+        process = self.ranks[rank]
+        if process is None:
+            return
+        self.say(f"rank {rank} crashes")
+        self.stats.crashes += 1
+        process.tokens_out.close()
+        self.break_rank(rank)
+        self.ranks[rank] = None
+
+    def restart(self, rank: Rank, incarnation: int) -> None:
+        # Its communicators ended with the process before it.
+        self.say(f"rank {rank} restarts as {incarnation}")
+        self.ranks[rank] = SimRank(self, rank, incarnation, (1,))
+
+    def exited(self, rank: Rank) -> None:
+        if self.core is not None:
+            self.core_event(RankExited(rank))
+
+    def break_rank(self, rank: Rank) -> None:
+        process = self.ranks[rank]
+        if process is None or process.session is None or not process.session.is_open:
+            return
+        process.session.close()
+        if self.core is not None:
+            self.core_event(RankClosed(rank, process.incarnation))
+
+    def break_gateway(self, name: str) -> None:
+        session = self.gateways[name].session
+        if session is not None and session.is_open:
+            session.close()
+            if self.core is not None:
+                self.core_event(GatewayClosed(name))
+
+    def _connect(self) -> None:
+        """Peers without a session try to open one now and then."""
+        if self.core is None:
+            return
+        for rank in self.alive:
+            is_open = rank.session is not None and rank.session.is_open
+            if is_open or self.now < rank.stopped_until:
+                continue
+            if not self.faults.is_cut(rank.rank) and self.rng.random() < 0.3:
+                rank.connected(Session())
+        for gateway in self.gateways.values():
+            is_open = gateway.session is not None and gateway.session.is_open
+            if not is_open and self.rng.random() < self.faults.gateway_returns:
+                gateway.connected(Session())
+
+    # ------------------------------------------------------------------ messages
+
+    def rank_says(self, process: SimRank, session: Session, message: RankHello | Report) -> None:
+        rank = process.rank
+        match message:
+            case RankHello():
+                opened = RankOpened(message)
+                self.network.in_order(session, "up", lambda: self._open(rank, session, opened))
+            case Report() if message.ended or message.returned:
+                said = RankSaid(rank, message)
+                self.network.in_order(session, "up", lambda: self.core_event(said))
+            case Report():
+                self.network.loosely(lambda: self._report_arrives(rank, message))
+
+    def _report_arrives(self, rank: Rank, report: Report) -> None:
+        if not self.faults.is_cut(rank):
+            self.core_event(RankSaid(rank, report))
+
+    def to_core(self, session: Session, gateway: str, message: GatewayUp) -> None:
+        if isinstance(message, GatewayHello):
+            opened = GatewayOpened(message)
+            self.network.in_order(session, "up", lambda: self._open(gateway, session, opened))
+        else:
+            said = GatewaySaid(gateway, message)
+            self.network.in_order(session, "up", lambda: self.core_event(said))
+
+    def _open(self, peer: Rank | str, session: Session, opened: Event) -> None:
+        self._peers[peer] = session
+        self.core_event(opened)
+
+    def push_tokens(self, pipe: Session, gateway: str, tokens: tuple[Token, ...]) -> None:
+        self.stats.tokens += len(tokens)
+        receiver = self.gateways[gateway]
+        self.network.in_order(pipe, gateway, lambda: receiver.on_tokens(tokens))
+
+    def core_event(self, event: Event) -> None:
+        if self.core is None:
+            return
+        if not isinstance(event, Tick | RankSaid):
+            self.say(f"core hears {_short(event)}")
+        for effect in self.core.handle(event, self.now_ms):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case ToRank(rank, Directive() as directive):
+                self.network.loosely(lambda: self._directive_arrives(rank, directive))
+            case ToRank(rank, message):
+                self.say(f"core -> rank {rank}: {_short(message)}")
+                process = self.ranks[rank]
+                session = self._peers.get(rank)
+                if process is not None and session is not None:
+                    self.network.in_order(session, "down", lambda: process.on_message(message))
+            case ToGateway(name, answer):
+                self.say(f"core -> {name}: {_short(answer)}")
+                gateway = self.gateways[name]
+                if (session := self._peers.get(name)) is not None:
+                    self.network.in_order(session, "down", lambda: gateway.on_message(answer))
+            case SwitchRecorded(record):
+                self.stats.switches += 1
+                self.say(f"core: switch to {record.to_layout} {record.outcome.value}")
+            case Note(_, event, fields):
+                self.say(f"core: {event} {fields}")
+
+    def _directive_arrives(self, rank: Rank, directive: Directive) -> None:
+        process = self.ranks[rank]
+        if process is not None and not self.faults.is_cut(rank):
+            process.on_message(directive)
+
+    def want_switch(self, layout: Layout, carry: Carry) -> None:
+        if self.core is not None:
+            self.core_event(SwitchWanted(layout, carry, "operator"))
+
+    # ------------------------------------------------------------------ what ranks share and checks
+
+    def queue(self, ranks: tuple[Rank, ...]) -> StepQueue:
+        return self._queues[ranks]
+
+    def queues_of(self, rank: Rank) -> list[StepQueue]:
+        return self._followed[rank]
+
+    def group(self, ranks: tuple[Rank, ...]) -> Group:
+        return self._groups[ranks]
+
+    def check_may_start(self, leader: SimRank, step: Step) -> None:
+        """A leader sends a step: all members must be in the formation, and it must be wanted."""
+        self.stats.steps += 1
+        ranks = step.binding.group.ranks
+        incarnations = dict(leader.members[ranks])
+        members = []
+        for rank in ranks:
+            process = self.ranks[rank]
+            if process is None or process.incarnation != incarnations[rank]:
+                step.dead_since = self.now
+                continue
+            members.append(process)
+            check(
+                process.seat.binding == step.binding or process is leader,
+                f"rank {leader.rank} starts a step in {step.binding}, "
+                f"but rank {rank} is in {process.seat.binding}",
+            )
+        core = self.core
+        if core is not None and not core.is_recovering:
+            check(
+                core.is_available(leader.rank),
+                f"rank {leader.rank} starts a step although it is cut out",
+            )
+        if step.dead_since is not None:
+            # A member died before the step began; nobody can tell that from one that is slow.
+            dead = SimRank(self, leader.rank, -1, ())
+            members.append(dead)
+        self._steps.append((step, tuple(members)))
+
+    def check_nobody_waits_for(self, follower: SimRank, binding: Binding) -> None:
+        """A follower leaves: its leader must not wait for it in a step, unless that fails anyway."""
+        leader = self.ranks[binding.group.leader]
+        engine = leader.engine if leader is not None else None
+        for step in engine.in_flight if engine is not None else ():
+            check(
+                step.binding != binding
+                or follower.rank in step.arrived
+                or step.failed
+                or step.dead_since is not None,
+                f"rank {follower.rank} left {binding} and its leader waits in a step",
+            )
+
+    def _unrest(self) -> str | None:
+        """Return why the cell is not at rest, or None."""
+        core = self.core
+        if core is None or not core.is_serving:
+            return "the core does not serve"
+        if not all(map(core.is_available, self.ranks)):
+            return "a rank is cut out"
+        for name, gateway in self.gateways.items():
+            if gateway.open:
+                return f"{name} waits for {sorted(gateway.open)}"
+        for process in self.ranks.values():
+            if process is None:
+                return "a rank is down"
+            seat, rank = process.seat, process.rank
+            target = seat.target
+            if not seat.serving or target is None or target.binding_of(rank) != seat.binding:
+                return f"rank {rank} does not serve: {seat.stage} {seat.binding}"
+            if process.engine is not None and process.engine.tasks:
+                return f"rank {rank} still has {sorted(process.engine.tasks)}"
+            if any(process.paused.values()):
+                return f"rank {rank} still has paused tasks"
+            leased = set(process.pages.counts().leased)
+            assert seat.binding is not None
+            if leased - {seat.binding.group.ranks}:
+                return f"rank {rank} still leases pages to {sorted(leased)}"
+        if any(core.queue_view()["tasks"].values()):  # type: ignore[attr-defined]
+            return f"the pool still has tasks: {core.queue_view()}"
+        return None
+
+    def _finish(self) -> None:
+        assert self.core is not None
+        self.core.integrity()
+        stages = {rank.seat.stage for rank in self.alive}
+        check(len(stages) == 1, f"ranks rest in different stages: {stages}")
+        for rank in self.alive:
+            rank.pages.integrity(full=True)
+        self.stats.ticks = self.now
+        for gateway in self.gateways.values():
+            for stream in gateway.streams:
+                self.stats.tasks += 1
+                check(stream.end is not None, f"{stream.task} never ended")
+                end = stream.end or ""
+                self.stats.ends[end] = self.stats.ends.get(end, 0) + 1
+
+    # ------------------------------------------------------------------ trace
+
+    def say(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{self.now_ms:6d} ms  {line}")
+
+    def note(self, rank: Rank, move: Move) -> None:
+        if self._trace is not None:
+            stage = move.directive.stage
+            self.say(f"rank {rank}: {_short(move)} for {stage.epoch}.{stage.phase.name}")
+
+    def _draw_settings(self) -> CoreSettings:
+        lease_ms = 300
+        return CoreSettings(
+            world=WORLD,
+            layout=self.rng.choice(LAYOUTS),
+            lease_ms=lease_ms,
+            lost_after_ms=lease_ms + self.rng.choice((0, 60)),
+            recover_ms=lease_ms,
+            pause_limit_ms=200,
+            drain_limit_ms=self.rng.choice((0, 200, 600)),
+            queue_tasks_max=self.rng.choice((4, 4_096)),
+            ageing_ms=500,
+            default_carry=self.rng.choice((Carry.PAUSE, Carry.RECOMPUTE, Carry.DRAIN)),
+            history_max=100,
+            claim_ms=300,
+            gateway_gone_ms=400,
+        )
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Place):
+        return f"Place({value.header.task}#{value.attempt} behind {len(value.generated_tokens)})"
+    text = str(value)
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,293 @@
+"""The admin API over a real core and real rank sessions: answers, refusals, waiting, keys."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import coordinator.admin
+from comm_pool.layout import parse_layout
+from coordinator.admin import AdminContext, build_admin
+from coordinator.admin_guard import BODY_BYTES_MAX, AdminKeyError, require_key
+from coordinator.core import Core
+from coordinator.metrics import Metrics, Views
+from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.protocol.messages import Carry
+from coordinator.server import CellServer
+from coordinator.settings import CoreSettings
+from tests.harness.rank_sessions import RankSessions
+
+TOKEN = "a-shared-secret-of-the-test"
+KEY = "an-admin-key-of-the-test"
+WIDTHS = (1, 2, 4)
+
+
+@dataclasses.dataclass
+class Cell:
+    context: AdminContext
+    http: httpx.AsyncClient
+    ranks: RankSessions
+
+    async def get(self, path: str) -> Any:
+        answer = await self.http.get(path)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def serving(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.context.core.is_serving:
+                await asyncio.sleep(0.01)
+
+
+def client(context: AdminContext, key: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(build_admin(context, key))
+    return httpx.AsyncClient(transport=transport, base_url="http://admin", timeout=30)
+
+
+@pytest.fixture
+async def cell() -> AsyncIterator[Cell]:
+    settings = CoreSettings(world=4, layout=parse_layout("dp4", 4, WIDTHS), recover_ms=12_000)
+    core = Core(settings, "c1", monotonic_ms())
+    owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
+    metrics = Metrics(
+        Views(core.layout_view, lambda: core.ranks_view(monotonic_ms()), core.queue_view)
+    )
+    owner.on_switch = metrics.switch_ended
+    context = AdminContext(
+        core=core,
+        owner=owner,
+        metrics=metrics,
+        clock=monotonic_ms,
+        world=4,
+        widths=WIDTHS,
+        default_carry=Carry.RECOMPUTE,
+        facts={"model": "demo", "device": "cpu", "policy": "fixed"},
+    )
+    server = CellServer(owner, TOKEN, world=4)
+    port = await server.start("127.0.0.1:0")
+    running = asyncio.create_task(owner.run())
+    async with client(context) as http:
+        yield Cell(context, http, RankSessions(f"127.0.0.1:{port}", TOKEN, 4))
+    await server.stop()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error in OpenAI's shape, with exactly its fields."""
+    body: dict[str, Any] = answer.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return dict(body["error"])
+
+
+async def switch(cell: Cell, layout: str, **body: str) -> Any:
+    answer = await cell.http.post("/admin/layout?wait=1", json={"layout": layout, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_switches_are_made_and_shown(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        before = await cell.get("/admin/layout")
+        assert (before["layout"], before["target"], before["serving"]) == ("dp4", "dp4", True)
+        answer = await switch(cell, "tp2+dp2", carry="pause")
+        assert answer["epoch"] > before["epoch"]
+        assert (answer["layout"], answer["serving"]) == ("tp2+dp2", True)
+        assert [group["ranks"] for group in answer["groups"]] == [[0, 1], [2], [3]]
+        assert answer["groups"][0]["mode"] == "tp"
+        assert answer["switch"]["from"] == "dp4"
+        await switch(cell, "tp4")
+        switches = (await cell.get("/admin/switches?last=2"))["switches"]
+        assert [(each["from"], each["to"]) for each in switches] == [
+            ("dp4", "tp2+dp2"),
+            ("tp2+dp2", "tp4"),
+        ]
+        assert {"epoch", "cause", "tasks", "decide_ms", "park_ms", "gap_ms_max"} <= set(switches[0])
+        assert switches[0]["outcome"] == "served"
+        decisions = (await cell.get("/admin/decisions?last=1"))["decisions"]
+        assert decisions[0]["choice"] == "tp4"
+        assert decisions[0]["time"].endswith("+00:00")
+
+
+async def test_the_layout_that_serves_is_answered_at_once(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        epoch = (await cell.get("/admin/layout"))["epoch"]
+        assert (await switch(cell, "dp4"))["epoch"] == epoch
+
+
+async def test_without_wait_the_answer_comes_before_the_switch(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        cell.ranks.obeys = False
+        answer = await cell.http.post("/admin/layout", json={"layout": "tp4"})
+        assert answer.status_code == 200
+        assert (answer.json()["target"], answer.json()["serving"]) == ("tp4", False)
+
+
+async def test_waiting_has_an_end(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator.admin, "WAIT_LIMIT_S", 0.1)
+    async with cell.ranks:
+        await cell.serving()
+        cell.ranks.obeys = False
+        answer = await cell.http.post("/admin/layout?wait=1", json={"layout": "tp4"})
+    assert answer.status_code == 504
+    assert error_of(answer)["code"] == "deadline_exceeded"
+
+
+async def test_a_later_switch_ends_the_wait_for_an_earlier_one(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        cell.ranks.obeys = False
+        first = asyncio.create_task(cell.http.post("/admin/layout?wait=1", json={"layout": "tp4"}))
+        await asyncio.sleep(0.05)
+        await cell.http.post("/admin/layout", json={"layout": "tp2+tp2"})
+        answer = await first
+    assert answer.status_code == 409
+    assert "'tp4' gave way to 'tp2+tp2'" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "sentence"),
+    [
+        ({"layout": "tp3+dp1"}, "layout", "Width 3"),
+        ({"layout": "dp5"}, "layout", "exactly 4"),
+        ({"layout": "dp1+tp2+dp1"}, "layout", "multiple of 2"),
+        ({"layout": ""}, "layout", "is empty"),
+        ({"layout": "sp4"}, "layout", "not available yet"),
+        ({"layout": "dp3+off1"}, "layout", "every rank must serve"),
+        ({"layout": "tp4", "carry": "teleport"}, "carry", "is no carry plan"),
+        ({"layout": "tp4", "carry": "reshard"}, "layout", "not available yet"),
+        ({"layout": 4}, "layout", "string"),
+        ({}, "layout", "Field required"),
+        ({"layout": "tp4", "force": True}, "force", "Extra inputs"),
+    ],
+)
+async def test_what_cannot_be_is_refused(
+    cell: Cell, body: dict[str, Any], param: str, sentence: str
+) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        answer = await cell.http.post("/admin/layout?wait=1", json=body)
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert sentence in error["message"]
+        assert (await cell.get("/admin/layout"))["target"] == "dp4"
+
+
+async def test_before_the_ranks_are_there_a_switch_is_to_be_tried_again(cell: Cell) -> None:
+    answer = await cell.http.post("/admin/layout", json={"layout": "tp4"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert error_of(answer)["code"] == "recovering"
+
+
+async def test_ranks_and_status_tell_what_is_known(cell: Cell) -> None:
+    assert (await cell.get("/admin/ranks"))["ranks"][0]["phase"] == "never heard"
+    async with cell.ranks:
+        await cell.serving()
+        ranks = (await cell.get("/admin/ranks"))["ranks"]
+        assert [rank["pid"] for rank in ranks] == [1000, 1001, 1002, 1003]
+        assert {"phase", "heartbeat_age_ms", "lease_left_ms", "restarts", "memory"} <= set(ranks[0])
+        status = await cell.get("/admin/status")
+        assert (status["model"], status["layout"], status["gateways"]) == ("demo", "dp4", 0)
+        assert set(status["queue"]["tiers"]) == {"interactive", "standard", "batch"}
+
+
+async def test_metrics_are_valid_and_count_switches(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        await switch(cell, "tp4")
+        text = (await cell.http.get("/metrics")).text
+    samples = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["aileron_switch_total", "dp4", "served", "tp4"] == 1
+    assert samples["aileron_ranks_alive",] == 4
+    assert samples["aileron_serving",] == 1
+    assert samples["aileron_queue_depth", "standard"] == 0
+    assert ("aileron_heartbeat_age_seconds", "3") in samples
+    assert [key[2] for key in samples if key[0] == "aileron_layout_info"] == ["tp4"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/docs", 404, "unknown_url"),
+        ("DELETE", "/admin/layout", 405, "method_not_allowed"),
+        ("GET", "/admin/switches?last=0", 400, "invalid_value"),
+        ("GET", "/admin/switches?last=many", 400, "invalid_value"),
+        ("GET", "/admin/decisions?last=1001", 400, "invalid_value"),
+    ],
+)
+async def test_errors_have_one_shape(
+    cell: Cell, method: str, path: str, status: int, code: str
+) -> None:
+    answer = await cell.http.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)["code"] == code
+
+
+async def test_bodies_are_checked_before_they_are_read(cell: Cell) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+
+    kind = {"Content-Type": "application/json"}
+    bad = await cell.http.post("/admin/layout", content=b"{nonsense", headers=kind)
+    assert (bad.status_code, error_of(bad)["code"]) == (400, "invalid_json")
+    for nothing in (b"", b"[]", b"null"):
+        answer = await cell.http.post("/admin/layout", content=nothing, headers=kind)
+        assert (answer.status_code, error_of(answer)["param"]) == (400, "body")
+    plain = await cell.http.post("/admin/layout", content=b'{"layout": "tp4"}')
+    assert "application/json" in error_of(plain)["message"]
+    long = await cell.http.post("/admin/layout", content=b" " * (BODY_BYTES_MAX + 1))
+    assert (long.status_code, error_of(long)["code"]) == (413, "request_too_large")
+    chunked = await cell.http.post("/admin/layout", content=endless())
+    assert (chunked.status_code, error_of(chunked)["code"]) == (411, "length_required")
+
+
+async def test_web_pages_cannot_switch(cell: Cell) -> None:
+    answer = await cell.http.post(
+        "/admin/layout", json={"layout": "tp4"}, headers={"Origin": "https://evil.example"}
+    )
+    assert (answer.status_code, error_of(answer)["code"]) == (403, "cross_origin")
+
+
+async def test_with_a_key_everything_but_health_needs_it(cell: Cell) -> None:
+    async with client(cell.context, KEY) as http:
+        assert (await http.get("/health")).status_code == 200
+        for path in ("/admin/layout", "/metrics", "/nowhere"):
+            refused = await http.get(path)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert error_of(refused)["type"] == "authentication_error"
+        wrong = await http.get("/admin/layout", headers={"Authorization": "Bearer " + KEY[:-1]})
+        assert wrong.status_code == 401
+        right = await http.get("/admin/layout", headers={"Authorization": f"Bearer {KEY}"})
+        assert right.status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
+def test_loopback_needs_no_key(host: str) -> None:
+    require_key(host, "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_elsewhere_a_key_is_needed(host: str) -> None:
+    with pytest.raises(AdminKeyError, match="AILERON_ADMIN_KEY"):
+        require_key(host, "")
+    with pytest.raises(AdminKeyError, match="at least 16"):
+        require_key(host, "short")
+    require_key(host, KEY)
