@@ -30,6 +30,7 @@ from coordinator.settings import core_settings
 
 TICKS_PER_HEARTBEAT = 2
 ADMIN_CONNECTIONS_MAX = 128
+ADMIN_BACKLOG = 128
 ADMIN_KEEP_ALIVE_S = 65
 ADMIN_SHUTDOWN_S = 1
 ADMIN_HEADER_BYTES_MAX = 32 * 1024
@@ -131,6 +132,8 @@ def _listener(host: str, port: int) -> Generator[socket.socket, None, None]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            # From here on callers are kept waiting, not refused, until the server accepts them.
+            listener.listen(ADMIN_BACKLOG)
         except OSError as error:
             raise ListenError(
                 f"the admin port cannot listen on {host}:{port} ({error.strerror}): set admin.host "

@@ -51,6 +51,11 @@ Said = TypeVar("Said")
 REPLACED = Closing(grpc.StatusCode.ABORTED, "a newer session of the same peer took over.")
 
 
+STOPPING = Closing(
+    grpc.StatusCode.UNAVAILABLE, "the coordinator stops: open a session with the next one."
+)
+
+
 class ListenError(Exception):
     """The address cannot be listened on; the message is one sentence that says what to do."""
 
@@ -106,6 +111,9 @@ class CellServer:
 
     async def stop(self) -> None:
         """End all sessions; peers come back to the next coordinator by themselves."""
+        owner = self._owner
+        for outbox in (*owner.rank_outboxes.values(), *owner.gateway_outboxes.values()):
+            outbox.close(STOPPING)
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
 

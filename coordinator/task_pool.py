@@ -101,14 +101,15 @@ class TaskPool:
         self._unclaimed.pop(task.id, None)
         if task.payload is None:
             task.payload = message.payload
-        if task.state is not State.ASKED or self.recovering:
-            return []
-        if message.attempt < task.attempt:
-            # It was sent before the gateway read the question: tokens may be under way behind it.
-            return [_ask(task)]
-        task.tokens = message.delivered_tokens
-        task.generated = len(task.tokens)
-        self._tasks.enter(task, State.QUEUED, now_ms)
+        task.told = max(task.told, message.attempt)
+        if task.state is State.ASKED and not self.recovering:
+            if message.attempt < task.attempt:
+                # Sent before the gateway read the question: tokens may be under way behind it.
+                return [_ask(task)]
+            return self._go_on_behind(task, message, now_ms)
+        if task.state in HELD and task.attempt < task.told:
+            # An earlier coordinator gave that attempt up; the gateway takes none of its tokens.
+            return self._go_on_behind(task, message, now_ms)
         return []
 
     def cancel(self, task_id: TaskId) -> list[Effect]:
@@ -288,7 +289,16 @@ class TaskPool:
             tokens=message.delivered_tokens,
             generated=len(message.delivered_tokens),
             attempt=message.attempt,
+            told=message.attempt,
         )
+
+    def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
+        """Queue a task again behind what its gateway has delivered."""
+        leader = task.leader
+        task.tokens = message.delivered_tokens
+        task.generated = len(task.tokens)
+        self._tasks.enter(task, State.QUEUED, now_ms)
+        return [ToRank(leader, Drop(task.id))] if leader is not None else []
 
     def _add(self, task: Task) -> None:
         self._tasks.add(task)
@@ -314,7 +324,7 @@ class TaskPool:
 
     def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
         assert task.payload is not None, f"task {task.id} is placed without its payload."
-        task.attempt += 1
+        task.attempt = max(task.attempt, task.told) + 1
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
         place = Place(task.header, task.attempt, group.binding, task.payload, task.tokens)
         return ToRank(group.leader, place)
@@ -344,7 +354,7 @@ class TaskPool:
         if task.state in HELD:
             is_known = task.leader == rank and task.attempt == held.attempt
             return is_known or (self.recovering and held.attempt > task.attempt)
-        return task.state is State.ASKED and self.recovering
+        return task.state is State.ASKED and self.recovering and held.attempt >= task.told
 
     def _doubt(self, task: Task, now_ms: int) -> list[Effect]:
         """Nobody here knows how far the task got: ask its gateway.

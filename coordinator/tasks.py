@@ -55,6 +55,8 @@ class Task:
     generated: int = 0
     attempt: int = 0
     leader: Rank | None = None
+    told: int = 0
+    """The highest attempt of which the gateway took tokens, or takes none any more."""
 
     @property
     def id(self) -> TaskId:

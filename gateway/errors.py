@@ -148,7 +148,10 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
     if status == 500 or status > 504 or status not in _CODE_OF_STATUS:
         return api_error("internal_error", SERVER_ERROR_MESSAGE)
     message = strip_echo(str(fields.message or "")) or "The request could not be served."
-    return api_error(_code_for(status, message, fields.param), message, _text(fields.param))
+    code = _code_for(status, message, fields.param)
+    # vLLM names a field of its own for a prompt that is too long, none of the request's.
+    param = None if code == "context_length_exceeded" else _text(fields.param)
+    return api_error(code, message, param)
 
 
 def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:

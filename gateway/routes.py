@@ -104,6 +104,8 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         Route(MODEL_PATH, retrieve_model, methods=["GET"]),
     ]
     app.exception_handler(RequestValidationError)(_refuse_request)
+    # vLLM's app may have been put together already, with the handlers of that time.
+    app.middleware_stack = None
 
 
 async def _refuse_request(_: Request, error: RequestValidationError) -> Response:

@@ -15,6 +15,14 @@ from coordinator.protocol.config import Config, ConfigError, check_config, load_
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "worker" / "demo" / "model"
 DEMO_NAME = "aileron-demo"
+DEMO_ENGINE_ARGS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *(
+        "--structured-outputs-config",
+        '{"backend":"xgrammar","disable_any_whitespace":true}',
+    ),
+)
+"""vLLM options that let the bundled model answer with tools and with short JSON."""
 CPU_RANKS = 2
 """Ranks on a machine without GPUs, where more of them only share the same cores."""
 
@@ -81,6 +89,7 @@ def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
                 USAGE_STATUS,
             )
         model["path"], model["served_name"] = str(DEMO_MODEL), DEMO_NAME
+        model["engine_args"] = (*DEMO_ENGINE_ARGS, *model.get("engine_args", ()))
     _refuse_own_options(options.engine_args)
     model["engine_args"] = (*model.get("engine_args", ()), *options.engine_args)
 

@@ -38,8 +38,8 @@ class Leave:
     """Leave the joined group; afterwards PARK is acknowledged.
 
     A leader sends the leave message (`binding.born`) and applies the carry plan to its tasks; a
-    follower only unbinds. With `group_lost` a member's share of the KV is gone, so the tasks are
-    returned for recompute whatever the plan.
+    follower only unbinds. With `group_lost` a member's share of the KV is gone, or the followers
+    may be, so the tasks are returned for recompute whatever the plan.
     """
 
     binding: Binding
@@ -156,13 +156,14 @@ class Seat:
         return self.is_leader and self.serving and now_ms < self.lease_until
 
     def on_directive(self, directive: Directive) -> None:
-        """Renew the time lease and keep the directive if it is the highest so far.
+        """Renew the time lease, if nothing speaks against it, and keep the highest directive.
 
         At equal stages the newer one replaces, for its carry, kept leases and members.
         """
         if directive.incarnation != self.incarnation:
             return
-        self.lease_until = max(self.lease_until, directive.answers_ms + directive.lease_ms)
+        if self._may_renew(directive):
+            self.lease_until = max(self.lease_until, directive.answers_ms + directive.lease_ms)
         held = self.wanted
         if held is None or _order(directive) >= _order(held):
             self.wanted = directive
@@ -215,6 +216,19 @@ class Seat:
             case _:
                 assert_never(move)
 
+    def _may_renew(self, directive: Directive) -> bool:
+        """Say whether the group that this rank leads can be taken to exist still.
+
+        If the lease had lapsed when the answered report was sent, the rank may have been cut out
+        meanwhile and its followers may be gone, even if it is taken in again by now. Only a target
+        that holds the same formation proves the opposite; a coordinator that has just started has
+        no target and knows nothing.
+        """
+        if self.binding is None or directive.answers_ms < self.lease_until:
+            return True
+        target = directive.target
+        return directive.stage.epoch > 0 and target.binding_of(self.rank) == self.binding
+
     def _is_due(self, wanted: Directive) -> bool:
         """Say whether there is anything to do for the directive.
 
@@ -231,13 +245,15 @@ class Seat:
 
     def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
         gone = self._gone(wanted, binding)
+        # After a lapsed lease the group can do no step, so there is nothing to wait for.
+        is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
         if self.is_leader:
-            may_leave = bool(gone) or wanted.carry is not Carry.DRAIN or idle
+            may_leave = is_lost or wanted.carry is not Carry.DRAIN or idle
         else:
             may_leave = self._is_left(binding, gone)
         if not may_leave:
             return None
-        return Leave(binding, wanted.carry, self.is_leader, bool(gone), wanted)
+        return Leave(binding, wanted.carry, self.is_leader, is_lost, wanted)
 
     def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
         """The leader will send no further step of the formation."""

@@ -5,6 +5,7 @@ what they do with a task is up to the test. Nothing of the product's coordinator
 """
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -43,7 +44,7 @@ Seen = TypeVar("Seen", bound=Message)
 
 TOKEN = "a-secret-for-tests-only"
 SERVING = CellState("dp2", 1, True, 2, 2, 0, 2_048)
-START_S = 90
+START_S = 180
 SEEN_S = 5
 ENGINE_FINISHED = {None: None, "stop": 0, "length": 1}
 
@@ -285,6 +286,8 @@ class GatewayProcess:
                 stderr=log,
                 env={**os.environ, "AILERON_TOKEN": TOKEN},
             )
+        # What the leader needs takes seconds to import; the gateway starts meanwhile.
+        importlib.import_module("vllm.v1.serial_utils")
         self.facts = self._wait_ready()
         self.url: str = self.facts["url"]
         self.port: int = self.facts["port"]

@@ -16,11 +16,12 @@ from typing import Any
 import msgspec
 import yaml
 
+from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_MODEL, DEMO_NAME
 from tests.bench.servers import ROOT, free_port
 
 START_LIMIT_S = 180
-MODEL_NAME = "model"
-"""The demo model's folder name, which is its name on the API."""
+MODEL_NAME = DEMO_NAME
+"""The demo model's name on the API."""
 
 
 @dataclass
@@ -91,7 +92,18 @@ def product(
 ) -> Iterator[Product]:
     """Run `aileron up` with the demo model for the length of the block."""
     port, admin_port = free_port(), free_port()
-    config = {"model": {"path": str(ROOT / "worker" / "demo" / "model")}, **(settings or {})}
+    config: dict[str, Any] = {
+        "model": {
+            "path": str(DEMO_MODEL),
+            "served_name": DEMO_NAME,
+            "engine_args": list(DEMO_ENGINE_ARGS),
+        },
+        **(settings or {}),
+    }
+    config["coordinator"] = {
+        "listen": f"127.0.0.1:{free_port()}",
+        **config.get("coordinator", {}),
+    }
     (folder / "base.yaml").write_text(yaml.safe_dump(config))
     command = [
         *(sys.executable, "-m", "coordinator.cli", "up", "--config", str(folder / "base.yaml")),

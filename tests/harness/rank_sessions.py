@@ -21,7 +21,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.seat import Leave, OweLeave, Seat
 
-PAGES = PageReport(total=64, free=64, owned=0, leased=0)
+PAGES = 64
 AIO: Any = grpc.aio
 
 
@@ -55,7 +55,7 @@ class RankSessions:
         while True:
             try:
                 await self._session(rank)
-            except AIO.AioRpcError:
+            except (AIO.AioRpcError, asyncio.InvalidStateError):
                 await asyncio.sleep(0.02)
 
     async def _session(self, rank: Rank) -> None:
@@ -103,7 +103,7 @@ class RankSessions:
             max_model_len_tokens=512,
             tokens_per_slot=16,
             kv_heads=4,
-            pages_total=64,
+            pages_total=PAGES,
             held=(),
             memory=(("weights", 9_000_000),),
         )
@@ -117,7 +117,15 @@ class RankSessions:
             stage=seat.stage,
             binding=seat.binding,
             target=seat.target,
-            pages=PAGES,
-            blocks_free=64,
-            blocks_total=64,
+            pages=_pages(seat),
+            blocks_free=PAGES if seat.serving else 0,
+            blocks_total=PAGES if seat.serving else 0,
         )
+
+
+def _pages(seat: Seat) -> PageReport:
+    """All pages belong to the group while it serves."""
+    if not seat.serving or seat.binding is None:
+        return PageReport(total=PAGES, free=PAGES, owned=0, leased=0)
+    alone = seat.binding.group.width == 1
+    return PageReport(PAGES, 0, owned=PAGES if alone else 0, leased=0 if alone else PAGES)

@@ -20,7 +20,12 @@ SCHEMA = {
 }
 TOOL = {
     "type": "function",
-    "function": {"name": "set_size", "description": "Set a size.", "parameters": SCHEMA},
+    "function": {
+        "name": "set_size",
+        "description": "Set a size.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
 }
 SERVES_WITHIN_S = 60.0
 

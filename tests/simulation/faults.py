@@ -57,9 +57,9 @@ class Faults:
             self._cut_until[rank] = world.now + self.rng.choice((5, 20, 60))
             world.say(f"rank {rank} is cut off until {self._cut_until[rank] * 10} ms")
             world.break_rank(rank)
-        if chance() < self.stop and (process := world.ranks[Rank(self.rng.randrange(8))]):
-            process.stopped_until = world.now + self.rng.choice((3, 10, 50))
-            world.say(f"rank {process.rank} stands still until {process.stopped_until * 10} ms")
+        if chance() < self.stop and (stopped := world.ranks[Rank(self.rng.randrange(8))]):
+            stopped.stopped_until = world.now + self.rng.choice((3, 10, 50))
+            world.say(f"rank {stopped.rank} stands still until {stopped.stopped_until * 10} ms")
         if chance() < self.break_session:
             if chance() < 0.7:
                 world.break_rank(Rank(self.rng.randrange(8)))
@@ -80,8 +80,8 @@ class Faults:
         self.gateway_returns = 1.0
         for process in world.alive:
             process.stopped_until = 0
-        for rank, process in world.ranks.items():
-            if process is None:
+        for rank, there in world.ranks.items():
+            if there is None:
                 world.restart(rank, self._restart_at[rank][1])
         if world.core is None:
             world.start_core()
@@ -121,4 +121,3 @@ class Faults:
             world.restart(rank, self._restart_at.pop(rank)[1])
         if world.core is None and world.now >= self._core_at:
             world.start_core()
-

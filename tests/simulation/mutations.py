@@ -22,7 +22,7 @@ from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
 from coordinator.tasks import Task
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
-from tests.simulation.sim_rank import SimRank
+from tests.simulation.sim_holdings import Holdings
 from tests.simulation.stepping import Begin
 
 Patch = tuple[type, str, Callable[..., Any]]
@@ -57,7 +57,7 @@ def _owes_nothing(self: Seat, promised: Binding, wanted: Directive) -> bool:
     return False
 
 
-def _grants_its_own(self: SimRank, begin: Begin) -> int:
+def _grants_its_own(self: Holdings, begin: Begin) -> int:
     return self.pages.counts().free
 
 
@@ -69,9 +69,7 @@ def _any_attempt(self: TaskPool, rank: Rank, task_id: TaskId, attempt: int) -> T
 _returned = TaskPool.returned
 
 
-def _returned_without_tokens(
-    self: TaskPool, rank: Rank, message: TaskReturned, now_ms: int
-) -> Any:
+def _returned_without_tokens(self: TaskPool, rank: Rank, message: TaskReturned, now_ms: int) -> Any:
     return _returned(self, rank, msgspec.structs.replace(message, generated_tokens=()), now_ms)
 
 
@@ -114,7 +112,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
     "follower leaves without its leader": ((Seat, "_is_left", _follower_leaves_alone),),
     "leader forgets a leave it owes": ((Seat, "_owes", _owes_nothing),),
-    "grants not equal": ((SimRank, "grant_of", _grants_its_own),),
+    "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
     "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),

@@ -86,7 +86,7 @@ class SimEngine:
 
     def complete(self, step: Step, draw: int) -> list[Token]:
         """Draw a token for every task of a completed step; finished tasks are removed."""
-        tokens = []
+        tokens: list[Token] = []
         for task in self._of(step):
             task.ahead -= 1
             check(task.ahead >= 0, f"{task.header.task} is further than it was scheduled")

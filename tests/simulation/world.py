@@ -43,6 +43,7 @@ from coordinator.settings import CoreSettings
 from tests.simulation.checkers import StageChecker, Violation, check
 from tests.simulation.faults import LAYOUTS, WIDTHS, Faults
 from tests.simulation.network import Network, Session
+from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
@@ -121,8 +122,8 @@ class World:
         reason = "nothing was tried"
         for _ in range(QUIET_TICKS):
             self._tick()
-            if (unrest := self._unrest()) is None:
-                self._finish()
+            if (unrest := unrest_of(self)) is None:
+                check_rest(self)
                 return self.stats
             reason = unrest
         raise Violation(f"no rest after {QUIET_TICKS} quiet ticks: {reason}")
@@ -140,7 +141,7 @@ class World:
         for rank in (*order[first:], *order[:first]):
             if self.now >= rank.stopped_until:
                 rank.act()
-                self.stats.blocked += rank.blocked is not None
+                self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
         if self.core is not None and self.now % CORE_TICKS == 0:
             self.core_event(Tick())
@@ -170,9 +171,11 @@ class World:
         self.core = None
         self._peers.clear()
         self.stats.core_crashes += 1
-        for peer in (*self.alive, *self.gateways.values()):
-            if peer.session is not None:
-                peer.session.close()
+        sessions = [rank.session for rank in self.alive]
+        sessions += [gateway.session for gateway in self.gateways.values()]
+        for session in sessions:
+            if session is not None:
+                session.close()
 
     def crash(self, rank: Rank) -> None:
         process = self.ranks[rank]
@@ -180,7 +183,7 @@ class World:
             return
         self.say(f"rank {rank} crashes")
         self.stats.crashes += 1
-        process.tokens_out.close()
+        process.crash()
         self.break_rank(rank)
         self.ranks[rank] = None
 
@@ -235,10 +238,12 @@ class World:
                 said = RankSaid(rank, message)
                 self.network.in_order(session, "up", lambda: self.core_event(said))
             case Report():
-                self.network.loosely(lambda: self._report_arrives(rank, message))
+                core = self.core
+                self.network.loosely(lambda: self._report_arrives(core, rank, message))
 
-    def _report_arrives(self, rank: Rank, report: Report) -> None:
-        if not self.faults.is_cut(rank):
+    def _report_arrives(self, core: Core | None, rank: Rank, report: Report) -> None:
+        # No message outlives the process that it was sent to.
+        if core is self.core and not self.faults.is_cut(rank):
             self.core_event(RankSaid(rank, report))
 
     def to_core(self, session: Session, gateway: str, message: GatewayUp) -> None:
@@ -311,7 +316,7 @@ class World:
         """A leader sends a step: all members must be in the formation, and it must be wanted."""
         self.stats.steps += 1
         ranks = step.binding.group.ranks
-        incarnations = dict(leader.members[ranks])
+        incarnations = leader.holdings.members(ranks)
         members = []
         for rank in ranks:
             process = self.ranks[rank]
@@ -339,7 +344,7 @@ class World:
     def check_nobody_waits_for(self, follower: SimRank, binding: Binding) -> None:
         """A follower leaves: its leader must not wait for it in a step, unless that fails anyway."""
         leader = self.ranks[binding.group.leader]
-        engine = leader.engine if leader is not None else None
+        engine = leader.holdings.engine if leader is not None else None
         for step in engine.in_flight if engine is not None else ():
             check(
                 step.binding != binding
@@ -348,50 +353,6 @@ class World:
                 or step.dead_since is not None,
                 f"rank {follower.rank} left {binding} and its leader waits in a step",
             )
-
-    def _unrest(self) -> str | None:
-        """Return why the cell is not at rest, or None."""
-        core = self.core
-        if core is None or not core.is_serving:
-            return "the core does not serve"
-        if not all(map(core.is_available, self.ranks)):
-            return "a rank is cut out"
-        for name, gateway in self.gateways.items():
-            if gateway.open:
-                return f"{name} waits for {sorted(gateway.open)}"
-        for process in self.ranks.values():
-            if process is None:
-                return "a rank is down"
-            seat, rank = process.seat, process.rank
-            target = seat.target
-            if not seat.serving or target is None or target.binding_of(rank) != seat.binding:
-                return f"rank {rank} does not serve: {seat.stage} {seat.binding}"
-            if process.engine is not None and process.engine.tasks:
-                return f"rank {rank} still has {sorted(process.engine.tasks)}"
-            if any(process.paused.values()):
-                return f"rank {rank} still has paused tasks"
-            leased = set(process.pages.counts().leased)
-            assert seat.binding is not None
-            if leased - {seat.binding.group.ranks}:
-                return f"rank {rank} still leases pages to {sorted(leased)}"
-        if any(core.queue_view()["tasks"].values()):  # type: ignore[attr-defined]
-            return f"the pool still has tasks: {core.queue_view()}"
-        return None
-
-    def _finish(self) -> None:
-        assert self.core is not None
-        self.core.integrity()
-        stages = {rank.seat.stage for rank in self.alive}
-        check(len(stages) == 1, f"ranks rest in different stages: {stages}")
-        for rank in self.alive:
-            rank.pages.integrity(full=True)
-        self.stats.ticks = self.now
-        for gateway in self.gateways.values():
-            for stream in gateway.streams:
-                self.stats.tasks += 1
-                check(stream.end is not None, f"{stream.task} never ended")
-                end = stream.end or ""
-                self.stats.ends[end] = self.stats.ends.get(end, 0) + 1
 
     # ------------------------------------------------------------------ trace
 

@@ -285,6 +285,20 @@ async def test_taken_address_is_named(cell: Cell) -> None:
         await other.start(f"127.0.0.1:{cell.port}")
 
 
+async def test_sessions_end_when_the_server_stops() -> None:
+    owner = CoreOwner(EchoCore(), tick_ms=20, clock=monotonic_ms)
+    running = asyncio.create_task(owner.run())
+    server = CellServer(owner, TOKEN, world=2)
+    cell = Cell(await server.start("127.0.0.1:0"), EchoCore(), owner)
+    async with cell.rank() as call:
+        await cell.until(lambda: bool(owner.rank_outboxes))
+        await server.stop()
+        error = await refusal(call)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "the coordinator stops" in str(error.details())
+    running.cancel()
+
+
 async def test_an_error_of_the_core_ends_its_owner() -> None:
     class Broken:
         def handle(self, event: Event, now_ms: int) -> list[Effect]:

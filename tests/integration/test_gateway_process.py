@@ -1,0 +1,131 @@
+"""A gateway process that starts with mistakes, and how it ends."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.protocol.messages import Submit
+from tests.harness.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
+from worker.demo import MODEL_DIR
+
+pytestmark = pytest.mark.timeout(240)
+
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "say it"}],
+    "stream": True,
+}
+
+
+def start(config: str, tmp_path: Path, token: str = TOKEN) -> tuple[int, str]:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(config)
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "--config", str(path)],
+        env={**os.environ, "AILERON_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    return done.returncode, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "token", "sentence"),
+    [
+        ("model: {path: x}", "short", "AILERON_TOKEN"),
+        ("model: {path: x}\ngateway: {prot: 8000}", TOKEN, "gateway.prot"),
+        ("{", TOKEN, "not valid YAML"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(
+    tmp_path: Path, config: str, token: str, sentence: str
+) -> None:
+    code, said = start(config, tmp_path, token)
+    assert code == 2
+    assert said.startswith("gateway: ")
+    assert sentence in said
+
+
+@pytest.mark.slow
+def test_unknown_engine_option_is_told_in_a_sentence(tmp_path: Path) -> None:
+    config = f"model: {{path: {MODEL_DIR}, engine_args: [--no-such-option, '1']}}"
+    code, said = start(config, tmp_path)
+    assert code == 2
+    assert said.startswith("gateway: model.engine_args: ")
+    assert "--no-such-option" in said
+
+
+@pytest.fixture
+def cell() -> Iterator[FakeCell]:
+    cell = FakeCell()
+    yield cell
+    cell.close()
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def gateway(
+    request: pytest.FixtureRequest, cell: FakeCell, tmp_path: Path
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path, MODEL_DIR, cell, loop=request.param)
+    yield process
+    process.close()
+
+
+@pytest.mark.slow
+async def test_streams_finish_before_the_process_ends(
+    gateway: GatewayProcess, cell: FakeCell
+) -> None:
+    running: list[Ran] = []
+
+    async def begin(ran: Ran) -> None:
+        ran.tokens(0, [600])
+        running.append(ran)
+
+    cell.behave = begin
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await cell.until(lambda: running)
+        gateway.signal(signal.SIGTERM)
+
+        async def unready() -> bool:
+            return (await client.get("/ready")).status_code == 503
+
+        while not await unready():
+            await asyncio.sleep(0.01)
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert (await client.get("/health")).status_code == 200
+        assert gateway.process.poll() is None
+        cell.on_leader(lambda: running[0].tokens(1, [601], "length"))
+        assert "[DONE]" in (await stream).text
+    assert gateway.wait(15) == 0
+    assert len(cell.of(Submit)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gateway", ["uvloop"], indirect=True)
+async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: FakeCell) -> None:
+    async def hang(ran: Ran) -> None:
+        ran.tokens(0, [600])
+
+    cell.behave = hang
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        await cell.until(lambda: cell.of(Submit))
+        gateway.signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        assert gateway.process.poll() is None
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait(2) == 128 + signal.SIGTERM
+        await asyncio.gather(stream, return_exceptions=True)

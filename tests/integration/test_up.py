@@ -1,0 +1,188 @@
+"""`aileron up` with the demo model on the CPU: from the first line to the last process gone."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_LIMIT_S = 240
+STOP_LIMIT_S = 60
+CHILDREN = ("coordinator", "gateway", "worker")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Up:
+    """A running `aileron up`, its output so far, and the CLI beside it."""
+
+    def __init__(self, runtime: Path, *arguments: str) -> None:
+        self._env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
+        self._log = runtime / "up.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*self._cli, "up", "--port", "0", "--admin-port", "0", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+            )
+
+    @property
+    def _cli(self) -> list[str]:
+        return [sys.executable, "-m", "coordinator.cli"]
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def until_said(self, pattern: str, limit_s: float = START_LIMIT_S) -> "re.Match[str]":
+        deadline = time.monotonic() + limit_s
+        while (match := re.search(pattern, self.said)) is None:
+            assert self.process.poll() is None, f"it ended early:\n{self.said}"
+            assert time.monotonic() < deadline, f"'{pattern}' was not said:\n{self.said}"
+            time.sleep(0.1)
+        return match
+
+    def cli(self, *arguments: str, status: int = 0) -> str:
+        result = subprocess.run(
+            [*self._cli, *arguments], capture_output=True, text=True, env=self._env, check=False
+        )
+        assert result.returncode == status, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.cli(*arguments, "--json"))
+
+    def children(self) -> dict[str, int]:
+        """Package -> pid of each direct child."""
+        found = {}
+        listing = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in map(int, listing.split()):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            # A child that was just forked, or ended just now, shows no module.
+            if "-m" in words:
+                found[words[words.index("-m") + 1]] = pid
+        return found
+
+    def descendants(self) -> set[int]:
+        """Every process below this one."""
+        found: set[int] = set()
+        front = [self.process.pid]
+        while front:
+            pid = front.pop()
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                below = {int(word) for word in task.read_text().split()}
+                front += below - found
+                found |= below
+        return found
+
+
+@contextmanager
+def up(runtime: Path, *arguments: str) -> Iterator[Up]:
+    running = Up(runtime, *arguments)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.send_signal(signal.SIGTERM)
+            try:
+                running.process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with up(tmp_path_factory.mktemp("up")) as running:
+        running.until_said("stop +Ctrl-C")
+        yield running
+
+
+def base_url(running: Up) -> str:
+    return running.until_said(r"OpenAI API +(\S+)")[1]
+
+
+def complete(url: str, tokens: int) -> Any:
+    body = {"model": "aileron-demo", "prompt": "def", "max_tokens": tokens, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_progress_is_shown_and_requests_are_served(serving: Up) -> None:
+    for stage in ("loading weights", "preparing modes", "creating communicators", "ready"):
+        assert stage in serving.said
+    assert re.search(r"serving aileron-demo after \d+\.\d s", serving.said)
+    assert complete(base_url(serving), 8)["usage"]["completion_tokens"] == 8
+
+
+def test_operator_commands_find_it_by_themselves(serving: Up) -> None:
+    status = serving.json("status")
+    assert (status["model"], status["gateways"], len(status["ranks"])) == ("aileron-demo", 1, 2)
+    assert "layout   dp2" in serving.cli("status")
+    assert "tp2 serves" in serving.cli("switch", "tp2")
+    assert "tp2 serves already" in serving.cli("switch", "tp2")
+    assert serving.json("switch", "dp2", "--carry", "drain")["switch"]["carry"] == "drain"
+    assert serving.json("explain", "--last", "1")["decisions"][0]["choice"] == "dp2"
+    assert "asked by operator" in serving.cli("explain")
+    refused = serving.cli("switch", "tp4", status=1)
+    assert "width 4" in refused.lower()
+
+
+def test_a_killed_coordinator_comes_back_at_the_same_port(serving: Up) -> None:
+    before = serving.json("status")
+    os.kill(serving.children()["coordinator"], signal.SIGKILL)
+    serving.until_said(r"coordinator ended \(SIGKILL\); starting it again", 10)
+    deadline = time.monotonic() + 60
+    while serving.children().get("coordinator") in (None, before["pid"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while True:
+        try:
+            after = serving.json("status")
+        except AssertionError:
+            after = {"serving": False}
+        if after["serving"] and after["gateways"] == 1:
+            break
+        assert time.monotonic() < deadline, after
+        time.sleep(0.1)
+    assert after["coordinator"] != before["coordinator"]
+    assert (after["layout"], after["epoch"]) == (before["layout"], before["epoch"])
+    assert complete(base_url(serving), 8)["usage"]["completion_tokens"] == 8
+
+
+def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
+    below = serving.descendants()
+    assert set(serving.children()) == set(CHILDREN)
+    run_dir = Path(serving.until_said(r"logs in (\S+)")[1])
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(STOP_LIMIT_S) == 0
+    assert "killed" not in serving.said
+    assert [pid for pid in below if Path(f"/proc/{pid}").exists()] == []
+    assert not run_dir.exists()
+    assert "start `aileron up`" in serving.cli(
+        "status", "--admin-url", "http://127.0.0.1:1", status=1
+    )
+
+
+def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
+    with up(tmp_path, "--", "--no-such-option") as running:
+        assert running.process.wait(START_LIMIT_S) == 1
+        assert "no-such-option" in running.said
+        assert "logs are kept in" in running.said
+        run_dir = Path(running.said.split("logs are kept in ")[1].split()[0])
+        assert {path.name for path in run_dir.glob("*.log")} >= {"worker.log", "gateway.log"}

@@ -1,0 +1,61 @@
+"""What a cell at rest looks like: one layout served by all ranks, nothing unfinished, no page lost."""
+
+from typing import TYPE_CHECKING
+
+from coordinator.core import Core
+from tests.simulation.checkers import check
+from tests.simulation.sim_rank import SimRank
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+def unrest_of(world: "World") -> str | None:
+    """Return what is not at rest, or None."""
+    core = world.core
+    if core is None or not core.is_serving:
+        return "the core does not serve"
+    for name, gateway in world.gateways.items():
+        if gateway.open:
+            return f"{name} waits for {sorted(gateway.open)}"
+    for rank, process in world.ranks.items():
+        if process is None or not core.is_available(rank):
+            return f"rank {rank} is not there"
+        if unrest := _unrest_of_rank(process):
+            return f"rank {rank} {unrest}"
+    return _unrest_of_pool(core)
+
+
+def check_rest(world: "World") -> None:
+    """Check what must hold at rest, and count what happened."""
+    assert world.core is not None
+    world.core.integrity()
+    stages = {rank.seat.stage for rank in world.alive}
+    check(len(stages) == 1, f"ranks rest in different stages: {stages}")
+    for rank in world.alive:
+        rank.holdings.pages.integrity(full=True)
+    world.stats.ticks = world.now
+    for gateway in world.gateways.values():
+        for stream in gateway.streams:
+            world.stats.tasks += 1
+            check(stream.end is not None, f"{stream.task} never ended")
+            end = stream.end or ""
+            world.stats.ends[end] = world.stats.ends.get(end, 0) + 1
+
+
+def _unrest_of_rank(process: SimRank) -> str | None:
+    seat, holdings = process.seat, process.holdings
+    if not seat.serving or seat.target is None or seat.binding is None:
+        return f"does not serve, but is at {seat.stage}"
+    if seat.target.binding_of(seat.rank) != seat.binding:
+        return f"serves in {seat.binding}"
+    if held := holdings.held():
+        return f"still holds {sorted(held)}"
+    strangers = set(holdings.pages.counts().leased) - {seat.binding.group.ranks}
+    return f"still leases pages to {sorted(strangers)}" if strangers else None
+
+
+def _unrest_of_pool(core: Core) -> str | None:
+    tasks = core.queue_view()["tasks"]
+    assert isinstance(tasks, dict)
+    return f"the pool still has tasks: {tasks}" if any(tasks.values()) else None

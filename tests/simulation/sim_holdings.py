@@ -1,0 +1,197 @@
+"""What a rank holds: pages and leases, the tasks of the group it leads, tasks paused in others.
+
+`bound` is always the group that the rank is joined to; its lease is whole and not to be touched.
+"""
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    EndCause,
+    LeaseKept,
+    PageReport,
+    Place,
+    ReturnCause,
+    TaskEnded,
+    TaskId,
+    TaskReturned,
+)
+from kvadaptor.pages import PagePool
+from tests.simulation.checkers import check
+from tests.simulation.sim_engine import SimEngine, SimTask, slots_of
+from tests.simulation.stepping import Begin
+
+Ranks = tuple[Rank, ...]
+
+
+class Holdings:
+    """The memory of one process of one rank."""
+
+    def __init__(self, rank: Rank, num_pages: int) -> None:
+        self.rank = rank
+        self.pages = PagePool(num_pages)
+        self.engine: SimEngine | None = None
+        self.paused: dict[Ranks, dict[TaskId, SimTask]] = {}
+        self.kept: dict[Ranks, LeaseKept] = {}
+        """What this leader needs of the leases of groups that are not bound."""
+        self.ended: list[TaskEnded] = []
+        self.returned: list[TaskReturned] = []
+        self.changed = False
+        self._own: set[int] = set()
+        self._applied: dict[Ranks, tuple[int, int]] = {}
+        self._members: dict[Ranks, dict[Rank, int | None]] = {}
+        self._joined: dict[Ranks, int] = {}
+        self._version = 0
+
+    # ------------------------------------------------------------------ groups
+
+    def join(self, binding: Binding, incarnations: dict[Rank, int]) -> None:
+        ranks = binding.group.ranks
+        self._members[ranks] = {each: incarnations.get(each) for each in ranks}
+        self._joined[ranks] = binding.born
+
+    def members(self, ranks: Ranks) -> dict[Rank, int | None]:
+        """The processes that were in the group when it was joined last."""
+        return self._members[ranks]
+
+    def table(self, ranks: Ranks) -> frozenset[int]:
+        return frozenset(self.pages.lease_table(ranks))
+
+    def begin(self, binding: Binding, begin: Begin) -> None:
+        """Lease pages for a wide group: first what is kept, then the grant on top."""
+        ranks = binding.group.ranks
+        kept = begin.kept.indices if begin.kept is not None else ()
+        missing = set(kept) - self.table(ranks)
+        check(not missing, f"rank {self.rank} has no pages for kept {missing} of {ranks}")
+        self.pages.keep_only(ranks, kept)
+        self.pages.lease(ranks, self.grant_of(begin))
+        self._applied[ranks] = (binding.born, -1)
+        self.kept.pop(ranks, None)
+
+    def grant_of(self, begin: Begin) -> int:
+        return begin.grant_pages
+
+    def serve(self, binding: Binding, grant_pages: int) -> None:
+        """Lead a group whose pages are there (dp: own them now) and resume what paused in it."""
+        ranks = binding.group.ranks
+        if len(ranks) == 1:
+            self._own.update(self.pages.grant_own(grant_pages))
+        indices = frozenset(self._own) if len(ranks) == 1 else self.table(ranks)
+        self.engine = SimEngine(binding, indices)
+        for task in self.paused.pop(ranks, {}).values():
+            if not self.engine.resume(task):
+                self.give_back(task, ReturnCause.RECOMPUTE)
+
+    def park(self, binding: Binding, carry: Carry, *, lost: bool) -> None:
+        """Lead the group no longer, and apply the carry plan to its tasks."""
+        ranks = binding.group.ranks
+        paused = self.paused.setdefault(ranks, {})
+        tasks = list(self.engine.tasks.values()) if self.engine else []
+        self.engine = None
+        for task in tasks:
+            if task.blocks and carry is Carry.PAUSE and not lost:
+                paused[task.header.task] = task
+            else:
+                has_kv = bool(task.blocks)
+                self.give_back(task, ReturnCause.RECOMPUTE if has_kv else ReturnCause.NOT_STARTED)
+        if lost:
+            self._return_paused(ranks, frozenset())
+        self._withdraw(ranks)
+
+    def apply(self, kept: LeaseKept, bound: Ranks) -> None:
+        """Free the pages of an unbound group that its leader does not need."""
+        order = (kept.born, kept.version)
+        if kept.ranks == bound or order < self._applied.get(kept.ranks, (0, 0)):
+            return
+        self._applied[kept.ranks] = order
+        own = self.kept.get(kept.ranks)
+        if own is not None and order >= (own.born, own.version) and kept.indices != own.indices:
+            self._return_paused(kept.ranks, frozenset(kept.indices))
+            self._withdraw(kept.ranks)
+        self.pages.keep_only(kept.ranks, self.table(kept.ranks).intersection(kept.indices))
+
+    def forget_lost(self, present: dict[Rank, int], bound: Ranks) -> None:
+        """Leases that a lost process had a share in are worth nothing."""
+        for ranks, members in list(self._members.items()):
+            if ranks == bound or all(present.get(each) == inc for each, inc in members.items()):
+                continue
+            del self._members[ranks]
+            self.pages.keep_only(ranks, ())
+            if self.paused.get(ranks):
+                self._return_paused(ranks, frozenset())
+                self._withdraw(ranks)
+
+    def _withdraw(self, ranks: Ranks) -> None:
+        """Give up what the paused tasks of an unbound group do not need."""
+        blocks = {block for task in self.paused[ranks].values() for block in task.blocks}
+        self.changed = True
+        if len(ranks) == 1:
+            self.pages.return_own(self._own - blocks)
+            self._own &= blocks
+            return
+        slots = slots_of(len(ranks))
+        indices = tuple(sorted({block // slots for block in blocks}))
+        self._version += 1
+        self.kept[ranks] = LeaseKept(ranks, self._version, indices, self._joined[ranks])
+
+    # ------------------------------------------------------------------ tasks
+
+    def held(self) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
+        """All tasks, each with its group and whether it is paused."""
+        held = {
+            task_id: (task, ranks, True)
+            for ranks, tasks in self.paused.items()
+            for task_id, task in tasks.items()
+        }
+        if self.engine is not None:
+            ranks = self.engine.binding.group.ranks
+            held |= {each: (task, ranks, False) for each, task in self.engine.tasks.items()}
+        return held
+
+    def place(self, place: Place) -> None:
+        header = place.header
+        task = SimTask(header, place.attempt, place.payload[0], list(place.generated_tokens))
+        if self.engine is None or self.engine.binding != place.binding:
+            self.give_back(task, ReturnCause.STALE)
+            return
+        check(header.task not in self.held(), f"rank {self.rank} already has {header.task}")
+        self.engine.tasks[header.task] = task
+
+    def take_out(self, task_id: TaskId, bound: Ranks) -> SimTask | None:
+        """Forget a task and free its memory."""
+        if self.engine is not None and (task := self.engine.remove(task_id)):
+            return task
+        for ranks, tasks in self.paused.items():
+            if task_id in tasks:
+                task = tasks.pop(task_id)
+                if ranks != bound:
+                    self._withdraw(ranks)
+                return task
+        return None
+
+    def finish(self, task_id: TaskId) -> None:
+        """The task's last token was pushed."""
+        task = self.engine.remove(task_id) if self.engine else None
+        assert task is not None
+        self.ended.append(TaskEnded(task_id, task.attempt, EndCause.FINISHED, task.length))
+        self.changed = True
+
+    def give_back(self, task: SimTask, cause: ReturnCause) -> None:
+        tokens = tuple(task.tokens)
+        self.returned.append(TaskReturned(task.header.task, task.attempt, cause, tokens))
+        self.changed = True
+
+    def _return_paused(self, ranks: Ranks, indices: frozenset[int]) -> None:
+        """Return the paused tasks that need other lease indices than these."""
+        slots = slots_of(len(ranks))
+        tasks = self.paused.get(ranks, {})
+        for task in list(tasks.values()):
+            if not indices.issuperset(block // slots for block in task.blocks):
+                del tasks[task.header.task]
+                self.give_back(task, ReturnCause.RECOMPUTE)
+
+    # ------------------------------------------------------------------ reports
+
+    def page_report(self) -> PageReport:
+        counts = self.pages.counts()
+        return PageReport(counts.total, counts.free, counts.owned, sum(counts.leased.values()))
