@@ -186,12 +186,10 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off"]
     seen = 0
     tail: list[str] = []
-    with (
-        LOG.open("a") as log,
-        subprocess.Popen(
+    with LOG.open("a") as log:
+        process = subprocess.Popen(
             [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process,
-    ):
+        )
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
@@ -201,6 +199,7 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
                 _show_count(seen, packages)
             elif packages and line.startswith("Installing"):
                 print("set-up       unpacking …", flush=True)
+        process.wait()
     if process.returncode:
         sys.stderr.writelines(tail)
         raise SetupError(advice)

@@ -27,8 +27,7 @@ def main() -> int:
         config = load_config(options.config)
         token = shared_token()
     except ConfigError as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     set_up_logging(json=options.log == "json")
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -38,10 +37,19 @@ def main() -> int:
     try:
         serve(config, token)
     except (OSError, ValueError) as error:
-        print(f"gateway: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 
+def refuse(error: Exception) -> int:
+    """Say in one line what is wrong."""
+    print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed; taking down torch's modules would only print about leaks of theirs.
+    os._exit(status)

@@ -19,6 +19,11 @@ from gateway.errors import (
 )
 from gateway.tiers import tier_name
 
+KEEP_ALIVE_S = 15.0
+"""Pause in a stream after which a comment is sent, so that proxies do not cut it."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+
 SEND_STALL_S = 60.0
 """How long a client may stop reading before its request is given up."""
 
@@ -50,8 +55,11 @@ class Answer:
     """The state of one answer."""
 
     def __init__(self, send: Send, request_id: str) -> None:
-        """Nothing is sent yet."""
         self._send = send
+        self._lock = asyncio.Lock()
+        self._keeper: asyncio.Task[None] | None = None
+        self._sent_at_s = 0.0
+        self._stalled = False
         self._phase = _Phase.BEFORE
         self._start: Message = {}
         self._error_body = bytearray()
@@ -60,13 +68,23 @@ class Answer:
         self.request = RequestState()
 
     async def send(self, message: Message) -> None:
-        """Take a message of the app."""
-        if message["type"] == "http.response.start":
+        """Take a message of the app; raises `ClientStalledError` to end it."""
+        if self._stalled:
+            raise ClientStalledError
+        if message["type"] == "http.response.body":
+            async with self._lock:
+                await self._send_body(message)
+        elif message["type"] == "http.response.start":
             self._start = message
             if message["status"] >= 400:
                 self._phase = _Phase.ERROR
-        elif message["type"] == "http.response.body":
-            await self._send_body(message)
+            elif _is_stream(message):
+                self._keeper = asyncio.create_task(self._keep_alive())
+
+    def close(self) -> None:
+        """The app has returned: send nothing of one's own accord any more."""
+        if self._keeper is not None:
+            self._keeper.cancel()
 
     async def refuse(self, error: ApiError) -> None:
         """Answer with an error, unless an answer has begun."""
@@ -105,6 +123,21 @@ class Answer:
             case _Phase.CLOSED:
                 pass
 
+    async def _keep_alive(self) -> None:
+        """Send a comment whenever a stream is silent; vLLM's own way takes a task per event."""
+        clock = asyncio.get_running_loop().time
+        self._sent_at_s = clock()
+        comment = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+        while self._phase in (_Phase.BEFORE, _Phase.STREAM):
+            wait_s = self._sent_at_s + KEEP_ALIVE_S - clock()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            try:
+                await self.send(comment)
+            except ClientStalledError:
+                return
+
     async def _begin_stream(self, message: Message) -> None:
         body = message.get("body", b"")
         if body.startswith(_ERROR_EVENT):
@@ -138,8 +171,9 @@ class Answer:
         try:
             async with asyncio.timeout(SEND_STALL_S):
                 await self._send(message)
+            self._sent_at_s = asyncio.get_running_loop().time()
         except TimeoutError:
-            self._phase = _Phase.CLOSED
+            self._stalled = True
             raise ClientStalledError from None
 
 

@@ -86,6 +86,8 @@ class Edge:
             # The last resort for every bug of ours and of vLLM's: the client gets a 500.
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             await answer.fail()
+        finally:
+            answer.close()
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, headers: dict[str, str]

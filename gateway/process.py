@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -52,6 +53,7 @@ class Gateway:
         """Bind the token socket and connect the rest; must be called in the event loop."""
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._listener = _listen(config.gateway.host, config.gateway.port)
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._session = CoordinatorSession(config.coordinator.listen, token, name)
         self._relay = Relay(
@@ -62,12 +64,16 @@ class Gateway:
         )
         self._edge: Edge | None = None
         self._server: uvicorn.Server | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._bug: BaseException | None = None
 
     async def run(self, front_end: vllm_app.FrontEndConfig) -> None:
         """Serve until a signal ends it."""
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
-        Inbox(self._sockets.requests, self._relay.front_end_said)
-        Inbox(self._sockets.tokens, self._relay.leader_said)
+        inboxes = (
+            Inbox(self._sockets.requests, self._relay.front_end_said),
+            Inbox(self._sockets.tokens, self._relay.leader_said),
+        )
         app, llm = await vllm_app.build_front_end(
             front_end,
             input_address=self._sockets.input_address,
@@ -76,9 +82,8 @@ class Gateway:
         close_other_routes(app)
         add_own_routes(app, self.readiness)
         self._edge = Edge(app)
-        listener = _listen(self._config.gateway.host, self._config.gateway.port)
         self._server = _Server(
-            lambda: self._announce(listener.getsockname()),
+            self._announce,
             uvicorn.Config(
                 self._edge,
                 log_config=None,
@@ -91,18 +96,26 @@ class Gateway:
             ),
         )
         self._handle_signals()
-        session = asyncio.create_task(self._session.run(self._relay))
-        ticks = asyncio.create_task(self._tick())
+        work = [
+            asyncio.create_task(self._session.run(self._relay)),
+            asyncio.create_task(self._tick(llm)),
+        ]
+        for task in work:
+            task.add_done_callback(self._work_ended)
         try:
-            await self._server.serve(sockets=[listener])
+            await self._server.serve(sockets=[self._listener])
             await self._flush()
         finally:
-            session.cancel()
-            ticks.cancel()
-            await asyncio.gather(session, ticks, return_exceptions=True)
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
             llm.shutdown()
+            for inbox in inboxes:
+                inbox.close()
             self._sockets.close()
         log.info("gateway_stopped")
+        if self._bug is not None:
+            raise self._bug
 
     def readiness(self) -> Readiness:
         """Whether a request that comes now can be served."""
@@ -118,9 +131,9 @@ class Gateway:
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
 
-    def _announce(self, address: tuple[str, int]) -> None:
+    def _announce(self) -> None:
         """Print one line of JSON on stdout: requests are accepted from now on."""
-        host, port = address[:2]
+        host, port = self._listener.getsockname()[:2]
         facts = {
             "event": "gateway_ready",
             "url": f"http://{f'[{host}]' if ':' in host else host}:{port}",
@@ -132,10 +145,19 @@ class Gateway:
         }
         print(json.dumps(facts), flush=True)
 
-    async def _tick(self) -> None:
+    async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
+            if llm.errored:
+                raise RuntimeError("vLLM's front end has stopped, see the log above.")
+
+    def _work_ended(self, task: asyncio.Task[None]) -> None:
+        """Without its session or its clock a gateway is of no use: let a fresh one take over."""
+        if not task.cancelled() and self._server is not None:
+            self._bug = task.exception()
+            log.error("gateway_broken", reason=repr(self._bug))
+            self._server.should_exit = True
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,9 +176,11 @@ class Gateway:
     async def _drain_requests(self) -> None:
         assert self._edge is not None
         assert self._server is not None
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(DRAIN_S):
                 await self._edge.idle.wait()
+        except TimeoutError:
+            self._relay.give_up(api_error("draining", "This server had to shut down."))
         self._server.should_exit = True
 
     async def _flush(self) -> None:
@@ -205,6 +229,8 @@ async def _run(config: Config, token: str, front_end: vllm_app.FrontEndConfig) -
 
 def serve(config: Config, token: str) -> None:
     """Run a gateway; raises ValueError or OSError with a sentence if it cannot start."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
         config.model.path, config.served_model_name, config.model.engine_args
     )

@@ -52,10 +52,17 @@ class Relay:
     """Handles what arrives; owns the book of open tasks."""
 
     def __init__(
-        self, session: Session, to_front_end: SendFrames, *, gateway: str, reply_to: str
+        self,
+        session: Session,
+        to_front_end: SendFrames,
+        *,
+        gateway: str,
+        reply_to: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start with no tasks; `to_front_end` must take frames without blocking."""
         self._session = session
+        self._clock = clock
         self._to_front_end = to_front_end
         self._gateway = gateway
         self._reply_to = reply_to
@@ -107,28 +114,44 @@ class Relay:
         except (engine.WireError, IndexError) as error:
             log.warning("token_batch_refused", reason=str(error))
             return
-        now_s = time.monotonic()
+        try:
+            self._deliver(batch, frames[1:], token_ids)
+        except Exception:
+            # Its streams may have counted tokens that were not handed on: they must not go on.
+            log.exception("token_batch_lost")
+            for span in batch.spans:
+                self._fail(span.task, _LOST)
+
+    def _deliver(
+        self, batch: TokenBatch, frames: Frames, token_ids: Sequence[Sequence[int]]
+    ) -> None:
+        now_s = self._clock()
         tasks = [self.book.get(span.task) for span in batch.spans]
         answers = [self._offer(task, span) for task, span in zip(tasks, batch.spans, strict=True)]
         if all(answer is Verdict.FORWARD for answer in answers) and not any(
             task.stream.holding for task in tasks if task is not None
         ):
-            self._to_front_end(frames[1:])
+            self._to_front_end(frames)
             for task, span, ids in zip(tasks, batch.spans, token_ids, strict=True):
                 assert task is not None, "a span of no open task is dropped"
                 self._delivered(task, ids, batch.epoch, now_s)
                 if span.finished:
                     self._session.send(self.book.finish(span.task))
         else:
-            self._deliver_some(batch, frames[1:], tasks, answers)
+            self._deliver_some(batch, frames, tasks, answers)
         self._report_gaps(now_s)
 
     def tick(self) -> None:
         """Give up what has waited too long; called on an interval."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         for task, error in self.book.expired(now_s):
             self._fail(task, error)
         self._report_gaps(now_s)
+
+    def give_up(self, error: ApiError) -> None:
+        """Fail everything that is open: the process ends."""
+        for task in [task.id for task in self.book]:
+            self._fail(task, error)
 
     def _submit(self, request: engine.AddRequest) -> None:
         header = TaskHeader(
@@ -144,7 +167,7 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
             self._answer_failure([header.task], error)
             return
-        answer = self.book.open(header, payload, time.monotonic())
+        answer = self.book.open(header, payload, self._clock())
         if isinstance(answer, ApiError):
             self._answer_failure([header.task], answer)
         elif answer is not None:
@@ -165,13 +188,7 @@ class Relay:
         answers: Sequence[Answer],
     ) -> None:
         """Deliver what the answers leave of a batch, and what was held for it."""
-        try:
-            content = engine.decode_outputs(frames)
-        except engine.WireError as error:
-            log.warning("token_batch_refused", reason=str(error))
-            for span in batch.spans:
-                self._fail(span.task, _LOST)
-            return
+        content = engine.decode_outputs(frames)
         taken: list[_Part] = []
         for task, answer, span, output in zip(
             tasks, answers, batch.spans, content.outputs, strict=True
@@ -195,7 +212,7 @@ class Relay:
 
     def _hold(self, part: "_Part") -> None:
         if part.task.held_since_s is None:
-            part.task.held_since_s = time.monotonic()
+            part.task.held_since_s = self._clock()
         if not part.task.stream.hold(part.span, part):
             self._fail(part.task.id, _LOST)
 
@@ -212,7 +229,7 @@ class Relay:
                 self._fail(task.id, _LOST)
                 return False
             engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
-        self._delivered(task, output.new_token_ids, part.epoch, time.monotonic())
+        self._delivered(task, output.new_token_ids, part.epoch, self._clock())
         return True
 
     def _delivered(self, task: Task, token_ids: Sequence[int], epoch: int, now_s: float) -> None:

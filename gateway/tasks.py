@@ -136,7 +136,7 @@ class TaskBook:
         self._connected = False
 
     def resubmit(self, task_id: TaskId, attempt: int) -> Submit | Done | Cancel:
-        """The rank that ran `attempt` is lost; tell how far the task got, and take no more of it."""
+        """The rank that ran `attempt` is lost: take no more of it, and tell how far it got."""
         task = self._open.get(task_id)
         if task is None:
             return self._ended.get(task_id) or Cancel(task_id)

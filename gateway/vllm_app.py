@@ -27,13 +27,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from gateway.errors import ApiError, current_request
 from gateway.vllm_engine_wire import failure_of
 
-KEEP_ALIVE_S = 15
-"""Pause in a stream after which a comment is sent, so that proxies do not cut it."""
-
 _FAILED = ("error", "abort")
 
 
-class TaskFailedError(GenerationError):  # type: ignore[misc]
+class TaskFailedError(GenerationError):
     """A task ended without its end. vLLM makes some answer of it, `errors.shape_error` ours."""
 
     def __init__(self, error: ApiError) -> None:
@@ -45,7 +42,7 @@ class TaskFailedError(GenerationError):  # type: ignore[misc]
             request.failure = error
 
 
-class RelayedLLM(AsyncLLM):  # type: ignore[misc]
+class RelayedLLM(AsyncLLM):
     """AsyncLLM whose engine is the relay."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -72,7 +69,6 @@ def configure(model: str, served_name: str, engine_args: Sequence[str]) -> Front
     args = parser.parse_args(
         [
             *("--model", model, "--served-model-name", served_name),
-            *("--sse-keep-alive-interval", str(KEEP_ALIVE_S)),
             *engine_args,
             "--disable-fastapi-docs",
         ]
@@ -82,7 +78,7 @@ def configure(model: str, served_name: str, engine_args: Sequence[str]) -> Front
     return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 
-class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
+class _Parser(FlexibleArgumentParser):
     def error(self, message: str) -> None:
         raise ValueError(f"model.engine_args: {message}.")
 

@@ -111,10 +111,18 @@ class ModeRunner(CPUModelRunner):
         """Turn new requests that have tokens already into vLLM's "resumed from preemption" ones."""
         cached = step.scheduled_cached_reqs
         resumed = [r for r in step.scheduled_new_reqs if r.req_id in self._resuming]
+        # A task may come back to the mode that it left before that mode's next step: its old state
+        # must go first, or vLLM would take the new one away with it.
+        again = step.finished_req_ids & {r.req_id for r in resumed}
+        for req_id in again:
+            self.requests.pop(req_id, None)
+            self.num_prompt_logprobs.pop(req_id, None)
+            self.input_batch.remove_request(req_id)
         for request in resumed:
             self.requests[request.req_id] = _state_of(request, self._resuming[request.req_id])
         return dataclasses.replace(
             step,
+            finished_req_ids=step.finished_req_ids - again,
             scheduled_new_reqs=[r for r in step.scheduled_new_reqs if r not in resumed],
             scheduled_cached_reqs=dataclasses.replace(
                 cached,

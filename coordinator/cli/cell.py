@@ -49,7 +49,9 @@ class Cell:
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
+            # Under nohup the terminal may go: the signal is ignored already and stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal)
         watchers = [asyncio.create_task(self._watch(member)) for member in self._members]
         announcer = asyncio.create_task(self._announce(serves, on_serving))
         try:

@@ -23,6 +23,7 @@ SWITCH_COLUMNS = (
     ("swap ms", "swap_ms"),
     ("first step ms", "first_step_ms"),
     ("longest gap ms", "gap_ms_max"),
+    ("tasks", "tasks"),
 )
 """Header -> field of a switch."""
 
@@ -40,7 +41,7 @@ def run_status(options: argparse.Namespace) -> int:
     print("\n" + _ranks_table(status["ranks"]))
     print("\n" + _queue_table(status["queue"]))
     if status["switches"]:
-        print("\nlast switch\n" + _switches_table(status["switches"]))
+        print("\nlast switch\n" + switches_table(status["switches"]))
     return 0
 
 
@@ -61,8 +62,7 @@ def run_switch(options: argparse.Namespace) -> int:
         return _print_json(answer)
     print(f"{answer['layout']} serves, epoch {answer['epoch']}.")
     if answer.get("switch"):
-        print("\n" + _switches_table([answer["switch"]]))
-        print("\ntasks " + _counts(answer["switch"]["tasks"]))
+        print("\n" + switches_table([answer["switch"]]))
     return 0
 
 
@@ -137,14 +137,17 @@ def _queue_table(queue: dict[str, Any]) -> str:
     return format_table(("tier", "queued", "tokens"), rows) + f"\ntasks {_counts(queue['tasks'])}"
 
 
-def _switches_table(switches: list[dict[str, Any]]) -> str:
+def switches_table(switches: list[dict[str, Any]]) -> str:
+    """Return what each switch did; also shown by the demo."""
     return format_table(
         [header for header, _ in SWITCH_COLUMNS],
-        [[_rounded(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
+        [[_shown(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
     )
 
 
-def _rounded(value: object) -> object:
+def _shown(value: object) -> object:
+    if isinstance(value, dict):
+        return _counts({name: count for name, count in value.items() if count}) or "none"
     return f"{value:.1f}" if isinstance(value, float) else value
 
 

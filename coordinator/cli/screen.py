@@ -98,7 +98,7 @@ class BarScreen:
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("rank {task.fields[rank]}"),
+            TextColumn("{task.fields[who]}"),
             BarColumn(bar_width=24),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
@@ -106,6 +106,7 @@ class BarScreen:
             transient=True,
         )
         self._bars: dict[int, TaskID] = {}
+        self._import_bar = self._progress.add_task("importing vLLM", who="engine", total=None)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -122,7 +123,8 @@ class BarScreen:
         """Move the rank's bar."""
         bar = self._bars.get(progress.rank)
         if bar is None:
-            bar = self._progress.add_task("", rank=progress.rank, total=None)
+            self._progress.update(self._import_bar, visible=False)
+            bar = self._progress.add_task("", who=f"rank {progress.rank}", total=None)
             self._bars[progress.rank] = bar
         ready = progress.stage == "ready"
         self._progress.update(

@@ -21,6 +21,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from coordinator.cli.admin_client import AdminClient
+from coordinator.cli.operate import switches_table
 from coordinator.cli.ports import free_ports
 from coordinator.cli.tables import format_table
 
@@ -168,9 +169,7 @@ def show(
         for stream in streams
     ]
     print("\n" + format_table(("stream", "tokens", "longest gap ms", "complete"), rows))
-    columns = ("epoch", "from", "to", "outcome", "park_ms", "swap_ms", "first_step_ms")
-    table = [[switch.get(column, "") for column in columns] for switch in switches]
-    print("\n" + format_table(columns, table) + "\n")
+    print("\n" + switches_table(switches) + "\n")
     under_load = all(answer["running"] == STREAMS for answer in answers)
     if not under_load:
         print("demo: some streams had ended before the last switch; nothing is shown by them.")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -70,8 +71,11 @@ class BareCell:
             data=body,
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return msgspec.json.decode(answer.read())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return msgspec.json.decode(answer.read())
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""

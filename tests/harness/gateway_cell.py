@@ -23,6 +23,7 @@ import grpc
 import yaml
 import zmq
 
+from comm_pool.layout import Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages import (
     Cancel,
@@ -242,7 +243,7 @@ class FakeCell:
         from vllm.v1.engine import EngineCoreOutputs
         from vllm.v1.serial_utils import MsgpackEncoder
 
-        header = TokenBatch(0, 1, epoch, tuple(span for span, _ in parts))
+        header = TokenBatch(Rank(0), 1, epoch, tuple(span for span, _ in parts))
         outputs = EngineCoreOutputs(outputs=[output for _, output in parts])
         frames = [wire.encode(header), *MsgpackEncoder().encode(outputs)]
         self.push_frames(submit.header.reply_to, [bytes(frame) for frame in frames])

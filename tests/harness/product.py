@@ -60,8 +60,11 @@ class Product:
             data=body,
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return msgspec.json.decode(answer.read())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return msgspec.json.decode(answer.read())
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
 
     def pages_free_and_leased(self) -> list[dict[str, Any]]:
         """The page accounting of every rank."""

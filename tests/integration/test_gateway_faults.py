@@ -252,7 +252,6 @@ async def test_resubmitted_task_goes_on_behind_what_the_client_has(
 async def test_streams_survive_the_coordinator(
     gateway: GatewayProcess, client: openai.AsyncOpenAI, cell: FakeCell, ids: list[int]
 ) -> None:
-    pause = asyncio.Event()
     running: list[Ran] = []
 
     async def start(ran: Ran) -> None:
@@ -261,9 +260,7 @@ async def test_streams_survive_the_coordinator(
             ran.tokens(0, ids[:2])
 
     cell.behave = start
-    stream = asyncio.create_task(
-        text_of(await client.chat.completions.create(**CHAT, stream=True))
-    )
+    stream = asyncio.create_task(text_of(await client.chat.completions.create(**CHAT, stream=True)))
     await cell.until(lambda: running)
     cell.go_away()
     await cell.until(lambda: ready(gateway).status_code == 503)
@@ -278,7 +275,6 @@ async def test_streams_survive_the_coordinator(
 
     async def finish(ran: Ran) -> None:
         got = len(ran.submit.delivered_tokens)
-        pause.set()
         ran.tokens(got, ids[got:], "length")
 
     cell.behave = finish

@@ -165,6 +165,20 @@ def test_a_killed_coordinator_comes_back_at_the_same_port(serving: Up) -> None:
     assert complete(base_url(serving), 8)["usage"]["completion_tokens"] == 8
 
 
+def test_a_killed_gateway_comes_back_at_the_same_port(serving: Up) -> None:
+    os.kill(serving.children()["gateway"], signal.SIGKILL)
+    serving.until_said(r"gateway ended \(SIGKILL\); starting it again", 10)
+    deadline = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            answer = complete(base_url(serving), 8)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
 def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
     below = serving.descendants()
     assert set(serving.children()) == set(CHILDREN)

@@ -54,7 +54,7 @@ def cut(attempt: int, first: int, last: int, sizes: list[int], *, ends: bool) ->
 
 @st.composite
 def attempts(draw: st.DrawFn) -> list[list[TokenSpan]]:
-    """Attempts 1.. of one task: each starts where the one before got to, or earlier; the last ends."""
+    """Attempts of one task: each starts where the one before got to or earlier, the last ends."""
     length = draw(st.integers(1, LENGTH_MAX))
     number = draw(st.integers(1, 4))
     reached, out = 0, []

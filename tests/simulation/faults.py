@@ -34,6 +34,8 @@ class Faults:
         self.submit = rng.choice((0.1, 0.3, 0.6))
         self.cancel = rng.choice((0.0, 0.02))
         self.gateway_returns = 0.1
+        # With few layouts to choose from, paused tasks see theirs come back.
+        self.layouts = rng.choice((LAYOUTS, rng.sample(LAYOUTS, 2), rng.sample(LAYOUTS, 3)))
         self._cut_until: dict[Rank, int] = {}
         self._restart_at: dict[Rank, tuple[int, int]] = {}
         self._exit_at: dict[Rank, int] = {}
@@ -54,7 +56,7 @@ class Faults:
             self._crash(world, Rank(self.rng.randrange(8)))
         if chance() < self.cut:
             rank = Rank(self.rng.randrange(8))
-            self._cut_until[rank] = world.now + self.rng.choice((5, 20, 60))
+            self._cut_until[rank] = world.now + self.rng.choice((5, 40, 80))
             world.say(f"rank {rank} is cut off until {self._cut_until[rank] * 10} ms")
             world.break_rank(rank)
         if chance() < self.stop and (stopped := world.ranks[Rank(self.rng.randrange(8))]):
@@ -96,7 +98,7 @@ class Faults:
             self._switch(world)
 
     def _switch(self, world: "World") -> None:
-        layout = self.rng.choice(LAYOUTS)
+        layout = self.rng.choice(self.layouts)
         gone = [rank for rank in layout.ranks if world.core and not world.core.is_available(rank)]
         carry = self.rng.choice(CARRIES)
         world.want_switch(layout.without(gone), carry)

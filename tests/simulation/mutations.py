@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.kept import KeptLeases
+from coordinator.kept import KeptLeases, _Lease
 from coordinator.protocol.messages import (
     Binding,
     Directive,
-    LeaseKept,
     RankHello,
     TaskId,
     TaskReturned,
@@ -77,13 +76,12 @@ def _takes_any_attempt(self: SimGateway, task: ClientTask, token: Token) -> bool
     return True
 
 
-_accept = KeptLeases._accept
+def _drops_nothing(self: KeptLeases, rank: Rank, epoch: int) -> None:
+    pass
 
 
-def _accept_any_formation(self: KeptLeases, kept: LeaseKept) -> bool:
-    lease = self._leases.get(kept.ranks)
-    born = lease.served_born if lease else 0
-    return _accept(self, msgspec.structs.replace(kept, born=max(born, kept.born)))
+def _never_freezes(self: KeptLeases, binding: Binding) -> None:
+    self._leases.setdefault(binding.group.ranks, _Lease())
 
 
 _on_hello = Switcher.on_hello
@@ -116,7 +114,8 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
-    "kept leases of any formation": ((KeptLeases, "_accept", _accept_any_formation),),
+    "lost leases are kept": ((KeptLeases, "drop", _drops_nothing),),
+    "kept leases change under a group": ((KeptLeases, "bind", _never_freezes),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
 }
 

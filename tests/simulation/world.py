@@ -81,7 +81,9 @@ class World:
         self.faults = Faults(self.rng)
         self.network = Network(self.rng, self.faults.weather)
         self.num_pages = self.rng.choice((8, 11, 16, 24))
-        self.max_tokens = self.rng.choice((4, 12, min(48, 4 * (self.num_pages - 1) - 14)))
+        # The longest task just fits a rank that is alone.
+        longest = min(48, 4 * (self.num_pages - 1) - 14)
+        self.max_tokens = self.rng.choice((4, longest, longest))
         self.steps_ahead = self.rng.choice((1, 2, 2, 9))
         self.stats = Stats()
         self._stages = StageChecker()
@@ -366,14 +368,14 @@ class World:
             self.say(f"rank {rank}: {_short(move)} for {stage.epoch}.{stage.phase.name}")
 
     def _draw_settings(self) -> CoreSettings:
-        lease_ms = 300
+        lease_ms = self.rng.choice((200, 300))
         return CoreSettings(
             world=WORLD,
             layout=self.rng.choice(LAYOUTS),
             lease_ms=lease_ms,
             lost_after_ms=lease_ms + self.rng.choice((0, 60)),
             recover_ms=lease_ms,
-            pause_limit_ms=200,
+            pause_limit_ms=self.rng.choice((100, 800)),
             drain_limit_ms=self.rng.choice((0, 200, 600)),
             queue_tasks_max=self.rng.choice((4, 4_096)),
             ageing_ms=500,

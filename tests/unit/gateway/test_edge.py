@@ -298,6 +298,30 @@ async def test_client_that_leaves_before_its_body_came_costs_nothing(gate: Edge)
     assert gate.requests == 0
 
 
+async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.03)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    browser = Browser({})
+    await Edge(app)(browser.scope(CHAT), browser.receive, browser.send)
+    await asyncio.sleep(0.05)
+    assert [message["type"] for message in browser.sent].count("http.response.start") == 1
+    assert browser.sent[0]["type"] == "http.response.start"
+    bodies = [message["body"] for message in browser.sent[1:]]
+    place = bodies.index(b"data: 1\n\n")
+    assert 2 <= place <= 3
+    assert 2 <= len(bodies) - place - 2 <= 3
+    assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", b""}
+    assert bodies[-1] == b""
+
+
 async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
     """Until then nothing is sent, so that a failure can still have its status."""
     started = asyncio.Event()

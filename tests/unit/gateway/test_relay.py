@@ -16,6 +16,7 @@ from vllm.v1.engine import (
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from comm_pool.layout import Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages import (
     Cancel,
@@ -33,6 +34,7 @@ from coordinator.protocol.messages import (
 )
 from gateway import relay as relay_module
 from gateway import token_stream
+from gateway.errors import api_error
 from gateway.relay import Relay
 from gateway.tasks import GAP_WAIT_S
 from gateway.vllm_engine_wire import failure_of
@@ -49,7 +51,13 @@ class Ends:
     now_s: float = 100.0
 
     def __post_init__(self) -> None:
-        self.relay = Relay(self, self.handed.append, gateway="g", reply_to="tcp://here")
+        self.relay = Relay(
+            self,
+            self.handed.append,
+            gateway="g",
+            reply_to="tcp://here",
+            clock=lambda: self.now_s,
+        )
         self.relay.session_opened()
 
     def send(self, message: GatewayUp) -> None:
@@ -75,7 +83,7 @@ class Ends:
         self.relay.front_end_said(frames)
 
     def push(self, *parts: tuple[TokenSpan, EngineCoreOutput], epoch: int = 1) -> list[bytes]:
-        header = TokenBatch(0, 1, epoch, tuple(span for span, _ in parts))
+        header = TokenBatch(Rank(0), 1, epoch, tuple(span for span, _ in parts))
         outputs = EngineCoreOutputs(outputs=[output for _, output in parts], timestamp=1.0)
         frames = [wire.encode(header), *(bytes(f) for f in MsgpackEncoder().encode(outputs))]
         self.relay.leader_said(frames)
@@ -91,9 +99,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+def ends() -> Ends:
     ends = Ends()
-    monkeypatch.setattr(relay_module.time, "monotonic", lambda: ends.now_s)
     ends.add(A)
     ends.add(B)
     ends.said.clear()
@@ -221,10 +228,10 @@ def test_tokens_of_an_unknown_task_cancel_it_once(ends: Ends) -> None:
     [
         [],
         [b"\xc1"],
-        [wire.encode(TokenBatch(0, 1, 1, ()))],
-        [wire.encode(TokenBatch(0, 1, 1, (TokenSpan(A, 1, 0, 2, False),))),
+        [wire.encode(TokenBatch(Rank(0), 1, 1, ()))],
+        [wire.encode(TokenBatch(Rank(0), 1, 1, (TokenSpan(A, 1, 0, 2, False),))),
          *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[EngineCoreOutput(A, [1])]))],
-        [wire.encode(TokenBatch(0, 1, 1, ())),
+        [wire.encode(TokenBatch(Rank(0), 1, 1, ())),
          *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[EngineCoreOutput(A, [1])]))],
     ],
 )  # fmt: skip
@@ -255,9 +262,7 @@ def test_gap_that_closes_is_forgotten(ends: Ends) -> None:
     assert ends.said == []
 
 
-def test_too_many_early_spans_fail_the_stream(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_early_spans_fail_the_stream(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stream, "HELD_SPANS_MAX", 2)
     for first in range(1, 4):
         ends.push(part(A, first, [5]))
@@ -268,14 +273,17 @@ def test_pause_across_epochs_is_reported(ends: Ends) -> None:
     ends.push(part(A, 0, [5]), epoch=1)
     ends.now_s += 0.25
     ends.push(part(A, 1, [6]), epoch=2)
-    assert ends.said == [StreamGap(2, pytest.approx(250))]
+    [gap] = ends.said
+    assert isinstance(gap, StreamGap)
+    assert (gap.epoch, round(gap.gap_ms)) == (2, 250)
 
 
 def test_streams_go_on_and_new_tasks_wait_while_the_coordinator_is_away(ends: Ends) -> None:
     ends.relay.coordinator_said(CellState("dp2", 1, True, 2, 2, 0, 512))
-    assert ends.relay.cell is not None
+    seen = [ends.relay.cell]
     ends.relay.session_closed()
-    assert ends.relay.cell is None
+    seen.append(ends.relay.cell)
+    assert [cell is None for cell in seen] == [False, True]
     ends.push(part(A, 0, [5]))
     ends.add("late")
     assert ends.tokens(A) == [5]
@@ -296,9 +304,31 @@ def test_utility_call_is_answered(ends: Ends) -> None:
     assert answer.call_id == 3
 
 
-def test_prompt_that_is_too_large_is_refused(
+def test_bug_while_delivering_fails_the_streams_of_the_batch(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They have counted tokens that the front end never got."""
+    sent = ends.handed.append
+
+    def broken(frames: Sequence[bytes]) -> None:
+        monkeypatch.setattr(ends.relay, "_to_front_end", sent)
+        raise ConnectionError
+
+    monkeypatch.setattr(ends.relay, "_to_front_end", broken)
+    ends.push(part(A, 0, [5]))
+    assert ends.outputs()[-1].finish_reason is FinishReason.ERROR
+    ends.push(part(A, 1, [6]), part(B, 0, [1]))
+    assert ends.tokens(A) == []
+    assert ends.tokens(B) == [1]
+
+
+def test_what_is_open_at_the_end_is_failed(ends: Ends) -> None:
+    ends.relay.give_up(api_error("draining", "Bye."))
+    assert {failure_of(output.stop_reason).code for output in ends.outputs()} == {"draining"}
+    assert ends.said == [Cancel(A), Cancel(B)]
+
+
+def test_prompt_that_is_too_large_is_refused(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay_module, "PAYLOAD_BYTES_MAX", 10)
     ends.add("large")
     assert ends.said == []

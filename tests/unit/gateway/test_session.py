@@ -132,9 +132,7 @@ async def test_full_outbox_ends_the_session_and_the_next_one_starts_anew(
     assert session.up
 
 
-async def test_flush_returns_when_all_was_sent(
-    cell: FakeCell, session: CoordinatorSession
-) -> None:
+async def test_flush_returns_when_all_was_sent(cell: FakeCell, session: CoordinatorSession) -> None:
     await session.flush()
     await cell.until(lambda: session.up)
     for number in range(100):

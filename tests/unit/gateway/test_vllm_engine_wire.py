@@ -160,7 +160,7 @@ def test_ready_frame_is_what_vllm_expects() -> None:
         model_config=SimpleNamespace(max_model_len=512, dtype=torch.bfloat16),
         instance_id="id",
     )
-    frame: Any = wire.ready_frame(config)  # type: ignore[arg-type]
+    frame: Any = wire.ready_frame(config)
     response = msgspec.msgpack.decode(frame, type=EngineCoreReadyResponse)
     assert (response.max_model_len, response.block_size, response.dtype) == (512, 32, "bfloat16")
 
@@ -233,5 +233,3 @@ def test_trim_keeps_the_end_and_drops_what_is_told_once() -> None:
     assert whole.new_token_ids == [10, 11, 12, 13]
     assert whole.new_logprobs is not None
     assert whole.new_prompt_logprobs_tensors is None
-
-

@@ -1,0 +1,144 @@
+"""Messages for tests of the coordinator's pure parts, with everything that is not at issue set."""
+
+from collections.abc import Sequence
+
+from comm_pool.layout import Layout, Rank, parse_layout
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    Binding,
+    Carry,
+    Directive,
+    Grant,
+    HeldTask,
+    LeaseKept,
+    PageReport,
+    Phase,
+    RankHello,
+    Report,
+    Stage,
+    Submit,
+    Target,
+    TaskEnded,
+    TaskHeader,
+    TaskId,
+    TaskProgress,
+    TaskReturned,
+    Tier,
+)
+
+WIDTHS = (1, 2, 4)
+LEASE_MS = 1_000
+
+
+def layout(text: str, world: int = 4) -> Layout:
+    return parse_layout(text, world, WIDTHS)
+
+
+def target(text: str, *born: int, world: int = 4) -> Target:
+    """A target whose groups were formed in these epochs; the last one holds for the rest."""
+    groups = layout(text, world).groups
+    borns = [*born, *[born[-1]] * (len(groups) - len(born))]
+    return Target(tuple(Binding(group, b) for group, b in zip(groups, borns, strict=True)))
+
+
+def directive(
+    wanted: Target,
+    epoch: int,
+    phase: Phase,
+    *,
+    carry: Carry = Carry.RECOMPUTE,
+    answers_ms: int = 0,
+    members: dict[int, int] | None = None,
+    swapped_upto: int = 0,
+    grants: Sequence[Grant] = (),
+    kept: Sequence[LeaseKept] = (),
+    incarnation: int = 1,
+) -> Directive:
+    incarnations = dict.fromkeys(wanted.layout.ranks, 1) | (members or {})
+    return Directive(
+        incarnation=incarnation,
+        answers_ms=answers_ms,
+        lease_ms=LEASE_MS,
+        stage=Stage(epoch, phase),
+        target=wanted,
+        carry=carry,
+        members=tuple((Rank(rank), each) for rank, each in incarnations.items()),
+        swapped_upto=swapped_upto,
+        grants=tuple(grants),
+        kept=tuple(kept),
+    )
+
+
+def hello(
+    rank: int,
+    incarnation: int = 1,
+    *,
+    held: Sequence[HeldTask] = (),
+    widths: tuple[int, ...] = WIDTHS,
+    max_tasks: int = 4,
+    pages_total: int = 11,
+) -> RankHello:
+    return RankHello(
+        version=PROTOCOL_VERSION,
+        rank=Rank(rank),
+        incarnation=incarnation,
+        pid=1_000 + rank,
+        device="cpu",
+        widths=widths,
+        max_tasks=max_tasks,
+        max_model_len_tokens=1_000,
+        tokens_per_slot=16,
+        kv_heads=8,
+        pages_total=pages_total,
+        held=tuple(held),
+    )
+
+
+def report(
+    rank: int,
+    stage: Stage,
+    *,
+    sent_at_ms: int = 0,
+    binding: Binding | None = None,
+    target: Target | None = None,
+    free: int = 10,
+    blocks_total: int = 0,
+    incarnation: int = 1,
+    kept: Sequence[LeaseKept] = (),
+    ended: Sequence[TaskEnded] = (),
+    returned: Sequence[TaskReturned] = (),
+    progress: Sequence[TaskProgress] = (),
+) -> Report:
+    return Report(
+        rank=Rank(rank),
+        incarnation=incarnation,
+        sent_at_ms=sent_at_ms,
+        stage=stage,
+        binding=binding,
+        target=target,
+        pages=PageReport(total=11, free=free, owned=10 - free, leased=0),
+        blocks_free=blocks_total,
+        blocks_total=blocks_total,
+        kept=tuple(kept),
+        ended=tuple(ended),
+        returned=tuple(returned),
+        progress=tuple(progress),
+    )
+
+
+def header(
+    task: str,
+    *,
+    prompt: int = 10,
+    max_tokens: int = 10,
+    tier: Tier = Tier.STANDARD,
+    gateway: str = "g",
+    deadline_ms: int = 0,
+) -> TaskHeader:
+    return TaskHeader(TaskId(task), gateway, "tcp://g", prompt, max_tokens, tier, deadline_ms)
+
+
+def submit(
+    task: str, *, delivered: Sequence[int] = (), attempt: int = 0, **fields: object
+) -> Submit:
+    return Submit(header(task, **fields), task.encode(), tuple(delivered), attempt)  # type: ignore[arg-type]

