@@ -68,6 +68,7 @@ class Core:
 
     __slots__ = (
         "_cell",
+        "_cell_of",
         "_coordinator_id",
         "_decisions",
         "_gateways",
@@ -95,6 +96,8 @@ class Core:
         self._decisions: deque[Decision] = deque(maxlen=settings.history_max)
         self._cell: CellState | None = None
         """What gateways were told last."""
+        self._cell_of = (-1, False)
+        """What that was made of, as far as it does not wait for a tick."""
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
 
@@ -294,7 +297,8 @@ class Core:
             effects += self._pool.tick(now_ms)
         for carry, count in self._pool.take_carried().items():
             self._switcher.log.count(carry, count)
-        effects += self._pool.place(open_groups(self._switcher, self._roster), now_ms)
+        if self._pool.tasks.queue:
+            effects += self._pool.place(open_groups(self._switcher, self._roster), now_ms)
         effects += self._tell_cell(is_tick=isinstance(event, Tick))
         for record in self._switcher.log.take_finished():
             effects.append(SwitchRecorded(record))
@@ -321,6 +325,10 @@ class Core:
     def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
         """Tell gateways what changed; the length of the queue only now and then."""
         switcher = self._switcher
+        known = (switcher.version, bool(switcher.served_layout.groups))
+        if self._cell is not None and not is_tick and known == self._cell_of:
+            return []
+        self._cell_of = known
         queued = self._cell.queued if self._cell and not is_tick else len(self._pool.tasks.queue)
         cell = CellState(
             layout=format_layout(switcher.target.layout, self._settings.world),

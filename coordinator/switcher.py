@@ -68,6 +68,7 @@ class Switcher:
         "_roster",
         "_settings",
         "_swapped_upto",
+        "alive",
         "carry",
         "log",
         "recovering",
@@ -91,6 +92,8 @@ class Switcher:
         self.log = SwitchLog(settings.records_max)
         self.stage = NOTHING
         self.target = Target(())
+        self.alive: tuple[Rank, ...] = ()
+        """The ranks of the target: all that are not cut out."""
         self.carry = settings.default_carry
         self.recovering = True
         self.served_layout = Layout(())
@@ -102,11 +105,6 @@ class Switcher:
     def epoch(self) -> int:
         """The number of the target."""
         return self.stage.epoch
-
-    @property
-    def alive(self) -> tuple[Rank, ...]:
-        """The ranks of the target: all that are not cut out."""
-        return self.target.layout.ranks
 
     @property
     def is_serving(self) -> bool:
@@ -127,7 +125,7 @@ class Switcher:
             return
         rank = hello.rank
         layout = self.target.layout
-        if arrival is Arrival.RESTARTED and rank in layout.ranks:
+        if arrival is Arrival.RESTARTED and rank in self.alive:
             self._kept.drop(rank, self.epoch)
             layout = layout.without((rank,)).plus((rank,))
             self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
@@ -146,7 +144,7 @@ class Switcher:
             # An earlier coordinator got further than the ranks that were heard at the start knew.
             self._swapped_upto = max(self._swapped_upto, newest.stage.epoch)
             self._change(self.target.layout.plus((report.rank,)), "epoch overtaken", now_ms)
-        elif report.rank not in self.target.layout.ranks:
+        elif report.rank not in self.alive:
             layout = self.target.layout.plus((report.rank,))
             self._change(layout, f"rank {report.rank} is back", now_ms)
         self._advance(now_ms)
@@ -237,7 +235,8 @@ class Switcher:
         )
 
     def integrity(self) -> None:
-        """Assert that what is said of groups is about groups of the target."""
+        """Assert that what is said of groups and ranks is about those of the target."""
+        assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
         assert set(self._granted) <= set(self.target.bindings), "a group of no target has a grant."
         if self.stage.phase is Phase.SERVE:
             assert set(self._granted) == set(self.target.bindings), "a serving group has no grant."
@@ -257,6 +256,7 @@ class Switcher:
         previous = self.target
         self.stage = Stage(highest + 1, Phase.PARK)
         self.target = _bind(layout, previous, self.stage.epoch, fresh)
+        self.alive = layout.ranks
         for binding in previous.bindings:
             if binding not in self.target.bindings:
                 self._granted.pop(binding, None)
@@ -356,6 +356,7 @@ class Switcher:
 
     def _take_over(self, resumed: Resumed, now_ms: int) -> None:
         self.target = resumed.target
+        self.alive = resumed.target.layout.ranks
         self.stage = resumed.stage
         # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
         self._swapped_upto = resumed.stage.epoch

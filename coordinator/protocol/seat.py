@@ -261,12 +261,11 @@ class Seat:
 
     def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
         """Members of the joined group that are cut out, or are new processes."""
-        present = frozenset(wanted.target.layout.ranks)
         members = dict(wanted.members)
         return frozenset(
             rank
             for rank in binding.group.ranks
-            if rank not in present or members.get(rank) != self._members[rank]
+            if wanted.target.binding_of(rank) is None or members.get(rank) != self._members[rank]
         )
 
     def _stay(self, wanted: Directive, binding: Binding) -> Serve | Ack | None:

@@ -1,4 +1,4 @@
-"""What goes wrong, and how often; drawn once per seed, so that some runs are mild and some are not."""
+"""What goes wrong, and how often; drawn once per seed, so that some runs are mild, some wild."""
 
 import random
 from typing import TYPE_CHECKING

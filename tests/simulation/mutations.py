@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.kept import KeptLeases, _Lease
 from coordinator.protocol.messages import (
     Binding,
     Directive,
@@ -76,12 +75,8 @@ def _takes_any_attempt(self: SimGateway, task: ClientTask, token: Token) -> bool
     return True
 
 
-def _drops_nothing(self: KeptLeases, rank: Rank, epoch: int) -> None:
-    pass
-
-
-def _never_freezes(self: KeptLeases, binding: Binding) -> None:
-    self._leases.setdefault(binding.group.ranks, _Lease())
+def _renews_always(self: Seat, directive: Directive) -> bool:
+    return True
 
 
 _on_hello = Switcher.on_hello
@@ -114,8 +109,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
-    "lost leases are kept": ((KeptLeases, "drop", _drops_nothing),),
-    "kept leases change under a group": ((KeptLeases, "bind", _never_freezes),),
+    "lapsed leases are renewed": ((Seat, "_may_renew", _renews_always),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
 }
 

@@ -1,4 +1,4 @@
-"""What a cell at rest looks like: one layout served by all ranks, nothing unfinished, no page lost."""
+"""A cell at rest: one layout served by all ranks, nothing unfinished, no page lost."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A leader's scheduler in small: tasks, blocks of the group's pages, steps ahead of their results."""
+"""A leader's scheduler in small: tasks, blocks of the group's pages, steps sent ahead."""
 
 from collections import deque
 from dataclasses import dataclass, field

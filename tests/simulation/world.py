@@ -34,7 +34,6 @@ from coordinator.protocol.messages import (
     Directive,
     GatewayHello,
     GatewayUp,
-    Place,
     RankHello,
     Report,
 )
@@ -47,6 +46,7 @@ from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
+from tests.simulation.trace import line_of, short
 
 WORLD = 8
 TICK_MS = 10
@@ -268,31 +268,30 @@ class World:
     def core_event(self, event: Event) -> None:
         if self.core is None:
             return
-        if not isinstance(event, Tick | RankSaid):
-            self.say(f"core hears {_short(event)}")
+        if self._trace is not None and not isinstance(event, Tick | RankSaid):
+            self.say(f"core hears {short(event)}")
         for effect in self.core.handle(event, self.now_ms):
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
+        if self._trace is not None and (line := line_of(effect)):
+            self.say(line)
         match effect:
             case ToRank(rank, Directive() as directive):
                 self.network.loosely(lambda: self._directive_arrives(rank, directive))
             case ToRank(rank, message):
-                self.say(f"core -> rank {rank}: {_short(message)}")
                 process = self.ranks[rank]
                 session = self._peers.get(rank)
                 if process is not None and session is not None:
                     self.network.in_order(session, "down", lambda: process.on_message(message))
             case ToGateway(name, answer):
-                self.say(f"core -> {name}: {_short(answer)}")
                 gateway = self.gateways[name]
                 if (session := self._peers.get(name)) is not None:
                     self.network.in_order(session, "down", lambda: gateway.on_message(answer))
-            case SwitchRecorded(record):
+            case SwitchRecorded():
                 self.stats.switches += 1
-                self.say(f"core: switch to {record.to_layout} {record.outcome.value}")
-            case Note(_, event, fields):
-                self.say(f"core: {event} {fields}")
+            case Note():
+                pass
 
     def _directive_arrives(self, rank: Rank, directive: Directive) -> None:
         process = self.ranks[rank]
@@ -326,11 +325,9 @@ class World:
                 step.dead_since = self.now
                 continue
             members.append(process)
-            check(
-                process.seat.binding == step.binding or process is leader,
-                f"rank {leader.rank} starts a step in {step.binding}, "
-                f"but rank {rank} is in {process.seat.binding}",
-            )
+            if process.seat.binding != step.binding:
+                where = process.seat.binding
+                raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
         core = self.core
         if core is not None and not core.is_recovering:
             check(
@@ -344,7 +341,7 @@ class World:
         self._steps.append((step, tuple(members)))
 
     def check_nobody_waits_for(self, follower: SimRank, binding: Binding) -> None:
-        """A follower leaves: its leader must not wait for it in a step, unless that fails anyway."""
+        """A follower leaves: its leader must not wait for it in a step that does not fail."""
         leader = self.ranks[binding.group.leader]
         engine = leader.holdings.engine if leader is not None else None
         for step in engine.in_flight if engine is not None else ():
@@ -365,7 +362,7 @@ class World:
     def note(self, rank: Rank, move: Move) -> None:
         if self._trace is not None:
             stage = move.directive.stage
-            self.say(f"rank {rank}: {_short(move)} for {stage.epoch}.{stage.phase.name}")
+            self.say(f"rank {rank}: {short(move)} for {stage.epoch}.{stage.phase.name}")
 
     def _draw_settings(self) -> CoreSettings:
         lease_ms = self.rng.choice((200, 300))
@@ -384,10 +381,3 @@ class World:
             claim_ms=300,
             gateway_gone_ms=400,
         )
-
-
-def _short(value: object) -> str:
-    if isinstance(value, Place):
-        return f"Place({value.header.task}#{value.attempt} behind {len(value.generated_tokens)})"
-    text = str(value)
-    return text if len(text) <= 300 else text[:297] + "..."

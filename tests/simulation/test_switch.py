@@ -1,0 +1,47 @@
+"""Random faults, many seeds: the invariants hold; and with a bug put in, some seed finds it."""
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.world import World
+
+SEEDS = 500
+CHUNK = 50
+
+
+def failure_of(seed: int) -> str | None:
+    try:
+        World(seed).run()
+    except AssertionError as error:
+        return f"make sim SEED={seed}    {error}"
+    return None
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_invariants_hold_under_faults(first: int) -> None:
+    failures = [failure for seed in range(first, first + CHUNK) if (failure := failure_of(seed))]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.timeout(600)
+def test_a_bug_is_found(mutation: str) -> None:
+    with mutated(mutation):
+        assert any(map(failure_of, range(SEEDS))), f"no seed finds: {mutation}"
+
+
+def test_a_seed_can_be_replayed() -> None:
+    lines: list[str] = []
+    first = World(7, trace=lines.append).run()
+    assert World(7).run() == first
+    assert any("core -> rank" in line for line in lines)
+
+
+def test_simulations_reach_what_they_are_for() -> None:
+    runs = [World(seed).run() for seed in range(40)]
+    assert sum(run.steps for run in runs) > 5_000
+    assert sum(run.switches for run in runs) > 200
+    assert sum(run.crashes for run in runs) > 10
+    assert sum(run.core_crashes for run in runs) > 5
+    assert sum(run.blocked for run in runs) > 0, "no leader ever found its queue full"
+    assert sum(run.ends.get("finished", 0) for run in runs) > 1_000
