@@ -1,9 +1,9 @@
 """vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
 
-Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce, Gloo or shared memory
-on CPU) and a control plane (the shared-memory broadcast queue, its leader the only writer). All
-ranks create all groups in the order of `comm_pool.plan`; nothing is created later (Flying Serving,
-Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
+Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce; on CPU Gloo or
+shared memory) and a control plane (the shared-memory broadcast queue, its leader the only
+writer). All ranks create all groups in the order of `comm_pool.plan`; nothing is created later
+(Flying Serving, Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
 """
 
 import os
@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from comm_pool.layout import Rank
 from comm_pool.plan import by_width, communicator_plan
 
-SHARED_MEMORY_FOLDER = Path("/dev/shm")
+SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
 
 TP_GROUP_NAME = "tp"
 """vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
@@ -56,8 +56,8 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 class CommunicatorPool:
@@ -111,7 +111,7 @@ class CommunicatorPool:
         _warm(group, device)
         _release_names(group)
         if group.mq_broadcaster is not None and device.type == "cpu":
-            # vLLM's readers spin for 1 s after each message; ranks that share cores cannot afford it.
+            # vLLM's readers spin for 1 s after each message: too long where ranks share cores.
             group.mq_broadcaster._spin_condition.busy_loop_s = CPU_SPIN_S
         ranks = tuple(Rank(member) for member in group.ranks)
         self._by_ranks[ranks] = Communicator(

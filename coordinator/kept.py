@@ -39,6 +39,9 @@ class KeptLeases:
 
     def bind(self, binding: Binding) -> None:
         """Freeze: the group is about to lease on top of what is kept now."""
+        if binding.group.width == 1:
+            # A rank that is alone owns its pages and leases none.
+            return
         lease = self._leases.setdefault(binding.group.ranks, _Lease())
         lease.is_bound = True
         lease.served_born = binding.born

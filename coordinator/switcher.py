@@ -29,6 +29,9 @@ from coordinator.roster import Arrival, Roster
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
 
+REGRANT_SHARE = 4
+"""A group is formed anew for pages that add more than 1/4 to its grant."""
+
 STALL_SHARE = 4
 """A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
 
@@ -97,7 +100,7 @@ class Switcher:
         self.carry = settings.default_carry
         self.recovering = True
         self.served_layout = Layout(())
-        """The last layout that every rank served."""
+        """The last layout that every rank served, or was told of by an earlier coordinator."""
         self.version = 0
         """Grows whenever directives change."""
 
@@ -217,12 +220,12 @@ class Switcher:
             carry=self.carry,
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
             swapped_upto=self._swapped_upto,
-            grants=tuple(self._granted.values()) if stage.phase is Phase.SERVE else (),
+            grants=self._grants() if stage.phase is Phase.SERVE else (),
             kept=self._kept.for_rank(rank),
         )
 
     def starved(self) -> tuple[Rank, ...]:
-        """Return the leaders of groups that could hold twice their grant by forming anew.
+        """Return the leaders of groups that would gain much by forming anew.
 
         A group gets pages only when it is formed; what paused tasks kept then may be free by now.
         """
@@ -231,7 +234,7 @@ class Switcher:
         return tuple(
             binding.group.leader
             for binding, grant in self._granted.items()
-            if self._free_pages(binding) > grant.pages
+            if self._free_pages(binding) * REGRANT_SHARE > grant.pages
         )
 
     def integrity(self) -> None:
@@ -326,6 +329,9 @@ class Switcher:
                 self._granted[binding] = Grant(binding.group.ranks, self._free_pages(binding))
                 self._kept.bind(binding)
 
+    def _grants(self) -> tuple[Grant, ...]:
+        return tuple(self._granted[binding] for binding in self.target.bindings)
+
     def _free_pages(self, binding: Binding) -> int:
         """Pages that every member of the group has free."""
         reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
@@ -357,6 +363,7 @@ class Switcher:
     def _take_over(self, resumed: Resumed, now_ms: int) -> None:
         self.target = resumed.target
         self.alive = resumed.target.layout.ranks
+        self.served_layout = resumed.target.layout
         self.stage = resumed.stage
         # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
         self._swapped_upto = resumed.stage.epoch

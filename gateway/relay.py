@@ -106,26 +106,24 @@ class Relay:
                 log.warning("welcome_repeated", coordinator=message.coordinator)
 
     def leader_said(self, frames: Frames) -> None:
-        """Handle a push of tokens; one that cannot be read is dropped, its streams show the gap."""
+        """Handle a push of tokens."""
         try:
             batch = wire.decode_token_batch(frames[0])
-            token_ids = engine.read_token_ids(frames[1:])
-            _check_batch(batch, token_ids)
         except (engine.WireError, IndexError) as error:
             log.warning("token_batch_refused", reason=str(error))
             return
         try:
-            self._deliver(batch, frames[1:], token_ids)
+            self._deliver(batch, frames[1:])
         except Exception:
-            # Its streams may have counted tokens that were not handed on: they must not go on.
-            log.exception("token_batch_lost")
+            # Its streams miss tokens, or count some that were not handed on: they must not go on.
+            log.exception("token_batch_lost", rank=batch.rank)
             for span in batch.spans:
                 self._fail(span.task, _LOST)
 
-    def _deliver(
-        self, batch: TokenBatch, frames: Frames, token_ids: Sequence[Sequence[int]]
-    ) -> None:
+    def _deliver(self, batch: TokenBatch, frames: Frames) -> None:
         now_s = self._clock()
+        token_ids = engine.read_token_ids(frames)
+        _check_batch(batch, token_ids)
         tasks = [self.book.get(span.task) for span in batch.spans]
         answers = [self._offer(task, span) for task, span in zip(tasks, batch.spans, strict=True)]
         if all(answer is Verdict.FORWARD for answer in answers) and not any(

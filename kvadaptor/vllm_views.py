@@ -59,12 +59,14 @@ class KVBuffer:
         )
 
     def config(self, k: int) -> KVCacheConfig:
-        """What vLLM's runner and scheduler of width k are told: num_pages·slots blocks of b tokens."""
+        """What vLLM is told of width k: num_pages·slots blocks of b tokens."""
         slots = self.geometry.slots_per_page(k)
         spec = dataclasses.replace(self._spec, num_kv_heads=self.geometry.heads_per_rank(k))
         page_bytes = self.geometry.layer_page_bytes
         if spec.page_size_bytes * slots != page_bytes:
-            raise GeometryError(f"{slots} slots of {spec.page_size_bytes} bytes do not fill a page.")
+            raise GeometryError(
+                f"{slots} slots of {spec.page_size_bytes} bytes do not fill a page."
+            )
         tensor = KVCacheTensor(
             size=self.raw.numel(),
             layers=self._layers,

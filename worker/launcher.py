@@ -1,4 +1,4 @@
-"""Imports vLLM once, parses the engine configuration once, and forks one process per rank from that.
+"""Imports vLLM and reads the engine configuration once, and forks one process per rank from that.
 
 A fork costs milliseconds where an import costs seconds. The launcher itself never computes, so no
 thread pool or device context exists when it forks. It ends when all ranks have ended, and ends them
@@ -6,6 +6,7 @@ all when one dies: a cell without one of its ranks is the coordinator's to heal,
 """
 
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -14,12 +15,11 @@ import traceback
 from collections.abc import Callable
 
 import structlog
-from vllm.config import VllmConfig
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from worker.rank_process import announce, build_engine, serve_rank
-from worker.vllm_config import replica_config
+from worker.vllm_config import EngineConfig, replica_config
 
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
             os._exit(1)
         run()
         status = 0
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 -- the end of this process, whatever it is
         traceback.print_exc()
         announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
     sys.stdout.flush()
@@ -70,7 +70,7 @@ class Launcher:
             self._start(base, Rank(number))
         return self._wait()
 
-    def _start(self, base: VllmConfig, rank: Rank) -> None:
+    def _start(self, base: EngineConfig, rank: Rank) -> None:
         incarnation = time.time_ns() // 1_000_000_000
         pid = fork_rank(rank, lambda: serve_rank(self._config, base, rank, incarnation))
         self._pids[pid] = rank
@@ -118,9 +118,7 @@ def probe(config: Config) -> int:
         )
         engine.communicators.of_width(max(config.cell.widths)).group.barrier()
 
-    pids = [
-        fork_rank(Rank(number), lambda rank=Rank(number): run(rank))  # type: ignore[misc]
-        for number in range(config.cell.ranks)
-    ]
+    ranks = [Rank(number) for number in range(config.cell.ranks)]
+    pids = [fork_rank(rank, functools.partial(run, rank)) for rank in ranks]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return 0 if not any(codes) else 1

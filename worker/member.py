@@ -1,4 +1,4 @@
-"""What a rank does with its prepared modes: lease pages, step as leader or follower, park, hand back.
+"""What a rank does with its prepared modes: lease pages, lead or follow steps, park, hand back.
 
 Thin: when to do what is decided by `coordinator.protocol.seat`. All calls come from the rank's main
 loop, at safe points, so nothing here needs a lock.
@@ -99,7 +99,7 @@ class Member:
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
         """Tell the followers of the joined group; TimeoutError if they do not read."""
-        mode, group = self._joined()
+        _, group = self._joined()
         self.tell(group, message, wait_s=wait_s)
 
     def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
@@ -267,9 +267,7 @@ class Member:
             batch.append(output)
             if output.finished:
                 self.book.close(task)
-                self.ended.append(
-                    TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted)
-                )
+                self.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
         for reply_to, (spans, batch) in by_gateway.items():
             header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
             self._outlet.push(reply_to, header, batch)

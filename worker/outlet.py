@@ -18,6 +18,8 @@ from coordinator.protocol.wire import encode
 
 log = structlog.get_logger()
 
+Encoder = Callable[[Sequence[Any]], Sequence[bytes]]
+
 GATEWAYS_MAX = 256
 """Open sockets to gateways; the one that was used longest ago is closed beyond that."""
 
@@ -31,7 +33,7 @@ LINGER_MS = 1_000
 class Outlet:
     """A thread that encodes and sends; `push` never blocks the caller."""
 
-    def __init__(self, make_encoder: Callable[[], Callable[[Sequence[Any]], Sequence[bytes]]]) -> None:
+    def __init__(self, make_encoder: Callable[[], Encoder]) -> None:
         self._batches: queue.SimpleQueue[tuple[str, TokenBatch, Sequence[Any]] | None] = (
             queue.SimpleQueue()
         )

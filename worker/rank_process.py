@@ -8,17 +8,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 
 import structlog
-from vllm.config import VllmConfig
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config, shared_token
 from worker.member import Member
-from worker.outlet import Outlet
+from worker.outlet import Encoder, Outlet
 from worker.rank_loop import RankLoop
 from worker.session import Inbox, RankSession
+from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
 from worker.vllm_rank import RankEngine, RankSpec
 
@@ -26,7 +25,7 @@ log = structlog.get_logger()
 
 
 def announce(event: str, **fields: object) -> None:
-    """Print one JSON line for whoever started the worker; atomic for lines under a pipe's buffer."""
+    """Print one JSON line for whoever started the worker; lines of ranks do not mix."""
     os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
 
 
@@ -44,7 +43,7 @@ def rank_spec(config: Config, rank: Rank) -> RankSpec:
     )
 
 
-def build_engine(config: Config, base: VllmConfig, rank: Rank) -> RankEngine:
+def build_engine(config: Config, base: EngineConfig, rank: Rank) -> RankEngine:
     """Build a rank's engine and announce its progress."""
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -62,7 +61,7 @@ def build_engine(config: Config, base: VllmConfig, rank: Rank) -> RankEngine:
     return engine
 
 
-def serve_rank(config: Config, base: VllmConfig, rank: Rank, incarnation: int) -> None:
+def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int) -> None:
     """Run a rank until it is told to stop."""
     structlog.contextvars.bind_contextvars(rank=rank)
     engine = build_engine(config, base, rank)
@@ -88,5 +87,5 @@ def serve_rank(config: Config, base: VllmConfig, rank: Rank, incarnation: int) -
     log.info("rank_stopped", reason=loop.stop_reason)
 
 
-def _encoder() -> Callable[..., object]:
+def _encoder() -> Encoder:
     return OutputCodec().frames

@@ -6,6 +6,7 @@ sent are kept and sent behind it. Heartbeats go on while a long step runs.
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -105,9 +106,13 @@ class RankSession:
             try:
                 await self._one_session()
             except grpc.aio.AioRpcError as error:
-                log.warning("session_lost", code=error.code().name, detail=error.details())
-                if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    log.error("session_refused", advice="start all processes with one AILERON_TOKEN")
+                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                log.warning(
+                    "session_lost",
+                    code=error.code().name,
+                    detail=error.details(),
+                    advice="start all processes with one AILERON_TOKEN" if refused else "retrying",
+                )
             if not self._closing:
                 await asyncio.sleep(RECONNECT_S)
 
@@ -145,8 +150,6 @@ class RankSession:
 
     async def _woken(self) -> None:
         if not self._changed:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
-            except TimeoutError:
-                pass
         self._wake.clear()

@@ -18,6 +18,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
 
+EngineConfig = VllmConfig
+"""vLLM's configuration; other modules pass it on without looking inside."""
+
 CPU_BLOCK_TOKENS = 32
 """Tokens of a slot on CPU unless told otherwise; vLLM's CPU attention wants multiples of 32."""
 
@@ -126,8 +129,8 @@ class ModeKey:
 def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:
     """A copy of `base` under which vLLM builds the objects of one mode.
 
-    `static_forward_context` (layer name -> attention layer) is fresh, so that trees with equal layer
-    names live side by side; `additional_config` makes the configurations hash differently.
+    `static_forward_context` (layer name -> attention layer) is fresh, so that trees with equal
+    layer names live side by side; `additional_config` makes the configurations hash differently.
     """
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)

@@ -1,4 +1,4 @@
-"""vLLM adapter: a task's opaque payload -> vLLM's Request, and step outputs -> frames for gateways."""
+"""vLLM adapter: a task's opaque payload -> vLLM's Request; step outputs -> frames for gateways."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

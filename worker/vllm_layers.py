@@ -1,9 +1,9 @@
 """vLLM adapter: shard-major fused linear layers, plugged in through vLLM's own layer registry.
 
-A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S shards,
-so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's Model
-Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds n = S/k
-shards gives natural order back: qkv by one reorder of its output, gate_up by a free view, because
+A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S
+shards, so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's
+Model Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds
+n = S/k shards gives natural order back: qkv by one reorder of its output, gate_up by a free view, because
 silu-and-mul is row-wise on (tokens·n, 2I/n).
 """
 
@@ -53,7 +53,7 @@ def building(plan: ShardPlan) -> Iterator[None]:
 
 
 def restore_natural_order(out: torch.Tensor, held: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """(T, held·[q k v of one shard]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths."""
+    """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths."""
     if held == 1:
         return out
     source = out.unflatten(-1, (held, -1))
@@ -72,7 +72,7 @@ def scatter_shards(
     """Copy one natural tensor of shards·size rows into rows start..start+size of every shard."""
     if loaded.shape[0] != shards * size:
         raise ViewError(
-            f"a fused weight has {loaded.shape[0]} rows where {shards} shards of {size} are needed: "
+            f"a fused weight has {loaded.shape[0]} rows, not {shards} shards of {size}: "
             "choose --widths that divide the model's heads and intermediate size."
         )
     rows = param.data.unflatten(0, (shards, -1))[:, start : start + size]

@@ -193,7 +193,7 @@ class RankEngine:
         return get_request_block_hasher(cache.block_size, hash_fn)
 
     def _warm(self, progress: Progress) -> None:
-        """One small forward pass per mode, all ranks in the same order, so that no first step pays."""
+        """One small forward pass per mode, all ranks in one order, so that no first step pays."""
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key)
@@ -212,9 +212,7 @@ class RankEngine:
     def memory(self) -> tuple[tuple[str, int], ...]:
         """(what, bytes) of weights, views, communicators and KV."""
         communicators = tuple(
-            (f"communicator_tp{c.width}", c.memory_bytes)
-            for c in self.communicators
-            if c.width > 1
+            (f"communicator_tp{c.width}", c.memory_bytes) for c in self.communicators if c.width > 1
         )
         views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
         return (

@@ -28,7 +28,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Seed of the draw for the output token at `position`, counted from 0 (splitmix64 finaliser)."""
+    """Seed of the draw for output token `position`, counted from 0 (splitmix64 finaliser)."""
     z = (seed + (position + 1) * _MIX) & ((1 << 64) - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)

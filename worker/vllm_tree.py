@@ -2,7 +2,7 @@
 
 A tp tree is built on the meta device, so it allocates nothing, and its parameters are then replaced
 by views: row ranges for column-parallel layers, strided column ranges for row-parallel ones (Flying
-Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside the replica.
+Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of it.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
 
 
 def load_replica(config: VllmConfig, shards: int) -> nn.Module:
-    """Load the whole model once through vLLM's loader, its fused layers shard-major for `shards`."""
+    """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`."""
     check_widths(config, shards)
     with building(ShardPlan(shards, 1)):
         model = get_model(vllm_config=config)
@@ -56,7 +56,7 @@ def check_widths(config: VllmConfig, width: int) -> None:
     kv_heads, heads = model.get_total_num_kv_heads(), text.num_attention_heads
     if kv_heads % width or heads % width:
         raise ViewError(
-            f"width {width} does not divide the model's {heads} query heads and {kv_heads} KV heads, "
+            f"width {width} does not divide the model's {heads} query and {kv_heads} KV heads, "
             f"so its weights cannot be viewed without copies: use --widths up to {kv_heads}."
         )
     inner = getattr(text, "intermediate_size", None)
@@ -126,7 +126,7 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
             view = _shard(module, param_name, full, width, rank)
             if view.shape != param.shape:
                 raise ViewError(
-                    f"{name}.{param_name} has shape {tuple(view.shape)} in the replica's view where "
+                    f"{name}.{param_name} has shape {tuple(view.shape)} as a view where "
                     f"width {width} needs {tuple(param.shape)}."
                 )
             module._parameters[param_name] = nn.Parameter(view, requires_grad=False)

@@ -6,17 +6,67 @@ commands and task events are edges, and a new session's `Hello` repairs lost edg
 Pure: no clock, no sockets. Times are integers of milliseconds of the sender's monotonic clock.
 """
 
-from enum import IntEnum, StrEnum
-from typing import NewType
-
 import msgspec
 
-from comm_pool.layout import Group, Layout, Rank
+from comm_pool.layout import Group, Rank
+from coordinator.protocol.terms import (
+    Binding,
+    Carry,
+    EndCause,
+    Epoch,
+    Phase,
+    ReturnCause,
+    Stage,
+    Target,
+    TaskId,
+    Tier,
+)
 
-Epoch = NewType("Epoch", int)
-"""The number of a layout; it only grows."""
-TaskId = NewType("TaskId", str)
-"""The engine request id that vLLM's front end gave: unique over gateways."""
+__all__ = [
+    "PROTOCOL_VERSION",
+    "Binding",
+    "Cancel",
+    "Carry",
+    "CellState",
+    "Directive",
+    "Done",
+    "Drop",
+    "EndCause",
+    "Epoch",
+    "GatewayDown",
+    "GatewayHello",
+    "GatewayUp",
+    "GiveBack",
+    "Grant",
+    "HeldTask",
+    "LeaseKept",
+    "Message",
+    "PageReport",
+    "Phase",
+    "Place",
+    "RankDown",
+    "RankHello",
+    "RankUp",
+    "Report",
+    "Resubmit",
+    "ReturnCause",
+    "Stage",
+    "Stop",
+    "StreamGap",
+    "Submit",
+    "SwitchTimes",
+    "Target",
+    "TaskEnded",
+    "TaskFailed",
+    "TaskHeader",
+    "TaskId",
+    "TaskProgress",
+    "TaskReturned",
+    "Tier",
+    "TokenBatch",
+    "TokenSpan",
+    "Welcome",
+]
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; peers of another version are refused."""
@@ -24,72 +74,6 @@ PROTOCOL_VERSION = 1
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
-
-
-class Phase(IntEnum):
-    """Where a rank is on its way into an epoch."""
-
-    PARK = 0
-    """Stopped at a safe point, bound to no group that the layout changes."""
-    SWAP = 1
-    """The target group's prepared objects are selected and its followers follow; no steps yet."""
-    SERVE = 2
-    """The group may step."""
-
-
-class Stage(msgspec.Struct, frozen=True, order=True):
-    """Total order of everything a rank can be told to be; later always wins."""
-
-    epoch: int
-    phase: Phase
-
-
-class Carry(StrEnum):
-    """What a switch does to the running tasks of the groups that it changes (design, carry plans)."""
-
-    PAUSE = "pause"
-    DRAIN = "drain"
-    RECOMPUTE = "recompute"
-    RESHARD = "reshard"
-
-
-class Tier(IntEnum):
-    """Priority classes; lower is more urgent, as in vLLM's scheduler."""
-
-    INTERACTIVE = 0
-    STANDARD = 1
-    BATCH = 2
-
-
-class Binding(msgspec.Struct, frozen=True):
-    """A group and the epoch it was formed in; messages of an older formation are stale.
-
-    A group that a switch does not change keeps its `born`, so it serves through that switch.
-    """
-
-    group: Group
-    born: int
-
-
-class Target(msgspec.Struct, frozen=True):
-    """A layout with the formation epoch of each of its groups."""
-
-    bindings: tuple[Binding, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout without its formation epochs."""
-        return Layout(tuple(binding.group for binding in self.bindings))
-
-    def binding_of(self, rank: Rank) -> Binding | None:
-        """The binding that holds `rank`, or None if the rank is not in the layout."""
-        for binding in self.bindings:
-            if rank in binding.group.ranks:
-                return binding
-        return None
-
-
-# --------------------------------------------------------------------------------- tasks
 
 
 class TaskHeader(msgspec.Struct, frozen=True):
@@ -106,29 +90,6 @@ class TaskHeader(msgspec.Struct, frozen=True):
     max_tokens: int
     tier: Tier = Tier.STANDARD
     deadline_ms: int = 0
-
-
-class EndCause(StrEnum):
-    """Why a task ended."""
-
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    REFUSED = "refused"
-    FAILED = "failed"
-
-
-class ReturnCause(StrEnum):
-    """Why a leader gave a task back to the pool instead of finishing it."""
-
-    NOT_STARTED = "not_started"
-    """It held no KV when its group parked."""
-    RECOMPUTE = "recompute"
-    """Its KV was dropped on purpose; it restarts its prefill with the tokens it has."""
-    STALE = "stale"
-    """It was placed in a group that no longer exists."""
-
-
-# --------------------------------------------------------------------------------- rank -> coordinator
 
 
 class HeldTask(msgspec.Struct, frozen=True):
@@ -252,9 +213,6 @@ class Report(Message, frozen=True):
     """What leaks would show in: rss_bytes, open_files, threads, process_groups, steps, …"""
 
 
-# --------------------------------------------------------------------------------- coordinator -> rank
-
-
 class Grant(msgspec.Struct, frozen=True):
     """Pages that every member of a group leases to it when it is bound (for dp: owns)."""
 
@@ -284,7 +242,7 @@ class Directive(Message, frozen=True):
 
 
 class Place(Message, frozen=True):
-    """Run this task in the group formed as `binding`; `generated_tokens` were made by earlier attempts."""
+    """Run this task in the group formed as `binding`, behind `generated_tokens` made earlier."""
 
     header: TaskHeader
     attempt: int
@@ -300,7 +258,7 @@ class Drop(Message, frozen=True):
 
 
 class GiveBack(Message, frozen=True):
-    """Free this task's KV and return it (`ReturnCause.RECOMPUTE`): it has been paused for too long."""
+    """Free this task's KV and return it (`ReturnCause.RECOMPUTE`): it was paused for too long."""
 
     task: TaskId
 
@@ -309,9 +267,6 @@ class Stop(Message, frozen=True):
     """Leave: finish nothing, free everything, end the process."""
 
     reason: str
-
-
-# --------------------------------------------------------------------------------- gateway -> coordinator
 
 
 class GatewayHello(Message, frozen=True):
@@ -324,7 +279,7 @@ class GatewayHello(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Take this task into the pool; idempotent by task id.
 
-    `delivered_tokens` were already handed to the client (after a loss); the task goes on behind them.
+    `delivered_tokens` were already handed to the client (after a loss): the task goes on behind.
     `attempt` is the highest one that the gateway took tokens from or was told to take none of.
     """
 
@@ -351,9 +306,6 @@ class StreamGap(Message, frozen=True):
 
     epoch: int
     gap_ms: float
-
-
-# --------------------------------------------------------------------------------- coordinator -> gateway
 
 
 class Welcome(Message, frozen=True):
@@ -398,9 +350,6 @@ RankUp = RankHello | Report
 RankDown = Directive | Place | Drop | GiveBack | Stop
 GatewayUp = GatewayHello | Submit | Cancel | Done | StreamGap
 GatewayDown = Welcome | CellState | TaskFailed | Resubmit
-
-
-# --------------------------------------------------------------------------------- leader -> gateway (tokens)
 
 
 class TokenSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -1,8 +1,8 @@
 """aileron in dp1 against plain `vllm serve`: same CPU, model and load, interleaved in one run.
 
 Three servers run side by side and are loaded in turn, so that noise of the machine meets all of
-them alike: vLLM with plain linear layers (the fair peer: views exclude prepacking), vLLM as it comes
-(prepacked), and aileron with one rank. `python -m tests.bench.cpu [--rounds N]`.
+them alike: vLLM with plain linear layers (the fair peer: views exclude prepacking), vLLM as it
+comes (prepacked), and aileron with one rank. `python -m tests.bench.cpu [--rounds N]`.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             for name in order:
                 totals = {k: load(urls[name], options, number) for k, options in LOADS.items()}
                 for metric, (kind, path_, _) in METRICS.items():
-                    value = totals[kind]
+                    value: Any = totals[kind]
                     for key in path_:
                         value = value[key]
                     values[metric][name].append(float(value))
@@ -113,7 +113,11 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     values = measure(rounds)
     commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     hardware = f"{os.cpu_count()} cores of {cpu_name()}"

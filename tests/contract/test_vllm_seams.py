@@ -36,9 +36,10 @@ def test_version_is_the_pinned_one() -> None:
 def test_active_tp_group_is_a_module_global_read_at_call_time() -> None:
     source = inspect.getsource(parallel_state.get_tp_group)
     assert "_TP" in source
-    assert "use_message_queue_broadcaster" in inspect.signature(
-        parallel_state.init_model_parallel_group
-    ).parameters
+    assert (
+        "use_message_queue_broadcaster"
+        in inspect.signature(parallel_state.init_model_parallel_group).parameters
+    )
 
 
 def test_step_queue_has_the_fields_that_we_set() -> None:

@@ -1,7 +1,7 @@
-"""A real coordinator and real ranks without a gateway; tests speak the gateway's protocol themselves.
+"""A real coordinator and real ranks without a gateway: tests speak its protocol themselves.
 
-`TaskClient` stands where a gateway would: it submits vLLM requests and collects raw step outputs, so
-that logits can be compared without HTTP in between.
+`TaskClient` stands where a gateway would: it submits vLLM requests and collects raw step outputs,
+so that logits can be compared without HTTP in between.
 """
 
 import asyncio
@@ -192,7 +192,7 @@ class TaskClient:
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
-            await channel.close()
+            await channel.close(None)
             context.destroy(linger=0)
 
     async def _messages(self) -> AsyncIterator[GatewayUp]:
@@ -272,7 +272,7 @@ class TaskClient:
 
 
 def _rows(lists: Any) -> list[Any]:
-    """vLLM's LogprobsLists over the whole vocabulary -> one (vocab,) array per token, by token id."""
+    """vLLM's LogprobsLists over the whole vocabulary -> one (vocab,) array per token."""
     import numpy as np
 
     rows = []

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def full_row(by_token: dict, vocab_size: int) -> np.ndarray:
+def full_row(by_token: dict[int, Any], vocab_size: int) -> np.ndarray:
     """{token id: Logprob} over the whole vocabulary -> (vocab_size,) float32."""
     row = np.full(vocab_size, np.nan, dtype=np.float32)
     for token, entry in by_token.items():
@@ -42,7 +43,7 @@ def main() -> None:
         block_size=32,
     )
     vocab = llm.llm_engine.model_config.get_vocab_size()
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     params = SamplingParams(
         temperature=0, max_tokens=spec["max_tokens"], ignore_eos=True, logprobs=-1, detokenize=False
     )
@@ -54,7 +55,10 @@ def main() -> None:
     score = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     for number, ids in enumerate(spec["texts"]):
         result = llm.generate([{"prompt_token_ids": ids}], score, use_tqdm=False)[0]
-        values = [row[token].logprob for row, token in zip(result.prompt_logprobs[1:], ids[1:])]
+        values = [
+            row[token].logprob
+            for row, token in zip(result.prompt_logprobs[1:], ids[1:], strict=True)
+        ]
         arrays[f"scores_{number}"] = np.array(values, dtype=np.float64)
     np.savez(sys.argv[2], **arrays)
     llm.llm_engine.engine_core.shutdown()

@@ -1,7 +1,7 @@
 """Every mode computes what static vLLM computes: logits of every step and teacher-forced loss.
 
-The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must agree to 1e-4; bf16 must
-be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
+The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must agree to 1e-4; bf16
+must be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
 """
 
 import json
@@ -70,7 +70,7 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
 
 
 async def run_all(cell: BareCell, tag: str) -> tuple[list[Stream], np.ndarray]:
-    """Generate for all prompts at once, then score the text; returns streams and log-probabilities."""
+    """Generate for all prompts at once, then score the text: streams and log-probabilities."""
     prompts, text = prompts_and_text()
     client = TaskClient()
     async with client.connected(cell):
@@ -142,7 +142,7 @@ async def test_prefix_cache_hits_change_nothing(
         client = TaskClient()
         async with client.connected(fp32_cell):
             hits = 0
-            # Groups take turns, so a few repetitions make sure that one of them sees the prompt twice.
+            # Groups take turns; a few repetitions make sure that one sees the prompt twice.
             for turn in range(8):
                 name = f"prefix-{layout}-{turn}"
                 client.submit(name, prompt, max_tokens=NEW_TOKENS, logprobs=-1)

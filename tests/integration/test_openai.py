@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -12,13 +13,13 @@ from tests.harness.product import MODEL_NAME, Product, product
 
 pytestmark = pytest.mark.slow
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": [1, 2, 3]}},
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "set_size",
@@ -161,14 +162,14 @@ def test_tools(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": "Set the size."}],
-        tools=[TOOL],  # type: ignore[list-item]
+        tools=[TOOL],
         tool_choice={"type": "function", "function": {"name": "set_size"}},
         max_tokens=80,
     )
-    calls = answer.choices[0].message.tool_calls
+    calls: Any = answer.choices[0].message.tool_calls
     assert calls is not None
-    assert calls[0].function.name == "set_size"  # type: ignore[union-attr]
-    assert set(json.loads(calls[0].function.arguments)) == {"name", "size"}  # type: ignore[union-attr]
+    assert calls[0].function.name == "set_size"
+    assert set(json.loads(calls[0].function.arguments)) == {"name", "size"}
 
 
 def test_errors_have_openais_shape(client: openai.OpenAI, running: Product) -> None:
@@ -199,7 +200,8 @@ def test_a_gone_client_frees_everything_within_a_second(running: Product) -> Non
     with httpx.stream(
         "POST", running.url + "/v1/completions", json={**body, "ignore_eos": True}, timeout=30
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # Dropping the iterator would close the connection.
+        next(lines)
         deadline = time.monotonic() + 5
         while held() == 0 and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""50 streams through 20 switches: complete, exact, nothing leaked; and 200 switches of an idle cell."""
+"""50 streams through 20 switches: complete, exact, nothing leaked; then 200 idle switches."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ STREAMS = 50
 SWITCHES = 20
 TOKENS = 160
 CYCLE = (("tp2", "pause"), ("dp2", "recompute"), ("tp2", "recompute"), ("dp2", "drain"))
-WORDS = "def class import return with open the file and list of strings for every value in".split()
+WORDS = ("def", "class", "import", "return", "with", "open", "the", "file", "and", "strings")
 
 
 @dataclass
@@ -52,7 +52,8 @@ async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
     async for chunk in chunks:
         for choice in chunk.choices:
             heard.text.append(choice.text)
-            heard.finish_reason = choice.finish_reason or heard.finish_reason
+            if choice.finish_reason is not None:
+                heard.finish_reason = choice.finish_reason
         if chunk.usage is not None:
             heard.tokens = chunk.usage.completion_tokens
     return heard

@@ -253,15 +253,19 @@ def test_moves_say_which_directive_they_obey() -> None:
     assert isinstance(seat.next_move(idle=True), Join)
 
 
+def wanted_carry(seat: Seat) -> Carry:
+    assert seat.wanted is not None
+    return seat.wanted.carry
+
+
 def test_the_refreshed_directive_of_a_stage_counts() -> None:
     seat = Seat(Rank(0), 1)
     wanted = target("dp4", 1)
     seat.on_directive(directive(wanted, 1, PARK, answers_ms=20, carry=Carry.DRAIN))
     seat.on_directive(directive(wanted, 1, PARK, answers_ms=10, carry=Carry.PAUSE))
-    assert seat.wanted is not None
-    assert seat.wanted.carry is Carry.DRAIN
+    assert wanted_carry(seat) is Carry.DRAIN
     seat.on_directive(directive(wanted, 1, PARK, answers_ms=30, carry=Carry.PAUSE))
-    assert seat.wanted.carry is Carry.PAUSE
+    assert wanted_carry(seat) is Carry.PAUSE
 
 
 def test_ack_names_its_stage() -> None:

@@ -223,23 +223,32 @@ def test_tokens_of_an_unknown_task_cancel_it_once(ends: Ends) -> None:
     assert ends.handed == []
 
 
-@pytest.mark.parametrize(
-    "frames",
-    [
-        [],
-        [b"\xc1"],
-        [wire.encode(TokenBatch(Rank(0), 1, 1, ()))],
-        [wire.encode(TokenBatch(Rank(0), 1, 1, (TokenSpan(A, 1, 0, 2, False),))),
-         *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[EngineCoreOutput(A, [1])]))],
-        [wire.encode(TokenBatch(Rank(0), 1, 1, ())),
-         *MsgpackEncoder().encode(EngineCoreOutputs(outputs=[EngineCoreOutput(A, [1])]))],
-    ],
-)  # fmt: skip
-def test_push_that_cannot_be_read_changes_nothing(ends: Ends, frames: list[bytes]) -> None:
+@pytest.mark.parametrize("frames", [[], [b""], [b"\xc1", b"\xc1"]])
+def test_push_without_a_header_changes_nothing(ends: Ends, frames: list[bytes]) -> None:
     ends.relay.leader_said(frames)
     assert ends.handed == []
     ends.push(part(A, 0, [5]))
     assert ends.tokens(A) == [5]
+
+
+ONE_TOKEN = [bytes(frame) for frame in MsgpackEncoder().encode(
+    EngineCoreOutputs(outputs=[EngineCoreOutput(A, [1])])
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "payload"),
+    [(1, []), (1, [b"\xc1"]), (2, ONE_TOKEN), (1, [ONE_TOKEN[0][:-1]])],
+)
+def test_push_whose_tokens_cannot_be_read_fails_its_streams(
+    ends: Ends, count: int, payload: list[bytes]
+) -> None:
+    """It may have been their last one, so waiting for a gap to show is not enough."""
+    span = TokenSpan(A, 1, 0, count, True)
+    ends.relay.leader_said([wire.encode(TokenBatch(Rank(0), 1, 1, (span,))), *payload])
+    assert ends.said == [Cancel(A)]
+    [failed] = ends.outputs()
+    assert (failed.request_id, failed.finish_reason) == (A, FinishReason.ERROR)
 
 
 def test_missing_token_fails_the_stream_after_a_while(ends: Ends) -> None:

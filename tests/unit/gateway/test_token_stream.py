@@ -69,6 +69,12 @@ def test_older_attempt_is_dropped_where_a_newer_one_went_on(stream: TokenStream[
     assert stream.offer(span(6)) is Verdict.DROP
 
 
+def test_older_attempt_is_not_held_where_a_newer_one_goes_on(stream: TokenStream[str]) -> None:
+    assert stream.offer(span(5, attempt=2)) is Verdict.HOLD
+    assert stream.offer(span(6)) is Verdict.DROP
+    assert stream.offer(span(4)) is Verdict.HOLD
+
+
 def test_fence_takes_nothing_of_old_attempts(stream: TokenStream[str]) -> None:
     stream.hold(span(5), "five")
     stream.fence(2)

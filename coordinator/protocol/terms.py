@@ -1,0 +1,99 @@
+"""The words of the protocol: what messages are made of and what both sides decide with.
+
+Pure values: identifiers, phases and stages, carry plans, tiers, bindings and targets.
+"""
+
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+import msgspec
+
+from comm_pool.layout import Group, Layout, Rank
+
+Epoch = NewType("Epoch", int)
+"""The number of a layout; it only grows."""
+TaskId = NewType("TaskId", str)
+"""The engine request id that vLLM's front end gave: unique over gateways."""
+
+
+class Phase(IntEnum):
+    """Where a rank is on its way into an epoch."""
+
+    PARK = 0
+    """Stopped at a safe point, bound to no group that the layout changes."""
+    SWAP = 1
+    """The target group's prepared objects are selected and its followers follow; no steps yet."""
+    SERVE = 2
+    """The group may step."""
+
+
+class Stage(msgspec.Struct, frozen=True, order=True):
+    """Total order of everything a rank can be told to be; later always wins."""
+
+    epoch: int
+    phase: Phase
+
+
+class Carry(StrEnum):
+    """What a switch does to the running tasks of the groups that it changes."""
+
+    PAUSE = "pause"
+    DRAIN = "drain"
+    RECOMPUTE = "recompute"
+    RESHARD = "reshard"
+
+
+class Tier(IntEnum):
+    """Priority classes; lower is more urgent, as in vLLM's scheduler."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """A group and the epoch it was formed in; messages of an older formation are stale.
+
+    A group that a switch does not change keeps its `born`, so it serves through that switch.
+    """
+
+    group: Group
+    born: int
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A layout with the formation epoch of each of its groups."""
+
+    bindings: tuple[Binding, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """The layout without its formation epochs."""
+        return Layout(tuple(binding.group for binding in self.bindings))
+
+    def binding_of(self, rank: Rank) -> Binding | None:
+        """The binding that holds `rank`, or None if the rank is not in the layout."""
+        for binding in self.bindings:
+            if rank in binding.group.ranks:
+                return binding
+        return None
+
+
+class EndCause(StrEnum):
+    """Why a task ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class ReturnCause(StrEnum):
+    """Why a leader gave a task back to the pool instead of finishing it."""
+
+    NOT_STARTED = "not_started"
+    """It held no KV when its group parked."""
+    RECOMPUTE = "recompute"
+    """Its KV was dropped on purpose; it restarts its prefill with the tokens it has."""
+    STALE = "stale"
+    """It was placed in a group that no longer exists."""
