@@ -1,9 +1,9 @@
 """vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
 
 Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce; on CPU Gloo or
-shared memory) and a control plane (the shared-memory broadcast queue, its leader the only
-writer). All ranks create all groups in the order of `comm_pool.plan`; nothing is created later
-(Flying Serving, Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
+shared memory) and a control plane (the shared-memory broadcast queue, its leader the only writer).
+All ranks create all groups in the order of `comm_pool.plan`; nothing is created later (Flying
+Serving, Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
 """
 
 import os

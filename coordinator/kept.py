@@ -52,12 +52,20 @@ class KeptLeases:
             lease.is_bound = False
 
     def drop(self, rank: Rank, epoch: int) -> None:
-        """Give up every lease that the rank shares: its part of the KV is lost."""
+        """Give up every lease that the rank shares: its part of the KV is lost.
+
+        No formation up to `epoch` counts any more, whatever is known of it.
+        """
         self._lost_in[rank] = epoch
         for ranks, lease in self._leases.items():
             if rank in ranks:
-                version, born = (lease.kept.version, lease.kept.born) if lease.kept else (0, 0)
-                lease.kept = LeaseKept(ranks, version + 1, (), max(born, lease.served_born))
+                version = lease.kept.version if lease.kept else 0
+                lease.kept = LeaseKept(ranks, version + 1, (), epoch)
+
+    def know(self, binding: Binding) -> None:
+        """There may be a lease of these ranks: if one of them is lost, the others must hear."""
+        if binding.group.width > 1:
+            self._leases.setdefault(binding.group.ranks, _Lease())
 
     def for_rank(self, rank: Rank) -> tuple[LeaseKept, ...]:
         """Return what the rank is to keep, for each group that it is a member of."""

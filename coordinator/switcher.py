@@ -368,9 +368,10 @@ class Switcher:
         # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
         self._swapped_upto = resumed.stage.epoch
         for binding in self.target.bindings:
+            self._kept.know(binding)
+        for binding in resumed.serving:
             self._kept.bind(binding)
-            if binding in resumed.serving:
-                self._granted[binding] = Grant(binding.group.ranks, self._held_pages(binding))
+            self._granted[binding] = Grant(binding.group.ranks, self._held_pages(binding))
         for rank in resumed.gone:
             self._kept.drop(rank, self.epoch)
         if not resumed.is_settled:

@@ -248,21 +248,24 @@ class TaskPool:
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in a task that is not known, or refuse it."""
         task = self._new_task(message, self._arrivals, now_ms)
-        refusal: TaskFailed | None = None
-        if reason := self._too_long(task):
-            refusal = TaskFailed(task.id, "context_length_exceeded", reason)
-        elif len(self._tasks.queue) >= self._limits.queue_tasks_max:
-            reason = f"{len(self._tasks.queue)} requests are waiting already."
-            refusal = TaskFailed(task.id, "queue_full", reason)
+        refusal = self._refusal(task)
         if refusal is not None:
             return [ToGateway(task.header.gateway, refusal)]
         self._arrivals += 1
-        if self.recovering:
+        if self.recovering or task.told:
             # A rank that is not heard yet may hold it, or have run it before it was lost.
             task.state = State.ASKED
             task.attempt += ATTEMPTS_APART
         self._add(task)
-        return []
+        return [_ask(task)] if task.state is State.ASKED and not self.recovering else []
+
+    def _refusal(self, task: Task) -> TaskFailed | None:
+        if reason := self._too_long(task):
+            return TaskFailed(task.id, "context_length_exceeded", reason)
+        if len(self._tasks.queue) >= self._limits.queue_tasks_max and not task.told:
+            reason = f"{len(self._tasks.queue)} requests are waiting already."
+            return TaskFailed(task.id, "queue_full", reason)
+        return None
 
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
         """A gateway submits a task that has ended."""

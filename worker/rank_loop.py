@@ -66,6 +66,7 @@ class RankLoop:
         self._unsent_times: list[SwitchTimes] = []
         self._first_step_of: int | None = None
         self._reported_at_s = 0.0
+        self._gauges: tuple[tuple[str, int], ...] = ()
         self._changed = True
         self.stop_reason: str | None = None
 
@@ -238,6 +239,8 @@ class RankLoop:
         ended, member.ended = member.ended, []
         returned, member.returned = member.returned, []
         times, self._unsent_times = self._unsent_times, []
+        if with_progress:
+            self._gauges = (*self._engine.gauges(), ("steps", member.steps))
         return Report(
             rank=self._rank,
             incarnation=self._incarnation,
@@ -256,7 +259,7 @@ class RankLoop:
             returned=tuple(returned),
             progress=self._progress() if with_progress else (),
             times=tuple(times),
-            gauges=(*self._engine.gauges(), ("steps", member.steps)) if with_progress else (),
+            gauges=self._gauges,
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:

@@ -3,8 +3,8 @@
 A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S
 shards, so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's
 Model Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds
-n = S/k shards gives natural order back: qkv by one reorder of its output, gate_up by a free view, because
-silu-and-mul is row-wise on (tokens·n, 2I/n).
+n = S/k shards gives natural order back: qkv by one reorder of its output, gate_up by a free view,
+because silu-and-mul is row-wise on (tokens·n, 2I/n).
 """
 
 from collections.abc import Iterator

@@ -280,7 +280,8 @@ class Submit(Message, frozen=True):
     """Take this task into the pool; idempotent by task id.
 
     `delivered_tokens` were already handed to the client (after a loss): the task goes on behind.
-    `attempt` is the highest one that the gateway took tokens from or was told to take none of.
+    `attempt` is the highest one that the gateway took tokens from or was told to take none of, and
+    at least 1 if it submitted the task before: then some of its tokens may still be under way.
     """
 
     header: TaskHeader

@@ -51,6 +51,7 @@ class ClientTask:
     fence: int = 0
     """Tokens of this attempt and lower ones are not taken."""
     seen: int = 0
+    """The highest attempt that counts: its tokens came, or it may have been made."""
     held: dict[int, Token] = field(default_factory=dict)
 
 
@@ -155,3 +156,5 @@ class SimGateway:
     def _say(self, message: GatewayUp) -> None:
         if self.session is not None and self.session.is_open:
             self.world.to_core(self.session, self.name, message)
+            if isinstance(message, Submit) and (task := self.open.get(message.header.task)):
+                task.seen = max(task.seen, 1)

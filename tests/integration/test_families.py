@@ -1,0 +1,105 @@
+"""Qwen2 and Qwen3 beside Llama: dp and tp logits equal transformers'; others are refused."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests.bench.servers import MODEL, ROOT
+from tests.harness.bare_cell import TaskClient, bare_cell
+
+pytestmark = pytest.mark.slow
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+FAMILIES = {
+    "qwen2": Qwen2Config(**SIZES, initializer_range=0.05),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True, initializer_range=0.05),
+}
+LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "256"]
+PROMPT = list(range(40, 115))
+
+
+def make_model(folder: Path, config: Any) -> Any:
+    """A random model whose biases and norms are not trivial, with the demo model's tokenizer."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return model
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_family(family: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", FAMILIES[family])
+    folder = tmp_path / "cell"
+    folder.mkdir()
+    arguments = ["--dtype", "float32", *LOGITS_ARGS]
+    with bare_cell(folder, ranks=2, engine_args=arguments, model=tmp_path / "model") as cell:
+        for layout in ("dp2", "tp2"):
+            cell.switch(layout)
+            client = TaskClient()
+            async with client.connected(cell):
+                client.submit(layout, PROMPT, max_tokens=8, logprobs=-1)
+                stream = (await client.finish(layout))[0]
+            tokens = torch.tensor([PROMPT + stream.tokens])
+            with torch.inference_mode():
+                expected = model(tokens).logits[0, len(PROMPT) - 1 : -1].numpy()
+            worst = np.abs(np.stack(stream.logits) - expected).max()
+            print(family, layout, "largest logit difference", worst)
+            assert worst < 2e-4, (family, layout)
+
+
+def start(folder: Path, model: Path, *, ranks: int, engine_args: list[str]) -> str:
+    """Start ranks that must refuse; returns what they said."""
+    config = {
+        "model": {"path": str(model), "engine_args": engine_args},
+        "cell": {"ranks": ranks, "layout": f"dp{ranks}", "widths": [1, ranks]},
+    }
+    (folder / "cell.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "worker", "doctor", "--config", str(folder / "cell.yaml")],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(200)
+def test_what_cannot_be_viewed_is_refused_with_the_reason(tmp_path: Path) -> None:
+    said = start(tmp_path, MODEL, ranks=1, engine_args=["--quantization", "fp8"])
+    assert "cannot be viewed" in said or "cannot be served" in said
+    said = start(tmp_path, MODEL, ranks=1, engine_args=["--tensor-parallel-size", "2"])
+    assert "--ranks and --layout" in said
+    make_model(tmp_path / "sliding", MistralConfig(**SIZES, sliding_window=64))
+    said = start(tmp_path, tmp_path / "sliding", ranks=1, engine_args=["--max-model-len", "256"])
+    assert "sliding window" in said or "cannot be" in said

@@ -1,0 +1,81 @@
+"""Which of a leader's words about its lease are passed on."""
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.kept import KeptLeases
+from coordinator.protocol.messages import Binding, LeaseKept
+
+ZERO, ONE = Rank(0), Rank(1)
+PAIR = (ZERO, ONE)
+
+
+def kept(version: int, *indices: int, born: int = 1) -> LeaseKept:
+    return LeaseKept(PAIR, version, indices, born)
+
+
+def pair(born: int) -> Binding:
+    return Binding(Group(PAIR, Mode.TP), born)
+
+
+def test_the_highest_version_wins() -> None:
+    leases = KeptLeases()
+    assert leases.on_report(ZERO, (kept(2, 5),))
+    assert not leases.on_report(ZERO, (kept(1, 5, 6),))
+    assert leases.for_rank(ONE) == (kept(2, 5),)
+    assert leases.for_rank(Rank(2)) == ()
+
+
+def test_only_the_leader_is_believed() -> None:
+    leases = KeptLeases()
+    assert not leases.on_report(ONE, (kept(1, 5),))
+    assert leases.for_rank(ONE) == ()
+
+
+def test_nothing_changes_under_a_group_that_serves() -> None:
+    leases = KeptLeases()
+    leases.on_report(ZERO, (kept(1, 5),))
+    leases.bind(pair(2))
+    assert not leases.on_report(ZERO, (kept(2),))
+    assert leases.for_rank(ONE) == (kept(1, 5),)
+
+
+def test_what_was_kept_of_an_earlier_formation_says_nothing_of_a_later_one() -> None:
+    leases = KeptLeases()
+    leases.on_report(ZERO, (kept(1, 5, born=1),))
+    leases.bind(pair(2))
+    leases.unbind(pair(2))
+    assert not leases.on_report(ZERO, (kept(9, born=1),)), "sent before the formation leased"
+    assert leases.on_report(ZERO, (kept(2, 7, born=2),))
+    assert leases.for_rank(ONE) == (kept(2, 7, born=2),)
+
+
+def test_a_lost_member_makes_the_lease_worthless_whatever_its_leader_says() -> None:
+    leases = KeptLeases()
+    leases.on_report(ZERO, (kept(3, 5),))
+    leases.drop(ONE, 4)
+    assert leases.for_rank(ZERO) == (kept(4, born=4),)
+    assert not leases.on_report(ZERO, (kept(8, 5),)), "the leader had not heard of it"
+    leases.on_report(ZERO, (kept(8, 5, born=4),))
+    assert leases.for_rank(ZERO) == (kept(8, born=4),)
+    leases.on_report(ZERO, (kept(9, 5, born=5),))
+    assert leases.for_rank(ZERO) == (kept(9, 5, born=5),), "formed after the loss"
+
+
+def test_a_lease_of_an_earlier_coordinators_time_is_given_up_by_all() -> None:
+    leases = KeptLeases()
+    leases.know(pair(6))
+    leases.drop(ZERO, 8)
+    assert leases.for_rank(ONE) == (kept(1, born=8),)
+
+
+def test_a_lost_member_of_an_unknown_lease_counts_too() -> None:
+    leases = KeptLeases()
+    leases.drop(ONE, 4)
+    leases.on_report(ZERO, (kept(1, 5, born=3),))
+    assert leases.for_rank(ONE) == (kept(1, born=3),)
+
+
+def test_a_rank_that_is_alone_leases_nothing() -> None:
+    leases = KeptLeases()
+    leases.bind(Binding(Group((ZERO,), Mode.DP), 1))
+    leases.drop(ZERO, 1)
+    assert leases.for_rank(ZERO) == ()

@@ -1,0 +1,64 @@
+"""Every layout that cannot be is refused with its reason."""
+
+import pytest
+
+from comm_pool.layout import Layout, Rank, parse_layout
+from coordinator.protocol.messages import Carry
+from coordinator.refusal import refuse
+from coordinator.roster import Roster
+from tests.unit.coordinator.builders import hello
+
+EVERYONE = tuple(map(Rank, range(4)))
+
+
+def roster() -> Roster:
+    made = Roster(4, rejoins=False)
+    for rank in range(4):
+        made.on_hello(hello(rank, widths=(1, 2)), 0)
+    return made
+
+
+def wanted(text: str, world: int = 4) -> Layout:
+    return parse_layout(text, world, (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("text", ["dp4", "tp2+dp2", "dp2+tp2", "tp2+tp2"])
+@pytest.mark.parametrize("carry", [Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE])
+def test_what_can_be_is_not_refused(text: str, carry: Carry) -> None:
+    assert refuse(wanted(text), carry, roster(), EVERYONE) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (wanted("tp4"), "rank 0 does not support groups 4 wide"),
+        (wanted("sp2+dp2"), "mode 'sp' is not available yet: use 'tp2'"),
+        (wanted("dp3+off1"), "rank 3 is available but not in the layout"),
+        (wanted("dp8", 8), "rank 4 does not exist: the cell has ranks 0 to 3"),
+    ],
+)
+def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
+    answer = refuse(layout, Carry.PAUSE, roster(), EVERYONE)
+    assert answer is not None
+    assert answer.startswith(reason)
+
+
+def test_a_rank_that_is_cut_out_cannot_be_used() -> None:
+    answer = refuse(wanted("dp4"), Carry.PAUSE, roster(), EVERYONE[:3])
+    assert answer == "rank 3 is not available; write 'off1' in its place."
+    assert refuse(wanted("dp3+off1"), Carry.PAUSE, roster(), EVERYONE[:3]) is None
+
+
+def test_a_restarted_rank_can_only_serve_alone() -> None:
+    ranks = roster()
+    ranks.on_hello(hello(1, 2, widths=(1, 2)), 0)
+    answer = refuse(wanted("tp2+dp2"), Carry.PAUSE, ranks, EVERYONE)
+    assert answer is not None
+    assert answer.startswith("rank 1 was restarted")
+    assert refuse(wanted("dp2+tp2"), Carry.PAUSE, ranks, EVERYONE) is None
+
+
+def test_reshard_is_refused_by_name() -> None:
+    answer = refuse(wanted("dp4"), Carry.RESHARD, roster(), EVERYONE)
+    assert answer is not None
+    assert "'reshard' is not available yet: use pause, drain or recompute" in answer

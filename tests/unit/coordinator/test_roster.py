@@ -1,0 +1,67 @@
+"""What counts as news of a rank."""
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Phase, Stage
+from coordinator.roster import Arrival, Roster
+from tests.unit.coordinator.builders import hello, report
+
+ONE = Rank(1)
+
+
+def roster(*, rejoins: bool = False) -> Roster:
+    made = Roster(4, rejoins=rejoins)
+    assert made.on_hello(hello(1, 5), 0) is Arrival.FIRST
+    return made
+
+
+def test_arrivals() -> None:
+    ranks = roster()
+    assert ranks.on_hello(hello(1, 5), 1) is Arrival.AGAIN
+    assert ranks.on_hello(hello(1, 4), 2) is Arrival.STALE
+    assert ranks.on_hello(hello(1, 6), 3) is Arrival.RESTARTED
+    assert (ranks[ONE].incarnation, ranks[ONE].restarts) == (6, 1)
+
+
+def test_a_process_that_ended_is_not_heard_again() -> None:
+    ranks = roster()
+    ranks.on_exited(ONE)
+    assert not ranks.on_report(report(1, Stage(1, Phase.PARK), incarnation=5), 1)
+    assert ranks.on_hello(hello(1, 5), 1) is Arrival.STALE
+    assert ranks.on_hello(hello(1, 6), 1) is Arrival.RESTARTED
+
+
+def test_reports_of_other_incarnations_do_not_count() -> None:
+    ranks = roster()
+    assert not ranks.on_report(report(1, Stage(1, Phase.PARK), incarnation=4), 1)
+    assert not ranks.on_report(report(1, Stage(1, Phase.PARK), incarnation=6), 1)
+    assert not ranks.on_report(report(2, Stage(1, Phase.PARK)), 1)
+    assert ranks.reported() == ()
+
+
+def test_an_older_report_shows_life_and_replaces_nothing() -> None:
+    ranks = roster()
+    newer = report(1, Stage(1, Phase.SWAP), sent_at_ms=20, incarnation=5)
+    older = report(1, Stage(1, Phase.PARK), sent_at_ms=10, incarnation=5)
+    assert ranks.on_report(newer, 100)
+    assert ranks.on_report(older, 200)
+    assert ranks.report_of(ONE) is newer
+    assert ranks.silent_since(ONE, 250) == 50
+
+
+def test_a_restarted_rank_supports_width_one_unless_it_rejoins() -> None:
+    for rejoins in (False, True):
+        ranks = roster(rejoins=rejoins)
+        assert ranks.supports(ONE, 4)
+        assert not ranks.supports(ONE, 8)
+        ranks.on_hello(hello(1, 6), 1)
+        assert ranks.supports(ONE, 1)
+        assert ranks.supports(ONE, 4) is rejoins
+        assert ranks.is_degraded(ONE) is not rejoins
+
+
+def test_the_end_of_an_older_session_is_not_the_end_of_a_newer_process() -> None:
+    ranks = roster()
+    ranks.on_closed(ONE, 4)
+    assert ranks[ONE].is_connected
+    ranks.on_closed(ONE, 5)
+    assert not ranks[ONE].is_connected

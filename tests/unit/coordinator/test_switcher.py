@@ -1,0 +1,307 @@
+"""The coordinator's side of a switch, step by step; the whole of it is in the transcripts."""
+
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, LeaseKept, Phase, Stage
+from coordinator.records import Outcome
+from coordinator.roster import Arrival, Roster
+from coordinator.switcher import Switcher, SwitchSettings
+from tests.transcripts.cell import Cell
+from tests.unit.coordinator.builders import hello, layout, report, target
+
+
+def settings(**changes: int) -> SwitchSettings:
+    times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
+    return SwitchSettings(
+        initial=layout("tp2+dp2"),
+        drain_limit_ms=500,
+        records_max=3,
+        default_carry=Carry.RECOMPUTE,
+        **times,
+    )
+
+
+class Ranks:
+    """Four ranks that report whatever the test wants."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(4, rejoins=False)
+        self.switcher = Switcher(settings(), self.roster, 0)
+        self.now_ms = 0
+        for rank in range(4):
+            self.hear(rank, Stage(0, Phase.PARK))
+
+    def hear(self, rank: int, stage: Stage, **fields: object) -> None:
+        if Rank(rank) not in self.roster:
+            self.roster.on_hello(hello(rank), self.now_ms)
+        wanted = self.switcher.target if stage.epoch else None
+        said = report(rank, stage, sent_at_ms=self.now_ms, target=wanted, **fields)  # type: ignore[arg-type]
+        assert self.roster.on_report(said, self.now_ms)
+        self.switcher.on_report(said, self.now_ms)
+
+    def acknowledge(self, *ranks: int, **fields: object) -> None:
+        stage = self.switcher.stage
+        for rank in ranks or range(4):
+            self.hear(rank, stage, **fields)
+
+    def tick(self, passed_ms: int = 0) -> tuple[Rank, ...]:
+        self.now_ms += passed_ms
+        return self.switcher.on_tick(self.now_ms)
+
+    def serve(self) -> "Ranks":
+        self.tick()
+        for _ in Phase:
+            self.acknowledge()
+        assert self.switcher.is_serving
+        return self
+
+
+def test_times_that_let_two_layouts_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least lease_ms"):
+        settings(lost_after_ms=999)
+    with pytest.raises(ValueError, match="at least lease_ms"):
+        settings(recover_ms=999)
+
+
+def test_a_stage_is_left_when_all_acknowledged_it() -> None:
+    ranks = Ranks()
+    ranks.tick()
+    assert ranks.switcher.stage == Stage(1, Phase.PARK)
+    ranks.acknowledge(0, 1, 2)
+    assert ranks.switcher.stage == Stage(1, Phase.PARK)
+    ranks.acknowledge(3)
+    assert ranks.switcher.stage == Stage(1, Phase.SWAP)
+    ranks.acknowledge()
+    assert ranks.switcher.stage == Stage(1, Phase.SERVE)
+    assert not ranks.switcher.is_serving
+    ranks.acknowledge()
+    assert ranks.switcher.is_serving
+
+
+def test_grants_are_what_every_member_has_free() -> None:
+    ranks = Ranks()
+    ranks.tick()
+    ranks.acknowledge()
+    for rank, free in enumerate((7, 4, 9, 5)):
+        ranks.hear(rank, ranks.switcher.stage, free=free)
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert [(grant.ranks, grant.pages) for grant in directive.grants] == [
+        ((0, 1), 4),
+        ((2,), 9),
+        ((3,), 5),
+    ]
+
+
+def test_grants_stay_as_they_are_when_pages_come_free() -> None:
+    ranks = Ranks().serve()
+    granted = ranks.switcher.directive_for(Rank(0))
+    ranks.acknowledge(free=3)
+    later = ranks.switcher.directive_for(Rank(0))
+    assert granted is not None
+    assert later is not None
+    assert granted.grants == later.grants
+
+
+def test_a_group_that_stays_keeps_its_formation() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp2+tp2"), Carry.PAUSE, "test", 0)
+    assert ranks.switcher.target == target("tp2+tp2", 1, 2)
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.PAUSE, "test", 0)
+    assert ranks.switcher.target == target("dp2+tp2", 3, 3, 2)
+
+
+def test_a_fresh_rank_needs_a_new_formation() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp2+dp2"), Carry.PAUSE, "test", 0, fresh=[Rank(0)])
+    assert ranks.switcher.target == target("tp2+dp2", 2, 1, 1)
+
+
+def test_swapped_upto_is_the_last_epoch_that_reached_swap() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp4"), Carry.PAUSE, "test", 0)
+    ranks.acknowledge()
+    ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert directive.swapped_upto == 2
+
+
+def test_a_silent_rank_is_cut_out_after_its_lease_and_not_before() -> None:
+    ranks = Ranks().serve()
+    for _ in range(4):
+        ranks.tick(200)
+        ranks.acknowledge(0, 1, 2)
+    assert ranks.tick(200) == ()
+    ranks.acknowledge(0, 1, 2)
+    assert ranks.tick(1) == (3,)
+    assert ranks.switcher.alive == (0, 1, 2)
+    assert ranks.switcher.stage == Stage(2, Phase.PARK)
+
+
+def test_a_coordinator_that_stood_still_blames_nobody() -> None:
+    ranks = Ranks().serve()
+    assert ranks.tick(60_000) == ()
+    assert ranks.switcher.is_serving
+
+
+def test_a_rank_that_comes_anew_serves_alone() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.on_exited(Rank(1), 0)
+    assert ranks.switcher.target.layout == layout("dp1+off1+dp2")
+    ranks.roster.on_hello(hello(1, 2), 0)
+    ranks.switcher.on_hello(hello(1, 2), Arrival.RESTARTED, 0)
+    assert ranks.switcher.target.layout == layout("dp4")
+
+
+def test_an_epoch_from_before_is_overtaken() -> None:
+    ranks = Ranks().serve()
+    said = report(3, Stage(9, Phase.SWAP), sent_at_ms=1, target=target("tp4", 9))
+    ranks.roster.on_report(said, 1)
+    ranks.switcher.on_report(said, 1)
+    assert ranks.switcher.stage == Stage(10, Phase.PARK)
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert directive.swapped_upto == 9
+
+
+def test_another_layout_of_the_same_epoch_is_overtaken() -> None:
+    ranks = Ranks().serve()
+    said = report(3, Stage(1, Phase.SERVE), sent_at_ms=1, target=target("tp4", 1))
+    ranks.roster.on_report(said, 1)
+    ranks.switcher.on_report(said, 1)
+    assert ranks.switcher.stage == Stage(2, Phase.PARK)
+
+
+def test_draining_ends_at_its_limit() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.DRAIN, "test", 0)
+    assert ranks.switcher.is_draining
+    ranks.tick(200)
+    ranks.acknowledge(2, 3)
+    ranks.tick(200)
+    assert ranks.switcher.is_draining
+    version = ranks.switcher.version
+    ranks.tick(100)
+    assert [ranks.switcher.carry] == [Carry.RECOMPUTE]
+    assert ranks.switcher.version > version
+
+
+def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
+    first = LeaseKept((Rank(0), Rank(1)), 1, (3, 4), born=1)
+    ranks.hear(0, ranks.switcher.stage, kept=[first])
+    for rank, kept in ((0, (first,)), (1, (first,)), (2, ())):
+        directive = ranks.switcher.directive_for(Rank(rank))
+        assert directive is not None
+        assert directive.kept == kept
+    for _ in Phase:
+        ranks.acknowledge()
+    ranks.switcher.retarget(layout("tp2+dp2"), Carry.PAUSE, "test", 0)
+    ranks.acknowledge()
+    ranks.acknowledge()
+    assert ranks.switcher.stage.phase is Phase.SERVE
+    later = LeaseKept((Rank(0), Rank(1)), 2, (4,), born=1)
+    ranks.hear(0, ranks.switcher.stage, kept=[later])
+    directive = ranks.switcher.directive_for(Rank(1))
+    assert directive is not None
+    assert directive.kept == (first,)
+
+
+def test_pages_that_came_free_are_worth_forming_anew_for() -> None:
+    ranks = Ranks()
+    ranks.tick()
+    ranks.acknowledge()
+    ranks.acknowledge(free=4)
+    ranks.acknowledge(free=0)
+    assert ranks.switcher.starved() == ()
+    ranks.hear(0, ranks.switcher.stage, free=2)
+    ranks.hear(2, ranks.switcher.stage, free=2)
+    assert ranks.switcher.starved() == (2,), "rank 1 has nothing to add to its pair"
+
+
+def test_the_log_keeps_the_last_switches() -> None:
+    ranks = Ranks().serve()
+    for text in ("dp4", "tp4", "tp2+tp2"):
+        ranks.switcher.retarget(layout(text), Carry.PAUSE, "test", 0)
+    records = ranks.switcher.log.last(9)
+    assert [(each.epoch, each.outcome) for each in records] == [
+        (2, Outcome.SUPERSEDED),
+        (3, Outcome.SUPERSEDED),
+        (4, Outcome.UNDER_WAY),
+    ]
+    assert [each.from_layout for each in records] == ["tp2+dp2"] * 3
+    assert ranks.switcher.log.last(0) == ()
+
+
+# ---------------------------------------------------------------- a coordinator after another one
+
+
+def restarted(cell: Cell, *ranks: int) -> Cell:
+    """Replace the coordinator; these ranks (all, if none is named) are heard."""
+    cell.start()
+    for rank in ranks or cell.ranks:
+        cell.open(rank)
+        cell.report(rank)
+    cell.take()
+    return cell
+
+
+def serving_cell(text: str, **changes: object) -> Cell:
+    cell = Cell(text, **changes)
+    cell.serve()
+    return cell
+
+
+def test_ranks_that_agree_go_on_as_they_are() -> None:
+    cell = serving_cell("tp2+dp2")
+    cell.switch("tp2+tp2")
+    cell.settle()
+    restarted(cell).tick()
+    assert cell.core.is_serving
+    assert (cell.core.epoch, cell.core.layout_view()["layout"]) == (2, "tp2+tp2")
+
+
+def test_leases_are_renewed_while_the_coordinator_collects_reports() -> None:
+    cell = serving_cell("dp2")
+    leader = cell.ranks[Rank(0)].seat
+    before = leader.lease_until
+    cell.now_ms += 500
+    restarted(cell, 0)
+    assert leader.lease_until == before + 500
+    assert leader.stage.epoch == 1
+    assert cell.core.is_recovering
+
+
+def test_a_switch_that_was_under_way_is_taken_up() -> None:
+    cell = serving_cell("dp4")
+    cell.switch("tp2+tp2")
+    cell.settle(0, 1)
+    restarted(cell).tick()
+    assert cell.core.epoch == 3
+    cell.settle()
+    assert cell.core.is_serving
+    assert cell.core.layout_view()["layout"] == "tp2+tp2"
+
+
+def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
+    cell = serving_cell("tp4")
+    cell.restart(3)
+    restarted(cell).tick()
+    cell.settle()
+    assert cell.core.layout_view()["layout"] == "dp4"
+    assert cell.core.refuse(cell.layout("tp4"), Carry.PAUSE) is not None
+
+
+def test_ranks_that_do_not_come_are_left_out_when_their_lease_is_over() -> None:
+    cell = serving_cell("tp2+dp2", lease_ms=1_000, lost_after_ms=1_000, recover_ms=1_000)
+    restarted(cell, 0, 2, 3)
+    for _ in range(9):
+        cell.tick(100)
+    assert cell.core.is_recovering
+    cell.tick(100)
+    cell.settle(0, 2, 3)
+    assert cell.core.layout_view()["layout"] == "dp1+off1+dp2"
+    assert cell.core.is_serving
