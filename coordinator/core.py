@@ -6,6 +6,7 @@ shell gives it events with its clock's time, one at a time, and carries out the 
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -243,10 +244,8 @@ class Core:
         match message:
             case Submit():
                 return self._pool.submit(message, now_ms)
-            case Cancel(task):
-                return self._pool.cancel(task)
-            case Done(task):
-                return self._pool.done(task)
+            case Cancel(task) | Done(task):
+                return self._pool.release(task)
             case StreamGap(epoch, gap_ms):
                 self._switcher.log.on_gap(epoch, gap_ms)
                 return []
@@ -304,7 +303,7 @@ class Core:
             effects.append(SwitchRecorded(record))
         return effects
 
-    def _directives(self, ranks: "Roster | tuple[Rank, ...]") -> list[Effect]:
+    def _directives(self, ranks: Iterable[Rank]) -> list[Effect]:
         return [
             ToRank(rank, directive)
             for rank in ranks

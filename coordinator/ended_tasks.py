@@ -43,6 +43,10 @@ class EndedTasks:
         """Say whether the task ended not long ago."""
         return task in self._ended
 
+    def __getitem__(self, task: TaskId) -> EndedTask:
+        """Return what is left of a task that ended not long ago."""
+        return self._ended[task]
+
     def add(self, task: TaskId, ended: EndedTask) -> None:
         """Remember an end, and forget the oldest one if there are too many."""
         self._ended[task] = ended

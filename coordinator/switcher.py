@@ -206,9 +206,9 @@ class Switcher:
         self._set_target(layout, cause, now_ms, fresh)
 
     def directive_for(self, rank: Rank) -> Directive | None:
-        """Return what the rank should be told now; None before its first report."""
+        """Return what the rank should be told now; None if it has not reported or has ended."""
         report = self._roster.report_of(rank)
-        if report is None:
+        if report is None or self._roster[rank].has_exited:
             return None
         stage = NOTHING if self.recovering else self.stage
         return Directive(

@@ -112,15 +112,14 @@ class TaskPool:
             return self._go_on_behind(task, message, now_ms)
         return []
 
-    def cancel(self, task_id: TaskId) -> list[Effect]:
-        """End a task that nobody waits for."""
+    def release(self, task_id: TaskId) -> list[Effect]:
+        """End a task whose gateway needs nothing more: it was cancelled, or all tokens are there.
+
+        The leader may not have said so yet.
+        """
         self._ended.settle(task_id)
         task = self._tasks.get(task_id)
         return self._end(task) if task else []
-
-    def done(self, task_id: TaskId) -> list[Effect]:
-        """End a task whose last token its gateway has; its leader may not have said so yet."""
-        return self.cancel(task_id)
 
     def gateway_opened(self, gateway: str, now_ms: int) -> None:
         """Expect the gateway to submit all that it still wants."""
@@ -200,10 +199,16 @@ class TaskPool:
     def recovered(self, now_ms: int) -> list[Effect]:
         """All ranks that live have told what they hold."""
         self.recovering = False
+        effects: list[Effect] = []
         for task in self._tasks:
             if task.payload is None:
                 self._unclaimed[task.id] = now_ms + self._limits.claim_ms
-        return [_ask(task) for task in self._tasks if task.state is State.ASKED]
+            if task.state is State.ASKED and task.told:
+                effects.append(_ask(task))
+            elif task.state is State.ASKED:
+                # It was not submitted before: no rank has ever run it.
+                self._tasks.enter(task, State.QUEUED, now_ms)
+        return effects
 
     def tick(self, now_ms: int) -> list[Effect]:
         """Let time pass: deadlines, pauses, tasks that nobody claims."""
@@ -372,8 +377,7 @@ class TaskPool:
     def _give_up(self, task: Task) -> list[Effect]:
         """End a task that nobody seems to wait for; its gateway may yet come and ask."""
         effects = self._end(task)
-        if ended := self._ended.get(task.id):
-            ended.may_return = True
+        self._ended[task.id].may_return = True
         return effects
 
     def _end(
@@ -383,8 +387,8 @@ class TaskPool:
         leader = task.leader
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
-        ended = EndedTask(task.header.gateway, task.attempt, task.arrival, task.arrived_ms)
-        ended.pushed_by = pushed_by
+        header = task.header
+        ended = EndedTask(header.gateway, task.attempt, task.arrival, task.arrived_ms, pushed_by)
         self._ended.add(task.id, ended)
         return [ToRank(leader, Drop(task.id))] if leader is not None and leader != told_by else []
 
@@ -393,8 +397,7 @@ class TaskPool:
     ) -> list[Effect]:
         effects = self._end(task, told_by=told_by)
         failure = TaskFailed(task.id, code, message)
-        if ended := self._ended.get(task.id):
-            ended.failure = failure
+        self._ended[task.id].failure = failure
         return [*effects, ToGateway(task.header.gateway, failure)]
 
 

@@ -6,6 +6,7 @@ loop, at safe points, so nothing here needs a lock.
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -46,6 +47,14 @@ VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow over restarts of a leader: its incarnation is their high part."""
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that was launched and whose tokens are not taken yet."""
+
+    plan: Any
+    result: Any
+
+
 class Member:
     """This rank's part in the groups it belongs to, one of which is selected at a time."""
 
@@ -63,6 +72,8 @@ class Member:
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._mode: PreparedMode | None = None
+        self._under_way: _UnderWay | None = None
+        self._epoch = 0
         self._binding: Binding | None = None
 
     # ------------------------------------------------------------------ groups and pages
@@ -79,7 +90,8 @@ class Member:
         self._formed[group.ranks] = binding.born
 
     def unbind(self) -> None:
-        """Belong to no group."""
+        """Belong to no group; the step under way must be settled."""
+        assert self._under_way is None
         self._mode = None
         self._binding = None
 
@@ -183,6 +195,7 @@ class Member:
 
     def drop(self, task: TaskId) -> None:
         """Free everything of a task whose client is gone."""
+        self.settle()
         led = self.book.close(task)
         if led is None:
             return
@@ -191,6 +204,7 @@ class Member:
 
     def give_back(self, task: TaskId) -> None:
         """Free a task's KV and return it to the pool."""
+        self.settle()
         led = self.book.get(task)
         if led is not None:
             self._return(led.group, [task], ReturnCause.RECOMPUTE)
@@ -239,20 +253,47 @@ class Member:
     def has_work(self) -> bool:
         """Whether the led group has a step to run."""
         scheduler = self._mode.scheduler if self._mode is not None else None
-        return scheduler is not None and bool(scheduler.has_requests())
+        waits = scheduler is not None and bool(scheduler.has_requests())
+        return waits or self._under_way is not None
 
     def lead_step(self, epoch: int) -> int:
-        """Run one step of the led group and push its tokens; returns its microseconds."""
+        """Launch one step of the led group, finish the one before; returns its microseconds.
+
+        Where results come synchronously (CPU) the step launched is the step finished.
+        """
         started = time.perf_counter_ns()
         mode, _ = self._joined()
         assert mode.scheduler is not None and self._binding is not None
-        plan = mode.scheduler.plan_step()
-        self.lead(Step(self._binding.born, plan))
-        outputs = mode.scheduler.finish_step(plan, mode.execute(plan))
-        self.steps += 1
-        if outputs:
-            self._push(outputs, epoch)
+        self._epoch = epoch
+        if mode.scheduler.has_requests():
+            plan = mode.scheduler.plan_step(self.settle)
+            self.lead(Step(self._binding.born, plan))
+            launched = _UnderWay(plan, mode.execute(plan))
+            self.steps += 1
+            before, self._under_way = self._under_way, launched
+            if before is not None:
+                self._finish(before)
+            if not hasattr(launched.result, "get_output"):
+                self.settle()
+        else:
+            self.settle()
         return (time.perf_counter_ns() - started) // 1000
+
+    def settle(self) -> None:
+        """Finish the step under way, if any: afterwards the led group is at a safe point."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._finish(under_way)
+
+    def _finish(self, step: "_UnderWay") -> None:
+        mode, _ = self._joined()
+        assert mode.scheduler is not None
+        result = step.result
+        if hasattr(result, "get_output"):
+            result = result.get_output()
+        outputs = mode.scheduler.finish_step(step.plan, result)
+        if outputs:
+            self._push(outputs, self._epoch)
 
     def _push(self, outputs: Sequence[Any], epoch: int) -> None:
         by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}

@@ -150,6 +150,7 @@ class RankLoop:
         match move:
             case Leave(binding=binding, carry=carry, is_leader=is_leader, group_lost=lost):
                 if is_leader:
+                    member.settle()
                     self._send_leave(binding.group, binding.born, lost)
                     member.unbind()
                     member.park(binding.group, carry, group_lost=lost)

@@ -24,6 +24,11 @@ EngineConfig = VllmConfig
 CPU_BLOCK_TOKENS = 32
 """Tokens of a slot on CPU unless told otherwise; vLLM's CPU attention wants multiples of 32."""
 
+COMPILATION_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "-O", "--compilation-config"}
+
+CUDA_COMPILATION = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
+"""Full graphs for decode, captured per mode; compiled graphs would bake one group's name in."""
+
 CPU_KV_BYTES_MAX = 512 * 1024**2
 """KV memory of each CPU rank unless told otherwise."""
 
@@ -58,8 +63,10 @@ def engine_arguments(config: Config) -> list[str]:
         for name, value in defaults.items():
             if name not in names:
                 arguments += [name, value]
-        if not names & {"--enforce-eager", "--no-enforce-eager", "-O", "--compilation-config"}:
+        if not names & COMPILATION_OPTIONS:
             arguments.append("--enforce-eager")
+    elif not names & COMPILATION_OPTIONS:
+        arguments += ["--compilation-config", CUDA_COMPILATION]
     return arguments
 
 

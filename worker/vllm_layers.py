@@ -56,6 +56,10 @@ def restore_natural_order(out: torch.Tensor, held: int, sizes: tuple[int, ...]) 
     """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths."""
     if held == 1:
         return out
+    if out.is_cuda and len(sizes) == 3 and sizes[1] == sizes[2]:
+        from worker.vllm_reorder import reorder_qkv
+
+        return reorder_qkv(out, held, sizes[0], sizes[1])
     source = out.unflatten(-1, (held, -1))
     natural = torch.empty_like(out)
     start = 0

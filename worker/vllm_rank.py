@@ -4,25 +4,17 @@ Order: communicators, replica, view trees, runners, KV buffer, schedulers, one w
 Afterwards selecting a mode is two assignments: no allocation, no new process group, no collective.
 """
 
-import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
-import torch
-import vllm.ir
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.platforms import current_platform
-from vllm.plugins import load_general_plugins
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
@@ -30,9 +22,9 @@ from kvadaptor.pages import PagePool
 from kvadaptor.vllm_translate import SlotTable, translate
 from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
 from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_device import kv_budget_bytes, make_runner, prepare_process
 from worker.vllm_layers import ViewError
-from worker.vllm_runner import ModeRunner
-from worker.vllm_scheduler import ModeScheduler, StepPlan
+from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler, StepPlan
 from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -45,7 +37,7 @@ class PreparedMode:
 
     key: ModeKey
     communicator: Communicator
-    runner: ModeRunner
+    runner: Any
     table: SlotTable | None
     scheduler: ModeScheduler | None
     config: VllmConfig
@@ -55,8 +47,11 @@ class PreparedMode:
         """Whether this rank schedules for its group of this width."""
         return self.communicator.rank_in_group == 0
 
-    def execute(self, plan: StepPlan) -> ModelRunnerOutput:
-        """Run one step on this rank; the mode must be selected."""
+    def execute(self, plan: StepPlan) -> Any:
+        """Run one step on this rank; the mode must be selected.
+
+        On CUDA the result is still under way: `get_output` waits for it.
+        """
         output = plan.output if self.table is None else translate(plan.output, self.table)
         return self.runner.run(output, plan.grammar, plan.resuming)
 
@@ -78,7 +73,7 @@ class RankEngine:
     def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
         self.spec = spec
         self.base = base
-        self.device = _prepare_process(base, spec)
+        self.device = prepare_process(base, spec.rank, spec.threads)
         progress("communicators", 0, max(1, len(spec.widths) - 1))
         self.communicators = CommunicatorPool(
             base,
@@ -105,6 +100,7 @@ class RankEngine:
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
+        self.graph_bytes: dict[str, int] = {}
         self._warm(progress)
 
     # ------------------------------------------------------------------ building
@@ -139,18 +135,19 @@ class RankEngine:
         self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
         return trees
 
-    def _build_runner(self, config: VllmConfig, key: ModeKey, tree: nn.Module) -> ModeRunner:
+    def _build_runner(self, config: VllmConfig, key: ModeKey, tree: nn.Module) -> Any:
         activate(self.communicators.of_width(key.width))
         with set_current_vllm_config(config):
-            return ModeRunner(config, self.device, tree)
+            return make_runner(config, self.device, tree)
 
-    def _allocate_kv(self, config: VllmConfig, runner: ModeRunner) -> KVBuffer:
+    def _allocate_kv(self, config: VllmConfig, runner: Any) -> KVBuffer:
         with set_current_vllm_config(config):
             specs = runner.get_kv_cache_spec()
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
             raise ViewError("the model has layers without plain attention; they cannot be split.")
-        budget = config.cache_config.kv_cache_memory_bytes
-        assert budget is not None, "the KV memory is set by engine_arguments."
+        activate(self.communicators.of_width(1))
+        with set_current_vllm_config(config):
+            budget = kv_budget_bytes(config, self.device, len(self.keys), runner.profile_run)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
@@ -168,7 +165,7 @@ class RankEngine:
         self,
         key: ModeKey,
         config: VllmConfig,
-        runner: ModeRunner,
+        runner: Any,
         structured: StructuredOutputManager,
     ) -> PreparedMode:
         communicator = self.communicators.of_width(key.width)
@@ -177,10 +174,12 @@ class RankEngine:
         config.cache_config.num_gpu_blocks = kv_config.num_blocks
         slots = self.kv.geometry.slots_per_page(key.width)
         with set_current_vllm_config(config):
-            runner.adopt_kv(kv_config, self.kv.views(key.width))
+            runner.adopt_kv(kv_config, self.kv, key.width)
             scheduler = None
             if communicator.rank_in_group == 0:
-                scheduler = ModeScheduler(config, kv_config, structured, slots)
+                asynchronous = config.scheduler_config.async_scheduling
+                kind = AsyncModeScheduler if asynchronous else ModeScheduler
+                scheduler = kind(config, kv_config, structured, slots)
         table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
         return PreparedMode(key, communicator, runner, table, scheduler, config)
 
@@ -193,12 +192,15 @@ class RankEngine:
         return get_request_block_hasher(cache.block_size, hash_fn)
 
     def _warm(self, progress: Progress) -> None:
-        """One small forward pass per mode, all ranks in one order, so that no first step pays."""
+        """Graphs and one forward pass per mode, all ranks in one order: no first step pays."""
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key)
             mode.communicator.group.barrier()
-            mode.runner._dummy_run(min(8, mode.config.scheduler_config.max_num_batched_tokens))
+            with set_current_vllm_config(mode.config):
+                self.graph_bytes[str(key)] = mode.runner.prepare_graphs()
+                # Large enough for NCCL, where custom all-reduce takes the small messages.
+                mode.runner._dummy_run(mode.config.scheduler_config.max_num_batched_tokens)
         progress("warm", len(self.modes), len(self.modes))
 
     # ------------------------------------------------------------------ serving
@@ -219,6 +221,7 @@ class RankEngine:
             ("weights", self.replica_bytes),
             *views,
             *communicators,
+            *((f"graphs_{name}", size) for name, size in self.graph_bytes.items() if size),
             ("kv", self.kv.raw.numel()),
         )
 
@@ -232,27 +235,3 @@ class RankEngine:
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
         )
-
-
-def _prepare_process(base: VllmConfig, spec: RankSpec) -> torch.device:
-    """What vLLM's worker wrapper does before it builds a worker, for this process."""
-    _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
-    load_general_plugins()
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
-    base.kernel_config.ir_op_priority.set_default()
-    vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)
-    base.parallel_config.rank = spec.rank
-    base.parallel_config.disable_custom_all_reduce = True
-    if spec.threads:
-        torch.set_num_threads(spec.threads)
-        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
-    set_random_seed(base.model_config.seed)
-    return torch.device("cpu")
-
-
-def measure(action: Callable[[], None]) -> int:
-    """Microseconds that an action took."""
-    started = time.perf_counter_ns()
-    action()
-    return (time.perf_counter_ns() - started) // 1000

@@ -22,6 +22,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
+from kvadaptor.vllm_views import KVBuffer
+
 _SEED_MASK = (1 << 63) - 1
 _MIX = 0x9E3779B97F4A7C15
 """Weyl constant of splitmix64; spreads consecutive positions over the seed space."""
@@ -58,9 +60,9 @@ class ModeRunner(CPUModelRunner):
         self._kv_views: dict[str, torch.Tensor] = {}
         self._resuming: Mapping[str, list[int]] = {}
 
-    def adopt_kv(self, config: KVCacheConfig, views: dict[str, torch.Tensor]) -> None:
-        """Use these (blocks, heads, tokens, channels) views, one per layer, as the KV cache."""
-        self._kv_views = views
+    def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
+        """Use the rank's buffer as the KV cache of this width."""
+        self._kv_views = kv.views(width)
         self.initialize_kv_cache(config)
 
     def initialize_kv_cache_tensors(
@@ -88,6 +90,10 @@ class ModeRunner(CPUModelRunner):
             output = self.sample_tokens(grammar)
         assert isinstance(output, ModelRunnerOutput)
         return output
+
+    def prepare_graphs(self) -> int:
+        """There are no graphs on CPU."""
+        return 0
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         new = scheduler_output.scheduled_new_reqs

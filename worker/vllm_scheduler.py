@@ -5,11 +5,12 @@ Parking withdraws all free blocks and tells which lease indices (pages) running 
 those tasks simply stay where they are until their mode is bound again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -118,9 +119,11 @@ class ModeScheduler(Scheduler):
                 self._unfed_grammars.add(request.request_id)
         self.add_request(request)
 
-    def plan_step(self) -> StepPlan:
-        """Schedule one step."""
+    def plan_step(self, settle: Callable[[], None]) -> StepPlan:
+        """Schedule one step; `settle` finishes the one under way if a grammar needs it."""
         output = self.schedule()
+        if getattr(output, "pending_structured_output_tokens", False):
+            settle()
         resuming = {
             r.req_id: self._generated.pop(r.req_id)
             for r in output.scheduled_new_reqs
@@ -168,3 +171,7 @@ class ModeScheduler(Scheduler):
             self._generated.pop(request_id, None)
             self._unfed_grammars.discard(request_id)
         return generated
+
+
+class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler: the next step is planned while one runs."""

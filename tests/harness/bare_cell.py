@@ -117,7 +117,13 @@ class BareCell:
 
 @contextmanager
 def bare_cell(
-    folder: Path, *, ranks: int, engine_args: list[str], model: Path = MODEL, **coordinator: Any
+    folder: Path,
+    *,
+    ranks: int,
+    engine_args: list[str],
+    model: Path = MODEL,
+    device: str = "cpu",
+    **coordinator: Any,
 ) -> Iterator[BareCell]:
     """Run a cell for the length of the block."""
     config = check_config(
@@ -125,6 +131,7 @@ def bare_cell(
             "model": {"path": str(model), "served_name": "demo", "engine_args": engine_args},
             "cell": {
                 "ranks": ranks,
+                "device": device,
                 "layout": f"dp{ranks}",
                 "widths": [width for width in (1, 2, 4) if width <= ranks],
                 "dist_port": free_port(),
@@ -154,6 +161,7 @@ class Stream:
     prompt_logprobs: Any = None
     cached_tokens: int = 0
     finished: bool = False
+    times: list[float] = field(default_factory=list)
     failure: str | None = None
 
 
@@ -220,6 +228,7 @@ class TaskClient:
         stream = self.streams[span.task]
         assert span.first == len(stream.tokens), (span, len(stream.tokens))
         stream.tokens += output.new_token_ids
+        stream.times.append(time.perf_counter())
         if output.new_logprobs is not None:
             stream.logits += _rows(output.new_logprobs)
         if output.new_prompt_logprobs_tensors is not None:
@@ -259,6 +268,15 @@ class TaskClient:
         self.streams[name] = Stream()
         self._up.put_nowait(Submit(header, wire.encode(frames)))
         return self.streams[name]
+
+    async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:
+        """Run one request; returns when it was sent and when each batch of tokens came."""
+        sent = time.perf_counter()
+        stream = self.submit(name, prompt, **params)
+        while not stream.finished:
+            await asyncio.sleep(0.002)
+        assert stream.failure is None, stream.failure
+        return [sent, *stream.times]
 
     async def finish(self, *names: str) -> list[Stream]:
         """Wait until these streams are complete."""

@@ -43,8 +43,6 @@ class Holdings:
         self._joined: dict[Ranks, int] = {}
         self._version = 0
 
-    # ------------------------------------------------------------------ groups
-
     def join(self, binding: Binding, incarnations: dict[Rank, int]) -> None:
         ranks = binding.group.ranks
         self._members[ranks] = {each: incarnations.get(each) for each in ranks}
@@ -134,8 +132,6 @@ class Holdings:
         self._version += 1
         self.kept[ranks] = LeaseKept(ranks, self._version, indices, self._joined[ranks])
 
-    # ------------------------------------------------------------------ tasks
-
     def held(self) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
         """All tasks, each with its group and whether it is paused."""
         held = {
@@ -189,8 +185,6 @@ class Holdings:
             if not indices.issuperset(block // slots for block in task.blocks):
                 del tasks[task.header.task]
                 self.give_back(task, ReturnCause.RECOMPUTE)
-
-    # ------------------------------------------------------------------ reports
 
     def page_report(self) -> PageReport:
         counts = self.pages.counts()

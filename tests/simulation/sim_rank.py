@@ -70,8 +70,6 @@ class SimRank:
     def _bound(self) -> Ranks:
         return self.seat.binding.group.ranks if self.seat.binding is not None else ()
 
-    # ------------------------------------------------------------------ one pass of its loop
-
     def act(self) -> None:
         self._settle()
         self._read_inbox()
@@ -127,8 +125,6 @@ class SimRank:
                 self.holdings.finish(token.task)
         for gateway, batch in by_gateway.items():
             self.world.push_tokens(self._tokens_out, gateway, tuple(batch))
-
-    # ------------------------------------------------------------------ moves
 
     def _make_moves(self) -> None:
         while not ((engine := self.holdings.engine) and engine.in_flight):
@@ -190,8 +186,6 @@ class SimRank:
     def _queue(self, binding: Binding) -> StepQueue:
         return self.world.queue(binding.group.ranks)
 
-    # ------------------------------------------------------------------ steps
-
     def _lead(self) -> None:
         engine = self.holdings.engine
         if engine is None or self._is_broken or not self.seat.may_step(self.clock_ms):
@@ -252,8 +246,6 @@ class SimRank:
                 if isinstance(message, LeaveGroup):
                     self.seat.on_leave(message.born)
 
-    # ------------------------------------------------------------------ messages
-
     def on_message(self, message: RankDown) -> None:
         if self.world.now < self.stopped_until or self.inbox:
             self.inbox.append(message)
@@ -282,8 +274,6 @@ class SimRank:
             self.holdings.apply(kept, self._bound)
         if self.seat.wanted is directive and directive.stage.epoch > 0:
             self.holdings.forget_lost(dict(directive.members), self._bound)
-
-    # ------------------------------------------------------------------ reports
 
     def connected(self, session: Session) -> None:
         """A new session: say who this is and what it holds; earlier task events are lost.

@@ -1,9 +1,27 @@
 """The lines of a replay, short enough to read."""
 
-from coordinator.events import Effect, Note, SwitchRecorded, ToGateway, ToRank
-from coordinator.protocol.messages import CellState, Directive, Place
+from coordinator.events import (
+    Effect,
+    Event,
+    GatewaySaid,
+    Note,
+    RankOpened,
+    SwitchRecorded,
+    ToGateway,
+    ToRank,
+)
+from coordinator.protocol.messages import (
+    Binding,
+    CellState,
+    Directive,
+    Message,
+    Place,
+    Submit,
+    TaskId,
+)
+from coordinator.protocol.seat import Ack, Join, Leave, Move, OweLeave, Park, Serve
 
-LINE_CHARS = 300
+LINE_CHARS = 200
 
 
 def line_of(effect: Effect) -> str | None:
@@ -12,17 +30,59 @@ def line_of(effect: Effect) -> str | None:
         case ToRank(_, Directive()) | ToGateway(_, CellState()):
             return None
         case ToRank(rank, message):
-            return f"core -> rank {rank}: {short(message)}"
+            return f"core -> rank {rank}: {_message(message)}"
         case ToGateway(name, answer):
-            return f"core -> {name}: {short(answer)}"
+            return f"core -> {name}: {_message(answer)}"
         case SwitchRecorded(record):
             return f"core: switch to {record.to_layout} {record.outcome.value}"
         case Note(_, event, fields):
             return f"core: {event} {fields}"
 
 
-def short(value: object) -> str:
-    if isinstance(value, Place):
-        return f"Place({value.header.task}#{value.attempt} behind {len(value.generated_tokens)})"
-    text = str(value)
-    return text if len(text) <= LINE_CHARS else text[: LINE_CHARS - 3] + "..."
+def event_line(event: Event) -> str:
+    match event:
+        case RankOpened(hello):
+            held = [f"{each.header.task}#{each.attempt}" for each in hello.held]
+            return f"rank {hello.rank} says hello ({hello.incarnation}), holds {held}"
+        case GatewaySaid(gateway, message):
+            return f"{gateway} says {_message(message)}"
+        case _:
+            return str(event)[:LINE_CHARS]
+
+
+def move_line(move: Move) -> str:
+    stage = move.directive.stage
+    return f"{stage.epoch}.{stage.phase.name}: {_move(move)}"
+
+
+def _move(move: Move) -> str:
+    match move:
+        case Leave(binding, carry, _, group_lost):
+            return f"leave {_binding(binding)} ({carry.value}{', lost' if group_lost else ''})"
+        case OweLeave(binding):
+            return f"owe leave {_binding(binding)}"
+        case Join(binding):
+            return f"join {_binding(binding)}"
+        case Serve(binding, pages, kept):
+            indices = kept.indices if kept is not None else ()
+            return f"serve {_binding(binding)} with {pages} pages on top of {indices}"
+        case Park():
+            return "park"
+        case Ack():
+            return "unchanged"
+
+
+def _binding(binding: Binding) -> str:
+    first, last = binding.group.ranks[0], binding.group.ranks[-1]
+    return f"{binding.group.name}[{first}-{last}]@{binding.born}"
+
+
+def _message(message: Message) -> str:
+    match message:
+        case Submit(header, _, delivered, attempt):
+            return f"submit {header.task} behind {len(delivered)} tokens, attempt {attempt}"
+        case Place(header, attempt, binding, _, tokens):
+            return f"place {header.task}#{attempt} in {_binding(binding)} behind {len(tokens)}"
+        case _:
+            task: TaskId | None = getattr(message, "task", None)
+            return f"{type(message).__name__} {task}" if task else str(message)[:LINE_CHARS]

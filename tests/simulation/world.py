@@ -46,7 +46,7 @@ from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
-from tests.simulation.trace import line_of, short
+from tests.simulation.trace import event_line, line_of, move_line
 
 WORLD = 8
 TICK_MS = 10
@@ -130,8 +130,6 @@ class World:
             reason = unrest
         raise Violation(f"no rest after {QUIET_TICKS} quiet ticks: {reason}")
 
-    # ------------------------------------------------------------------ time
-
     def _tick(self) -> None:
         self.now += 1
         self.network.run(self.now)
@@ -162,8 +160,6 @@ class World:
                 step.failed = self.now - since >= ABORT_AFTER_TICKS
             open_steps.append((step, members))
         self._steps = open_steps
-
-    # ------------------------------------------------------------------ processes and sessions
 
     def start_core(self) -> None:
         self._cores += 1
@@ -228,8 +224,6 @@ class World:
             if not is_open and self.rng.random() < self.faults.gateway_returns:
                 gateway.connected(Session())
 
-    # ------------------------------------------------------------------ messages
-
     def rank_says(self, process: SimRank, session: Session, message: RankHello | Report) -> None:
         rank = process.rank
         match message:
@@ -269,7 +263,7 @@ class World:
         if self.core is None:
             return
         if self._trace is not None and not isinstance(event, Tick | RankSaid):
-            self.say(f"core hears {short(event)}")
+            self.say(f"core <- {event_line(event)}")
         for effect in self.core.handle(event, self.now_ms):
             self._perform(effect)
 
@@ -301,8 +295,6 @@ class World:
     def want_switch(self, layout: Layout, carry: Carry) -> None:
         if self.core is not None:
             self.core_event(SwitchWanted(layout, carry, "operator"))
-
-    # ------------------------------------------------------------------ what ranks share and checks
 
     def queue(self, ranks: tuple[Rank, ...]) -> StepQueue:
         return self._queues[ranks]
@@ -353,16 +345,13 @@ class World:
                 f"rank {follower.rank} left {binding} and its leader waits in a step",
             )
 
-    # ------------------------------------------------------------------ trace
-
     def say(self, line: str) -> None:
         if self._trace is not None:
             self._trace(f"{self.now_ms:6d} ms  {line}")
 
     def note(self, rank: Rank, move: Move) -> None:
         if self._trace is not None:
-            stage = move.directive.stage
-            self.say(f"rank {rank}: {short(move)} for {stage.epoch}.{stage.phase.name}")
+            self.say(f"rank {rank}: {move_line(move)}")
 
     def _draw_settings(self) -> CoreSettings:
         lease_ms = self.rng.choice((200, 300))

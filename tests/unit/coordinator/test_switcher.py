@@ -236,9 +236,6 @@ def test_the_log_keeps_the_last_switches() -> None:
     assert ranks.switcher.log.last(0) == ()
 
 
-# ---------------------------------------------------------------- a coordinator after another one
-
-
 def restarted(cell: Cell, *ranks: int) -> Cell:
     """Replace the coordinator; these ranks (all, if none is named) are heard."""
     cell.start()

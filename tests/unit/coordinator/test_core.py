@@ -1,0 +1,250 @@
+"""What the core adds to its parts; the rest of it is in the transcripts."""
+
+import json
+
+import msgspec
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.core import Core
+from coordinator.events import (
+    GatewayClosed,
+    GatewaySaid,
+    Level,
+    Note,
+    RankExited,
+    RankOpened,
+    RankSaid,
+    SwitchRecorded,
+    SwitchWanted,
+    ToGateway,
+    ToRank,
+)
+from coordinator.protocol.config import CellConfig, Config, CoordinatorConfig, ModelConfig
+from coordinator.protocol.messages import (
+    Cancel,
+    Carry,
+    CellState,
+    Directive,
+    GatewayHello,
+    Phase,
+    Report,
+    Stage,
+    StreamGap,
+    SwitchTimes,
+    TaskFailed,
+)
+from coordinator.records import Outcome
+from coordinator.settings import CoreSettings, core_settings
+from tests.transcripts.cell import Cell
+from tests.unit.coordinator.builders import hello, layout, report, submit
+
+
+def serving(text: str = "dp2", **settings: object) -> Cell:
+    cell = Cell(text, **settings)
+    cell.gateway()
+    cell.serve()
+    return cell
+
+
+def test_settings_come_from_the_configuration() -> None:
+    config = Config(
+        model=ModelConfig(path="m"),
+        cell=CellConfig(ranks=4, widths=(1, 2, 4), layout="tp2+dp2"),
+        coordinator=CoordinatorConfig(lease_ms=700, lost_after_ms=900, default_carry="drain"),
+    )
+    settings = core_settings(config)
+    assert (settings.world, settings.layout) == (4, layout("tp2+dp2"))
+    assert (settings.lease_ms, settings.lost_after_ms, settings.recover_ms) == (700, 900, 900)
+    assert settings.default_carry is Carry.DRAIN
+
+
+def test_every_report_is_answered_with_a_directive() -> None:
+    cell = serving()
+    for rank in cell.ranks.values():
+        effects = cell.core.handle(RankSaid(rank.seat.rank, rank.report(50)), 50)
+        (effect,) = [each for each in effects if isinstance(each, ToRank)]
+        assert isinstance(effect.message, Directive)
+        assert effect.message.answers_ms == rank.report(50).sent_at_ms
+        assert effect.message.stage == Stage(1, Phase.SERVE)
+
+
+def test_a_report_of_an_unknown_process_is_not_answered() -> None:
+    core = Core(CoreSettings(world=2, layout=layout("dp2", 2)), "c", 0)
+    assert core.handle(RankSaid(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
+    core.handle(RankOpened(hello(0, 2)), 0)
+    assert core.handle(RankSaid(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
+
+
+def test_an_old_process_that_says_hello_is_noted_and_ignored() -> None:
+    cell = serving()
+    cell.restart(1)
+    cell.open(1)
+    cell.take()
+    cell.event(RankOpened(hello(1, 1)))
+    assert cell.take() == [Note(Level.WARNING, "rank_session_stale", {"rank": 1, "incarnation": 1})]
+
+
+def test_a_switch_is_recorded_with_what_was_measured() -> None:
+    cell = serving()
+    cell.say(submit("a"))
+    cell.now_ms = 30
+    wanted = SwitchWanted(cell.layout("tp2"), Carry.RECOMPUTE, "operator", asked_ms=10)
+    cell.event(wanted)
+    for rank in (0, 1):
+        times = SwitchTimes(2, park_us=1_500 + rank, swap_us=250, first_step_us=900)
+        rank_report = cell.ranks[Rank(rank)].report(cell.now_ms)
+        cell.event(RankSaid(Rank(rank), _with(rank_report, times)))
+    cell.now_ms = 40
+    cell.settle()
+    (recorded,) = [each for each in cell.take() if isinstance(each, SwitchRecorded)]
+    record = recorded.record
+    assert (record.epoch, record.from_layout, record.to_layout) == (2, "dp2", "tp2")
+    assert (record.outcome, record.decide_ms, record.total_ms) == (Outcome.SERVED, 20, 10)
+    cell.say(StreamGap(2, 12.5))
+    (view,) = switches(cell)[-1:]
+    assert (view["park_ms"], view["swap_ms"], view["first_step_ms"]) == (1.501, 0.25, 0.9)
+    assert (view["gap_ms_max"], view["reshard_ms"], view["reshard_bytes"]) == (12.5, 0.0, 0)
+    assert view["tasks"] == {"reshard": 0, "pause": 0, "drain": 0, "recompute": 0}
+
+
+def _with(rank_report: Report, times: SwitchTimes) -> Report:
+    return msgspec.structs.replace(rank_report, times=(times,))
+
+
+def switches(cell: Cell) -> list[dict[str, object]]:
+    found = cell.core.switches_view(10)["switches"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_views_are_plain_data() -> None:
+    cell = serving("tp2+dp2")
+    cell.say(submit("a"))
+    cell.switch("dp4")
+    for view in (
+        cell.core.layout_view(),
+        cell.core.ranks_view(cell.now_ms),
+        cell.core.switches_view(5),
+        cell.core.decisions_view(5),
+        cell.core.queue_view(),
+    ):
+        assert json.loads(json.dumps(view)) is not None
+
+
+def test_the_ranks_view_shows_who_is_there() -> None:
+    cell = serving("dp2")
+    cell.restart(1)
+    cell.open(1)
+    cell.now_ms += 100
+    ranks = cell.core.ranks_view(cell.now_ms)["ranks"]
+    assert isinstance(ranks, list)
+    first, second = ranks
+    assert (first["phase"], first["heartbeat_age_ms"], first["available"]) == ("serve", 100, True)
+    assert (first["pages"]["free"], first["lease_left_ms"]) == (0, 9_900)
+    assert (second["phase"], second["restarts"], second["degraded"]) == ("never reported", 1, True)
+
+
+def test_a_manual_switch_is_a_decision_with_its_reason() -> None:
+    cell = serving()
+    cell.switch("tp2", Carry.PAUSE)
+    cell.event(SwitchWanted(cell.layout("dp2"), Carry.DRAIN, "low load"))
+    decisions = cell.core.decisions_view(5)["decisions"]
+    assert [(each["choice"], each["reason"]) for each in decisions] == [  # type: ignore[attr-defined]
+        ("tp2", "asked by operator"),
+        ("dp2", "low load"),
+    ]
+    assert cell.core.decisions_view(0) == {"decisions": []}
+
+
+def test_gateways_hear_of_the_cell_when_it_changes() -> None:
+    cell = serving()
+    cell.tick(100)
+    assert cell.take() == []
+    cell.event(RankExited(Rank(1)))
+    states = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    assert [(each.layout, each.ranks_alive) for each in states if isinstance(each, CellState)] == [
+        ("dp1+off1", 1)
+    ]
+
+
+def test_the_length_of_the_queue_is_told_on_ticks_only() -> None:
+    cell = serving("dp1")
+    for number in range(6):
+        cell.say(submit(str(number)))
+    assert not [each for each in cell.take() if isinstance(each, ToGateway)]
+    cell.tick(100)
+    (told,) = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    assert isinstance(told, CellState)
+    assert told.queued == 2
+
+
+def test_tasks_that_no_layout_can_hold_any_more_fail() -> None:
+    cell = serving("dp2")
+    for rank in (0, 1):
+        for number in range(4):
+            cell.say(submit(f"{rank}{number}"))
+    cell.say(submit("long", prompt=200))
+    cell.take()
+    cell.event(RankExited(Rank(1)))
+    failures = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    assert [each.code for each in failures if isinstance(each, TaskFailed)] == [
+        "context_length_exceeded"
+    ]
+
+
+def test_pages_that_came_free_are_used_by_forming_the_group_anew() -> None:
+    cell = serving("dp2")
+    cell.ranks[Rank(1)].pages_free = 5
+    cell.report(1)
+    cell.tick(100)
+    cell.settle()
+    assert [view["cause"] for view in switches(cell)] == ["start", "pages came free"]
+    assert cell.core.is_serving
+    assert cell.ranks[Rank(0)].seat.binding != cell.ranks[Rank(1)].seat.binding
+    cell.tick(100)
+    assert cell.core.epoch == 2
+
+
+def test_a_gateway_that_is_heard_is_there() -> None:
+    cell = serving(gateway_gone_ms=100)
+    cell.say(submit("a"))
+    cell.event(GatewayClosed("g"))
+    cell.say(submit("b"))
+    for _ in range(5):
+        cell.tick(100)
+    assert len(placed_tasks(cell)) == 2
+
+
+def placed_tasks(cell: Cell) -> list[str]:
+    counts = cell.core.queue_view()["tasks"]
+    assert isinstance(counts, dict)
+    return ["placed"] * counts["placed"]
+
+
+def test_a_second_hello_within_a_session_is_noted() -> None:
+    cell = serving()
+    cell.say(GatewayHello(1, "g"))
+    assert cell.take() == [Note(Level.WARNING, "gateway_hello_repeated", {"gateway": "g"})]
+
+
+def test_ten_thousand_tasks_are_no_burden() -> None:
+    cell = serving("dp2", queue_tasks_max=20_000)
+    messages = [submit(str(number)) for number in range(10_000)]
+    for message in messages:
+        cell.core.handle(GatewaySaid("g", message), 0)
+    view = cell.core.queue_view()["tasks"]
+    assert isinstance(view, dict)
+    assert (view["queued"], view["placed"]) == (9_992, 8)
+    for message in messages:
+        cell.core.handle(GatewaySaid("g", Cancel(message.header.task)), 0)
+    cell.core.integrity()
+    assert len(placed_tasks(cell)) == 0
+
+
+@pytest.mark.parametrize("text", ["sp2", "off2"])
+def test_a_refused_switch_changes_nothing(text: str) -> None:
+    cell = serving()
+    assert cell.core.refuse(cell.layout(text), Carry.PAUSE)
+    cell.switch(text)
+    assert (cell.core.epoch, cell.core.decisions_view(9)) == (1, {"decisions": []})

@@ -1,0 +1,79 @@
+"""vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner and KV memory."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm.ir
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_random_seed
+
+GRAPH_RESERVE_BYTES = 1 << 30
+"""Device memory left free per mode for its CUDA graphs, which are captured after KV is sized."""
+
+
+def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
+    """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
+    is_cpu = current_platform.is_cpu()
+    if is_cpu:
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
+    load_general_plugins()
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+    # Without these two, vLLM's norms run as single torch operations: +1 ms per step on an H200.
+    base.kernel_config.ir_op_priority.set_default()
+    vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)
+    base.parallel_config.rank = rank
+    device = torch.device("cpu") if is_cpu else torch.device(f"cuda:{rank}")
+    if is_cpu:
+        base.parallel_config.disable_custom_all_reduce = True
+    else:
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        torch.cuda.set_device(device)
+        init_workspace_manager(device)
+    if threads:
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    set_random_seed(base.model_config.seed)
+    return device
+
+
+def make_runner(config: VllmConfig, device: torch.device, tree: nn.Module) -> Any:
+    """The runner of one mode: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
+    if device.type == "cuda":
+        from worker.vllm_runner_gpu import GpuModeRunner
+
+        return GpuModeRunner(config, device, tree)
+    from worker.vllm_runner import ModeRunner
+
+    return ModeRunner(config, device, tree)
+
+
+def kv_budget_bytes(
+    config: VllmConfig, device: torch.device, modes: int, profile: Callable[[], None]
+) -> int:
+    """Memory for KV: what the user said, else what is left of the device after a profiling run.
+
+    `profile` runs one forward pass of the largest batch, so that its peak is known.
+    """
+    given = config.cache_config.kv_cache_memory_bytes
+    if given is not None or device.type == "cpu":
+        assert given is not None, "the KV memory of CPU ranks is set by engine_arguments."
+        return int(given)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    profile()
+    activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    usable = free - int((1 - config.cache_config.gpu_memory_utilization) * total)
+    return usable - activations - modes * GRAPH_RESERVE_BYTES
