@@ -34,7 +34,7 @@ from coordinator.protocol.messages import (
     TaskReturned,
 )
 from coordinator.task_table import TaskTable
-from coordinator.tasks import HELD, State, Task
+from coordinator.tasks import HELD, State, Task, new_task
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
@@ -252,7 +252,7 @@ class TaskPool:
 
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in a task that is not known, or refuse it."""
-        task = self._new_task(message, self._arrivals, now_ms)
+        task = new_task(message, self._arrivals, now_ms)
         refusal = self._refusal(task)
         if refusal is not None:
             return [ToGateway(task.header.gateway, refusal)]
@@ -283,22 +283,8 @@ class TaskPool:
         if message.attempt <= ended.attempt:
             return [ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1))]
         self._ended.revive(task_id)
-        self._add(self._new_task(message, ended.arrival, ended.arrived_ms))
+        self._add(new_task(message, ended.arrival, ended.arrived_ms))
         return []
-
-    def _new_task(self, message: Submit, arrival: int, arrived_ms: int) -> Task:
-        return Task(
-            header=message.header,
-            arrival=arrival,
-            arrived_ms=arrived_ms,
-            state=State.QUEUED,
-            since_ms=arrived_ms,
-            payload=message.payload,
-            tokens=message.delivered_tokens,
-            generated=len(message.delivered_tokens),
-            attempt=message.attempt,
-            told=message.attempt,
-        )
 
     def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
         """Queue a task again behind what its gateway has delivered."""

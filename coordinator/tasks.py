@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.messages import Submit, TaskHeader, TaskId, Tier
 
 
 class State(Enum):
@@ -72,6 +72,22 @@ class Task:
     def context_tokens_max(self) -> int:
         """Tokens whose KV it may need before it ends."""
         return self.header.prompt_tokens + self.header.max_tokens
+
+
+def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
+    """Return the queued task of a gateway's submission."""
+    return Task(
+        header=message.header,
+        arrival=arrival,
+        arrived_ms=arrived_ms,
+        state=State.QUEUED,
+        since_ms=arrived_ms,
+        payload=message.payload,
+        tokens=message.delivered_tokens,
+        generated=len(message.delivered_tokens),
+        attempt=message.attempt,
+        told=message.attempt,
+    )
 
 
 class TaskQueue:

@@ -1,8 +1,8 @@
 """aileron's modes against static vLLM on the same GPUs, model and load, one after the other.
 
-`python -m tests.bench.gpu --shape llama-3-8b --ranks 2 --out DIR`: TTFT of a 4,096-token prompt,
-TPOT of one stream and throughput of a batch, for static tp 1 and tp k and for dp and tp-k of one cell;
-then the phases of switches between them. Weights are dummies, so only speed is measured.
+`python -m tests.bench.gpu --shape llama-3-8b --ranks 2 --out DIR` measures TTFT of a 4,096-token
+prompt, TPOT of one stream and throughput of a batch, for static tp 1 and tp k and for dp and tp-k
+of one cell, then the phases of switches between them. Weights are dummies: only speed counts.
 """
 
 import argparse
