@@ -41,6 +41,11 @@ START_LIMIT_S = 180
 TASK_LIMIT_S = 120
 
 
+def search_path() -> str:
+    """PYTHONPATH of child processes: this checkout first, then what the caller has."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
 @dataclass
 class BareCell:
     """Addresses of a running cell."""
@@ -83,7 +88,7 @@ class BareCell:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", name, "--config", str(self.folder / "cell.yaml")],
                 cwd=ROOT,
-                env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

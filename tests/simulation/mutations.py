@@ -75,10 +75,6 @@ def _takes_any_attempt(self: SimGateway, task: ClientTask, token: Token) -> bool
     return True
 
 
-def _renews_always(self: Seat, directive: Directive) -> bool:
-    return True
-
-
 _on_hello = Switcher.on_hello
 
 
@@ -109,7 +105,6 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
-    "lapsed leases are renewed": ((Seat, "_may_renew", _renews_always),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
 }
 

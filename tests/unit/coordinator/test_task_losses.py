@@ -1,0 +1,156 @@
+"""Tasks of ranks, gateways and coordinators that are lost: what the pool asks for and drops."""
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.events import ToRank
+from coordinator.protocol.messages import Drop, HeldTask, Place, Resubmit
+from coordinator.task_pool import ATTEMPTS_APART
+from coordinator.tasks import State
+from tests.unit.coordinator.builders import header, hello, submit
+from tests.unit.coordinator.pools import (
+    TWO,
+    ZERO,
+    A,
+    B,
+    ended,
+    group,
+    messages,
+    placed,
+    pool,
+    returned,
+    state,
+)
+
+
+def test_a_lost_ranks_tasks_are_submitted_again_by_their_gateway() -> None:
+    tasks = placed("a")
+    assert messages(tasks.lost(ZERO, 1)) == [Drop(A), Resubmit(A, 2)]
+    assert state(tasks, A) is State.ASKED
+    again = tasks.submit(submit("a", delivered=[7], attempt=1), 2)
+    assert messages(again) == [Resubmit(A, 2)], "sent before the question was read"
+    assert tasks.submit(submit("a", delivered=[7, 8], attempt=2), 3) == []
+    (place,) = messages(tasks.place([group(TWO)], 3))
+    assert isinstance(place, Place)
+    assert (place.attempt, place.generated_tokens) == (3, (7, 8))
+
+
+def test_a_finished_task_whose_last_tokens_may_be_lost_is_asked_for() -> None:
+    tasks = placed("a", "b")
+    tasks.ended(ZERO, ended(A, 1))
+    tasks.ended(ZERO, ended(B, 1))
+    tasks.release(B)
+    assert messages(tasks.lost(ZERO, 1)) == [Resubmit(A, 2)]
+    assert tasks.submit(submit("a", delivered=[7], attempt=2), 2) == []
+    assert state(tasks, A) is State.QUEUED
+    assert tasks.submit(submit("b", attempt=2), 2) == []
+    assert state(tasks, B) is None
+
+
+def test_what_a_rank_does_not_hold_after_all_is_asked_for() -> None:
+    tasks = placed("a", "b")
+    assert messages(tasks.reconcile(hello(0, held=[held("b", 1)]), 1)) == [Resubmit(A, 2)]
+    assert state(tasks, B) is State.PLACED
+
+
+def held(task: str, attempt: int, *, paused: bool = False) -> HeldTask:
+    return HeldTask(header(task), attempt, Group((ZERO,), Mode.DP), 2, paused)
+
+
+def test_what_a_rank_should_not_hold_is_dropped() -> None:
+    tasks = placed("a")
+    tasks.release(A)
+    tasks.submit(submit("b"), 0)
+    hello_with_both = hello(0, held=[held("a", 1), held("b", 9)])
+    assert messages(tasks.reconcile(hello_with_both, 1)) == [Drop(A), Drop(B)]
+    assert state(tasks, B) is State.QUEUED
+
+
+def test_a_task_that_nobody_claims_is_dropped() -> None:
+    tasks = pool()
+    tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
+    assert state(tasks, A) is State.PLACED
+    assert tasks.tick(49) == []
+    assert messages(tasks.tick(50)) == [Drop(A)]
+    assert len(tasks.tasks) == 0
+
+
+def test_a_gateway_that_is_back_claims_what_it_wants() -> None:
+    tasks = placed("a", "b")
+    tasks.gateway_opened("g", 0)
+    tasks.submit(submit("a", attempt=1), 10)
+    assert messages(tasks.tick(50)) == [Drop(B)]
+    assert state(tasks, A) is State.PLACED
+
+
+def test_a_gateway_that_was_given_up_may_come_back() -> None:
+    tasks = placed("a")
+    assert messages(tasks.gateway_gone("g")) == [Drop(A)]
+    assert messages(tasks.submit(submit("a", delivered=[7], attempt=1), 9)) == [Resubmit(A, 2)]
+    tasks.submit(submit("a", delivered=[7, 8], attempt=2), 10)
+    (place,) = messages(tasks.place([group()], 10))
+    assert isinstance(place, Place)
+    assert (place.attempt, place.generated_tokens) == (3, (7, 8))
+
+
+def test_a_held_task_gets_its_payload_from_its_gateway() -> None:
+    tasks = pool(recovering=True)
+    tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
+    tasks.submit(submit("a", attempt=3), 0)
+    assert tasks.recovered(1) == []
+    assert tasks.tick(1_000) == []
+    tasks.returned(ZERO, returned(A, 3, 1, 2, 3), 5)
+    (place,) = messages(tasks.place([group()], 5))
+    assert isinstance(place, Place)
+    assert (place.attempt, place.payload) == (4, b"a")
+
+
+def test_the_order_of_claim_and_hello_does_not_matter() -> None:
+    tasks = pool(recovering=True)
+    tasks.submit(submit("a", attempt=1), 0)
+    tasks.reconcile(hello(0, held=[held("a", 3, paused=True)]), 0)
+    assert tasks.recovered(1) == []
+    assert state(tasks, A) is State.PAUSED
+
+
+def test_a_task_that_nobody_holds_is_asked_for_when_all_are_heard() -> None:
+    tasks = pool(recovering=True)
+    tasks.submit(submit("a", delivered=[7], attempt=3), 0)
+    assert tasks.place([group()], 0) == []
+    assert messages(tasks.recovered(1)) == [Resubmit(A, 3 + ATTEMPTS_APART)]
+    tasks.submit(submit("a", delivered=[7, 8], attempt=3 + ATTEMPTS_APART), 2)
+    (place,) = messages(tasks.place([group()], 2))
+    assert isinstance(place, Place)
+    assert place.attempt == 3 + ATTEMPTS_APART + 1
+
+
+def test_a_task_that_was_never_submitted_before_is_not_asked_for() -> None:
+    tasks = pool(recovering=True)
+    tasks.submit(submit("a"), 0)
+    assert tasks.recovered(1) == []
+    assert state(tasks, A) is State.QUEUED
+
+
+def test_an_attempt_that_its_gateway_was_told_to_refuse_is_given_up() -> None:
+    for claims_first in (True, False):
+        tasks = pool(recovering=True)
+        claim = submit("a", delivered=[7], attempt=5)
+        if claims_first:
+            tasks.submit(claim, 0)
+        drops = messages(tasks.reconcile(hello(0, held=[held("a", 4)]), 0))
+        if not claims_first:
+            drops = messages(tasks.submit(claim, 0))
+        assert drops == [Drop(A)]
+
+
+def test_the_newest_of_two_attempts_that_ranks_hold_is_kept() -> None:
+    tasks = pool(recovering=True)
+    tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
+    assert tasks.reconcile(hello(2, held=[held("a", 4)]), 0) == [ToRank(ZERO, Drop(A))]
+    assert tasks.reconcile(hello(1, held=[held("a", 2)]), 0) == [ToRank(Rank(1), Drop(A))]
+    assert tasks.tasks[A].leader == TWO
+
+
+def test_a_task_given_back_before_its_gateway_was_heard_waits_for_it() -> None:
+    tasks = pool()
+    tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
+    assert messages(tasks.returned(ZERO, returned(A, 3, 1, 2), 1)) == [Resubmit(A, 4)]
+    assert state(tasks, A) is State.ASKED
