@@ -203,11 +203,11 @@ class TaskPool:
         for task in self._tasks:
             if task.payload is None:
                 self._unclaimed[task.id] = now_ms + self._limits.claim_ms
-            if task.state is State.ASKED and task.told:
-                effects.append(_ask(task))
-            elif task.state is State.ASKED:
-                # It was not submitted before: no rank has ever run it.
+            if task.state is State.ASKED and task.payload is not None and not task.told:
+                # It was not submitted before, so no rank has ever run it.
                 self._tasks.enter(task, State.QUEUED, now_ms)
+            elif task.state is State.ASKED:
+                effects.append(_ask(task))
         return effects
 
     def tick(self, now_ms: int) -> list[Effect]:

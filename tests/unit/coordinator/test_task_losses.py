@@ -129,6 +129,14 @@ def test_a_task_that_was_never_submitted_before_is_not_asked_for() -> None:
     assert state(tasks, A) is State.QUEUED
 
 
+def test_a_task_that_was_held_and_not_claimed_waits_for_its_gateway() -> None:
+    tasks = pool(recovering=True)
+    tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
+    tasks.lost(ZERO, 0)
+    assert messages(tasks.recovered(1)) == [Resubmit(A, 4)]
+    assert state(tasks, A) is State.ASKED
+
+
 def test_an_attempt_that_its_gateway_was_told_to_refuse_is_given_up() -> None:
     for claims_first in (True, False):
         tasks = pool(recovering=True)
