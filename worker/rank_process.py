@@ -33,7 +33,8 @@ def rank_spec(config: Config, rank: Rank) -> RankSpec:
     """What this rank must know, from the cell's configuration."""
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cpu":
-        threads = max(1, (os.cpu_count() or 1) // config.cell.ranks)
+        # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
+        threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
     return RankSpec(
         rank=rank,
         world=config.cell.ranks,

@@ -48,7 +48,7 @@ class CellConfig(_Frozen):
     widths: tuple[int, ...] = (1, 2)
     layout: str = "dp2"
     threads_per_rank: int = Field(default=0, ge=0)
-    """CPU compute threads of each rank; 0 divides the machine's cores among the ranks."""
+    """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
 

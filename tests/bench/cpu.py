@@ -18,7 +18,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.bench.servers import ROOT, aileron_command, free_port, running, vllm_command
+from tests.bench.servers import (
+    COMPUTE_THREADS,
+    ROOT,
+    aileron_command,
+    free_port,
+    running,
+    vllm_command,
+)
 
 OPTIONS = [
     *("--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "32"),
@@ -130,7 +137,7 @@ def main() -> None:
         f"{hardware}.",
         "Demo model in bf16, eager, prompts of 128 and answers of 64 tokens; the three servers run "
         f"side by side and are loaded in turn, {rounds} rounds.",
-        f"Engine options of all three: `{' '.join(OPTIONS)}`.",
+        f"Each server computes with {COMPUTE_THREADS} thread(s). Engine options of all three: `{' '.join(OPTIONS)}`.",
         "",
         *table(values),
     ]

@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "worker" / "demo" / "model"
 START_LIMIT_S = 240
+COMPUTE_THREADS = max(1, (os.cpu_count() or 1) - 1)
+"""Of every server alike, as aileron sets them for one rank: one core is left to HTTP."""
 STOP_LIMIT_S = 30
 
 
@@ -44,7 +46,7 @@ def environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(os.cpu_count()),
+        "OMP_NUM_THREADS": str(COMPUTE_THREADS),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

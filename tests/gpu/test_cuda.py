@@ -22,7 +22,18 @@ from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
-ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "64"]
+ENGINE = [
+    "--logprobs-mode",
+    "raw_logits",
+    "--max-logprobs",
+    "-1",
+    "--max-model-len",
+    "1024",
+    "--gpu-memory-utilization",
+    "0.3",
+    "--max-num-seqs",
+    "64",
+]
 SCORED = 600
 TASKS = 24
 TOKENS = 200
