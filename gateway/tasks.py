@@ -71,7 +71,9 @@ class Task:
 
     def submit(self) -> Submit:
         """The message that makes the coordinator place it, behind what was delivered."""
-        return Submit(self.header, self.payload, tuple(self.delivered), self.stream.attempt)
+        # A repetition names an attempt even before the first token came: it is a repetition.
+        attempt = max(self.stream.attempt, 1) if self.submitted else self.stream.attempt
+        return Submit(self.header, self.payload, tuple(self.delivered), attempt)
 
 
 def family(task: TaskId) -> str:
@@ -115,11 +117,15 @@ class TaskBook:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
             return api_error("queue_full", "The gateway holds as many prompts as it can.")
-        task = Task(header, payload, now_s, submitted=self._connected)
+        task = Task(header, payload, now_s)
         self._open[task.id] = task
         self._families.setdefault(family(task.id), set()).add(task.id)
         self._payload_bytes += len(payload)
-        return task.submit() if self._connected else None
+        if not self._connected:
+            return None
+        message = task.submit()
+        task.submitted = True
+        return message
 
     def session_opened(self) -> list[GatewayUp]:
         """Everything that the coordinator must know, in order; it drops what it knows already."""
@@ -127,8 +133,8 @@ class TaskBook:
         self._told.clear()
         messages: list[GatewayUp] = list(self._ended.values())
         for task in self:
-            task.submitted = True
             messages.append(task.submit())
+            task.submitted = True
         return messages
 
     def session_closed(self) -> None:

@@ -8,11 +8,17 @@ schedulers and translation tables are fed from it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
 
 NULL_PAGE = 0
 """The page that is never handed out; lease index 0 stands for it in every group."""
+
+Pages = npt.NDArray[np.int64]
+"""Page numbers or lease indices, ascending unless said otherwise."""
 
 GroupKey = tuple[int, ...]
 """The member ranks of a group, ascending."""
@@ -35,47 +41,28 @@ class PageCounts:
     leased: Mapping[GroupKey, int]
 
 
-@dataclass(slots=True)
-class _Lease:
-    """Lease index -> page, and the lowest index that is not in use (indices start at 1)."""
-
-    pages: dict[int, int] = field(default_factory=dict)
-    lowest_unused: int = 1
-
-    def unused(self, n: int) -> list[int]:
-        """Return the n lowest indices not in use."""
-        indices: list[int] = []
-        index = self.lowest_unused
-        while len(indices) < n:
-            if index not in self.pages:
-                indices.append(index)
-            index += 1
-        return indices
-
-
 class PagePool:
     """The pages 0..num_pages-1 of one rank.
 
     A lease is a table from lease index to page. Members of a group have different pages but equal
     indices: indices are given lowest first, so members that keep the same set and lease the same
-    number agree on them without a word. Handing out n pages costs O(n) plus a byte scan over pages
-    in use, returning them O(n).
+    number agree on them without a word. A switch moves all pages of a device at once, so every
+    operation is a few array operations over the pool: a million pages take milliseconds.
     """
 
-    __slots__ = ("_free", "_leases", "_lowest_free", "_owned", "_place")
+    __slots__ = ("_free", "_leases", "_owned", "_place")
 
     def __init__(self, num_pages: int) -> None:
         """Start with page 0 reserved and all other pages free."""
         if num_pages < 1:
             raise PageError(f"a pool has at least the reserved page, not {num_pages} pages.")
-        # One byte per page: a page cannot be in two places, and finding a free one is a memchr.
-        self._place = bytearray([_FREE]) * num_pages
+        # One byte per page: a page cannot be in two places.
+        self._place: npt.NDArray[np.uint8] = np.full(num_pages, _FREE, dtype=np.uint8)
         self._place[NULL_PAGE] = _RESERVED
-        # No page below it is free.
-        self._lowest_free = 1
         self._free = num_pages - 1
         self._owned = 0
-        self._leases: dict[GroupKey, _Lease] = {}
+        # Group -> table of pages by lease index; 0 marks an index that is not in use.
+        self._leases: dict[GroupKey, Pages] = {}
 
     def grant_own(self, n: int) -> tuple[int, ...]:
         """Move the n lowest free pages to the rank's own scheduler and return them, ascending.
@@ -86,17 +73,23 @@ class PagePool:
         pages = self._take(n, _OWNED)
         self._owned += n
         self.integrity()
-        return tuple(pages)
+        return tuple(pages.tolist())
 
-    def return_own(self, pages: Iterable[int]) -> None:
+    def own_pages(self) -> Pages:
+        """All pages that the rank's own scheduler has."""
+        return np.flatnonzero(self._place == _OWNED)
+
+    def return_own(self, pages: Iterable[int] | Pages) -> None:
         """Move owned pages to free; `PageError` for a page named twice or not owned."""
-        returned = list(pages)
-        if len(set(returned)) < len(returned):
+        returned = _as_pages(pages)
+        if np.unique(returned).size < returned.size:
             raise PageError("a page is returned twice in one call.")
-        for page in returned:
-            if not (0 <= page < len(self._place) and self._place[page] == _OWNED):
-                raise PageError(f"page {page} is returned, but is not owned.")
-        self._owned -= len(returned)
+        inside = (returned >= 0) & (returned < self._place.size)
+        owned = inside.copy()
+        owned[inside] = self._place[returned[inside]] == _OWNED
+        if not owned.all():
+            raise PageError(f"page {returned[~owned][0]} is returned, but is not owned.")
+        self._owned -= returned.size
         self._release(returned)
         self.integrity()
 
@@ -106,17 +99,28 @@ class PagePool:
         The indices are the n lowest not in use, both ascend. Raises `PageError` if fewer than n
         pages are free.
         """
+        indices, pages = self.lease_pages(group, n)
+        return tuple(zip(indices.tolist(), pages.tolist(), strict=True))
+
+    def lease_pages(self, group: GroupKey, n: int) -> tuple[Pages, Pages]:
+        """Do what `lease` does; return the lease indices and the pages as two arrays."""
         if not group:
             raise PageError("a lease is for a group of at least one rank.")
         self._check_free(n)
         if n == 0:
-            return ()
-        lease = self._leases.setdefault(group, _Lease())
-        added = tuple(zip(lease.unused(n), self._take(n, _LEASED), strict=True))
-        lease.pages.update(added)
-        lease.lowest_unused = added[-1][0] + 1
+            return _as_pages(()), _as_pages(())
+        table = self._leases.get(group, np.zeros(1, dtype=np.int64))
+        indices = np.flatnonzero(table[1:] == 0)[:n] + 1
+        missing = n - indices.size
+        if missing:
+            fresh = np.arange(table.size, table.size + missing)
+            table = np.concatenate([table, np.zeros(missing, dtype=np.int64)])
+            indices = np.concatenate([indices, fresh])
+        pages = self._take(n, _LEASED)
+        table[indices] = pages
+        self._leases[group] = table
         self.integrity()
-        return added
+        return indices, pages
 
     def keep_only(self, group: GroupKey, indices: Collection[int]) -> None:
         """Free the pages of all lease indices but these; a repetition changes nothing.
@@ -124,24 +128,31 @@ class PagePool:
         Index 0 may be named, as it always stands for the null page. Any other index that is not
         in use is a `PageError`.
         """
-        lease = self._leases.get(group, _Lease())
-        kept = set(indices)
-        unknown = sorted(index for index in kept if index and index not in lease.pages)
-        if unknown:
-            raise PageError(f"lease index {unknown[0]} of group {group} is not in use.")
-        dropped = [index for index in lease.pages if index not in kept]
-        if not dropped:
+        table = self._leases.get(group, np.zeros(1, dtype=np.int64))
+        kept = _as_pages(sorted(set(indices) - {0}))
+        used = (kept > 0) & (kept < table.size)
+        used[used] = table[kept[used]] != 0
+        if not used.all():
+            raise PageError(f"lease index {kept[~used][0]} of group {group} is not in use.")
+        dropped = table != 0
+        dropped[kept] = False
+        if not dropped.any():
             return
-        self._release([lease.pages.pop(index) for index in dropped])
-        lease.lowest_unused = min([lease.lowest_unused, *dropped])
-        if not lease.pages:
+        self._release(table[dropped])
+        table[dropped] = 0
+        if not table.any():
             del self._leases[group]
         self.integrity()
 
+    def lease_indices(self, group: GroupKey) -> Pages:
+        """The lease indices in use, without index 0."""
+        return np.flatnonzero(self._leases.get(group, np.zeros(1, dtype=np.int64)))
+
     def lease_table(self, group: GroupKey) -> Mapping[int, int]:
         """Return lease index -> page as of now, without index 0; empty for an unknown group."""
-        lease = self._leases.get(group)
-        return MappingProxyType(dict(lease.pages) if lease else {})
+        indices = self.lease_indices(group)
+        pages = self._leases[group][indices] if indices.size else indices
+        return MappingProxyType(dict(zip(indices.tolist(), pages.tolist(), strict=True)))
 
     def slot_of(self, group: GroupKey, logical_block: int, k_slots: int) -> int:
         """Translate a group's logical block to this rank's slot number.
@@ -158,23 +169,22 @@ class PagePool:
 
     def counts(self) -> PageCounts:
         """Return how many pages are where."""
+        leased = {group: self.lease_indices(group).size for group in sorted(self._leases)}
         return PageCounts(
-            total=len(self._place),
+            total=self._place.size,
             reserved=1,
             free=self._free,
             owned=self._owned,
-            leased=MappingProxyType(
-                {group: len(self._leases[group].pages) for group in sorted(self._leases)}
-            ),
+            leased=MappingProxyType(leased),
         )
 
     def integrity(self, *, full: bool = False) -> None:
-        """Assert the invariant; costs O(groups), or O(pages) if `full`.
+        """Assert the invariant; costs a pass over the leases, or over all pages if `full`.
 
         An `AssertionError` means that the accounting itself is wrong, never its caller.
         """
-        leased = sum(len(lease.pages) for lease in self._leases.values())
-        total = len(self._place)
+        leased = sum(int(np.count_nonzero(table)) for table in self._leases.values())
+        total = self._place.size
         assert min(self._free, self._owned) >= 0, "a page count is negative."
         assert 1 + self._free + self._owned + leased == total, (
             f"1 reserved + {self._free} free + {self._owned} owned + {leased} leased pages "
@@ -182,20 +192,21 @@ class PagePool:
         )
         if full:
             self._check_places(leased)
-            for group, lease in self._leases.items():
-                _check_lease(group, lease)
 
     def _check_places(self, leased: int) -> None:
         place = self._place
+        count = np.bincount(place, minlength=4)
         assert place[NULL_PAGE] == _RESERVED, "page 0 is not reserved."
-        assert place.count(_RESERVED) == 1, "a page other than 0 is reserved."
-        assert place.count(_FREE) == self._free, "the count of free pages is wrong."
-        assert place.count(_OWNED) == self._owned, "the count of owned pages is wrong."
-        assert place.count(_LEASED) == leased, "the count of leased pages is wrong."
-        assert place.find(_FREE, 0, self._lowest_free) < 0, "a free page would not be found."
-        pages = [page for lease in self._leases.values() for page in lease.pages.values()]
-        assert len(set(pages)) == len(pages), "a page is leased twice."
-        assert all(place[page] == _LEASED for page in pages), "a leased page is elsewhere too."
+        assert count[_RESERVED] == 1, "a page other than 0 is reserved."
+        assert count[_FREE] == self._free, "the count of free pages is wrong."
+        assert count[_OWNED] == self._owned, "the count of owned pages is wrong."
+        assert count[_LEASED] == leased, "the count of leased pages is wrong."
+        assert all(table.any() for table in self._leases.values()), "a group keeps an empty lease."
+        assert not any(table[0] for table in self._leases.values()), "lease index 0 is in use."
+        if self._leases:
+            pages = np.concatenate([table[table != 0] for table in self._leases.values()])
+            assert np.unique(pages).size == pages.size, "a page is leased twice."
+            assert (place[pages] == _LEASED).all(), "a leased page is elsewhere too."
 
     def _check_free(self, n: int) -> None:
         if n < 0:
@@ -203,35 +214,26 @@ class PagePool:
         if n > self._free:
             raise PageError(f"{n} pages are asked for, but only {self._free} are free.")
 
-    def _take(self, n: int, place: int) -> list[int]:
+    def _take(self, n: int, place: int) -> Pages:
         """Mark the n lowest free pages, which the caller has checked to exist."""
-        pages: list[int] = []
-        page = self._lowest_free
-        for _ in range(n):
-            page = self._place.find(_FREE, page)
-            assert page > 0, "fewer pages are free than counted."
-            self._place[page] = place
-            pages.append(page)
+        pages = np.flatnonzero(self._place == _FREE)[:n]
+        assert pages.size == n, "fewer pages are free than counted."
+        self._place[pages] = place
         self._free -= n
-        self._lowest_free = page + 1 if pages else page
         return pages
 
-    def _release(self, pages: list[int]) -> None:
-        for page in pages:
-            self._place[page] = _FREE
-        self._free += len(pages)
-        self._lowest_free = min([self._lowest_free, *pages])
+    def _release(self, pages: Pages) -> None:
+        self._place[pages] = _FREE
+        self._free += pages.size
 
     def _page_at(self, group: GroupKey, index: int) -> int:
-        lease = self._leases.get(group)
-        if lease is None or index not in lease.pages:
+        table = self._leases.get(group)
+        if table is None or index >= table.size or not table[index]:
             raise PageError(f"lease index {index} of group {group} is not in use.")
-        return lease.pages[index]
+        return int(table[index])
 
 
-def _check_lease(group: GroupKey, lease: _Lease) -> None:
-    assert lease.pages, f"group {group} keeps an empty lease."
-    assert min(lease.pages) >= 1, f"group {group} uses a lease index below 1."
-    assert all(index in lease.pages for index in range(1, lease.lowest_unused)), (
-        f"group {group} has an unused lease index that would not be found."
-    )
+def _as_pages(numbers: Iterable[int] | Pages) -> Pages:
+    if isinstance(numbers, np.ndarray):
+        return numbers.astype(np.int64, copy=False)
+    return np.fromiter(numbers, dtype=np.int64)

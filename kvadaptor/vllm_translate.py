@@ -24,24 +24,17 @@ class SlotTable:
         self._slots: npt.NDArray[np.int32] = np.full(
             num_pages * slots_per_page, UNMAPPED, dtype=np.int32
         )
-        self._set(0, 0)
+        self._by_index = self._slots.reshape(num_pages, slots_per_page)
+        self._by_index[0] = np.arange(slots_per_page)
 
-    def _set(self, index: int, page: int) -> None:
-        k = self.slots_per_page
-        start = page * k if page >= 0 else UNMAPPED
-        self._slots[index * k : (index + 1) * k] = (
-            np.arange(start, start + k, dtype=np.int32) if page >= 0 else UNMAPPED
-        )
+    def map(self, indices: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
+        """Map lease indices to pages."""
+        first = pages.astype(np.int32)[:, None] * self.slots_per_page
+        self._by_index[indices] = first + np.arange(self.slots_per_page, dtype=np.int32)
 
-    def map(self, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Map (lease index, page) pairs."""
-        for index, page in pairs:
-            self._set(index, page)
-
-    def unmap(self, indices: list[int]) -> None:
+    def unmap(self, indices: npt.NDArray[np.int64]) -> None:
         """Forget lease indices."""
-        for index in indices:
-            self._set(index, UNMAPPED)
+        self._by_index[indices] = UNMAPPED
 
     def slots(self, blocks: list[int]) -> list[int]:
         """Physical slots of logical blocks; asserts that all are mapped."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import structlog
 
 from comm_pool.layout import Group, Mode
@@ -71,6 +72,7 @@ class Member:
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
+        self._begun: dict[tuple[int, ...], int] = {}
         self._mode: PreparedMode | None = None
         self._under_way: _UnderWay | None = None
         self._epoch = 0
@@ -100,14 +102,19 @@ class Member:
         mode, group = self._joined()
         pool = self.engine.pages
         if group.mode is Mode.DP:
-            indices: Iterable[int] = pool.grant_own(grant_pages)
+            pool.grant_own(grant_pages)
+            indices = pool.own_pages()
         else:
             assert mode.table is not None
+            held = set(pool.lease_indices(group.ranks).tolist())
+            assert held.issuperset(kept), "paused tasks hold pages that this rank has given up."
             self._keep_only(group.ranks, kept)
-            mode.table.map(pool.lease(group.ranks, grant_pages))
-            indices = sorted(pool.lease_table(group.ranks))
+            mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
+            indices = pool.lease_indices(group.ranks)
+        if self._binding is not None:
+            self._begun[group.ranks] = self._binding.born
         if mode.scheduler is not None:
-            mode.scheduler.grants.grant(indices)
+            mode.scheduler.grant(indices)
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
         """Tell the followers of the joined group; TimeoutError if they do not read."""
@@ -122,18 +129,17 @@ class Member:
 
     def release_own(self) -> None:
         """After parking dp: pages that no paused task holds go back to the rank."""
-        mode = self.engine.modes[self.engine.keys[0]]
-        assert mode.scheduler is not None
-        before = mode.scheduler.grants.blocks()
-        held = mode.scheduler.grants.withdraw()
-        self.engine.pages.return_own(before - held)
+        scheduler = self.engine.modes[self.engine.keys[0]].scheduler
+        assert scheduler is not None
+        pool = self.engine.pages
+        pool.return_own(np.setdiff1d(pool.own_pages(), scheduler.withdraw(), assume_unique=True))
 
     def announce_kept(self, group: Group) -> None:
         """After parking a wide group as its leader: tell which lease indices paused tasks hold."""
         scheduler = self.mode_of(group).scheduler
         assert scheduler is not None
         self._lease_version += 1
-        indices = tuple(sorted(scheduler.grants.withdraw()))
+        indices = tuple(scheduler.withdraw().tolist())
         born = self._formed[group.ranks]
         self.kept[group.ranks] = LeaseKept(group.ranks, self._lease_version, indices, born)
 
@@ -144,7 +150,7 @@ class Member:
             bound = self._binding is not None and self._binding.group.ranks == lease.ranks
             order = (lease.born, lease.version)
             # What was kept of an earlier formation says nothing about pages leased since.
-            stale = lease.born < self._formed.get(lease.ranks, 0)
+            stale = lease.born < self._begun.get(lease.ranks, 0)
             if bound or stale or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
                 continue
             self._applied_kept[lease.ranks] = order
@@ -153,13 +159,18 @@ class Member:
 
     def _keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
         pool = self.engine.pages
-        dropped = sorted(set(pool.lease_table(ranks)) - set(kept))
-        if not dropped:
+        leased = pool.lease_indices(ranks)
+        dropped = np.setdiff1d(leased, np.array(kept, dtype=np.int64), assume_unique=True)
+        if not dropped.size:
             return False
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
+        if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
+            # A member's share of these pages is lost: the coordinator says so, and it is right.
+            group = Group(mode.communicator.ranks, mode.key.mode)
+            self._return(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
-        pool.keep_only(ranks, set(kept) & set(pool.lease_table(ranks)))
+        pool.keep_only(ranks, np.setdiff1d(leased, dropped, assume_unique=True).tolist())
         return True
 
     def page_report(self) -> PageReport:

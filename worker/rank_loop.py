@@ -155,6 +155,8 @@ class RankLoop:
                     member.unbind()
                     member.park(binding.group, carry, group_lost=lost)
                 else:
+                    while self._follow():
+                        pass  # A leader that is alive may wait in a step that it has sent.
                     member.unbind()
             case OweLeave(binding=binding):
                 self._send_leave(binding.group, binding.born, False)
@@ -214,11 +216,12 @@ class RankLoop:
             self._changed = True
         self._changed |= bool(self._member.ended)
 
-    def _follow(self) -> None:
+    def _follow(self) -> bool:
         assert self._seat.binding is not None
         message = self._member.follow(self._seat.binding)
         if isinstance(message, LeaveGroup):
             self._seat.on_leave(message.born)
+        return message is not None
 
     # ------------------------------------------------------------------ reports
 
@@ -234,7 +237,7 @@ class RankLoop:
     def _report(self, *, with_progress: bool) -> Report:
         member, seat = self._member, self._seat
         scheduler = None
-        if seat.is_leader and seat.binding is not None:
+        if seat.is_leader and seat.serving and seat.binding is not None:
             scheduler = member.mode_of(seat.binding.group).scheduler
         running, waiting = scheduler.get_request_counts() if scheduler is not None else (0, 0)
         ended, member.ended = member.ended, []

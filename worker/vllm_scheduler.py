@@ -8,6 +8,8 @@ those tasks simply stay where they are until their mode is bound again.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -30,13 +32,22 @@ class StepPlan:
 
 
 class BlockGrants:
-    """Which blocks of a vLLM block pool may be allocated; at first none."""
+    """Which blocks of a vLLM block pool may be allocated; at first none.
+
+    Invariant: a granted block is in vLLM's free queue or in use by a task. Parking leaves the queue
+    as it is, because nothing allocates from it while the mode is unbound, and the next grant is
+    mostly the same: only the difference is moved, so a switch costs array operations, not a walk
+    over all blocks.
+    """
 
     def __init__(self, pool: BlockPool, slots_per_page: int) -> None:
         self._pool = pool
-        self._slots = slots_per_page
-        self._granted: set[int] = set()
-        self.withdraw()
+        self.slots_per_page = slots_per_page
+        blocks = len(pool.blocks)
+        self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
+        self._count()
 
     @property
     def free(self) -> int:
@@ -46,42 +57,43 @@ class BlockGrants:
     @property
     def total(self) -> int:
         """Granted blocks."""
-        return len(self._granted)
+        return int(self._pool.num_gpu_blocks) - 1
 
-    def blocks(self) -> set[int]:
-        """The granted blocks, free or in use."""
-        return set(self._granted)
+    def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
+        """Evict what is cached in free blocks, whose pages go elsewhere; the mode is parked.
 
-    def withdraw(self) -> set[int]:
-        """Take back every free block, evicting what is cached in it; the others stay granted.
-
-        Returns the lease indices (pages) that have blocks in use.
+        `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold.
         """
-        queue = self._pool.free_block_queue
-        free = queue.popleft_n(queue.num_free_blocks)
-        for block in free:
-            self._pool._maybe_evict_cached_block(block)
-            self._granted.discard(block.block_id)
-        self._count()
-        return {block_id // self._slots for block_id in self._granted}
-
-    def grant(self, indices: Iterable[int]) -> None:
-        """Make all blocks of these lease indices allocatable that are not in use already."""
-        first = self._slots
-        ids = [
-            block_id
-            for index in indices
-            for block_id in range(index * first, (index + 1) * first)
-            if block_id not in self._granted
+        cached = [
+            block
+            for entry in list(self._pool.cached_block_hash_to_block._cache.values())
+            for block in (entry.values() if isinstance(entry, dict) else (entry,))
         ]
-        assert 0 not in ids, "the null page cannot be granted."
-        self._pool.free_block_queue.append_n([self._pool.blocks[block_id] for block_id in ids])
-        self._granted.update(ids)
+        for block in cached:
+            if block.ref_cnt == 0:
+                self._pool._maybe_evict_cached_block(block)
+        self._in_use[:] = False
+        self._in_use[list(in_use)] = True
+        return np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
+
+    def grant(self, indices: npt.NDArray[np.int64], in_use: Iterable[int]) -> None:
+        """Make exactly the blocks of these lease indices allocatable; `in_use` are among them."""
+        wanted = np.zeros_like(self._granted)
+        wanted.reshape(-1, self.slots_per_page)[indices] = True
+        assert not wanted[0], "the null page cannot be granted."
+        self._in_use[:] = False
+        self._in_use[list(in_use)] = True
+        assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
+        queue, blocks = self._pool.free_block_queue, self._pool.blocks
+        for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
+            queue.remove(blocks[block_id])
+        queue.append_n([blocks[i] for i in np.flatnonzero(wanted & ~self._granted).tolist()])
+        self._granted = wanted
         self._count()
 
     def _count(self) -> None:
         # vLLM computes usage and "is anything in use" from this number; block 0 is its null block.
-        self._pool.num_gpu_blocks = len(self._granted) + 1
+        self._pool.num_gpu_blocks = int(np.count_nonzero(self._granted)) + 1
 
 
 class ModeScheduler(Scheduler):
@@ -156,6 +168,32 @@ class ModeScheduler(Scheduler):
     def holding(self) -> list[str]:
         """Tasks that hold KV: these can pause."""
         return [request.request_id for request in self.running]
+
+    def held_blocks(self) -> set[int]:
+        """The logical blocks of all tasks that hold KV."""
+        return {
+            block_id
+            for request_id in self.holding()
+            for block_id in self.kv_cache_manager.get_block_ids(request_id)[0]
+        }
+
+    def withdraw(self) -> npt.NDArray[np.int64]:
+        """Park: returns the lease indices that the tasks which stay still hold."""
+        return self.grants.withdraw(self.held_blocks())
+
+    def grant(self, indices: npt.NDArray[np.int64]) -> None:
+        """Bind: the pages of these lease indices are there to allocate from."""
+        self.grants.grant(indices, self.held_blocks())
+
+    def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
+        """Tasks with a block in one of these lease indices."""
+        gone = set(indices.tolist())
+        slots = self.grants.slots_per_page
+        return [
+            request_id
+            for request_id in self.holding()
+            if any(b // slots in gone for b in self.kv_cache_manager.get_block_ids(request_id)[0])
+        ]
 
     def not_holding(self) -> list[str]:
         """Tasks that hold no KV: waiting, or preempted by vLLM."""

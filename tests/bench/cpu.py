@@ -137,7 +137,8 @@ def main() -> None:
         f"{hardware}.",
         "Demo model in bf16, eager, prompts of 128 and answers of 64 tokens; the three servers run "
         f"side by side and are loaded in turn, {rounds} rounds.",
-        f"Each server computes with {COMPUTE_THREADS} thread(s). Engine options of all three: `{' '.join(OPTIONS)}`.",
+        f"Each server computes with {COMPUTE_THREADS} thread(s).",
+        f"Engine options of all three: `{' '.join(OPTIONS)}`.",
         "",
         *table(values),
     ]

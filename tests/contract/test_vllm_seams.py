@@ -6,6 +6,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm")
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
@@ -125,19 +126,25 @@ def test_grants_bound_what_vllms_block_pool_hands_out() -> None:
     pool = BlockPool(num_gpu_blocks=24, enable_caching=True, hash_block_size=16)
     grants = BlockGrants(pool, 4)
     assert (grants.free, grants.total) == (0, 0)
-    grants.grant([1, 3])
-    assert (grants.free, grants.total) == (8, 8)
-    blocks = pool.get_new_blocks(3)
-    assert {block.block_id for block in blocks} == {4, 5, 6}
-    assert grants.withdraw() == {1}
-    assert (grants.free, grants.total) == (0, 3)
-    grants.grant([1, 2])
-    assert (grants.free, grants.total) == (5, 8)
-    pool.free_blocks(blocks)
-    assert grants.free == 8
-    assert grants.withdraw() == set()
     with pytest.raises(ValueError, match="free blocks"):
         pool.get_new_blocks(1)
+    grants.grant(np.array([1, 3]), ())
+    assert (grants.free, grants.total) == (8, 8)
+    blocks = pool.get_new_blocks(3)
+    held = {block.block_id for block in blocks}
+    assert held == {4, 5, 6}
+    assert grants.withdraw(held).tolist() == [1]
+    grants.grant(np.array([1, 2]), held)
+    assert (grants.free, grants.total) == (5, 8)
+    more = pool.get_new_blocks(5)
+    assert {block.block_id for block in more} == {7, 8, 9, 10, 11}
+    pool.free_blocks(blocks)
+    pool.free_blocks(more)
+    assert grants.withdraw(()).tolist() == []
+    grants.grant(np.array([5]), ())
+    assert (grants.free, grants.total) == (4, 4)
+    with pytest.raises(AssertionError, match="not granted"):
+        grants.grant(np.array([2]), {20})
 
 
 def _step() -> SchedulerOutput:
@@ -170,7 +177,9 @@ def _step() -> SchedulerOutput:
 
 def test_every_block_id_of_a_step_is_translated() -> None:
     table = SlotTable(num_pages=16, slots_per_page=2)
-    table.map(((1, 7), (2, 4)))  # Logical blocks 2, 3 -> slots 14, 15; 4, 5 -> 8, 9.
+    table.map(
+        np.array([1, 2]), np.array([7, 4])
+    )  # Logical blocks 2, 3 -> slots 14, 15; 4, 5 -> 8, 9.
     step = _step()
     physical = translate(step, table)
     assert physical.scheduled_new_reqs[0].block_ids == ([14, 9],)
@@ -189,8 +198,8 @@ def test_every_block_id_of_a_step_is_translated() -> None:
 
 def test_a_step_on_an_unleased_block_dies() -> None:
     table = SlotTable(num_pages=16, slots_per_page=2)
-    table.map(((1, 7),))
-    table.unmap([1])
+    table.map(np.array([1]), np.array([7]))
+    table.unmap(np.array([1]))
     with pytest.raises(AssertionError, match="not leased"):
         translate(_step(), table)
 

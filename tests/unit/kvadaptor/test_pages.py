@@ -147,7 +147,7 @@ def _break_counter(pool: PagePool) -> None:
 
 
 def _leak_a_leased_page(pool: PagePool) -> None:
-    del pool._leases[PAIR].pages[2]
+    pool._leases[PAIR][2] = 0
 
 
 @pytest.mark.parametrize("damage", [_break_counter, _leak_a_leased_page])
@@ -159,11 +159,11 @@ def test_cheap_integrity_sees_lost_pages(damage: Callable[[PagePool], None]) -> 
 
 
 def _lease_one_page_twice(pool: PagePool) -> None:
-    pool._leases[PAIR].pages[2] = 3
+    pool._leases[PAIR][2] = 3
 
 
 def _lease_an_owned_page(pool: PagePool) -> None:
-    pool._leases[PAIR].pages[2] = 1
+    pool._leases[PAIR][2] = 1
 
 
 def _hand_out_the_null_page(pool: PagePool) -> None:
@@ -174,12 +174,13 @@ def _swap_free_for_owned(pool: PagePool) -> None:
     pool._place[7] = pool._place[1]
 
 
-def _hide_a_free_page(pool: PagePool) -> None:
-    pool._lowest_free = 9
+def _lease_under_index_zero(pool: PagePool) -> None:
+    table = pool._leases[PAIR]
+    table[0], table[2] = table[2], 0
 
 
-def _hide_an_unused_index(pool: PagePool) -> None:
-    pool._leases[PAIR].lowest_unused = 9
+def _keep_an_empty_lease(pool: PagePool) -> None:
+    pool._leases[2, 3] = pool._leases[PAIR] * 0
 
 
 @pytest.mark.parametrize(
@@ -189,8 +190,8 @@ def _hide_an_unused_index(pool: PagePool) -> None:
         (_lease_an_owned_page, "elsewhere too"),
         (_hand_out_the_null_page, "page 0 is not reserved"),
         (_swap_free_for_owned, "count of free pages"),
-        (_hide_a_free_page, "would not be found"),
-        (_hide_an_unused_index, "would not be found"),
+        (_lease_under_index_zero, "index 0 is in use"),
+        (_keep_an_empty_lease, "empty lease"),
     ],
 )
 def test_full_integrity_sees_misplaced_pages(
