@@ -8,7 +8,7 @@ SEED   ?= 1
 BIN    := .venv/bin
 TESTS  := $(BIN)/python -m pytest -m "not gpu"
 
-.PHONY: up demo test setup check sim bench
+.PHONY: up demo test setup check sim bench gpu-bench
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -34,3 +34,7 @@ sim: setup  ## replay one simulation: make sim SEED=4711
 
 bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
 	@$(BIN)/python -m tests.bench.cpu
+
+gpu-bench: DEVICE = cuda
+gpu-bench: setup  ## GPU benchmarks on every GPU here: make gpu-bench [RANKS=4] [SHAPE=qwen3-32b]
+	@$(BIN)/python -m tests.bench.gpu --ranks $(or $(RANKS),2) --shape $(or $(SHAPE),llama-3-8b)

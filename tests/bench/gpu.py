@@ -7,6 +7,7 @@ of one cell, then the phases of switches between them. Weights are dummies: only
 
 import argparse
 import asyncio
+import datetime
 import json
 import os
 import random
@@ -141,8 +142,45 @@ async def ours(model: Path, ranks: int, folder: Path) -> dict[str, Any]:
     return results
 
 
+def static_in_child(shape: str, tp: int) -> dict[str, float]:
+    """Measure plain vLLM in a process of its own, so that it leaves the GPUs when it ends."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.gpu", "--shape", shape, "--static", str(tp)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(f"static vLLM with tp {tp} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, float] = json.loads(lines[-1].removeprefix("RESULT "))
+    return result
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Markdown: each mode beside the static vLLM of its width, and the switches."""
+    ranks = results["ranks"]
+    rows = [
+        "| | TTFT of 4,096 tokens, ms | TPOT of one stream, ms | 64 x (1,024 + 128): tokens/s |",
+        "|---|---|---|---|",
+    ]
+    for name in ("static tp1", f"static tp{ranks}", f"dp{ranks}", f"tp{ranks}"):
+        row = results[name] if name.startswith("static") else results["aileron"][name]
+        shown = name if name.startswith("static") else f"aileron {name}"
+        ttft, tpot = row["ttft_ms"], row["tpot_ms"]
+        rows.append(f"| {shown} | {ttft:.1f} | {tpot:.2f} | {row['batch_tokens_per_s']:.0f} |")
+    records = results["aileron"]["switches"]
+    for phase in ("park_ms", "swap_ms", "first_step_ms", "total_ms"):
+        values = [record[phase] for record in records]
+        middle, worst = statistics.median(values), max(values)
+        rows.append(f"\nSwitch of idle ranks, {phase}: median {middle:.2f}, worst {worst:.2f}.")
+    rows.append(f"\nMemory of rank 0 in bytes: {results['aileron']['memory']}.")
+    return rows
+
+
 def main() -> None:
-    """Measure, print and write `gpu.json`."""
+    """Measure, print, and leave a dated JSON file and table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="llama-3-8b")
     parser.add_argument("--ranks", type=int, default=2)
@@ -153,29 +191,46 @@ def main() -> None:
     model = write_shape(options.shape, folder)
     if options.static:
         print("RESULT " + json.dumps(static(model, options.static)), flush=True)
-        os._exit(0)
+        os._exit(0)  # vLLM's engine threads would keep the process.
     cell = folder / "cell"
     cell.mkdir()
     results: dict[str, Any] = {"shape": options.shape, "ranks": options.ranks}
-    try:
-        results["aileron"] = asyncio.run(ours(model, options.ranks, cell))
-    finally:
-        for log in cell.glob("*.log"):
-            (options.out / f"gpu-{log.name}").write_text(log.read_text()[-200_000:])
+    results["aileron"] = asyncio.run(ours(model, options.ranks, cell))
     for tp in (1, options.ranks):
-        command = [sys.executable, "-m", "tests.bench.gpu", "--static", str(tp)]
-        done = subprocess.run(
-            [*command, "--shape", options.shape],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        results[f"static tp{tp}"] = json.loads(lines[-1][7:]) if lines else done.stderr[-3000:]
-        print("static", tp, results[f"static tp{tp}"], flush=True)
-    (options.out / "gpu.json").write_text(json.dumps(results, indent=1))
-    print(json.dumps({k: v for k, v in results.items() if k != "switches"}, indent=1)[:4000])
+        results[f"static tp{tp}"] = static_in_child(options.shape, tp)
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    gpu = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()[0]
+    text = [
+        f"# aileron's modes against static vLLM, {options.shape} shape, {today}",
+        "",
+        f"Command: `python -m tests.bench.gpu --shape {options.shape} --ranks {options.ranks}`, "
+        f"commit {commit()}, {options.ranks} x {gpu}.",
+        "Dummy bf16 weights, full CUDA graphs for decode, no compilation; one server after the "
+        "other on the same GPUs.",
+        "",
+        *table(results),
+    ]
+    name = options.out / f"{today}-gpu-{options.shape}-{options.ranks}"
+    name.with_suffix(".md").write_text("\n".join(text) + "\n")
+    name.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    print("\n".join(text), flush=True)
+
+
+def commit() -> str:
+    """The commit that is measured, as far as git knows."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
 
 
 if __name__ == "__main__":
