@@ -114,6 +114,7 @@ def probe(config: Config) -> int:
             rank=rank,
             pages=engine.kv.num_pages,
             memory=dict(engine.memory()),
+            communicator_ms=engine.communicator_ms(),
             modes=[str(key) for key in engine.keys],
         )
         engine.communicators.of_width(max(config.cell.widths)).group.barrier()

@@ -58,6 +58,7 @@ def build_engine(config: Config, base: EngineConfig, rank: Rank) -> RankEngine:
         seconds=round(time.monotonic() - started, 2),
         pages=engine.kv.num_pages,
         **dict(engine.memory()),
+        **engine.communicator_ms(),
     )
     return engine
 

@@ -225,6 +225,14 @@ class RankEngine:
             ("kv", self.kv.raw.numel()),
         )
 
+    def communicator_ms(self) -> dict[str, float]:
+        """How long each communicator took to create and warm, in milliseconds."""
+        return {
+            f"communicator_tp{c.width}_ms": round(c.created_ms, 1)
+            for c in self.communicators
+            if c.width > 1
+        }
+
     def gauges(self) -> tuple[tuple[str, int], ...]:
         """What a leak would show in."""
         process = psutil.Process()
