@@ -30,6 +30,7 @@ MEMORY_GIB_MIN = 4
 SHM_MIB_MIN = 256
 """vLLM's message queues between the ranks of a host live in /dev/shm."""
 DEFAULT_PORTS = (("--port", 8000), ("--admin-port", 8001))
+MIB = 1024 * 1024
 ENGINE_LIMIT_S = 180
 ENGINE_TAIL_CHARS = 3_000
 
@@ -203,7 +204,15 @@ def _engine_status() -> int:
         if fields.get("event") == "rank_probed":
             modes = ", ".join(map(str, fields.get("modes", [])))
             print(f"ok       engine    rank {fields['rank']}: {fields['pages']} KV pages, {modes}")
+            print(f"         memory    rank {fields['rank']}: {_memory_words(fields)}")
     return 0
+
+
+def _memory_words(fields: dict[str, Any]) -> str:
+    """What a probed rank holds; the views of a width must own 0 MiB outside of the weights."""
+    sizes = [f"{what} {size / MIB:.1f} MiB" for what, size in fields.get("memory", {}).items()]
+    times = [f"{what} {ms} ms" for what, ms in fields.get("communicator_ms", {}).items()]
+    return ", ".join([*sizes, *times])
 
 
 def _json_lines(text: str) -> Iterator[dict[str, Any]]:
