@@ -69,11 +69,15 @@ class PagePool:
 
         Raises `PageError` if fewer are free.
         """
+        return tuple(self.grant_own_pages(n).tolist())
+
+    def grant_own_pages(self, n: int) -> Pages:
+        """Do what `grant_own` does; return the pages as an array."""
         self._check_free(n)
         pages = self._take(n, _OWNED)
         self._owned += n
         self.integrity()
-        return tuple(pages.tolist())
+        return pages
 
     def own_pages(self) -> Pages:
         """All pages that the rank's own scheduler has."""
@@ -82,9 +86,11 @@ class PagePool:
     def return_own(self, pages: Iterable[int] | Pages) -> None:
         """Move owned pages to free; `PageError` for a page named twice or not owned."""
         returned = _as_pages(pages)
-        if np.unique(returned).size < returned.size:
-            raise PageError("a page is returned twice in one call.")
         inside = (returned >= 0) & (returned < self._place.size)
+        named = np.zeros(self._place.size, dtype=np.bool_)
+        named[returned[inside]] = True
+        if np.count_nonzero(named) < np.count_nonzero(inside):
+            raise PageError("a page is returned twice in one call.")
         owned = inside.copy()
         owned[inside] = self._place[returned[inside]] == _OWNED
         if not owned.all():
@@ -231,6 +237,11 @@ class PagePool:
         if table is None or index >= table.size or not table[index]:
             raise PageError(f"lease index {index} of group {group} is not in use.")
         return int(table[index])
+
+
+def without(pages: Pages, others: Pages) -> Pages:
+    """Return those of `pages` that are not among `others`; linear in the largest number."""
+    return pages[~np.isin(pages, others, kind="table")] if others.size else pages
 
 
 def _as_pages(numbers: Iterable[int] | Pages) -> Pages:

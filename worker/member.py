@@ -27,6 +27,7 @@ from coordinator.protocol.messages import (
     TokenBatch,
     TokenSpan,
 )
+from kvadaptor.pages import without
 from worker.book import TaskBook
 from worker.outlet import Outlet
 from worker.step_queue import (
@@ -102,7 +103,7 @@ class Member:
         mode, group = self._joined()
         pool = self.engine.pages
         if group.mode is Mode.DP:
-            pool.grant_own(grant_pages)
+            pool.grant_own_pages(grant_pages)
             indices = pool.own_pages()
         else:
             assert mode.table is not None
@@ -132,7 +133,7 @@ class Member:
         scheduler = self.engine.modes[self.engine.keys[0]].scheduler
         assert scheduler is not None
         pool = self.engine.pages
-        pool.return_own(np.setdiff1d(pool.own_pages(), scheduler.withdraw(), assume_unique=True))
+        pool.return_own(without(pool.own_pages(), scheduler.withdraw()))
 
     def announce_kept(self, group: Group) -> None:
         """After parking a wide group as its leader: tell which lease indices paused tasks hold."""
@@ -160,7 +161,7 @@ class Member:
     def _keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
         pool = self.engine.pages
         leased = pool.lease_indices(ranks)
-        dropped = np.setdiff1d(leased, np.array(kept, dtype=np.int64), assume_unique=True)
+        dropped = without(leased, np.array(kept, dtype=np.int64))
         if not dropped.size:
             return False
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
@@ -170,7 +171,7 @@ class Member:
             group = Group(mode.communicator.ranks, mode.key.mode)
             self._return(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
-        pool.keep_only(ranks, np.setdiff1d(leased, dropped, assume_unique=True).tolist())
+        pool.keep_only(ranks, without(leased, dropped).tolist())
         return True
 
     def page_report(self) -> PageReport:
