@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -35,6 +32,7 @@ from coordinator.protocol.messages import (
     TaskId,
 )
 from tests.bench.servers import MODEL, ROOT, free_port
+from tests.harness.admin import get_json, switch
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -65,22 +63,11 @@ class BareCell:
 
     def get(self, path: str) -> Any:
         """GET on the admin port."""
-        with urllib.request.urlopen(self.admin + path, timeout=30) as answer:
-            return msgspec.json.decode(answer.read())
+        return get_json(self.admin + path)
 
     def switch(self, layout: str, carry: str = "pause") -> Any:
         """POST /admin/layout and wait until it serves."""
-        body = msgspec.json.encode({"layout": layout, "carry": carry})
-        request = urllib.request.Request(
-            self.admin + "/admin/layout?wait=1",
-            data=body,
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return msgspec.json.decode(answer.read())
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
+        return switch(self.admin, layout, carry)
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_MODEL, DEMO_NAME
 from tests.bench.servers import ROOT, free_port
+from tests.harness.admin import get_json, switch
 
 START_LIMIT_S = 180
 MODEL_NAME = DEMO_NAME
@@ -49,22 +49,11 @@ class Product:
 
     def get(self, path: str) -> Any:
         """GET on the admin port."""
-        with urllib.request.urlopen(self.admin + path, timeout=30) as answer:
-            return msgspec.json.decode(answer.read())
+        return get_json(self.admin + path)
 
     def switch(self, layout: str, carry: str) -> Any:
         """Switch and wait until the layout serves."""
-        body = msgspec.json.encode({"layout": layout, "carry": carry})
-        request = urllib.request.Request(
-            self.admin + "/admin/layout?wait=1",
-            data=body,
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return msgspec.json.decode(answer.read())
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
+        return switch(self.admin, layout, carry)
 
     def pages_free_and_leased(self) -> list[dict[str, Any]]:
         """The page accounting of every rank."""

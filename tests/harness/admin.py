@@ -1,0 +1,29 @@
+"""The two calls that tests make on a cell's admin port."""
+
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+
+CALL_LIMIT_S = 60
+
+
+def get_json(url: str) -> Any:
+    """GET and decode."""
+    with urllib.request.urlopen(url, timeout=CALL_LIMIT_S) as answer:
+        return msgspec.json.decode(answer.read())
+
+
+def switch(admin: str, layout: str, carry: str) -> Any:
+    """Switch the cell and wait until the layout serves."""
+    request = urllib.request.Request(
+        admin + "/admin/layout?wait=1",
+        data=msgspec.json.encode({"layout": layout, "carry": carry}),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=CALL_LIMIT_S) as answer:
+            return msgspec.json.decode(answer.read())
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
