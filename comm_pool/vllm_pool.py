@@ -173,4 +173,4 @@ def _release_names(group: GroupCoordinator) -> None:
     plane = getattr(group.device_communicator, "dist_module", None)
     name = getattr(plane, "group_name", None)
     if name is not None:
-        SHARED_MEMORY_FOLDER.joinpath(f"{name}_{group.rank}").unlink(missing_ok=True)
+        SHARED_MEMORY_FOLDER.joinpath(f"{name}_{group.rank_in_group}").unlink(missing_ok=True)

@@ -142,6 +142,8 @@ def bare_cell(
         yield cell
     finally:
         cell.stop()
+    left = sorted(Path("/dev/shm").glob(f"{config.cell.dist_port}-*"))
+    assert not left, "ranks leave nothing in shared memory"
 
 
 @dataclass

@@ -25,6 +25,7 @@ NEW_TOKENS = 12
 SCORED_TOKENS = 600
 LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
 FP32_TOLERANCE = 1e-4
+SHARED_MEMORY = Path("/dev/shm")
 LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "1024"]
 
 
@@ -55,6 +56,7 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
     }
     (folder / "spec.json").write_text(json.dumps(spec))
     out = folder / f"static-{dtype}-{tp}.npz"
+    before = set(SHARED_MEMORY.iterdir())
     done = subprocess.run(
         [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
         cwd=ROOT,
@@ -64,6 +66,8 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
         text=True,
         timeout=300,
     )
+    for segment in set(SHARED_MEMORY.glob("vllm_dist_*")) - before:
+        segment.unlink(missing_ok=True)  # Plain vLLM leaves its own behind.
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as arrays:
         return dict(arrays)
