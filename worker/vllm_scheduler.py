@@ -172,9 +172,7 @@ class ModeScheduler(Scheduler):
     def held_blocks(self) -> set[int]:
         """The logical blocks of all tasks that hold KV."""
         return {
-            block_id
-            for request_id in self.holding()
-            for block_id in self.kv_cache_manager.get_block_ids(request_id)[0]
+            block_id for request_id in self.holding() for block_id in self._blocks_of(request_id)
         }
 
     def withdraw(self) -> npt.NDArray[np.int64]:
@@ -187,13 +185,16 @@ class ModeScheduler(Scheduler):
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
         """Tasks with a block in one of these lease indices."""
-        gone = set(indices.tolist())
         slots = self.grants.slots_per_page
         return [
             request_id
             for request_id in self.holding()
-            if any(b // slots in gone for b in self.kv_cache_manager.get_block_ids(request_id)[0])
+            if np.isin(np.array(self._blocks_of(request_id)) // slots, indices).any()
         ]
+
+    def _blocks_of(self, request_id: str) -> list[int]:
+        blocks: list[int] = self.kv_cache_manager.get_block_ids(request_id)[0]
+        return blocks
 
     def not_holding(self) -> list[str]:
         """Tasks that hold no KV: waiting, or preempted by vLLM."""
