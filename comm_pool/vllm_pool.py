@@ -27,6 +27,9 @@ TP_GROUP_NAME = "tp"
 """vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
 
 
+LARGE_MESSAGE_BYTES = 64 << 20
+"""A prefill's all-reduce: larger than custom all-reduce takes, so NCCL does it."""
+
 CPU_SPIN_S = 0.002
 """How long an idle follower on CPU spins on its step queue before it sleeps."""
 
@@ -54,6 +57,7 @@ class Communicator:
 def _memory_bytes(device: torch.device) -> int:
     """Memory in use by this process: device memory on CUDA, resident set on CPU."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return total - free
     resident_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
@@ -152,9 +156,14 @@ def activate(communicator: Communicator) -> None:
 
 
 def _warm(group: GroupCoordinator, device: torch.device) -> None:
-    """One collective of each kind that serving uses, so that the first step finds them warm."""
+    """One collective of each kind that serving uses, so that the first step finds them warm.
+
+    NCCL takes its buffers at the first message that custom all-reduce leaves to it.
+    """
     tensor = torch.ones(64, 64, device=device)
     group.all_reduce(tensor)
+    if device.type == "cuda":
+        group.all_reduce(torch.zeros(LARGE_MESSAGE_BYTES // 2, dtype=torch.bfloat16, device=device))
     group.all_gather(tensor, dim=-1)
     group.barrier()
 

@@ -126,8 +126,8 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     core = context.core
     layout, carry = _read_wanted(context, body)
     if core.layout_view()["recovering"]:
-        raise _AnswerError(503, "recovering", _sentence(core.refuse(layout, carry) or "try again."))
-    if (reason := core.refuse(layout, carry)) is not None:
+        raise _AnswerError(503, "recovering", _sentence(core.refuse(layout) or "try again."))
+    if (reason := core.refuse(layout)) is not None:
         raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
     wanted = format_layout(layout, context.world)
     await context.owner.post(SwitchWanted(layout, carry, OPERATOR, asked_ms))

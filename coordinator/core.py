@@ -148,11 +148,11 @@ class Core:
                 assert_never(event)
         return [*effects, *self._follow_up(event, now_ms)]
 
-    def refuse(self, layout: Layout, carry: Carry) -> str | None:
+    def refuse(self, layout: Layout) -> str | None:
         """Return why a switch to `layout` cannot be, in one sentence, or None."""
         if self._switcher.recovering:
             return "the coordinator is still collecting the ranks' reports: try again in a moment."
-        return refuse(layout, carry, self._roster, self._switcher.alive)
+        return refuse(layout, self._roster, self._switcher.alive)
 
     def layout_view(self) -> views.View:
         """Answer `GET /admin/layout`."""
@@ -210,6 +210,10 @@ class Core:
             effects += self._pool.returned(report.rank, returned, now_ms)
         if self._roster.report_of(report.rank) is report:
             self._pool.progress(report.rank, report.progress, now_ms)
+            if report.moved == report.stage.epoch:
+                # An earlier coordinator may have committed this move.
+                for adopted in report.adopted:
+                    effects += self._pool.adopted(report.rank, adopted, now_ms)
         for times in report.times:
             self._switcher.log.on_times(times)
         return effects
@@ -256,7 +260,7 @@ class Core:
 
     def _switch_wanted(self, wanted: SwitchWanted, now_ms: int) -> list[Effect]:
         choice = format_layout(wanted.layout)
-        reason = self.refuse(wanted.layout, wanted.carry)
+        reason = self.refuse(wanted.layout)
         if reason is not None:
             return [_warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
         because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
@@ -285,6 +289,8 @@ class Core:
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
         """What any event may lead to."""
         effects: list[Effect] = []
+        for rank, adopted in self._switcher.take_adopted():
+            effects += self._pool.adopted(rank, adopted, now_ms)
         if self._switcher.version != self._version:
             self._version = self._switcher.version
             effects += [*self._refresh_context(), *self._directives(self._roster)]

@@ -45,8 +45,20 @@ class SwitchRecord:
     reshard_ms: float = 0.0
     reshard_bytes: int = 0
     gap_ms_max: float = 0.0
+    old_end_us: int = 0
+    """When the last old step of any rank ended, on the host's monotonic clock; 0 is unknown."""
+    new_start_us: int = 0
+    """When the first new step of the slowest rank started."""
+    stall_ms: float = 0.0
+    """Longest time of any rank between its last old and its first new step."""
     total_ms: int = 0
     outcome: Outcome = Outcome.UNDER_WAY
+
+    @property
+    def cut_over_ms(self) -> float:
+        """From the last old step's end to the slowest rank's first new step; 0 is unknown."""
+        known = self.old_end_us and self.new_start_us
+        return (self.new_start_us - self.old_end_us) / 1000 if known else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,11 @@ class SwitchLog:
                 park_ms=max(record.park_ms, times.park_us / 1000),
                 swap_ms=max(record.swap_ms, times.swap_us / 1000),
                 first_step_ms=max(record.first_step_ms, times.first_step_us / 1000),
+                old_end_us=max(record.old_end_us, times.old_end_us),
+                new_start_us=max(record.new_start_us, times.new_start_us),
+                stall_ms=max(record.stall_ms, _stall_ms(times)),
+                reshard_ms=max(record.reshard_ms, times.reshard_us / 1000),
+                reshard_bytes=record.reshard_bytes + times.reshard_bytes,
             )
 
     def on_gap(self, epoch: int, gap_ms: float) -> None:
@@ -127,3 +144,8 @@ class SwitchLog:
         self._records[self._under_way] = record
         self._under_way = None
         self._finished.append(record)
+
+
+def _stall_ms(times: SwitchTimes) -> float:
+    known = times.old_end_us and times.new_start_us
+    return (times.new_start_us - times.old_end_us) / 1000 if known else 0.0

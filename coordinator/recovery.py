@@ -24,6 +24,8 @@ class Resumed:
     gone: tuple[Rank, ...]
     """Ranks whose memory is lost: not heard, or started anew."""
     cause: str
+    moved: int = 0
+    """The last epoch whose move a rank knows to be committed."""
 
     @property
     def is_settled(self) -> bool:
@@ -62,6 +64,7 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
         serving=tuple(binding for binding in target.bindings if _serves(binding, target, heard)),
         gone=gone,
         cause="coordinator restarted",
+        moved=max(report.moved for report in heard.values()),
     )
 
 

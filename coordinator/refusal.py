@@ -7,28 +7,16 @@ from collections.abc import Collection
 from typing import assert_never
 
 from comm_pool.layout import Group, Layout, Mode, Rank
-from coordinator.protocol.messages import Carry
 from coordinator.roster import Roster
 
 
-def refuse(layout: Layout, carry: Carry, roster: Roster, alive: Collection[Rank]) -> str | None:
-    """Return the reason why `layout` cannot be reached with `carry`, if there is one."""
+def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
+    """Return the reason why `layout` cannot be reached, if there is one."""
     reasons = [
-        _refuse_carry(carry),
         _refuse_ranks(layout, roster, alive),
         *(_refuse_group(group, roster) for group in layout.groups if group.width > 1),
     ]
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def _refuse_carry(carry: Carry) -> str | None:
-    match carry:
-        case Carry.PAUSE | Carry.DRAIN | Carry.RECOMPUTE:
-            return None
-        case Carry.RESHARD:
-            return "carry plan 'reshard' is not available yet: use pause, drain or recompute."
-        case _:
-            assert_never(carry)
 
 
 def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:

@@ -24,7 +24,7 @@ class CoreSettings:
     drain_limit_ms: int = 60_000
     queue_tasks_max: int = 4_096
     ageing_ms: int = 30_000
-    default_carry: Carry = Carry.RECOMPUTE
+    default_carry: Carry = Carry.RESHARD
     history_max: int = 1_000
     """Most switches and most decisions that are remembered."""
     claim_ms: int = 5_000

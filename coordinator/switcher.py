@@ -10,12 +10,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.grants import Grants
 from coordinator.kept import KeptLeases
+from coordinator.moves import Moves
 from coordinator.protocol.messages import (
+    Adopted,
     Binding,
     Carry,
     Directive,
-    Grant,
     Phase,
     RankHello,
     Report,
@@ -28,9 +30,6 @@ from coordinator.roster import Arrival, Roster
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
-
-REGRANT_SHARE = 4
-"""A group is formed anew for pages that add more than 1/4 to its grant."""
 
 STALL_SHARE = 4
 """A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
@@ -64,9 +63,10 @@ class Switcher:
     __slots__ = (
         "_decide_ms",
         "_drain_until_ms",
-        "_granted",
+        "_grants",
         "_kept",
         "_last_tick_ms",
+        "_moves",
         "_recover_until_ms",
         "_roster",
         "_settings",
@@ -84,10 +84,10 @@ class Switcher:
     def __init__(self, settings: SwitchSettings, roster: Roster, now_ms: int) -> None:
         self._settings = settings
         self._roster = roster
-        self._granted: dict[Binding, Grant] = {}
-        """What each group that reached SERVE was granted; its members must all get the same."""
+        self._grants = Grants(roster)
         self._kept = KeptLeases()
         self._swapped_upto = 0
+        self._moves = Moves()
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
         self._recover_until_ms = now_ms + min(settings.lost_after_ms, settings.recover_ms)
@@ -120,7 +120,7 @@ class Switcher:
 
     def is_granted(self, binding: Binding) -> bool:
         """Say whether the group is in the target and reached SERVE, now or in an earlier epoch."""
-        return binding in self._granted
+        return binding in self._grants
 
     def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
         """Take in a rank that came, or came back as a new process."""
@@ -220,29 +220,27 @@ class Switcher:
             carry=self.carry,
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
             swapped_upto=self._swapped_upto,
-            grants=self._grants() if stage.phase is Phase.SERVE else (),
+            grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
             kept=self._kept.for_rank(rank),
+            movers=self._moves.movers if stage.phase is Phase.MOVE else (),
+            moved=self._moves.committed,
         )
+
+    def take_adopted(self) -> list[tuple[Rank, Adopted]]:
+        """Return the tasks that changed their leader since the last call, with the new one."""
+        return self._moves.take_adopted()
 
     def starved(self) -> tuple[Rank, ...]:
-        """Return the leaders of groups that would gain much by forming anew.
-
-        A group gets pages only when it is formed; what paused tasks kept then may be free by now.
-        """
-        if not self.is_serving:
-            return ()
-        return tuple(
-            binding.group.leader
-            for binding, grant in self._granted.items()
-            if self._free_pages(binding) * REGRANT_SHARE > grant.pages
-        )
+        """Return the leaders of groups that would gain much by forming anew."""
+        return self._grants.starved() if self.is_serving else ()
 
     def integrity(self) -> None:
         """Assert that what is said of groups and ranks is about those of the target."""
         assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
-        assert set(self._granted) <= set(self.target.bindings), "a group of no target has a grant."
+        granted = self._grants.all_of()
+        assert granted <= set(self.target.bindings), "a group of no target has a grant."
         if self.stage.phase is Phase.SERVE:
-            assert set(self._granted) == set(self.target.bindings), "a serving group has no grant."
+            assert granted == set(self.target.bindings), "a serving group has no grant."
         assert self.recovering or self.epoch > 0, "no target after recovery."
 
     def _change(
@@ -262,7 +260,7 @@ class Switcher:
         self.alive = layout.ranks
         for binding in previous.bindings:
             if binding not in self.target.bindings:
-                self._granted.pop(binding, None)
+                self._grants.drop(binding)
                 self._kept.unbind(binding)
         self.version += 1
         self._start_record(cause, now_ms)
@@ -313,35 +311,34 @@ class Switcher:
 
     def _advance(self, now_ms: int) -> None:
         while self.stage.phase is not Phase.SERVE and self._all_acknowledged():
-            self.stage = Stage(self.epoch, Phase(self.stage.phase + 1))
+            self._complete(self.stage.phase)
             self.version += 1
-            if self.stage.phase is Phase.SWAP:
-                self._swapped_upto = max(self._swapped_upto, self.epoch)
-            else:
-                self._grant()
         if self.is_serving:
             self.served_layout = self.target.layout
             self.log.served(now_ms)
 
+    def _complete(self, phase: Phase) -> None:
+        """Go on from a phase that every rank acknowledged."""
+        match phase:
+            case Phase.PARK if self.carry is Carry.RESHARD and self._moves.start(
+                map(self._roster.report_of, self.alive)
+            ):
+                self.stage = Stage(self.epoch, Phase.MOVE)
+            case Phase.PARK | Phase.MOVE:
+                if phase is Phase.MOVE:
+                    movers = self._moves.movers
+                    self._moves.decide(self.epoch, map(self._roster.report_of, movers))
+                self._swapped_upto = max(self._swapped_upto, self.epoch)
+                self.stage = Stage(self.epoch, Phase.SWAP)
+            case _:
+                self.stage = Stage(self.epoch, Phase.SERVE)
+                self._grant()
+
     def _grant(self) -> None:
         for binding in self.target.bindings:
-            if binding not in self._granted:
-                self._granted[binding] = Grant(binding.group.ranks, self._free_pages(binding))
+            if binding not in self._grants:
+                self._grants.add(binding)
                 self._kept.bind(binding)
-
-    def _grants(self) -> tuple[Grant, ...]:
-        return tuple(self._granted[binding] for binding in self.target.bindings)
-
-    def _free_pages(self, binding: Binding) -> int:
-        """Pages that every member of the group has free."""
-        reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
-        return min(report.pages.free if report else 0 for report in reports)
-
-    def _held_pages(self, binding: Binding) -> int:
-        """Pages that every member of a serving group has handed to it, or more."""
-        reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
-        pages = [report.pages for report in reports if report]
-        return min(each.owned + each.leased for each in pages)
 
     def _forgive_own_stall(self, now_ms: int) -> None:
         stall_ms = now_ms - self._last_tick_ms
@@ -367,11 +364,13 @@ class Switcher:
         self.stage = resumed.stage
         # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
         self._swapped_upto = resumed.stage.epoch
+        # A move that no rank knows to be committed has not been carried out by any.
+        self._moves.committed = resumed.moved
         for binding in self.target.bindings:
             self._kept.know(binding)
         for binding in resumed.serving:
             self._kept.bind(binding)
-            self._granted[binding] = Grant(binding.group.ranks, self._held_pages(binding))
+            self._grants.resume(binding)
         for rank in resumed.gone:
             self._kept.drop(rank, self.epoch)
         if not resumed.is_settled:

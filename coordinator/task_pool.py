@@ -17,6 +17,7 @@ from coordinator.ended_tasks import EndedTask, EndedTasks
 from coordinator.events import Effect, ToGateway, ToRank
 from coordinator.placement import OpenGroup
 from coordinator.protocol.messages import (
+    Adopted,
     Carry,
     Drop,
     EndCause,
@@ -34,7 +35,7 @@ from coordinator.protocol.messages import (
     TaskReturned,
 )
 from coordinator.task_table import TaskTable
-from coordinator.tasks import HELD, State, Task, new_task
+from coordinator.tasks import HELD, State, Task, new_task, too_long
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
@@ -163,6 +164,20 @@ class TaskPool:
         self._tasks.enter(task, State.QUEUED, now_ms)
         return []
 
+    def adopted(self, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
+        """Take note that a committed move made `rank` the leader of a task; may be repeated."""
+        task = self._tasks.get(message.task)
+        if task is not None and task.leader == rank and task.attempt >= message.attempt:
+            return []
+        if task is None or task.state not in HELD or task.attempt != message.attempt - 1:
+            # It ended or was given up meanwhile.
+            return [ToRank(rank, Drop(message.task))]
+        task.attempt = message.attempt
+        task.generated = max(task.generated, message.generated)
+        self._tasks.enter(task, State.PLACED, now_ms, rank)
+        self._carried[Carry.RESHARD] += 1
+        return []
+
     def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> None:
         """Take how far a leader's tasks are; only from its newest report."""
         for item in items:
@@ -178,7 +193,7 @@ class TaskPool:
     def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
         """Compare what a rank holds with what it is believed to hold; its session is new."""
         effects: list[Effect] = []
-        held = {each.header.task for each in hello.held}
+        held = {each.header.task for each in hello.held}.union(hello.adopted)
         for task in self._tasks.held_by(hello.rank):
             if task.id not in held:
                 effects += self._doubt(task, now_ms)
@@ -300,14 +315,7 @@ class TaskPool:
             heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
 
     def _too_long(self, task: Task) -> str | None:
-        limit = self.context_tokens_max
-        if not limit or task.context_tokens_max <= limit:
-            return None
-        return (
-            f"the largest context here is {limit} tokens, but the request asks for "
-            f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
-            f"{task.header.max_tokens} to generate."
-        )
+        return too_long(task, self.context_tokens_max)
 
     def _current(self, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
         """Return the task if `rank` holds it and `attempt` is its current placement."""

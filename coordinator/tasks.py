@@ -90,6 +90,17 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
     )
 
 
+def too_long(task: Task, limit: int) -> str | None:
+    """Return why a task is too long for contexts of `limit` tokens; a limit of 0 is unknown."""
+    if not limit or task.context_tokens_max <= limit:
+        return None
+    return (
+        f"the largest context here is {limit} tokens, but the request asks for "
+        f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
+        f"{task.header.max_tokens} to generate."
+    )
+
+
 class TaskQueue:
     """The queued tasks, by tier and arrival.
 

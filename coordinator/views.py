@@ -58,6 +58,8 @@ def switch_view(record: SwitchRecord) -> View:
         "reshard_bytes": record.reshard_bytes,
         "swap_ms": record.swap_ms,
         "first_step_ms": record.first_step_ms,
+        "cut_over_ms": record.cut_over_ms,
+        "stall_ms": record.stall_ms,
         "gap_ms_max": record.gap_ms_max,
         "total_ms": record.total_ms,
         "outcome": record.outcome.value,

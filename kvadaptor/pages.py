@@ -128,6 +128,45 @@ class PagePool:
         self.integrity()
         return indices, pages
 
+    def own_these(self, pages: Pages) -> None:
+        """Move exactly these pages to the rank's own scheduler; `PageError` if one is not free."""
+        self._take_these(pages, _OWNED)
+        self._owned += pages.size
+        self.integrity()
+
+    def lease_these(self, group: GroupKey, indices: Pages, pages: Pages) -> None:
+        """Lease page `pages[i]` under index `indices[i]`, for all i.
+
+        Raises `PageError` for a page that is not free or an index that is in use, or named twice.
+        """
+        if not group or indices.size != pages.size or np.unique(indices).size != indices.size:
+            raise PageError("a lease needs a group, and as many different indices as pages.")
+        table = self._leases.get(group, np.zeros(1, dtype=np.int64))
+        last = int(indices.max(initial=0))
+        if last >= table.size:
+            fresh = np.zeros(last + 1 - table.size, dtype=np.int64)
+            table = np.concatenate([table, fresh])
+        if indices.size and (indices.min() < 1 or table[indices].any()):
+            raise PageError(f"a lease index of group {group} is 0 or in use.")
+        self._take_these(pages, _LEASED)
+        table[indices] = pages
+        if pages.size:
+            self._leases[group] = table
+        self.integrity()
+
+    def free_pages(self) -> Pages:
+        """All pages that are nobody's."""
+        return np.flatnonzero(self._place == _FREE)
+
+    def lease_of(self, group: GroupKey) -> tuple[Pages, Pages]:
+        """The lease indices in use, without index 0, and the page of each."""
+        indices = self.lease_indices(group)
+        return indices, self._leases[group][indices] if indices.size else indices
+
+    def groups(self) -> tuple[GroupKey, ...]:
+        """Groups with a lease."""
+        return tuple(self._leases)
+
     def keep_only(self, group: GroupKey, indices: Collection[int]) -> None:
         """Free the pages of all lease indices but these; a repetition changes nothing.
 
@@ -227,6 +266,15 @@ class PagePool:
         self._place[pages] = place
         self._free -= n
         return pages
+
+    def _take_these(self, pages: Pages, place: int) -> None:
+        inside = pages.size == 0 or (pages.min() >= 0 and pages.max() < self._place.size)
+        if not inside or (self._place[pages] != _FREE).any():
+            raise PageError("a page that is asked for by number is not free.")
+        if np.unique(pages).size != pages.size:
+            raise PageError("a page is asked for twice in one call.")
+        self._place[pages] = place
+        self._free -= pages.size
 
     def _release(self, pages: Pages) -> None:
         self._place[pages] = _FREE

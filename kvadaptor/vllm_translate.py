@@ -32,6 +32,14 @@ class SlotTable:
         first = pages.astype(np.int32)[:, None] * self.slots_per_page
         self._by_index[indices] = first + np.arange(self.slots_per_page, dtype=np.int32)
 
+    def assign(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
+        """Map logical blocks to any slots of pages that the rank has leased."""
+        self._slots[blocks] = slots
+
+    def all_slots(self) -> npt.NDArray[np.int32]:
+        """The whole table, (logical blocks,), as of now; `UNMAPPED` where no page is leased."""
+        return self._slots.copy()
+
     def unmap(self, indices: npt.NDArray[np.int64]) -> None:
         """Forget lease indices."""
         self._by_index[indices] = UNMAPPED

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvadaptor.geometry import GeometryError, PageGeometry
+from kvadaptor.peers import allocate
 
 LAYOUT = KVCacheLayout.LBHNC
 """Layer, block, head, token, channel: a block falls apart into per-head regions."""
@@ -54,9 +55,7 @@ class KVBuffer:
         self._spec = next(iter(specs.values()))
         if self._spec.page_size_bytes != self.geometry.layer_page_bytes:
             raise GeometryError("vLLM pads this model's KV pages, so they cannot be split.")
-        self.raw = torch.zeros(
-            num_pages * self.geometry.page_bytes, dtype=torch.int8, device=device
-        )
+        self.raw = allocate(num_pages * self.geometry.page_bytes, device)
 
     def config(self, k: int) -> KVCacheConfig:
         """What vLLM is told of width k: num_pages·slots blocks of b tokens."""

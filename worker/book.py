@@ -19,6 +19,8 @@ class LedTask:
     attempt: int
     group: Group
     emitted: int
+    payload: bytes = b""
+    """What the gateway sent, for whoever goes on with the task."""
 
 
 class TaskBook:
@@ -33,9 +35,11 @@ class TaskBook:
     def __iter__(self) -> Iterator[LedTask]:
         return iter(self._tasks.values())
 
-    def open(self, header: TaskHeader, attempt: int, group: Group, generated: int) -> None:
+    def open(
+        self, header: TaskHeader, attempt: int, group: Group, generated: int, payload: bytes
+    ) -> None:
         """Take a task whose first `generated` tokens were made by earlier attempts."""
-        self._tasks[header.task] = LedTask(header, attempt, group, generated)
+        self._tasks[header.task] = LedTask(header, attempt, group, generated, payload)
 
     def get(self, task: TaskId) -> LedTask | None:
         """The task, or None if it is not led here (any more)."""

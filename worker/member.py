@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Group, Mode
@@ -29,6 +30,7 @@ from coordinator.protocol.messages import (
 )
 from kvadaptor.pages import without
 from worker.book import TaskBook
+from worker.moving import Moving
 from worker.outlet import Outlet
 from worker.step_queue import (
     FOLLOWER_POLL_S,
@@ -44,6 +46,8 @@ from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
 
 log = structlog.get_logger()
+
+_NOTHING: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow over restarts of a leader: its incarnation is their high part."""
@@ -67,17 +71,24 @@ class Member:
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseKept] = {}
         self.steps = 0
-        self._intake = Intake(engine.block_hasher, engine.structured_output)
+        self.intake = Intake(engine.block_hasher, engine.structured_output)
         self._outlet = outlet
         self._incarnation = incarnation
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._begun: dict[tuple[int, ...], int] = {}
+        self._moved_in: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        """Lease indices that hold moved tasks of a group, until it begins."""
+        self.moving = Moving(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
         self._under_way: _UnderWay | None = None
         self._epoch = 0
         self._binding: Binding | None = None
+        self.step_started_ns = 0
+        """When the last step was launched here, on the host's monotonic clock."""
+        self.step_ended_ns = 0
+        """When the last step was known to be over; a follower only knows that it was launched."""
 
     # ------------------------------------------------------------------ groups and pages
 
@@ -91,10 +102,22 @@ class Member:
         self._mode = self.engine.select(ModeKey(group.mode, group.width))
         self._binding = binding
         self._formed[group.ranks] = binding.born
+        self.moving.joined()
+
+    def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
+        """A move has leased these indices to a group that is to be joined."""
+        ranks = binding.group.ranks
+        self._formed[ranks] = self._begun[ranks] = binding.born
+        self._moved_in[ranks] = indices
+
+    def not_joined(self) -> None:
+        """What was prepared for a group is not joined now: its leader says what is kept of it."""
+        self._moved_in.clear()
 
     def unbind(self) -> None:
         """Belong to no group; the step under way must be settled."""
         assert self._under_way is None
+        self.not_joined()
         self._mode = None
         self._binding = None
 
@@ -108,7 +131,8 @@ class Member:
         else:
             assert mode.table is not None
             held = set(pool.lease_indices(group.ranks).tolist())
-            assert held.issuperset(kept), "paused tasks hold pages that this rank has given up."
+            kept = (*kept, *self._moved_in.pop(group.ranks, _NOTHING).tolist())
+            assert held.issuperset(kept), "tasks hold pages that this rank has given up."
             self._keep_only(group.ranks, kept)
             mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
             indices = pool.lease_indices(group.ranks)
@@ -169,7 +193,7 @@ class Member:
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
             # A member's share of these pages is lost: the coordinator says so, and it is right.
             group = Group(mode.communicator.ranks, mode.key.mode)
-            self._return(group, lost, ReturnCause.RECOMPUTE)
+            self.give_up(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
         pool.keep_only(ranks, without(leased, dropped).tolist())
         return True
@@ -195,7 +219,7 @@ class Member:
             return  # A repetition.
         generated = list(place.generated_tokens)
         try:
-            request = self._intake.request(place.payload)
+            request = self.intake.request(place.payload)
             self._mode.scheduler.add_task(request, generated)
         except Exception as error:  # Whatever vLLM finds wrong is this task's failure alone.
             log.exception("task_refused", task=header.task)
@@ -203,7 +227,7 @@ class Member:
                 TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated), str(error))
             )
             return
-        self.book.open(header, place.attempt, binding.group, len(generated))
+        self.book.open(header, place.attempt, binding.group, len(generated), place.payload)
 
     def drop(self, task: TaskId) -> None:
         """Free everything of a task whose client is gone."""
@@ -219,27 +243,38 @@ class Member:
         self.settle()
         led = self.book.get(task)
         if led is not None:
-            self._return(led.group, [task], ReturnCause.RECOMPUTE)
+            self.give_up(led.group, [task], ReturnCause.RECOMPUTE)
 
     def park(self, group: Group, carry: Carry, *, group_lost: bool) -> None:
         """Apply the carry plan to the tasks of a group that this rank leads, then withdraw pages.
 
-        `reshard` has its place here: it will hand the slots of `holding()` to the next group.
+        With `reshard` the running tasks wait where they are for the move.
         """
         scheduler = self.mode_of(group).scheduler
         assert scheduler is not None
-        self._return(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
+        self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
+        if carry is Carry.RESHARD and not group_lost:
+            return
         if group_lost or carry is not Carry.PAUSE:
-            self._return(group, scheduler.holding(), ReturnCause.RECOMPUTE)
-        self._withdraw(group)
+            self.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
+        self.withdraw(group)
 
-    def _withdraw(self, group: Group) -> None:
+    def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
+        """Forget tasks that another leader goes on with."""
+        scheduler = self.mode_of(group).scheduler
+        assert scheduler is not None
+        for name in scheduler.take_back(tasks):
+            self.book.close(TaskId(name))
+
+    def withdraw(self, group: Group) -> None:
+        """Give back the pages of a parked group that its tasks do not hold."""
         if group.mode is Mode.DP:
             self.release_own()
         else:
             self.announce_kept(group)
 
-    def _return(self, group: Group, tasks: Sequence[str], cause: ReturnCause) -> None:
+    def give_up(self, group: Group, tasks: Sequence[str], cause: ReturnCause) -> None:
+        """Return tasks to the pool, with the tokens they have."""
         for name, generated in self._take_back(group, tasks).items():
             led = self.book.close(TaskId(name))
             if led is not None:
@@ -251,7 +286,7 @@ class Member:
         generated: dict[str, list[int]] = scheduler.take_back(tasks)
         bound = self._binding is not None and self._binding.group == group
         if generated and not bound:
-            self._withdraw(group)
+            self.withdraw(group)
         return generated
 
     def _give_back(
@@ -280,8 +315,7 @@ class Member:
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
             self.lead(Step(self._binding.born, plan))
-            launched = _UnderWay(plan, mode.execute(plan))
-            self.steps += 1
+            launched = _UnderWay(plan, self._execute(mode, plan))
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
@@ -303,6 +337,7 @@ class Member:
         result = step.result
         if hasattr(result, "get_output"):
             result = result.get_output()
+        self.step_ended_ns = time.monotonic_ns()
         outputs = mode.scheduler.finish_step(step.plan, result)
         if outputs:
             self._push(outputs, self._epoch)
@@ -325,18 +360,23 @@ class Member:
             header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
             self._outlet.push(reply_to, header, batch)
 
-    def follow(self, binding: Binding) -> QueueMessage | None:
+    def _execute(self, mode: PreparedMode, plan: Any) -> Any:
+        self.step_started_ns = time.monotonic_ns()
+        self.steps += 1
+        return mode.execute(plan)
+
+    def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
         """Read one message of the joined group and obey it; leave messages are the caller's."""
         mode, _ = self._joined()
-        message = receive(mode.communicator.group.mq_broadcaster, FOLLOWER_POLL_S)
+        message = receive(mode.communicator.group.mq_broadcaster, wait_s)
         if message is None or message.born != binding.born:
             return message if isinstance(message, LeaveGroup) else None
         match message:
             case Begin(kept=kept, grant_pages=pages):
                 self.begin(pages, kept)
             case Step(plan=plan):
-                mode.execute(plan)
-                self.steps += 1
+                self._execute(mode, plan)
+                self.step_ended_ns = time.monotonic_ns()
             case LeaveGroup():
                 pass
         return message

@@ -15,6 +15,9 @@ from comm_pool.layout import Group, Rank
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    Adopted,
+    Binding,
+    Carry,
     Directive,
     Drop,
     GiveBack,
@@ -25,13 +28,26 @@ from coordinator.protocol.messages import (
     RankHello,
     Report,
     Stop,
-    SwitchTimes,
     TaskProgress,
 )
-from coordinator.protocol.seat import Ack, Join, Leave, Move, OweLeave, Park, Seat, Serve
+from coordinator.protocol.seat import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    OweLeave,
+    Park,
+    Reshard,
+    Resolve,
+    Seat,
+    Serve,
+)
+from worker.book import LedTask
 from worker.member import Member
+from worker.moving import OvertakenError
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
-from worker.step_queue import LEADER_SEND_LIMIT_S, Begin, LeaveGroup
+from worker.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
+from worker.switch_clock import SwitchClock
 from worker.vllm_rank import RankEngine
 
 log = structlog.get_logger()
@@ -61,10 +77,9 @@ class RankLoop:
         self._incarnation = incarnation
         self._seat = Seat(self._rank, incarnation)
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
-        self._wanted_since_ns: dict[int, int] = {}
-        self._times: dict[int, SwitchTimes] = {}
-        self._unsent_times: list[SwitchTimes] = []
-        self._first_step_of: int | None = None
+        self._clock = SwitchClock()
+        self._deferred: list[Drop | GiveBack] = []
+        """Task commands that came during a move."""
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._changed = True
@@ -109,12 +124,14 @@ class RankLoop:
     def _handle(self, item: RankDown | HelloWanted) -> None:
         match item:
             case Directive():
-                self._wanted_since_ns.setdefault(item.stage.epoch, time.monotonic_ns())
+                self._clock.wanted(item.stage.epoch)
                 self._seat.on_directive(item)
                 self._changed |= self._member.apply_kept(self._appliable(item.kept))
             case Place():
                 self._member.place(item, self._seat.binding)
                 self._changed |= bool(self._member.returned or self._member.ended)
+            case Drop() | GiveBack() if self._seat.is_moving:
+                self._deferred.append(item)  # What is told of a move must stay true until its end.
             case Drop(task=task):
                 self._member.drop(task)
                 self._changed = True
@@ -139,8 +156,12 @@ class RankLoop:
         moved = False
         while (move := self._seat.next_move(idle=not self._member.has_work)) is not None:
             started = time.perf_counter_ns()
-            self._carry_out(move)
+            try:
+                self._carry_out(move)
+            except OvertakenError:
+                continue
             self._seat.made(move)
+            self._after(move)
             self._note_times(move, (time.perf_counter_ns() - started) // 1000)
             moved = self._changed = True
         return moved
@@ -154,10 +175,12 @@ class RankLoop:
                     self._send_leave(binding.group, binding.born, lost)
                     member.unbind()
                     member.park(binding.group, carry, group_lost=lost)
+                    self._told_of(binding, move)
                 else:
-                    while self._follow():
+                    while self._follow(wait_s=0.0):
                         pass  # A leader that is alive may wait in a step that it has sent.
                     member.unbind()
+                    self._told_of(binding, move)
             case OweLeave(binding=binding):
                 self._send_leave(binding.group, binding.born, False)
             case Join(binding=binding):
@@ -165,13 +188,42 @@ class RankLoop:
             case Serve(binding=binding, grant_pages=pages, kept=kept):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
-                    member.lead(Begin(binding.born, indices, pages))
+                    member.lead(Begin(binding.born, indices, pages, member.has_work))
                     member.begin(pages, indices)
-                    self._first_step_of = move.directive.stage.epoch
+                    self._clock.begun(is_busy=member.has_work)
+                    self._clock.leads(move.directive.stage.epoch)
+            case Reshard(directive=directive):
+                member.moving.move(directive, lambda: self._is_overtaken(directive))
+            case Resolve():
+                member.moving.resolve(move)
             case Park() | Ack():
                 pass
             case _:
                 assert_never(move)
+
+    def _told_of(self, binding: Binding, move: Leave) -> None:
+        """Tell what may move as early as possible: peers find it when they are asked to move."""
+        if move.carry is Carry.RESHARD and not move.group_lost:
+            self._member.moving.left(binding)
+            self._member.moving.tell(move.directive.stage.epoch)
+
+    def _is_overtaken(self, directive: Directive) -> bool:
+        self._take_inbox()
+        wanted = self._seat.wanted
+        overtaken = wanted is not None and wanted.stage.epoch > directive.stage.epoch
+        return overtaken or self.stop_reason is not None
+
+    def _after(self, move: Move) -> None:
+        match move:
+            case Reshard(directive=directive):
+                stats = self._member.moving.stats
+                self._clock.copied(directive.stage.epoch, stats.seconds, stats.link_bytes)
+            case Resolve() if not self._seat.is_moving:
+                deferred, self._deferred = self._deferred, []
+                for item in deferred:
+                    self._handle(item)
+            case _:
+                pass
 
     def _send_leave(self, group: Group, born: int, lost: bool) -> None:
         wait_s = 0.0 if lost else LEADER_SEND_LIMIT_S
@@ -183,44 +235,31 @@ class RankLoop:
     def _note_times(self, move: Move, took_us: int) -> None:
         match move:
             case Leave(directive=directive):
-                epoch = directive.stage.epoch
-                since = self._wanted_since_ns.get(epoch, time.monotonic_ns())
-                self._add_times(epoch, park_us=(time.monotonic_ns() - since) // 1000)
+                self._clock.parked(directive.stage.epoch, self._member.step_ended_ns)
             case Join(directive=directive):
-                self._add_times(directive.stage.epoch, swap_us=took_us)
+                self._clock.joined(directive.stage.epoch, took_us)
             case _:
                 pass
-
-    def _add_times(
-        self, epoch: int, *, park_us: int = 0, swap_us: int = 0, first_step_us: int = 0
-    ) -> None:
-        old = self._times.get(epoch, SwitchTimes(epoch))
-        new = SwitchTimes(
-            epoch,
-            old.park_us or park_us,
-            old.swap_us or swap_us,
-            old.first_step_us or first_step_us,
-        )
-        self._times = {epoch: new}
-        self._unsent_times.append(new)
-        for past in [e for e in self._wanted_since_ns if e < epoch]:
-            del self._wanted_since_ns[past]
 
     # ------------------------------------------------------------------ steps
 
     def _lead_step(self) -> None:
+        steps = self._member.steps
         took_us = self._member.lead_step(self._seat.stage.epoch)
-        if self._first_step_of is not None:
-            self._add_times(self._first_step_of, first_step_us=took_us)
-            self._first_step_of = None
-            self._changed = True
+        if self._member.steps > steps:
+            self._changed |= self._clock.stepped(self._member.step_started_ns, took_us)
         self._changed |= bool(self._member.ended)
 
-    def _follow(self) -> bool:
+    def _follow(self, *, wait_s: float = FOLLOWER_POLL_S) -> bool:
         assert self._seat.binding is not None
-        message = self._member.follow(self._seat.binding)
+        steps = self._member.steps
+        message = self._member.follow(self._seat.binding, wait_s=wait_s)
         if isinstance(message, LeaveGroup):
             self._seat.on_leave(message.born)
+        if isinstance(message, Begin):
+            self._clock.begun(is_busy=message.is_busy)
+        if self._member.steps > steps:
+            self._changed |= self._clock.stepped(self._member.step_started_ns, None)
         return message is not None
 
     # ------------------------------------------------------------------ reports
@@ -242,7 +281,6 @@ class RankLoop:
         running, waiting = scheduler.get_request_counts() if scheduler is not None else (0, 0)
         ended, member.ended = member.ended, []
         returned, member.returned = member.returned, []
-        times, self._unsent_times = self._unsent_times, []
         if with_progress:
             self._gauges = (*self._engine.gauges(), ("steps", member.steps))
         return Report(
@@ -262,16 +300,30 @@ class RankLoop:
             ended=tuple(ended),
             returned=tuple(returned),
             progress=self._progress() if with_progress else (),
-            times=tuple(times),
+            times=self._clock.take(),
             gauges=self._gauges,
+            adopted=self._adopted(),
+            has_failed=member.moving.has_failed,
+            moved=member.moving.committed,
         )
+
+    def _adopted(self) -> tuple[Adopted, ...]:
+        """What a move gives, or gave, to this leader; not what has ended here since."""
+        moving, book = self._member.moving, self._member.book
+        if moving.committed != self._seat.stage.epoch:
+            return moving.adopted if self._seat.is_moving else ()
+        held = [(each, book.get(each.task)) for each in moving.adopted]
+        return tuple(each for each, led in held if led and led.attempt == each.attempt)
 
     def _progress(self) -> tuple[TaskProgress, ...]:
         group = self._seat.binding.group if self._seat.binding is not None else None
         return tuple(
-            TaskProgress(led.header.task, led.emitted, led.group != group)
+            TaskProgress(led.header.task, led.emitted, self._is_paused(led, group))
             for led in self._member.book
         )
+
+    def _is_paused(self, led: LedTask, group: Group | None) -> bool:
+        return led.group != group and not self._member.moving.may_move(led.group)
 
     def _hello(self) -> RankHello:
         engine = self._engine
@@ -289,8 +341,11 @@ class RankLoop:
             kv_heads=engine.kv.geometry.num_kv_heads,
             pages_total=engine.kv.num_pages,
             held=tuple(
-                HeldTask(led.header, led.attempt, led.group, led.emitted, led.group != group)
+                HeldTask(
+                    led.header, led.attempt, led.group, led.emitted, self._is_paused(led, group)
+                )
                 for led in self._member.book
             ),
+            adopted=tuple(each.task for each in self._member.moving.adopted),
             memory=engine.memory(),
         )

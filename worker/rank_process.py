@@ -23,6 +23,10 @@ from worker.vllm_rank import RankEngine, RankSpec
 
 log = structlog.get_logger()
 
+GIL_SWITCH_S = 0.0005
+"""How long the stepping thread may keep the session's thread waiting: Python's own 5 ms would be
+most of a switch."""
+
 
 def announce(event: str, **fields: object) -> None:
     """Print one JSON line for whoever started the worker; lines of ranks do not mix."""
@@ -66,6 +70,7 @@ def build_engine(config: Config, base: EngineConfig, rank: Rank) -> RankEngine:
 def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int) -> None:
     """Run a rank until it is told to stop."""
     structlog.contextvars.bind_contextvars(rank=rank)
+    sys.setswitchinterval(GIL_SWITCH_S)
     engine = build_engine(config, base, rank)
     inbox: Inbox = Inbox()
     outlet = Outlet(_encoder)

@@ -17,11 +17,15 @@ LEADER_SEND_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The formation serves: keep these lease indices, then lease this many more pages."""
+    """The formation serves: keep these lease indices, then lease this many more pages.
+
+    `is_busy`: steps follow at once, as the leader has tasks to go on with.
+    """
 
     born: int
     kept: tuple[int, ...]
     grant_pages: int
+    is_busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)

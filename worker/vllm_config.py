@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from comm_pool.layout import Mode
@@ -37,6 +38,13 @@ CPU_KV_SHARE = 0.25
 
 CPU_MAX_NUM_SEQS = 64
 """Most running tasks of a group on CPU unless told otherwise."""
+
+
+ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
+"""vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
+
+FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
+"""Quantization configurations of vLLM that may hold fp8 weights which can be viewed."""
 
 
 class EngineConfigError(ValueError):
@@ -85,6 +93,62 @@ def replica_config(config: Config) -> VllmConfig:
     return vllm_config
 
 
+def _quantization_refusal(vllm_config: VllmConfig) -> tuple[bool, str, str]:
+    """(whether refused, what, what to do instead); layers are checked again when loaded.
+
+    What is known to the configuration is refused before minutes of loading.
+    """
+    quant, name = (
+        vllm_config.quant_config,
+        f"quantization {vllm_config.model_config.quantization!r}",
+    )
+    if quant is None:
+        return False, name, ""
+    instead = f"serve the bf16 checkpoint, also with --quantization {ONLINE_FP8[-1]} on CUDA"
+    if current_platform.is_cpu():
+        why = f"{name} on CPU, where vLLM's kernels pack weights so that they cannot be viewed,"
+        return True, why, "serve a bf16, fp16 or fp32 checkpoint there"
+    if quant.get_name() not in FP8_QUANTIZATIONS:
+        return True, f"{name}, whose packed weights cannot be viewed per rank,", instead
+    if getattr(quant, "online_quantization_config", None) is not None:
+        return True, f"{name} together with --quantization-config", "leave the latter out"
+    if getattr(quant, "kv_cache_scheme", None) is not None:
+        return True, f"{name} with a quantized KV cache", f"take it out of config.json or {instead}"
+    if not set(_weight_kinds(quant)) <= {"tensor", "channel", *ONLINE_FP8}:
+        why = f"{name} with other weights than fp8 of per-tensor or per-channel scales"
+        return True, f"{why} (block scales do not fall on the borders of ranks)", instead
+    return False, name, ""
+
+
+def _weight_kinds(quant: Any) -> list[str]:
+    """What a quantization makes of linear layers: strategies, or vLLM's online shorthands."""
+    if quant.get_name() == "fp8":
+        return ["tensor" if quant.weight_block_size is None else "block"]
+    if quant.get_name() == "compressed-tensors":
+        return [_scheme_kind(scheme) for scheme in quant.target_scheme_map.values()]
+    if quant.args.targets is not None:
+        return list(quant.args.targets.values())
+    # Only here, where vLLM has imported it anyway: the layers behind it take seconds.
+    from vllm.model_executor.layers.quantization.utils.quant_utils import (
+        kFp8StaticChannelSym,
+        kFp8StaticTensorSym,
+    )
+
+    spec = quant.args.linear
+    plain = spec is not None and spec.weight in (kFp8StaticTensorSym, kFp8StaticChannelSym)
+    return ["channel" if plain else "other"]
+
+
+def _scheme_kind(scheme: dict[str, Any]) -> str:
+    """The weights' strategy of a compressed-tensors scheme, if it is fp8 times fp8."""
+    weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+    if weights is None or inputs is None:
+        return "other"
+    if any(each.num_bits != 8 or each.type != "float" for each in (weights, inputs)):
+        return "other"
+    return str(getattr(weights.strategy, "value", weights.strategy))
+
+
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     model = vllm_config.model_config
     refusals = [
@@ -99,11 +163,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             "KV connectors",
             "leave out --kv-transfer-config",
         ),
-        (
-            vllm_config.quant_config is not None,
-            f"quantization {model.quantization!r}, whose packed weights cannot be viewed per rank,",
-            "serve a bf16, fp16 or fp32 checkpoint",
-        ),
+        _quantization_refusal(vllm_config),
         (
             vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
             f"KV cache type {vllm_config.cache_config.cache_dtype!r}",

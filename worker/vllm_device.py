@@ -12,9 +12,6 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
-GRAPH_RESERVE_BYTES = 1 << 30
-"""Device memory left free per mode for its CUDA graphs, which are captured after KV is sized."""
-
 
 def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
@@ -56,24 +53,36 @@ def make_runner(config: VllmConfig, device: torch.device, tree: nn.Module) -> An
     return ModeRunner(config, device, tree)
 
 
-def kv_budget_bytes(
-    config: VllmConfig, device: torch.device, modes: int, profile: Callable[[], None]
-) -> int:
-    """Memory for KV: what the user said, else what is left of the device after a profiling run.
+def used_bytes(device: torch.device) -> int:
+    """Device memory that is in use, by this process or others; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
-    `profile` runs one forward pass of the largest batch, so that its peak is known.
+
+def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
+    """Peak of what one forward pass of the largest batch (`profile`) allocates; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    profile()
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def kv_budget_bytes(config: VllmConfig, device: torch.device, reserved: int) -> int:
+    """Memory for KV: what the user said, else what is left of the device.
+
+    `reserved` bytes stay free for activations and for the graphs that are captured afterwards.
     """
     given = config.cache_config.kv_cache_memory_bytes
     if given is not None or device.type == "cpu":
         assert given is not None, "the KV memory of CPU ranks is set by engine_arguments."
         return int(given)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    profile()
-    activations = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    usable = free - int((1 - config.cache_config.gpu_memory_utilization) * total)
-    return usable - activations - modes * GRAPH_RESERVE_BYTES
+    used = used_bytes(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return int(config.cache_config.gpu_memory_utilization * total) - used - reserved

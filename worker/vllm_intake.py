@@ -9,6 +9,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.protocol.wire import decode_frames
+from worker.vllm_handover import RunningState, restore
 
 
 class Intake:
@@ -25,6 +26,15 @@ class Intake:
         """Build a fresh request; raises whatever vLLM finds wrong with it."""
         core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
         request = Request.from_engine_core_request(core_request, self._hasher)
+        if request.use_structured_output:
+            self._structured_output.grammar_init(request)
+        return request
+
+    def restored(self, payload: bytes, state: RunningState) -> Request:
+        """Build a request that goes on where another group left it, its block hashes known."""
+        core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
+        request = Request.from_engine_core_request(core_request, None)
+        restore(request, state, self._hasher)
         if request.use_structured_output:
             self._structured_output.grammar_init(request)
         return request

@@ -7,7 +7,7 @@ n = S/k shards gives natural order back: qkv by one reorder of its output, gate_
 because silu-and-mul is row-wise on (tokens·n, 2I/n).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 from vllm.model_executor.layers.linear import (
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.parameter import PerTensorScaleParameter
 
 
 class ViewError(ValueError):
@@ -74,6 +76,8 @@ def scatter_shards(
     param: Parameter, loaded: torch.Tensor, shards: int, start: int, size: int
 ) -> None:
     """Copy one natural tensor of shards·size rows into rows start..start+size of every shard."""
+    if loaded.dim() < param.dim():
+        loaded = loaded.unsqueeze(-1)  # Channel scales may be (rows,) on disk and (rows, 1) here.
     if loaded.shape[0] != shards * size:
         raise ViewError(
             f"a fused weight has {loaded.shape[0]} rows, not {shards} shards of {size}: "
@@ -83,9 +87,38 @@ def scatter_shards(
     rows.copy_(loaded.unflatten(0, (shards, size)))
 
 
+def spread_scales(layer: LinearBase, sizes: tuple[int, ...], held: int) -> None:
+    """Give a fused layer with per-tensor scales one scale per stored row block.
+
+    vLLM brings q, k and v (gate and up) to one common scale after loading and takes
+    `logical_widths` for their rows. Stored shard-major, the layer holds len(sizes)·held such
+    blocks; told so, vLLM rescales each block with the scale that it was quantized with.
+    """
+    scale = getattr(layer, "weight_scale", None)
+    if isinstance(scale, PerTensorScaleParameter):
+        layer.logical_widths = list(sizes) * held
+        scale.data = scale.data.repeat(held)
+
+
+def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], count: int) -> None:
+    """Write the per-tensor scale of these of the layer's `count` parts, for all of its shards.
+
+    One scale for all parts (fused on disk) goes to the first block alone: vLLM takes blocks left
+    unset as the sign that there is nothing to bring to a common scale.
+    """
+    if loaded.numel() == 1 and len(parts) == count:
+        param.data[0].copy_(loaded.reshape(()))
+        return
+    for part, scale in zip(parts, loaded.reshape(-1).expand(len(parts)), strict=True):
+        param.data[part::count].copy_(scale)
+
+
 @QKVParallelLinear.register_oot
 class ShardMajorQKV(QKVParallelLinear):
-    """qkv stored shard-major; its output is in natural order [q | k | v] of the tree's heads."""
+    """qkv stored shard-major; its output is in natural order [q | k | v] of the tree's heads.
+
+    With `reorders` off, the rotary module behind it (worker/vllm_rope.py) gives that order instead.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -97,6 +130,8 @@ class ShardMajorQKV(QKVParallelLinear):
             self.num_kv_heads * self.head_size // held,
             self.num_kv_heads * self.v_head_size // held,
         )
+        spread_scales(self, self.shard_sizes, held)
+        self.reorders = True
 
     def weight_loader_v2(
         self, param: Parameter, loaded_weight: torch.Tensor, loaded_shard_id: str | None = None
@@ -109,6 +144,10 @@ class ShardMajorQKV(QKVParallelLinear):
     ) -> None:
         """See `weight_loader_v2`."""
         shards, sizes = self.plan.shards, self.shard_sizes
+        if isinstance(param, PerTensorScaleParameter):
+            parts = range(3) if loaded_shard_id is None else ["qkv".index(loaded_shard_id)]
+            place_scales(param, loaded_weight, parts, 3)
+            return
         if loaded_shard_id is None:
             for name, part in zip(
                 "qkv", loaded_weight.split([size * shards for size in sizes]), strict=True
@@ -119,8 +158,10 @@ class ShardMajorQKV(QKVParallelLinear):
         scatter_shards(param, loaded_weight, shards, sum(sizes[:index]), sizes[index])
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T, hidden) -> (T, [q | k | v])."""
+        """(T, hidden) -> (T, [q | k | v]), or (T, n·[q k v]) with `reorders` off."""
         out, bias = super().forward(input_)
+        if not self.reorders:
+            return out, bias
         return restore_natural_order(out, self.plan.held, self.shard_sizes), bias
 
 
@@ -141,6 +182,7 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         self.shard_sizes = tuple(
             size // self.plan.width // self.plan.held for size in self.output_sizes
         )
+        spread_scales(self, self.shard_sizes, self.plan.held)
 
     def weight_loader_v2(
         self,
@@ -159,8 +201,15 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
     ) -> None:
         """See `weight_loader_v2`."""
         shards, sizes = self.plan.shards, self.shard_sizes
+        ids: Sequence[int]
+        if loaded_shard_id is None:
+            ids = range(len(sizes))
+        else:
+            ids = (loaded_shard_id,) if isinstance(loaded_shard_id, int) else loaded_shard_id
+        if isinstance(param, PerTensorScaleParameter):
+            place_scales(param, loaded_weight, ids, len(sizes))
+            return
         if not isinstance(loaded_shard_id, int):
-            ids = loaded_shard_id if loaded_shard_id is not None else range(len(sizes))
             parts = loaded_weight.split([sizes[i] * shards for i in ids])
             for index, part in zip(ids, parts, strict=True):
                 self.weight_loader(param, part, index)
@@ -185,3 +234,8 @@ class ViewedRow(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T·n, in/n) or (T, in) -> (T, out)."""
         return super().forward(input_.reshape(-1, self.input_size_per_partition))
+
+
+for _ours in (ShardMajorQKV, ShardMajorGateUp, ViewedRow):
+    # compressed-tensors checkpoints pick layers by whether their class's name contains "Linear".
+    _ours.__name__ += "Linear"

@@ -1,16 +1,21 @@
 """vLLM adapter: everything a rank prepares at start-up, one set of objects per mode.
 
-Order: communicators, replica, view trees, runners, KV buffer, schedulers, one warm step per mode.
-Afterwards selecting a mode is two assignments: no allocation, no new process group, no collective.
+Order: communicators, replica, view trees, runners, a trial of each mode's graphs, then KV sized
+from what is truly left, schedulers, and the graphs and one warm step per mode. Afterwards selecting
+a mode is two assignments: no allocation, no new process group, no collective.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import structlog
+import torch
+import torch.distributed as dist
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -18,14 +23,26 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
+from kvadaptor.movers import Mover, make_mover
 from kvadaptor.pages import PagePool
 from kvadaptor.vllm_translate import SlotTable, translate
 from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
+from worker.board import Board, open_boards
 from worker.vllm_config import ModeKey, mode_config
-from worker.vllm_device import kv_budget_bytes, make_runner, prepare_process
+from worker.vllm_device import (
+    activation_bytes,
+    kv_budget_bytes,
+    make_runner,
+    prepare_process,
+    used_bytes,
+)
 from worker.vllm_layers import ViewError
+from worker.vllm_rope import fuse_rope
 from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler, StepPlan
+from worker.vllm_selftest import prove_tree
 from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+
+log = structlog.get_logger()
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a rank starts."""
@@ -90,9 +107,12 @@ class RankEngine:
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
         trees = self._build_trees(configs, progress)
+        self.other_bytes: dict[str, int] = {}
+        """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
-        self.kv = self._allocate_kv(configs[self.keys[0]], runners[self.keys[0]])
+        self.kv = self._allocate_kv(configs, runners, progress)
         progress("kv", 1, 1)
+        self.boards, self.mover = self._connect_peers()
         self.pages = PagePool(self.kv.num_pages)
         self.block_hasher = self._block_hasher()
         structured = StructuredOutputManager(configs[self.keys[0]])
@@ -100,7 +120,6 @@ class RankEngine:
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
-        self.graph_bytes: dict[str, int] = {}
         self._warm(progress)
 
     # ------------------------------------------------------------------ building
@@ -113,6 +132,9 @@ class RankEngine:
         activate(self.communicators.of_width(1))
         with set_current_vllm_config(configs[first]):
             replica = load_replica(configs[first], shards)
+            proved = prove_tree(
+                replica, replica, width=1, rank_in_group=0, device=self.device, shards=shards
+            )
         progress("weights", 1, 1)
         trees = {first: replica}
         for done, key in enumerate(wider):
@@ -127,27 +149,66 @@ class RankEngine:
                     width=key.width,
                     rank_in_group=communicator.rank_in_group,
                 )
+                proved += prove_tree(
+                    trees[key],
+                    replica,
+                    width=key.width,
+                    rank_in_group=communicator.rank_in_group,
+                    device=self.device,
+                    shards=shards,
+                )
             foreign = foreign_bytes(trees[key], replica)
             if foreign:
                 raise ViewError(f"the {key} tree owns {foreign} bytes outside of the replica.")
         progress("modes", len(wider), max(1, len(wider)))
+        fused = sum(fuse_rope(tree, configs[key]) for key, tree in trees.items())
+        log.info("trees_proved", rank=self.spec.rank, layers=proved, fused_attentions=fused)
         self.replica_bytes = weight_bytes(replica)
         self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
         return trees
 
     def _build_runner(self, config: VllmConfig, key: ModeKey, tree: nn.Module) -> Any:
         activate(self.communicators.of_width(key.width))
+        before = used_bytes(self.device)
         with set_current_vllm_config(config):
-            return make_runner(config, self.device, tree)
+            runner = make_runner(config, self.device, tree)
+        self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
+        return runner
 
-    def _allocate_kv(self, config: VllmConfig, runner: Any) -> KVBuffer:
+    def _reserved_bytes(
+        self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
+    ) -> int:
+        """Device memory that steps and graphs will need beside KV; a collective of all ranks.
+
+        vLLM measures a mode's graphs on a KV cache of a few blocks and throws them away, because
+        graphs hold addresses of the real one, which cannot be sized before.
+        """
+        first = self.keys[0]
+        activate(self.communicators.of_width(first.width))
+        with set_current_vllm_config(configs[first]):
+            activations = activation_bytes(self.device, runners[first].profile_run)
+        self.other_bytes["activations"] = activations
+        graphs = 0
+        for done, key in enumerate(self.keys):
+            progress("graph trial", done, len(self.keys))
+            communicator = self.communicators.of_width(key.width)
+            activate(communicator)
+            communicator.group.barrier()
+            with set_current_vllm_config(configs[key]):
+                graphs += runners[key].expected_graph_bytes()
+        progress("graph trial", len(self.keys), len(self.keys))
+        return activations + graphs
+
+    def _allocate_kv(
+        self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
+    ) -> KVBuffer:
+        config, runner = configs[self.keys[0]], runners[self.keys[0]]
         with set_current_vllm_config(config):
             specs = runner.get_kv_cache_spec()
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
             raise ViewError("the model has layers without plain attention; they cannot be split.")
-        activate(self.communicators.of_width(1))
-        with set_current_vllm_config(config):
-            budget = kv_budget_bytes(config, self.device, len(self.keys), runner.profile_run)
+        reserved = self._reserved_bytes(configs, runners, progress)
+        budget = kv_budget_bytes(config, self.device, reserved)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
@@ -160,6 +221,33 @@ class RankEngine:
                 "--kv-cache-memory-bytes or lower --max-model-len."
             )
         return KVBuffer(specs, pages, self.device)
+
+    def _connect_peers(self) -> tuple[tuple[Board, ...], Mover]:
+        """Boards and KV memory of all ranks, for moves; a collective of all ranks."""
+        world = get_world_group()
+
+        def gather(own: Any) -> Sequence[Any]:
+            told: list[Any] = [None] * self.spec.world
+            dist.all_gather_object(told, own, group=world.cpu_group)
+            return told
+
+        boards = open_boards(self.spec.rank, gather)
+        mover, refusal = make_mover(
+            self.kv.raw,
+            self.kv.geometry,
+            cpu_group=world.cpu_group,
+            device_group=world.device_group,
+        )
+        if refusal is not None:
+            log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
+        for width in self.spec.widths:
+            mover.warm(width)
+        return boards, mover
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _prepare(
         self,
@@ -198,7 +286,7 @@ class RankEngine:
             self.select(key)
             mode.communicator.group.barrier()
             with set_current_vllm_config(mode.config):
-                self.graph_bytes[str(key)] = mode.runner.prepare_graphs()
+                self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
                 # Large enough for NCCL, where custom all-reduce takes the small messages.
                 mode.runner._dummy_run(mode.config.scheduler_config.max_num_batched_tokens)
         progress("warm", len(self.modes), len(self.modes))
@@ -221,7 +309,7 @@ class RankEngine:
             ("weights", self.replica_bytes),
             *views,
             *communicators,
-            *((f"graphs_{name}", size) for name, size in self.graph_bytes.items() if size),
+            *((name, size) for name, size in self.other_bytes.items() if size),
             ("kv", self.kv.raw.numel()),
         )
 

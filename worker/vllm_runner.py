@@ -91,6 +91,10 @@ class ModeRunner(CPUModelRunner):
         assert isinstance(output, ModelRunnerOutput)
         return output
 
+    def expected_graph_bytes(self) -> int:
+        """There are no graphs on CPU."""
+        return 0
+
     def prepare_graphs(self) -> int:
         """There are no graphs on CPU."""
         return 0

@@ -64,6 +64,13 @@ class GpuModeRunner(GPUModelRunner):
         output = self.execute_model(step)
         return self.sample_tokens(grammar) if output is None else output
 
+    def expected_graph_bytes(self) -> int:
+        """What this mode's graphs will take: vLLM captures the largest few, and forgets them.
+
+        All ranks of the mode's group must call it together, with the group active.
+        """
+        return int(self.profile_cudagraph_memory())
+
     def prepare_graphs(self) -> int:
         """Capture this mode's CUDA graphs with its group active; returns their bytes."""
         return int(self.capture_model()) if self.needs_cudagraph_capture() else 0

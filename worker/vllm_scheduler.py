@@ -5,13 +5,14 @@ Parking withdraws all free blocks and tells which lease indices (pages) running 
 those tasks simply stay where they are until their mode is bound again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,6 +21,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from worker.vllm_handover import (
+    CachedChain,
+    FinishedChains,
+    RunningState,
+    cache_chain,
+    can_move,
+    forget_hashes,
+    running_state,
+    take_blocks,
+)
 
 
 @dataclass(slots=True)
@@ -46,6 +58,8 @@ class BlockGrants:
         blocks = len(pool.blocks)
         self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        self._bundles: list[npt.NDArray[np.int64]] = []
+        """Lease indices whose blocks a move laid into each other's pages: kept or freed as one."""
         pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
         self._count()
 
@@ -60,29 +74,37 @@ class BlockGrants:
         return int(self._pool.num_gpu_blocks) - 1
 
     def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
-        """Evict what is cached in free blocks, whose pages go elsewhere; the mode is parked.
+        """Forget what is cached in free blocks, whose pages go elsewhere; the mode is parked.
 
         `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold.
+        A free block keeps its old hash, which finds nothing in the new map and is taken off when
+        the block is allocated: so the cost is that of the tasks, not of all that was cached.
         """
-        cached = [
-            block
-            for entry in list(self._pool.cached_block_hash_to_block._cache.values())
-            for block in (entry.values() if isinstance(entry, dict) else (entry,))
-        ]
-        for block in cached:
-            if block.ref_cnt == 0:
-                self._pool._maybe_evict_cached_block(block)
+        held = list(in_use)
+        cached = BlockHashToBlockMap()
+        for block in map(self._pool.blocks.__getitem__, held):
+            if block.block_hash is not None:
+                cached.insert(block.block_hash, block)
+        self._pool.cached_block_hash_to_block = cached
         self._in_use[:] = False
-        self._in_use[list(in_use)] = True
-        return np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
+        self._in_use[held] = True
+        indices = np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
+        self._bundles = [each for each in self._bundles if np.isin(each, indices).any()]
+        return np.unique(np.concatenate([indices, *self._bundles]))
 
-    def grant(self, indices: npt.NDArray[np.int64], in_use: Iterable[int]) -> None:
-        """Make exactly the blocks of these lease indices allocatable; `in_use` are among them."""
+    def bundle(self, indices: npt.NDArray[np.int64]) -> None:
+        """Let these lease indices, which a move has filled, stay together."""
+        if indices.size:
+            self._bundles.append(indices)
+
+    def grant(self, indices: npt.NDArray[np.int64]) -> None:
+        """Make exactly the blocks of these lease indices allocatable.
+
+        The blocks in use when the mode was parked must be among them.
+        """
         wanted = np.zeros_like(self._granted)
         wanted.reshape(-1, self.slots_per_page)[indices] = True
         assert not wanted[0], "the null page cannot be granted."
-        self._in_use[:] = False
-        self._in_use[list(in_use)] = True
         assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
         queue, blocks = self._pool.free_block_queue, self._pool.blocks
         for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
@@ -118,6 +140,7 @@ class ModeScheduler(Scheduler):
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
         self._unfed_grammars: set[str] = set()
+        self._finished_chains = FinishedChains()
 
     def add_task(self, request: Request, generated: list[int]) -> None:
         """Take a task into the waiting queue; `generated` tokens were made by earlier attempts."""
@@ -166,8 +189,12 @@ class ModeScheduler(Scheduler):
         return not self.requests
 
     def holding(self) -> list[str]:
-        """Tasks that hold KV: these can pause."""
-        return [request.request_id for request in self.running]
+        """Tasks that hold KV: these can pause, or move.
+
+        They run, or came from another group and have not run here yet.
+        """
+        held = self._manager.req_to_blocks
+        return [request_id for request_id in self.requests if held.get(request_id)]
 
     def held_blocks(self) -> set[int]:
         """The logical blocks of all tasks that hold KV."""
@@ -177,11 +204,66 @@ class ModeScheduler(Scheduler):
 
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park: returns the lease indices that the tasks which stay still hold."""
+        self._finished_chains.clear()
         return self.grants.withdraw(self.held_blocks())
+
+    def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
+        """What another group could go on with: running tasks, and chains that can be hit."""
+        states = [
+            running_state(self.requests[name], self._blocks_of(name), self.block_size)
+            for name in self.holding()
+            if can_move(self.requests[name])
+        ]
+        pool = self.kv_cache_manager.block_pool
+        return states, self._finished_chains.cached(pool, cached_blocks_max)
+
+    def adopt(
+        self,
+        tasks: Iterable[tuple[Request, npt.NDArray[np.int64]]],
+        chains: Sequence[CachedChain],
+        indices: npt.NDArray[np.int64],
+    ) -> None:
+        """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
+
+        The blocks are granted and free, and their KV is there. `chains` are oldest first;
+        `indices` are the lease indices of a wide group that the move has filled.
+        """
+        self.grants.bundle(indices)
+        pool = self.kv_cache_manager.block_pool
+        moved = list(tasks)
+        filled = [blocks for _, blocks in moved] + [chain.blocks for chain in chains]
+        if filled:
+            forget_hashes(pool, np.unique(np.concatenate(filled)).tolist())
+        for request, blocks in moved:
+            take_blocks(self.kv_cache_manager, request, blocks)
+            generated = list(request.output_token_ids)
+            if generated:
+                self._generated[request.request_id] = generated
+                if request.use_structured_output:
+                    self._unfed_grammars.add(request.request_id)
+            self.add_request(request)
+        if self.kv_cache_manager.enable_caching:
+            for chain in chains:
+                cache_chain(pool, chain, self.block_size)
+                self._finished_chains.remember(chain.hashes)
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        self._finished_chains.remember(request.block_hashes)
+        freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
+            request, delay_free_blocks
+        )
+        return freed
+
+    @property
+    def _manager(self) -> Any:
+        (only,) = self.kv_cache_manager.coordinator.single_type_managers
+        return only
 
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
         """Bind: the pages of these lease indices are there to allocate from."""
-        self.grants.grant(indices, self.held_blocks())
+        self.grants.grant(indices)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
         """Tasks with a block in one of these lease indices."""

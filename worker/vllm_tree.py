@@ -2,7 +2,8 @@
 
 A tp tree is built on the meta device, so it allocates nothing, and its parameters are then replaced
 by views: row ranges for column-parallel layers, strided column ranges for row-parallel ones (Flying
-Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of it.
+Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of it, and
+`worker.vllm_selftest` that it computes what a copy of its share would.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader import get_model
@@ -27,6 +29,7 @@ from vllm.model_executor.model_loader.utils import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from worker.vllm_fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.vllm_layers import (
     ShardMajorGateUp,
     ShardMajorQKV,
@@ -81,6 +84,15 @@ def check_viewable(model: nn.Module) -> None:
                 f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
                 "serve a model of the Llama, Qwen2 or Qwen3 family."
             )
+        if is_quantized(module):
+            check_quantized(name, module)
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module.quant_method, UnquantizedEmbeddingMethod
+        ):
+            raise ViewError(
+                f"layer {name} has a quantized vocabulary, which cannot be viewed per rank yet: "
+                "serve a checkpoint whose embeddings and lm_head are not quantized."
+            )
         if isinstance(module, LinearBase) and module.weight.dim() != 2:
             raise ViewError(f"layer {name} has packed weights, which cannot be viewed per rank.")
         if isinstance(module, Attention) and module.attn_type != "decoder":
@@ -100,6 +112,7 @@ def build_tp_tree(
         torch.device("meta"),
     ):
         tree = initialize_model(vllm_config=config, model_config=model_config)
+    adopt_methods(tree, replica)
     process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
     left = [name for name, tensor in _tensors(tree) if tensor.is_meta]
@@ -119,6 +132,9 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
                 # Every rank has the whole table: no masked look-up, no all-reduce.
                 module._modules[child_name] = source._modules[child_name]
         _adopt_meta(module, source)
+        if is_quantized(source):
+            bind_quantized(name, module, source, width, rank)
+            continue
         for param_name, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue

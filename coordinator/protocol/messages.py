@@ -24,6 +24,7 @@ from coordinator.protocol.terms import (
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "Adopted",
     "Binding",
     "Cancel",
     "Carry",
@@ -68,7 +69,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
@@ -121,6 +122,8 @@ class RankHello(Message, frozen=True):
     kv_heads: int
     pages_total: int
     held: tuple[HeldTask, ...]
+    adopted: tuple[TaskId, ...] = ()
+    """Tasks that the rank holds from the moment on that it hears of a committed move."""
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
 
@@ -176,12 +179,30 @@ class TaskProgress(msgspec.Struct, frozen=True):
 
 
 class SwitchTimes(msgspec.Struct, frozen=True):
-    """What one rank measured of one switch, in microseconds; 0 where it had no part."""
+    """What one rank measured of one switch, in microseconds; 0 where it had no part.
+
+    `old_end_us` and `new_start_us` are points on the host's monotonic clock, which its ranks share:
+    when the rank's last old step ended, if it was at work when it was asked to switch, and when its
+    first new step started, if there was work for it at once.
+    """
 
     epoch: int
     park_us: int = 0
     swap_us: int = 0
     first_step_us: int = 0
+    old_end_us: int = 0
+    new_start_us: int = 0
+    reshard_us: int = 0
+    reshard_bytes: int = 0
+    """KV bytes that this rank pulled from others."""
+
+
+class Adopted(msgspec.Struct, frozen=True):
+    """A task whose KV a leader took over from another group; `attempt` is the one it goes on as."""
+
+    task: TaskId
+    attempt: int
+    generated: int
 
 
 class Report(Message, frozen=True):
@@ -189,7 +210,10 @@ class Report(Message, frozen=True):
 
     `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
     `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
-    the tasks of the group it leads. `kept` is filled by leaders for unbound groups.
+    the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
+    the tasks that this rank goes on with if the move of this epoch is committed, or since it was;
+    `has_failed` says that it could not copy its share of them. `moved` is the last epoch whose move
+    this rank knows to be committed.
     """
 
     rank: Rank
@@ -211,6 +235,9 @@ class Report(Message, frozen=True):
     times: tuple[SwitchTimes, ...] = ()
     gauges: tuple[tuple[str, int], ...] = ()
     """What leaks would show in: rss_bytes, open_files, threads, process_groups, steps, …"""
+    adopted: tuple[Adopted, ...] = ()
+    has_failed: bool = False
+    moved: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -227,6 +254,8 @@ class Directive(Message, frozen=True):
     `members` gives the incarnation of each rank of the target. `swapped_upto` is the highest epoch
     that ever reached SWAP: a leader that abandons such a target owes its followers a leave message.
     `grants` is filled in SERVE. `kept` tells members which lease indices of unbound groups remain.
+    `movers` are the parked ranks that copy KV in MOVE. `moved` is the last epoch whose move was
+    committed: a rank that took part in another one, and reads of a later stage, forgets it.
     """
 
     incarnation: int
@@ -239,6 +268,8 @@ class Directive(Message, frozen=True):
     swapped_upto: int
     grants: tuple[Grant, ...] = ()
     kept: tuple[LeaseKept, ...] = ()
+    movers: tuple[Rank, ...] = ()
+    moved: int = 0
 
 
 class Place(Message, frozen=True):

@@ -68,6 +68,27 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
+class Reshard:
+    """Copy this rank's share of the parked tasks' KV; nothing is given up before `Resolve`."""
+
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """The move of `epoch` is decided: go on with what was taken over, or with what was left.
+
+    Without a commit the parked tasks stay where they are if the next move may take them
+    (`is_kept`); otherwise the plan of `directive` is applied to them now.
+    """
+
+    epoch: int
+    is_committed: bool
+    is_kept: bool
+    directive: Directive = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """Select the prepared objects of the group's mode and, as a follower, read its step queue."""
 
@@ -93,7 +114,7 @@ class Ack:
     directive: Directive = field(repr=False)
 
 
-Move = Leave | OweLeave | Park | Join | Serve | Ack
+Move = Leave | OweLeave | Park | Reshard | Resolve | Join | Serve | Ack
 """What the shell is to do next; `directive` is the one that the move obeys."""
 
 
@@ -107,6 +128,7 @@ class Seat:
     __slots__ = (
         "_leaves",
         "_members",
+        "_moving",
         "_promised",
         "binding",
         "incarnation",
@@ -138,6 +160,8 @@ class Seat:
         """Incarnations of the binding's ranks when it was joined."""
         self._leaves: set[int] = set()
         """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
+        self._moving: int | None = None
+        """The epoch whose move takes, or may take, what this rank parked for it."""
         self._promised: Binding | None = None
         """A wide group to lead whose PARK was acknowledged, but which was not joined since."""
 
@@ -150,6 +174,11 @@ class Seat:
     def is_follower(self) -> bool:
         """The rank is joined to a group that another rank leads."""
         return self.binding is not None and self.binding.group.leader != self.rank
+
+    @property
+    def is_moving(self) -> bool:
+        """What this rank parked may still be moved elsewhere."""
+        return self._moving is not None
 
     def may_step(self, now_ms: int) -> bool:
         """Say whether this rank may start a step of its group."""
@@ -191,19 +220,36 @@ class Seat:
         owed = self._promised
         if owed is not None and self._owes(owed, wanted):
             return OweLeave(owed, wanted)
+        if self._moving is not None and wanted.stage > Stage(self._moving, Phase.MOVE):
+            return self._resolve(wanted, self._moving)
         if self.binding is not None:
             return self._stay(wanted, self.binding)
         if to_be is None:
             # Cut out: nothing to join in any phase, and nobody waits for the acknowledgement.
             is_new = wanted.stage.epoch > self.stage.epoch
             return Park(wanted) if is_new else Ack(wanted.stage, wanted)
-        return Park(wanted) if wanted.stage.phase is Phase.PARK else Join(to_be, wanted)
+        match wanted.stage.phase:
+            case Phase.PARK:
+                return Park(wanted)
+            case Phase.MOVE:
+                return Reshard(wanted)
+            case _:
+                return Join(to_be, wanted)
 
     def made(self, move: Move) -> None:
         """Take note that the shell carried out `move`, the last one that `next_move` gave."""
         match move:
-            case Leave(directive=directive) | Park(directive=directive):
+            case Leave(directive=directive):
+                if move.carry is Carry.RESHARD and not move.group_lost:
+                    self._moving = directive.stage.epoch
                 self._park(directive)
+            case Park(directive=directive):
+                self._park(directive)
+            case Reshard(directive=directive):
+                self._moving = directive.stage.epoch
+                self._acknowledge(directive.stage, directive)
+            case Resolve(directive=directive):
+                self._moving = directive.stage.epoch if move.is_kept else None
             case OweLeave():
                 self._promised = None
             case Join(binding=binding, directive=directive):
@@ -238,6 +284,12 @@ class Seat:
         """
         is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
         return wanted.stage > self.stage and not is_foreign
+
+    @staticmethod
+    def _resolve(wanted: Directive, epoch: int) -> Resolve:
+        is_committed = wanted.moved == epoch
+        may_move = wanted.carry is Carry.RESHARD and wanted.stage.phase <= Phase.MOVE
+        return Resolve(epoch, is_committed, not is_committed and may_move, wanted)
 
     def _owes(self, promised: Binding, wanted: Directive) -> bool:
         is_given_up = wanted.target.binding_of(self.rank) != promised

@@ -21,9 +21,11 @@ class Phase(IntEnum):
 
     PARK = 0
     """Stopped at a safe point, bound to no group that the layout changes."""
-    SWAP = 1
+    MOVE = 1
+    """The KV of parked tasks is copied to ranks that will go on; other plans skip it."""
+    SWAP = 2
     """The target group's prepared objects are selected and its followers follow; no steps yet."""
-    SERVE = 2
+    SERVE = 3
     """The group may step."""
 
 

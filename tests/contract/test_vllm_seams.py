@@ -13,7 +13,11 @@ from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
-from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    BlockHash,
+    KVCacheBlockCopy,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.sched.output import (  # noqa: E402
     CachedRequestData,
     NewRequestData,
@@ -128,23 +132,43 @@ def test_grants_bound_what_vllms_block_pool_hands_out() -> None:
     assert (grants.free, grants.total) == (0, 0)
     with pytest.raises(ValueError, match="free blocks"):
         pool.get_new_blocks(1)
-    grants.grant(np.array([1, 3]), ())
+    grants.grant(np.array([1, 3]))
     assert (grants.free, grants.total) == (8, 8)
     blocks = pool.get_new_blocks(3)
     held = {block.block_id for block in blocks}
     assert held == {4, 5, 6}
     assert grants.withdraw(held).tolist() == [1]
-    grants.grant(np.array([1, 2]), held)
+    grants.grant(np.array([1, 2]))
     assert (grants.free, grants.total) == (5, 8)
     more = pool.get_new_blocks(5)
     assert {block.block_id for block in more} == {7, 8, 9, 10, 11}
     pool.free_blocks(blocks)
     pool.free_blocks(more)
     assert grants.withdraw(()).tolist() == []
-    grants.grant(np.array([5]), ())
+    grants.grant(np.array([5]))
     assert (grants.free, grants.total) == (4, 4)
+    grants.withdraw({20})
     with pytest.raises(AssertionError, match="not granted"):
-        grants.grant(np.array([2]), {20})
+        grants.grant(np.array([2]))
+
+
+def test_a_parked_mode_forgets_what_its_free_blocks_held() -> None:
+    pool = BlockPool(num_gpu_blocks=24, enable_caching=True, hash_block_size=16)
+    grants = BlockGrants(pool, 4)
+    grants.grant(np.array([1]))
+    keys = [make_block_hash_with_group_id(BlockHash(name), 0) for name in (b"free", b"held")]
+    blocks = pool.get_new_blocks(2)
+    for key, block in zip(keys, blocks, strict=True):
+        pool._insert_block_hash(key, block, num_tokens=16)
+    pool.free_blocks(blocks[:1])
+    grants.withdraw({blocks[1].block_id})
+    grants.grant(np.array([1]))
+    assert pool.get_cached_block(BlockHash(b"free"), [0]) is None
+    assert pool.get_cached_block(BlockHash(b"held"), [0]) == [blocks[1]]
+    again = pool.get_new_blocks(3)
+    assert blocks[0] in again and blocks[0].block_hash is None
+    pool._insert_block_hash(keys[0], blocks[0], num_tokens=16)
+    assert pool.get_cached_block(BlockHash(b"free"), [0]) == [blocks[0]]
 
 
 def _step() -> SchedulerOutput:

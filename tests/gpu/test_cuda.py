@@ -137,6 +137,60 @@ def test_streams_are_whole_through_pauses(cell: BareCell) -> None:
     assert equal >= TASKS // 2
 
 
+async def moved_logits(cell: BareCell, switches: int) -> list[tuple[list[int], Any]]:
+    """Tasks that are moved between dp2 and tp2: each's whole text, and the logits it was drawn by."""
+    await asyncio.to_thread(cell.switch, "dp2", "recompute")
+    client = TaskClient()
+    async with client.connected(cell):
+        words = text()
+        prompts = [words[start : start + 150 + 10 * start] for start in range(0, 16, 2)]
+        names = [f"moved-{number}" for number in range(len(prompts))]
+        for name, ids in zip(names, prompts, strict=True):
+            client.submit(name, ids, max_tokens=TOKENS, logprobs=-1)
+        await asyncio.sleep(0.1)
+        for turn in range(switches):
+            layout = ("tp2", "dp2")[turn % 2]
+            await asyncio.to_thread(cell.switch, layout, "reshard")
+            await asyncio.sleep(0.03)
+        streams = await client.finish(*names)
+    drawn = [
+        np.array([row[token] for row, token in zip(each.logits, each.tokens, strict=True)])
+        for each in streams
+    ]
+    whole = [[*ids, *each.tokens] for ids, each in zip(prompts, streams, strict=True)]
+    return list(zip(whole, drawn, strict=True))
+
+
+async def scored(cell: BareCell, texts: list[list[int]]) -> list[Any]:
+    """The logits of texts that are given, one after the other, in dp2."""
+    await asyncio.to_thread(cell.switch, "dp2", "recompute")
+    client = TaskClient()
+    found = []
+    async with client.connected(cell):
+        for number, ids in enumerate(texts):
+            client.submit(f"given-{number}", ids, max_tokens=1, prompt_logprobs=0)
+            stream = (await client.finish(f"given-{number}"))[0]
+            found.append(np.asarray(stream.prompt_logprobs.logprobs)[:, 0])
+    return found
+
+
+def test_moved_tasks_keep_their_kv(static: dict[int, Any], cell: BareCell) -> None:
+    by_nature = np.abs(static[2] - static[1]).max()
+    moved = asyncio.run(moved_logits(cell, 12))
+    given = asyncio.run(scored(cell, [ids for ids, _ in moved]))
+    records = cell.get("/admin/switches?last=13")["switches"][:12]
+    errors = [
+        float(np.abs(drawn - logits[-drawn.size :]).max())
+        for (_, drawn), logits in zip(moved, given, strict=True)
+    ]
+    print("largest logit errors of moved tasks", errors, "tp against dp", float(by_nature))
+    for record in records:
+        print({key: value for key, value in record.items() if value})
+    assert sum(record["tasks"]["reshard"] for record in records) >= 12
+    assert sum(record["tasks"]["recompute"] for record in records) == 0
+    assert max(errors) <= max(4 * by_nature, 0.3)
+
+
 def test_switches_do_not_grow(cell: BareCell) -> None:
     def gauges() -> list[dict[str, int]]:
         time.sleep(0.6)

@@ -162,6 +162,8 @@ class Stream:
 class TaskClient:
     """Submits requests to a coordinator and assembles what leaders push."""
 
+    channel_options = wire.CHANNEL_OPTIONS
+
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
         self._up: asyncio.Queue[GatewayUp] = asyncio.Queue()
@@ -175,7 +177,7 @@ class TaskClient:
         port = pull.bind_to_random_port("tcp://127.0.0.1")
         self._reply_to = f"tcp://127.0.0.1:{port}"
         channel = grpc.aio.insecure_channel(
-            cell.config.coordinator.listen, options=wire.CHANNEL_OPTIONS
+            cell.config.coordinator.listen, options=self.channel_options
         )
         method = channel.stream_stream(
             wire.GATEWAY_PATH,

@@ -1,8 +1,8 @@
 """Plain vLLM as the reference: generate with a static tp size and save every step's logits.
 
 Run in a process of its own: `python -m tests.harness.static_vllm SPEC.json OUT.npz`. SPEC names the
-model folder, dtype, tp, the prompts (token ids), how many tokens to generate and the texts (token
-ids) to score. Nothing of ours is imported.
+model folder, dtype, tp, a quantization if any, the prompts (token ids), how many tokens to generate
+and the texts (token ids) to score. Nothing of ours is imported.
 """
 
 import json
@@ -33,6 +33,7 @@ def main() -> None:
     llm = LLM(
         model=spec["model"],
         dtype=spec["dtype"],
+        quantization=spec.get("quantization"),
         tensor_parallel_size=spec["tp"],
         enforce_eager=True,
         max_model_len=spec["max_model_len"],

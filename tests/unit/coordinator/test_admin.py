@@ -165,7 +165,6 @@ async def test_a_later_switch_ends_the_wait_for_an_earlier_one(cell: Cell) -> No
         ({"layout": "sp4"}, "layout", "not available yet"),
         ({"layout": "dp3+off1"}, "layout", "every rank must serve"),
         ({"layout": "tp4", "carry": "teleport"}, "carry", "is no carry plan"),
-        ({"layout": "tp4", "carry": "reshard"}, "layout", "not available yet"),
         ({"layout": 4}, "layout", "string"),
         ({}, "layout", "Field required"),
         ({"layout": "tp4", "force": True}, "force", "Extra inputs"),

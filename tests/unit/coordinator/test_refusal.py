@@ -3,7 +3,6 @@
 import pytest
 
 from comm_pool.layout import Layout, Rank, parse_layout
-from coordinator.protocol.messages import Carry
 from coordinator.refusal import refuse
 from coordinator.roster import Roster
 from tests.unit.coordinator.builders import hello
@@ -23,9 +22,8 @@ def wanted(text: str, world: int = 4) -> Layout:
 
 
 @pytest.mark.parametrize("text", ["dp4", "tp2+dp2", "dp2+tp2", "tp2+tp2"])
-@pytest.mark.parametrize("carry", [Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE])
-def test_what_can_be_is_not_refused(text: str, carry: Carry) -> None:
-    assert refuse(wanted(text), carry, roster(), EVERYONE) is None
+def test_what_can_be_is_not_refused(text: str) -> None:
+    assert refuse(wanted(text), roster(), EVERYONE) is None
 
 
 @pytest.mark.parametrize(
@@ -38,27 +36,21 @@ def test_what_can_be_is_not_refused(text: str, carry: Carry) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
-    answer = refuse(layout, Carry.PAUSE, roster(), EVERYONE)
+    answer = refuse(layout, roster(), EVERYONE)
     assert answer is not None
     assert answer.startswith(reason)
 
 
 def test_a_rank_that_is_cut_out_cannot_be_used() -> None:
-    answer = refuse(wanted("dp4"), Carry.PAUSE, roster(), EVERYONE[:3])
+    answer = refuse(wanted("dp4"), roster(), EVERYONE[:3])
     assert answer == "rank 3 is not available; write 'off1' in its place."
-    assert refuse(wanted("dp3+off1"), Carry.PAUSE, roster(), EVERYONE[:3]) is None
+    assert refuse(wanted("dp3+off1"), roster(), EVERYONE[:3]) is None
 
 
 def test_a_restarted_rank_can_only_serve_alone() -> None:
     ranks = roster()
     ranks.on_hello(hello(1, 2, widths=(1, 2)), 0)
-    answer = refuse(wanted("tp2+dp2"), Carry.PAUSE, ranks, EVERYONE)
+    answer = refuse(wanted("tp2+dp2"), ranks, EVERYONE)
     assert answer is not None
     assert answer.startswith("rank 1 was restarted")
-    assert refuse(wanted("dp2+tp2"), Carry.PAUSE, ranks, EVERYONE) is None
-
-
-def test_reshard_is_refused_by_name() -> None:
-    answer = refuse(wanted("dp4"), Carry.RESHARD, roster(), EVERYONE)
-    assert answer is not None
-    assert "'reshard' is not available yet: use pause, drain or recompute" in answer
+    assert refuse(wanted("dp2+tp2"), ranks, EVERYONE) is None

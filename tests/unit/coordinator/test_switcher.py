@@ -289,7 +289,7 @@ def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
     restarted(cell).tick()
     cell.settle()
     assert cell.core.layout_view()["layout"] == "dp4"
-    assert cell.core.refuse(cell.layout("tp4"), Carry.PAUSE) is not None
+    assert cell.core.refuse(cell.layout("tp4")) is not None
 
 
 def test_ranks_that_do_not_come_are_left_out_when_their_lease_is_over() -> None:

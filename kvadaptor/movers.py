@@ -1,0 +1,330 @@
+"""Carries out the unit copies of a re-shard, between the KV memory of ranks on one host.
+
+Two ways, same result: a `PeerMover` pulls from memory that peers have mapped to each other (Triton
+over NVLink: 367 GB/s on H200, against 236 GB/s for gather, NCCL send and scatter); an
+`ExchangeMover` sends through a process group where peers cannot map each other. All start-up cost
+is in the constructor and `warm`; a move allocates nothing that lasts.
+
+Ordering between ranks is the caller's: before a round every rank's device has finished its steps
+and the previous round (`move` returns only then), and all ranks have met on it.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.peers import map_peers
+from kvadaptor.unit_copy import Copier, Copies, MoveError, Units, make_copier
+
+__all__ = [
+    "CopiesBySource",
+    "ExchangeMover",
+    "MoveError",
+    "MoveStats",
+    "Mover",
+    "PeerMover",
+    "Round",
+    "by_source",
+    "make_mover",
+]
+
+CopiesBySource = Mapping[int, tuple[Units, Units]]
+"""Source rank -> (source units, destination units), each (c,) int64; the source may be oneself."""
+
+Round = Mapping[int, CopiesBySource]
+"""Destination rank -> its copies. No unit that is read in a round is written in it."""
+
+STAGING_BYTES = 256 << 20
+"""Memory that an `ExchangeMover` takes: two halves in turn, each for sending and receiving."""
+
+_NOTHING: CopiesBySource = {}
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStats:
+    """What one call brought into this rank: bytes from other ranks, bytes of its own, seconds."""
+
+    link_bytes: int
+    local_bytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9) per second from other ranks."""
+        return self.link_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+class Mover(Protocol):
+    """Ranks are those of the group that the mover was made with; U is given as `units`."""
+
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """Do this rank's part of a round; returns when what comes to this rank has arrived."""
+
+    def warm(self, units: int) -> None:
+        """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
+
+
+def by_source(src_ranks: Units, src_units: Units, dst_units: Units) -> CopiesBySource:
+    """Split a plan's three arrays, (c,) each in any order, by source rank."""
+    ranks = np.unique(src_ranks)
+    masks = {int(rank): src_ranks == rank for rank in ranks}
+    return {rank: (src_units[mask], dst_units[mask]) for rank, mask in masks.items()}
+
+
+def make_mover(
+    raw: torch.Tensor, geometry: PageGeometry, *, cpu_group: Any, device_group: Any
+) -> tuple[Mover, str | None]:
+    """The fastest mover that works, and why it is no `PeerMover` if it is none; collective.
+
+    Both groups have the same ranks in the same order: `cpu_group` of Gloo, `device_group` of NCCL
+    on CUDA and of Gloo on CPU. All ranks get the same kind and the same reason.
+    """
+    mapped = map_peers(raw, cpu_group)
+    if mapped.refusal is None:
+        return PeerMover(dist.get_rank(cpu_group), mapped.memory, geometry), None
+    return ExchangeMover(raw, geometry, device_group), mapped.refusal
+
+
+class PeerMover:
+    """Reads from the mapped memory of peers into own memory."""
+
+    def __init__(
+        self,
+        rank: int,
+        memory: Mapping[int, torch.Tensor],
+        geometry: PageGeometry,
+        *,
+        copier: Copier | None = None,
+    ) -> None:
+        """`memory` is that of `PeerMap`; ranks may differ in their number of pages."""
+        self._rank = rank
+        self._memory = memory
+        self._geometry = geometry
+        self._copier = copier or make_copier(geometry.num_layers, memory[rank].device)
+
+    def warm(self, units: int) -> None:
+        """Compile for this unit size, with tables for as many copies as this rank has units."""
+        raw = self._memory[self._rank]
+        unit_bytes = _unit_bytes(self._geometry, units)
+        self._copier.warm(raw, unit_bytes, _count(raw, self._geometry, unit_bytes))
+
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """Pull what the round has for this rank."""
+        return self.pull(copies.get(self._rank, _NOTHING), units)
+
+    def pull(self, copies: CopiesBySource, units: int) -> MoveStats:
+        """Copy units from their sources to this rank, in any order; returns when all are there.
+
+        Raises `MoveError` for a rank that is not mapped, or units out of range at either end.
+        """
+        started = time.perf_counter()
+        unit_bytes = _unit_bytes(self._geometry, units)
+        jobs = []
+        for source, pair in copies.items():
+            if source not in self._memory:
+                raise MoveError(f"rank {source} is not among those whose memory is mapped.")
+            _check(self._memory[source], pair[0], self._geometry, unit_bytes)
+            _check(self._memory[self._rank], pair[1], self._geometry, unit_bytes)
+            jobs.append(_copies(self._memory[source], pair, self._memory[self._rank]))
+        self._copier.copy(jobs, unit_bytes)
+        self._copier.finish()
+        return _stats(copies, self._rank, self._geometry.num_layers * unit_bytes, started)
+
+
+class ExchangeMover:
+    """Packs units, sends them through a process group and scatters them, step by step.
+
+    A step moves a bounded number of units per pair of ranks; while one is under way the next is
+    packed. Ranks without a part in a round need not call.
+    """
+
+    def __init__(
+        self,
+        raw: torch.Tensor,
+        geometry: PageGeometry,
+        group: Any,
+        *,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Takes the staging memory, of the same size on all ranks."""
+        self._raw = raw
+        self._geometry = geometry
+        self._group = group
+        self._rank: int = dist.get_rank(group)
+        self._world: int = dist.get_world_size(group)
+        # Two halves of two directions; regions start at multiples of any vector's width.
+        self._part_bytes = staging_bytes // 4 // 4096 * 4096
+        self._staging = torch.empty(4 * self._part_bytes, dtype=torch.int8, device=raw.device)
+        self._copier = make_copier(geometry.num_layers, raw.device)
+
+    def warm(self, units: int) -> None:
+        """Connect all ranks to each other, and prepare to pack and scatter units of this size."""
+        unit_bytes = _unit_bytes(self._geometry, units)
+        self._quota(unit_bytes)
+        # Twice all units: each is at most packed and scattered once in a round.
+        count = 2 * _count(self._raw, self._geometry, unit_bytes)
+        self._copier.warm(self._raw, unit_bytes, count)
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        token = self._staging[:1], self._staging[self._part_bytes :][:1]
+        for work in self._post([(rank, *token) for rank in others], 0):
+            work.wait()
+        self._copier.finish()
+
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """See `exchange`."""
+        return self.exchange(copies, units)
+
+    def exchange(self, copies: Round, units: int) -> MoveStats:
+        """Send what others get from this rank, and receive what it gets; all of them call.
+
+        Returns when this rank's units have arrived and those it sends have left. Raises `MoveError`
+        for units out of range on this rank, or when `staging_bytes` is too little for one unit.
+        """
+        started = time.perf_counter()
+        unit_bytes = _unit_bytes(self._geometry, units)
+        quota = self._quota(unit_bytes)
+        incoming = copies.get(self._rank, _NOTHING)
+        sends, receives = self._own_part(copies, unit_bytes)
+        local = incoming.get(self._rank)
+        if local is not None:
+            self._copier.copy([_copies(self._raw, local, self._raw)], unit_bytes)
+        longest = max((each.size for each in (*sends.values(), *receives.values())), default=0)
+        steps = -(-longest // quota)
+        under_way: list[Any] = []
+        for step in range(steps + 1):
+            # The next step is on its way before this rank waits for the one before it.
+            piece = slice(step * quota, (step + 1) * quota)
+            posted = self._start(sends, receives, piece, unit_bytes) if step < steps else []
+            for work in under_way:
+                work.wait()
+            if step:
+                self._scatter(receives, piece.start - quota, unit_bytes)
+            under_way = posted
+        self._copier.finish()
+        return _stats(incoming, self._rank, self._geometry.num_layers * unit_bytes, started)
+
+    def _own_part(
+        self, copies: Round, unit_bytes: int
+    ) -> tuple[dict[int, Units], dict[int, Units]]:
+        """Own units by the rank that gets them, and by the rank that they come from."""
+        sends, receives = {}, {}
+        for target, sources in copies.items():
+            for source, (source_units, target_units) in sources.items():
+                if source_units.size != target_units.size:
+                    raise MoveError("source and destination units differ in number.")
+                if not (0 <= source < self._world and 0 <= target < self._world):
+                    raise MoveError(f"rank {max(source, target)} is not in this group.")
+                if source == self._rank:
+                    _check(self._raw, source_units, self._geometry, unit_bytes)
+                    sends[target] = source_units
+                if target == self._rank:
+                    _check(self._raw, target_units, self._geometry, unit_bytes)
+                    receives[source] = target_units
+        sends.pop(self._rank, None)
+        receives.pop(self._rank, None)
+        return sends, receives
+
+    def _quota(self, unit_bytes: int) -> int:
+        """Units that one rank sends another in a step."""
+        whole = self._geometry.num_layers * unit_bytes
+        quota = self._part_bytes // (max(1, self._world - 1) * whole)
+        if quota < 1:
+            raise MoveError(
+                f"{4 * self._part_bytes} bytes of staging are too few: one unit of each peer, in "
+                f"two halves and two directions, is {4 * (self._world - 1) * whole} bytes."
+            )
+        return quota
+
+    def _place(self, peer: int, at: int, count: int, unit_bytes: int, incoming: int) -> Any:
+        """Staging for the units of one peer in the step that starts at unit number `at`."""
+        quota = self._quota(unit_bytes)
+        whole = self._geometry.num_layers * unit_bytes
+        half = at // quota % 2
+        index = peer - (peer > self._rank)
+        first = (2 * half + incoming) * self._part_bytes + index * quota * whole
+        return self._staging[first : first + count * whole]
+
+    def _start(
+        self,
+        sends: Mapping[int, Units],
+        receives: Mapping[int, Units],
+        piece: slice,
+        unit_bytes: int,
+    ) -> list[Any]:
+        """Pack one step's units and send them off; its receives are posted with them."""
+        jobs = []
+        messages: dict[int, list[Any]] = {}
+        for incoming, by_peer in enumerate((sends, receives)):
+            for peer, units in by_peer.items():
+                part = units[piece]
+                if not part.size:
+                    continue
+                place = self._place(peer, piece.start, part.size, unit_bytes, incoming)
+                messages.setdefault(peer, [peer, None, None])[1 + incoming] = place
+                if not incoming:
+                    jobs.append(_copies(self._raw, (part, np.arange(part.size)), place))
+        self._copier.copy(jobs, unit_bytes)
+        return self._post([tuple(each) for each in messages.values()], piece.start)
+
+    def _scatter(self, receives: Mapping[int, Units], at: int, unit_bytes: int) -> None:
+        """Copy what one step has brought to where it belongs."""
+        jobs = []
+        for peer, units in receives.items():
+            part = units[at : at + self._quota(unit_bytes)]
+            if part.size:
+                place = self._place(peer, at, part.size, unit_bytes, 1)
+                jobs.append(_copies(place, (np.arange(part.size), part), self._raw))
+        self._copier.copy(jobs, unit_bytes)
+
+    def _post(self, messages: list[Any], tag: int) -> list[Any]:
+        """Send and receive at once; `messages` are (peer, to send, to receive), either None."""
+        operations = []
+        for peer, outgoing, incoming in messages:
+            # The process group counts its ranks as the world does.
+            number = dist.get_global_rank(self._group, peer)
+            sides = ((dist.isend, outgoing), (dist.irecv, incoming))
+            operations += [
+                dist.P2POp(call, tensor, number, self._group, tag)
+                for call, tensor in sides
+                if tensor is not None
+            ]
+        return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+# ------------------------------------------------------------------------------ shared
+
+
+def _unit_bytes(geometry: PageGeometry, units: int) -> int:
+    """Bytes of a unit in one layer, at `units` units a page."""
+    if units < 1 or geometry.layer_page_bytes % units:
+        raise MoveError(f"a page of {geometry.layer_page_bytes} bytes has no {units} equal units.")
+    return geometry.layer_page_bytes // units
+
+
+def _count(raw: torch.Tensor, geometry: PageGeometry, unit_bytes: int) -> int:
+    """Units in each layer of a rank's memory."""
+    return int(raw.numel()) // geometry.num_layers // unit_bytes
+
+
+def _check(raw: torch.Tensor, units: Units, geometry: PageGeometry, unit_bytes: int) -> None:
+    count = _count(raw, geometry, unit_bytes)
+    if units.size and (units.min() < 0 or units.max() >= count):
+        raise MoveError(f"a unit is not in 0..{count - 1}.")
+
+
+def _copies(source: torch.Tensor, pair: tuple[Units, Units], target: torch.Tensor) -> Copies:
+    if pair[0].size != pair[1].size:
+        raise MoveError("source and destination units differ in number.")
+    return Copies(source, pair[0], target, pair[1])
+
+
+def _stats(copies: CopiesBySource, rank: int, whole_unit: int, started: float) -> MoveStats:
+    sizes = {source: int(pair[0].size) * whole_unit for source, pair in copies.items()}
+    local = sizes.get(rank, 0)
+    return MoveStats(sum(sizes.values()) - local, local, time.perf_counter() - started)

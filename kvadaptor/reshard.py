@@ -1,0 +1,245 @@
+"""Plans a live KV re-shard: which unit of which rank goes where, in which round.
+
+Pure and deterministic, so every rank computes the same plan from the same input. The words and
+shapes are in `reshard_terms`, which is re-exported here. Invariant of a plan: within a round no
+unit is written that this or a later round reads or that is kept. Called by the worker between
+PARK and SERVE. Sources: Flying Serving, section 4.2 (KV cache adaptor); Seesaw (re-sharding KV
+between parallelisms instead of recomputing it).
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.reshard_rounds import Need, Outcome, Placed, place
+from kvadaptor.reshard_share import Share, recency, share_out, touchable_pages, urgency
+from kvadaptor.reshard_source import Blocks, read_blocks
+from kvadaptor.reshard_terms import (
+    Carried,
+    Chain,
+    Fallback,
+    FallbackCause,
+    GroupLease,
+    Ints,
+    NewGroup,
+    OldGroup,
+    ReshardError,
+    ReshardInput,
+    ReshardPlan,
+    Traffic,
+    UnitCopies,
+)
+
+__all__ = [
+    "Carried",
+    "Chain",
+    "Fallback",
+    "FallbackCause",
+    "GroupLease",
+    "NewGroup",
+    "OldGroup",
+    "ReshardError",
+    "ReshardInput",
+    "ReshardPlan",
+    "Traffic",
+    "UnitCopies",
+    "bytes_moved",
+    "plan_reshard",
+]
+
+TRIALS_MAX = 10
+"""Placements tried to find which tasks fit into the rounds; what is left then falls back."""
+
+CACHED_TRIALS_MAX = 4
+"""Placements tried to find how many cached chains fit: to a 16th of them."""
+
+
+def plan_reshard(given: ReshardInput) -> ReshardPlan:
+    """Plan the switch of one component.
+
+    Linear in blocks and pages, a few milliseconds for 10,000 blocks when there is room; where
+    rounds run out, several placements are tried. The most urgent tasks are placed first; within a
+    tier larger ones fall back first. If every member of each new group has free pages for all
+    blocks the group could get, there are no fallbacks, nothing is dropped and there is one round.
+    Raises `ReshardError` for an input that cannot be.
+    """
+    blocks = read_blocks(given)
+    search = _Search(given, blocks)
+    best = search.run()
+    return _plan(blocks, best, search.late)
+
+
+def bytes_moved(plan: ReshardPlan, geometry: PageGeometry) -> Traffic:
+    """Return what the plan copies, in bytes over all layers."""
+    unit = geometry.page_bytes // plan.units
+    pairs: dict[tuple[int, int], int] = {}
+    for copies in plan.copies:
+        ranks, counts = np.unique(copies.src_ranks, return_counts=True)
+        for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
+            pair = (rank, copies.dst_rank)
+            pairs[pair] = pairs.get(pair, 0) + count * unit
+    return Traffic(
+        pairs=dict(sorted(pairs.items())),
+        total=sum(pairs.values()),
+        remote=sum(moved for (src, dst), moved in pairs.items() if src != dst),
+        in_place=plan.in_place_units * unit,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trial:
+    share: Share
+    needs: tuple[Need, ...]
+    outcome: Outcome
+
+
+class _Search:
+    """Finds the chains that fit; `late` are the tasks left out because rounds ran out."""
+
+    def __init__(self, given: ReshardInput, blocks: Blocks) -> None:
+        self._given = given
+        self._blocks = blocks
+        self._tasks = urgency(blocks)
+        self._cached = recency(blocks)
+        self.late: frozenset[int] = frozenset()
+
+    def run(self) -> _Trial:
+        """Return the best trial: as many tasks as possible, then as many cached chains."""
+        most = self._given.rounds_max
+        cheap = min(self._given.cached_rounds_max, most)
+        if self._cached:
+            # The usual case, and quick to fail: everything, if it takes few rounds.
+            whole = self._try(frozenset(), self._cached, cheap)
+            if whole is not None:
+                return whole
+        bare = self._try(frozenset(), (), most) or self._leave_out()
+        if not self._cached:
+            return bare
+        return self._add_cached(bare, max(cheap, bare.outcome.rounds))
+
+    def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
+        """Place all tasks but `late`; those that get no group may leave others less room."""
+        given, blocks = self._given, self._blocks
+        refused: dict[int, FallbackCause] = {}
+        while True:
+            staying = late.union(refused)
+            touchable = touchable_pages(given, blocks, staying)
+            tasks = [task for task in self._tasks if task not in staying]
+            share = share_out(given, blocks, touchable, tasks, cached)
+            refused |= share.refused
+            if not given.pause_fallbacks or not share.refused:
+                break
+        share.refused = refused
+        needs = _needs(given, blocks, share)
+        outcome = place(blocks, needs, touchable, limit)
+        return None if outcome is None else _Trial(share, needs, outcome)
+
+    def _leave_out(self) -> _Trial:
+        """Find what fits, in order of urgency, skipping the tasks that do not."""
+        limit = self._given.rounds_max
+        kept: list[int] = []
+        rest = list(self._tasks)
+        best = self._try(frozenset(self._tasks), (), limit)
+        assert best is not None, "placing nothing takes no rounds."
+        trials, high = 0, len(rest)
+        while rest and trials < TRIALS_MAX:
+            # rest[:low] fits and rest[:high] does not; one above all stands for not known.
+            low = 0
+            while high - low > 1 and trials < TRIALS_MAX:
+                middle = len(rest) if high > len(rest) else (low + high) // 2
+                late = frozenset(self._tasks).difference(kept, rest[:middle])
+                trial = self._try(late, (), limit)
+                trials += 1
+                if trial is None:
+                    high = middle
+                else:
+                    low, best, self.late = middle, trial, late
+            kept += rest[:low]
+            rest = rest[low + 1 :]
+            high = len(rest) + 1
+        self.late = frozenset(self._tasks).difference(kept)
+        return best
+
+    def _add_cached(self, bare: _Trial, limit: int) -> _Trial:
+        """Find how many of the most recently used chains fit as well."""
+        low, high, best = 0, len(self._cached) + 1, bare
+        for _ in range(CACHED_TRIALS_MAX):
+            middle = (low + high) // 2
+            if middle == low:
+                break
+            trial = self._try(self.late, self._cached[:middle], limit)
+            if trial is None:
+                high = middle
+            else:
+                low, best = middle, trial
+        return best
+
+
+def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...]:
+    wanted = np.zeros((len(given.new), blocks.source.shape[1]), dtype=np.bool_)
+    for chain, number in share.group_of.items():
+        wanted[number, blocks.numbers[chain][: share.kept[chain]]] = True
+    needs = []
+    for group, row in zip(given.new, wanted, strict=True):
+        numbers = np.flatnonzero(row)
+        # In turn from each old group: no rank waits for another to vacate its pages first.
+        first = np.searchsorted(numbers, blocks.starts)
+        old = np.searchsorted(blocks.starts, numbers, side="right") - 1
+        needs.append(Need(group.ranks, numbers, np.arange(numbers.size) - first[old]))
+    return tuple(needs)
+
+
+def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
+    share, outcome = best.share, best.outcome
+    causes = dict.fromkeys(late, FallbackCause.ROUNDS) | share.refused
+    leases, logical, moved = [], [], []
+    for need, placed in zip(best.needs, outcome.placed, strict=True):
+        lease, block_of = _lease(need, placed, blocks.num_pages)
+        leases.append(lease)
+        logical.append(np.zeros(blocks.source.shape[1], dtype=np.int64))
+        logical[-1][need.blocks] = block_of
+        moved.append(np.zeros(blocks.source.shape[1], dtype=np.bool_))
+        moved[-1][need.blocks] = placed.moved
+    carried = []
+    for number, chain in enumerate(blocks.chains):
+        if number not in share.group_of:
+            continue
+        group, kept = share.group_of[number], blocks.numbers[number][: share.kept[number]]
+        blocks_now, in_place = logical[group][kept], not moved[group][kept].any()
+        carried.append(Carried(chain.id, chain.cached, group, blocks_now, chain.size, in_place))
+    dropped = [number for number in recency(blocks) if number not in share.group_of]
+    return ReshardPlan(
+        units=blocks.units,
+        rounds=outcome.rounds,
+        groups=tuple(leases),
+        carried=tuple(carried),
+        copies=outcome.copies,
+        fallbacks=tuple(
+            Fallback(chain.id, causes[number])
+            for number, chain in enumerate(blocks.chains)
+            if number in causes
+        ),
+        dropped=tuple(blocks.chains[number].id for number in reversed(dropped)),
+        in_place_units=outcome.in_place_units,
+    )
+
+
+def _lease(need: Need, placed: Placed, num_pages: int) -> tuple[GroupLease, Ints]:
+    """Return a group's lease and the logical block of each of its blocks."""
+    width, count = placed.pages.shape
+    if width == 1:
+        block_of = placed.slots[0]
+        table = np.empty((1, 0), dtype=np.int64)
+        return GroupLease(need.ranks, placed.pages, table, np.sort(block_of)), block_of
+    block_of = np.arange(width, width + need.blocks.size)
+    table = np.empty((width, width * (count + 1)), dtype=np.int64)
+    table[:, :width] = np.arange(width)
+    for row, pages, slots in zip(table, placed.pages, placed.slots, strict=True):
+        row[block_of] = slots
+        vacant = np.zeros((num_pages, width), dtype=np.bool_)
+        vacant[pages] = True
+        vacant.reshape(-1)[slots] = False
+        row[width + slots.size :] = np.flatnonzero(vacant)
+    return GroupLease(need.ranks, placed.pages, table, block_of), block_of

@@ -1,0 +1,290 @@
+"""Places blocks into slots of the new width, round by round, until all of them lie there.
+
+Every member fills its slots independently of the others, because a table per member maps logical
+blocks to slots; what couples them is that a unit can only be overwritten after every rank that
+needs it has read it, hence the rounds. In each round a member first keeps what already lies right
+and then fills vacant slots in the order of the blocks, so that all members vacate the same pages.
+Words: `kvadaptor.reshard_terms`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvadaptor.reshard_source import Blocks, Bools
+from kvadaptor.reshard_terms import Ints, UnitCopies
+
+Counts = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Need:
+    """What one new group is to hold: its ranks and block numbers, ascending.
+
+    `turns` (B,) is the order in which blocks are moved when not all can be at once.
+    """
+
+    ranks: tuple[int, ...]
+    blocks: Ints
+    turns: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Where the blocks of one new group went.
+
+    `slots` is (k, B), `pages` (k, n) ascending, `moved` (B,) says whether any unit was copied.
+    """
+
+    slots: Ints
+    pages: Ints
+    moved: Bools
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """All blocks placed, one entry per `Need`."""
+
+    placed: tuple[Placed, ...]
+    copies: tuple[UnitCopies, ...]
+    rounds: int
+    in_place_units: int
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """One rank of a new group; slots and pages here are indices into its candidate pages.
+
+    `source` is (w, B): the flat unit of each unit-head that it needs, `right` which of them lie on
+    it at the right offset of a slot, `home` (B,) that slot or -1, `slot` (B,) the slot given or
+    -1. `touched` are pages that have a block.
+    """
+
+    rank: int
+    width: int
+    budget: int
+    pages: Ints
+    source: Ints
+    right: Bools
+    home: Ints
+    turn: Ints
+    slot: Ints = field(init=False)
+    taken: Bools = field(init=False)
+    touched: Bools = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slot = np.full(self.home.size, -1, dtype=np.int64)
+        self.taken = np.zeros(self.pages.size * self.width, dtype=np.bool_)
+        self.touched = np.zeros(self.pages.size, dtype=np.bool_)
+
+    def fill(self, reads: Counts) -> Ints:
+        """Give slots to as many pending blocks as can have one now; return these blocks.
+
+        `reads` is (P, U): how often each unit of this rank is still to be read.
+        """
+        pending = np.flatnonzero(self.slot < 0)
+        if not pending.size:
+            return pending
+        per_slot = self.source.shape[0]
+        unread = reads[self.pages].reshape(-1, per_slot) > 0
+        busy = unread[:, 0].astype(np.int64) if per_slot == 1 else unread.sum(axis=1)
+        at_home = pending[self.home[pending] >= 0]
+        own = self.right[:, at_home].sum(axis=0)
+        at_home = at_home[busy[self.home[at_home]] == own]
+        vacant = (busy == 0) & ~self.taken
+        kept = self._keep(at_home, pending.size, vacant)
+        rest = pending[self.slot[pending] < 0]
+        order = self._open(vacant)[: rest.size]
+        if rest.size > order.size:
+            rest = rest[np.argsort(self.turn[rest], kind="stable")]
+        placed = rest[: order.size]
+        self.slot[placed] = order
+        self.taken[order] = True
+        self.touched[order // self.width] = True
+        return np.concatenate((kept, placed))
+
+    def _keep(self, at_home: Ints, pending: int, vacant: Bools) -> Ints:
+        """Leave blocks where they are, in as many pages as leave room for the others."""
+        page = self.home[at_home] // self.width
+        count = np.bincount(page, minlength=self.pages.size)
+        settled = int(count[self.touched].sum())
+        count[self.touched] = 0
+        room = self.budget - int(np.count_nonzero(self.touched))
+        full = np.flatnonzero(count)
+        full = full[np.argsort(-count[full], kind="stable")][:room]
+        holes = vacant.reshape(-1, self.width).sum(axis=1)
+        empty = int(np.count_nonzero((holes == self.width) & ~self.touched))
+        # For x = 0, 1, ... pages kept, fullest first: what is left to place, in how many pages.
+        gain = np.concatenate(([0], np.cumsum(count[full] + holes[full])))
+        left = pending - settled - int(holes[self.touched].sum()) - gain
+        fresh = -(-np.maximum(left, 0) // self.width)
+        done_now = np.flatnonzero((fresh <= empty) & (fresh + np.arange(fresh.size) <= room))
+        keep = int(done_now[-1]) if done_now.size else max(0, room - empty)
+        allowed = self.touched.copy()
+        allowed[full[:keep]] = True
+        kept = at_home[allowed[page]]
+        slots = self.home[kept]
+        self.slot[kept] = slots
+        self.taken[slots] = True
+        vacant[slots] = False
+        self.touched[slots // self.width] = True
+        return kept
+
+    def _open(self, vacant: Bools) -> Ints:
+        """Return the vacant slots in the order to fill them, within the budget of pages."""
+        by_page = vacant.reshape(-1, self.width)
+        holes = by_page.sum(axis=1)
+        fresh = np.flatnonzero((holes > 0) & ~self.touched)
+        if self.width > 1:
+            fresh = fresh[np.argsort(-holes[fresh], kind="stable")]
+        room = self.budget - int(np.count_nonzero(self.touched))
+        pages = np.concatenate((np.flatnonzero(self.touched & (holes > 0)), fresh[:room]))
+        at = np.flatnonzero(by_page[pages])
+        slots: Ints = pages[at // self.width] * self.width + at % self.width
+        return slots
+
+    def physical(self, slots: Ints) -> Ints:
+        """Turn slot indices into slot numbers."""
+        numbers: Ints = self.pages[slots // self.width] * self.width + slots % self.width
+        return numbers
+
+
+def place(
+    blocks: Blocks, needs: Sequence[Need], touchable: Bools, rounds_max: int
+) -> Outcome | None:
+    """Place every block of every new group; None if that takes more rounds or pages than allowed.
+
+    `touchable` is (U, P): the pages per rank that may be written and leased.
+    """
+    size = (blocks.units, blocks.num_pages, blocks.units)
+    reads: Counts = np.zeros(size, dtype=np.int16)
+    flat_reads = reads.reshape(-1)
+    groups: list[list[_Member]] = []
+    for need in needs:
+        members = _members(blocks, need, touchable)
+        if members is None:
+            return None
+        groups.append(members)
+        for member in members:
+            flat_reads[member.source] += 1
+    members = [member for group in groups for member in group]
+    copies: list[UnitCopies] = []
+    in_place = rounds = 0
+    while any((member.slot < 0).any() for member in members):
+        done = [(member, member.fill(reads[member.rank])) for member in members]
+        if not any(given.size for _, given in done):
+            return None
+        # Only now, as all of a round's copies run at once: nothing it reads is vacant within it.
+        this_round = []
+        for member, given in done:
+            flat_reads[member.source[:, given]] -= 1
+            copied, stays = _copies(blocks, member, given, rounds + 1)
+            in_place += stays
+            if copied is not None:
+                this_round.append(copied)
+        if this_round:
+            rounds += 1
+            copies += sorted(this_round, key=lambda each: each.dst_rank)
+        if rounds > rounds_max:
+            return None
+    placed = [_settle(blocks, group, touchable) for group in groups]
+    return Outcome(tuple(placed), tuple(copies), rounds, in_place)
+
+
+def _members(blocks: Blocks, need: Need, touchable: Bools) -> list[_Member] | None:
+    width, per_slot = len(need.ranks), blocks.units // len(need.ranks)
+    lead = need.ranks[0] - blocks.first
+    budget = int(touchable[lead : lead + width].sum(axis=1).min())
+    enough = -(-need.blocks.size // width)
+    if enough > budget:
+        return None
+    return [
+        _member(blocks, need, touchable, (place, width, per_slot, budget, enough))
+        for place in range(width)
+    ]
+
+
+def _member(
+    blocks: Blocks, need: Need, touchable: Bools, at: tuple[int, int, int, int, int]
+) -> _Member:
+    place, width, per_slot, budget, enough = at
+    rank = need.ranks[place] - blocks.first
+    usable = touchable[rank]
+    # More free pages than the blocks fill are of no use here, and memory may be large.
+    free = np.flatnonzero(usable & ~blocks.used[rank])[:enough]
+    candidate = usable & blocks.used[rank]
+    candidate[free] = True
+    pages = np.flatnonzero(candidate)
+    index_of = np.full(blocks.num_pages, -1, dtype=np.int64)
+    index_of[pages] = np.arange(pages.size)
+    heads = slice(place * per_slot, (place + 1) * per_slot)
+    source = blocks.source[heads, need.blocks]
+    rank_units = blocks.num_pages * blocks.units
+    unit = source - rank * rank_units
+    right = (unit >= 0) & (unit < rank_units)
+    if per_slot > 1:
+        right &= unit % per_slot == np.arange(per_slot)[:, np.newaxis]
+    row = np.argmax(right, axis=0)
+    columns = np.arange(unit.shape[1])
+    slot = np.where(right[row, columns], unit[row, columns] // per_slot, 0)
+    page = index_of[slot // width]  # the null page has index -1: nothing is at home there
+    right &= page >= 0
+    return _Member(
+        rank=rank,
+        width=width,
+        budget=budget,
+        pages=pages,
+        source=source,
+        right=right,
+        turn=need.turns,
+        home=np.where(page >= 0, page * width + slot % width, -1),
+    )
+
+
+def _copies(
+    blocks: Blocks, member: _Member, given: Ints, number: int
+) -> tuple[UnitCopies | None, int]:
+    """Return the copies that bring these blocks into their slots, and the units that need none."""
+    source = member.source[:, given]
+    per_slot = source.shape[0]
+    slot = member.slot[given]
+    stays = member.right[:, given] & (slot == member.home[given])
+    offset = np.arange(per_slot)[:, np.newaxis]
+    target = member.physical(slot) * per_slot + offset
+    # Block by block, so that a slot's units follow each other.
+    copied = ~stays.T.reshape(-1)
+    flat_source, flat_target = source.T.reshape(-1)[copied], target.T.reshape(-1)[copied]
+    if not flat_source.size:
+        return None, stays.size
+    rank_units = blocks.num_pages * blocks.units
+    rank = flat_source // rank_units
+    unit = flat_source - rank * rank_units
+    # Mostly in order already, which a stable sort is quick to see.
+    order = np.argsort(rank * rank_units + flat_target, kind="stable")
+    return UnitCopies(
+        round=number,
+        dst_rank=member.rank + blocks.first,
+        src_ranks=rank[order] + blocks.first,
+        src_units=unit[order],
+        dst_units=flat_target[order],
+    ), stays.size - flat_source.size
+
+
+def _settle(blocks: Blocks, group: Sequence[_Member], touchable: Bools) -> Placed:
+    """Give all members equally many pages: the touched ones, then free ones, then vacated ones."""
+    count = max(int(np.count_nonzero(member.touched)) for member in group)
+    pages = []
+    for member in group:
+        own = np.zeros(blocks.num_pages, dtype=np.bool_)
+        own[member.pages[member.touched]] = True
+        used, missing = blocks.used[member.rank], count - int(np.count_nonzero(member.touched))
+        for kind in (~used, used) if missing else ():
+            spare = np.flatnonzero(touchable[member.rank] & kind & ~own)[:missing]
+            own[spare] = True
+            missing -= spare.size
+        pages.append(np.flatnonzero(own))
+    slots = [member.physical(member.slot) for member in group]
+    stays = [(member.slot == member.home) & member.right.all(axis=0) for member in group]
+    return Placed(slots=np.stack(slots), pages=np.stack(pages), moved=~np.all(stays, axis=0))

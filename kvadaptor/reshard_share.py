@@ -1,0 +1,222 @@
+"""Which new group takes which chain, and which chains have to stay behind for lack of pages.
+
+In a component either all old groups become one, which then takes everything, or one old group
+falls apart into several, which share its chains: largest first to the group that is then least
+loaded, where a block that the group has already costs nothing, so that tasks with a common prefix
+stay together until that would unbalance the groups. Words: `kvadaptor.reshard_terms`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvadaptor.reshard_source import Blocks, Bools
+from kvadaptor.reshard_terms import FallbackCause, Ints, ReshardInput
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Chain -> new group and blocks carried; and tasks that none takes, with the cause."""
+
+    group_of: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, FallbackCause] = field(default_factory=dict)
+
+
+def urgency(blocks: Blocks) -> list[int]:
+    """All tasks, most urgent first, within a tier smaller before larger, then in input order."""
+    tasks = [number for number, chain in enumerate(blocks.chains) if not chain.cached]
+    return sorted(tasks, key=lambda each: (blocks.chains[each].tier, blocks.chains[each].size))
+
+
+def recency(blocks: Blocks) -> list[int]:
+    """All cached chains, most recently used first, then in input order."""
+    cached = [number for number, chain in enumerate(blocks.chains) if chain.cached]
+    return sorted(cached, key=lambda each: -blocks.chains[each].recency)
+
+
+def touchable_pages(given: ReshardInput, blocks: Blocks, stay: Collection[int]) -> Bools:
+    """Return (U, P): pages that may be written and leased when the chains `stay` fall back."""
+    usable = (blocks.used | blocks.free) & ~blocks.locked
+    if given.pause_fallbacks and stay:
+        locked = np.zeros_like(usable)
+        for chain in stay:
+            blocks.lock(chain, locked)
+        usable &= ~locked
+    return usable
+
+
+def share_out(
+    given: ReshardInput,
+    blocks: Blocks,
+    touchable: Bools,
+    tasks: Sequence[int],
+    cached: Sequence[int],
+) -> Share:
+    """Give each chain a new group; `tasks` in order of urgency, `cached` in order of recency."""
+    share = Share()
+    limits = [group.tasks_max for group in given.new]
+    if None not in limits:
+        most = sum(limit for limit in limits if limit is not None)
+        share.refused.update((task, FallbackCause.TASKS) for task in tasks[most:])
+        tasks = tasks[:most]
+    if len(given.new) == 1:
+        wanted = dict.fromkeys(tasks, 0)
+    else:
+        wanted = _balance(given, blocks, touchable, tasks)
+    book = _Book(given, blocks, touchable)
+    for task in () if book.admit_all(wanted) else tasks:
+        if not (
+            book.admit(task, wanted[task])
+            or any(book.admit(task, group) for group in book.by_load(task))
+        ):
+            share.refused[task] = FallbackCause.PAGES
+    share.group_of.update(book.group_of)
+    share.kept.update((task, blocks.chains[task].size) for task in book.group_of)
+    for chain in cached:
+        group, kept = book.admit_prefix(chain)
+        if kept or not blocks.chains[chain].size:
+            share.group_of[chain], share.kept[chain] = group, kept
+    return share
+
+
+class _Book:
+    """Which blocks every new group holds, and how many more it can."""
+
+    def __init__(self, given: ReshardInput, blocks: Blocks, touchable: Bools) -> None:
+        self._blocks = blocks
+        self._widths = [len(group.ranks) for group in given.new]
+        self._tasks_left = [
+            len(blocks.chains) if group.tasks_max is None else group.tasks_max
+            for group in given.new
+        ]
+        room = touchable.sum(axis=1)
+        self.room = []
+        for group, width in zip(given.new, self._widths, strict=True):
+            lead = group.ranks[0] - blocks.first
+            self.room.append(width * int(room[lead : lead + width].min()))
+        self.count = [0] * len(given.new)
+        self._holds = np.zeros((len(given.new), blocks.source.shape[1]), dtype=np.bool_)
+        self.group_of: dict[int, int] = {}
+
+    def load(self, group: int, more: int = 0) -> float:
+        """Pages per rank, exact as widths are powers of two."""
+        return (self.count[group] + more) / self._widths[group]
+
+    def by_load(self, chain: int) -> list[int]:
+        """The groups, that first which is least loaded once it has the chain."""
+        more = self._new_blocks(chain)
+        return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
+
+    def admit_all(self, wanted: Mapping[int, int]) -> bool:
+        """Let every group have the tasks that it is to have, if there is ample room for all."""
+        places, room = self._tasks_left.copy(), self.room.copy()
+        for task, group in wanted.items():
+            places[group] -= 1
+            room[group] -= self._blocks.chains[task].size
+        if min(*places, *room) < 0:
+            return False
+        self.group_of = dict(wanted)
+        for task, group in wanted.items():
+            self._holds[group, self._blocks.numbers[task]] = True
+        self.count = np.count_nonzero(self._holds, axis=1).tolist()
+        return True
+
+    def admit(self, task: int, group: int) -> bool:
+        """Let the group have the task if it has a place and the pages."""
+        numbers = self._blocks.numbers[task]
+        if not self._tasks_left[group] or task in self.group_of:
+            return False
+        more = numbers.size - int(np.count_nonzero(self._holds[group, numbers]))
+        if self.count[group] + more > self.room[group]:
+            return False
+        self._tasks_left[group] -= 1
+        self._take(group, numbers, more)
+        self.group_of[task] = group
+        return True
+
+    def admit_prefix(self, chain: int) -> tuple[int, int]:
+        """Let the best group have as much of the chain as it has room for; its first blocks."""
+        numbers = self._blocks.numbers[chain]
+        shared = numbers.size - np.array(self._new_blocks(chain))
+        group = min(range(shared.size), key=lambda each: (-shared[each], self.load(each)))
+        needed = np.cumsum(~self._holds[group, numbers])
+        kept = int(np.searchsorted(needed, self.room[group] - self.count[group], side="right"))
+        if kept:
+            self._take(group, numbers[:kept], int(needed[kept - 1]))
+        return group, kept
+
+    def _new_blocks(self, chain: int) -> list[int]:
+        numbers = self._blocks.numbers[chain]
+        held: list[int] = np.count_nonzero(self._holds[:, numbers], axis=1).tolist()
+        return [numbers.size - each for each in held]
+
+    def _take(self, group: int, numbers: Ints, more: int) -> None:
+        self._holds[group, numbers] = True
+        self.count[group] += more
+
+
+def _balance(
+    given: ReshardInput, blocks: Blocks, touchable: Bools, tasks: Sequence[int]
+) -> dict[int, int]:
+    """Spread tasks over the groups, largest first, where the busiest rank then has least.
+
+    Blocks that only another group has count twice, as they would be there twice. A group without a
+    place, or whose pages would not do, comes last; of equal ones that is preferred where more of
+    the task lies right already.
+    """
+    book = _Book(given, blocks, touchable)
+    uses = np.zeros(blocks.source.shape[1], dtype=np.int64)
+    for task in tasks:
+        uses[blocks.numbers[task]] += 1
+    shared_total = int(np.count_nonzero(uses > 1))
+    compact = np.cumsum(uses > 1) - 1
+    holds = np.zeros((len(given.new), shared_total), dtype=np.bool_)
+    in_place = _in_place(given, blocks, tasks)
+    places = [group.tasks_max for group in given.new]
+    wanted: dict[int, int] = {}
+    groups = range(len(given.new))
+    sizes = [blocks.chains[task].size for task in tasks]
+    for at in sorted(range(len(tasks)), key=lambda at: -sizes[at]):
+        numbers = blocks.numbers[tasks[at]]
+        shared = compact[numbers[uses[numbers] > 1]] if shared_total else numbers[:0]
+        held, somewhere = [0] * len(groups), 0
+        if shared.size:
+            holding = holds[:, shared]
+            held = np.count_nonzero(holding, axis=1).tolist()
+            somewhere = int(np.count_nonzero(holding.any(axis=0)))
+        best, best_key = 0, None
+        for group in groups:
+            more = sizes[at] - held[group]
+            key = (
+                places[group] == 0,
+                book.count[group] + more > book.room[group],
+                book.load(group, more + somewhere - held[group]),
+                -in_place[group][at],
+            )
+            if best_key is None or key < best_key:
+                best, best_key = group, key
+        wanted[tasks[at]] = best
+        book.count[best] += sizes[at] - held[best]
+        holds[best, shared] = True
+        left = places[best]
+        places[best] = None if left is None else max(0, left - 1)
+    return wanted
+
+
+def _in_place(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> list[list[int]]:
+    """Per new group and task, the units that lie where that group would want them."""
+    rank_of = blocks.source // (blocks.num_pages * blocks.units)
+    heads = np.arange(blocks.units)
+    ends = np.cumsum([0, *(blocks.chains[task].size for task in tasks)])
+    numbers = np.concatenate([np.empty(0, np.int64), *(blocks.numbers[task] for task in tasks)])
+    counts = []
+    for group in given.new:
+        per_slot = blocks.units // len(group.ranks)
+        target = group.ranks[0] - blocks.first + heads // per_slot
+        right = rank_of == target[:, np.newaxis]
+        right &= blocks.source & (per_slot - 1) == (heads & (per_slot - 1))[:, np.newaxis]
+        total = np.concatenate(([0], np.cumsum(right.sum(axis=0)[numbers])))
+        counts.append(np.diff(total[ends]).tolist())
+    return counts

@@ -1,0 +1,185 @@
+"""Where every block of a component lies now: distinct blocks, their units, whose pages they use.
+
+Checks the whole input, so that what decides on top of it meets no surprise. Everything is a few
+array operations over all blocks of an old group. Words: `kvadaptor.reshard_terms`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvadaptor.pages import NULL_PAGE
+from kvadaptor.reshard_terms import Chain, Ints, ReshardError, ReshardInput
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """All distinct blocks of a component, numbered 0..N-1 by old group and its leader's slot.
+
+    `chains` are all chains in input order, `old_of` and `numbers` their old group and (size,)
+    block numbers; blocks of equal content have the same number. `source` is (U, N): the flat unit
+    `(rank - first)·P·U + unit` from which unit-head h of a block is best read. `used`, `free` and
+    `locked` are (U, P): the pages per rank that hold a chain's slot, are free, are locked.
+    `starts` is the first block number of each old group.
+    """
+
+    units: int
+    first: int
+    chains: tuple[Chain, ...]
+    old_of: tuple[int, ...]
+    numbers: tuple[Ints, ...]
+    source: Ints
+    used: Bools
+    free: Bools
+    locked: Bools
+    starts: Ints
+    old_ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_pages(self) -> int:
+        """P, page 0 included."""
+        return int(self.used.shape[1])
+
+    def lock(self, chain: int, locked: Bools) -> None:
+        """Mark the pages that hold a slot of this chain in a (U, P) mask."""
+        ranks = self.old_ranks[self.old_of[chain]]
+        for rank, slots in zip(ranks, self.chains[chain].slots, strict=True):
+            locked[rank - self.first, slots // len(ranks)] = True
+
+
+def read_blocks(given: ReshardInput) -> Blocks:
+    """Check the input and number its blocks; raises `ReshardError`."""
+    units, first = _check_groups(given)
+    size = (units, given.num_pages)
+    free, locked, used = (np.zeros(size, dtype=np.bool_) for _ in range(3))
+    for mask, pages_of in ((free, given.free), (locked, given.locked)):
+        for rank, pages in pages_of.items():
+            if not first <= rank < first + units:
+                raise ReshardError(f"rank {rank} is not in the component.")
+            _check_range(pages, given.num_pages, f"a page of rank {rank}")
+            mask[rank - first, pages] = True
+    sources: list[Ints] = []
+    numbers: list[Ints] = []
+    total = 0
+    for group in given.old:
+        lead = group.ranks[0] - first
+        distinct, of_chains = _number(group.chains, len(group.ranks), given.num_pages)
+        for place, slots in enumerate(distinct):
+            used[lead + place, slots // len(group.ranks)] = True
+        sources.append(_units_of(distinct, lead, units, given.num_pages))
+        numbers += [each + total for each in of_chains]
+        total += distinct.shape[1]
+    if (used & free).any():
+        raise ReshardError("a page that holds a chain's slot is called free.")
+    chains = tuple(chain for group in given.old for chain in group.chains)
+    if len({chain.id for chain in chains}) != len(chains):
+        raise ReshardError("two chains have the same id.")
+    source = np.concatenate(sources, axis=1)
+    if any(chain.keys for chain in chains):
+        numbers = _merge_equal(chains, numbers, source, given)
+    return Blocks(
+        units=units,
+        first=first,
+        chains=chains,
+        old_of=tuple(old for old, group in enumerate(given.old) for _ in group.chains),
+        numbers=tuple(numbers),
+        source=source,
+        used=used,
+        free=free & ~locked,
+        locked=locked,
+        starts=np.cumsum([0, *(each.shape[1] for each in sources[:-1])]),
+        old_ranks=tuple(group.ranks for group in given.old),
+    )
+
+
+def _check_groups(given: ReshardInput) -> tuple[int, int]:
+    """Return U and the first rank."""
+    olds, news = ([group.ranks for group in groups] for groups in (given.old, given.new))
+    spans = [sorted(rank for ranks in groups for rank in ranks) for groups in (olds, news)]
+    if not spans[0] or spans[0] != spans[1]:
+        raise ReshardError("old and new groups do not cover the same ranks.")
+    for ranks in (*olds, *news):
+        lead, width = ranks[0], len(ranks)
+        if width & (width - 1) or ranks != tuple(range(lead, lead + width)) or lead % width:
+            raise ReshardError(f"ranks {ranks} are no aligned group.")
+    units = max(len(ranks) for ranks in (*olds, *news))
+    if units != len(spans[0]):
+        raise ReshardError("no old or new group spans the component.")
+    if given.num_kv_heads % units:
+        raise ReshardError(f"{units} ranks do not share {given.num_kv_heads} KV heads evenly.")
+    if given.num_pages < 1 or given.rounds_max < 1:
+        raise ReshardError("a rank has at least page 0, and a plan at least one round.")
+    return units, spans[0][0]
+
+
+def _check_range(pages: Ints, num_pages: int, what: str) -> None:
+    if pages.size and (pages.min() <= NULL_PAGE or pages.max() >= num_pages):
+        raise ReshardError(f"{what} is not in 1..{num_pages - 1}.")
+
+
+def _number(chains: Sequence[Chain], width: int, num_pages: int) -> tuple[Ints, list[Ints]]:
+    """Return (k, n) slots of the n distinct blocks, and every chain's block numbers."""
+    for chain in chains:
+        if chain.slots.ndim != 2 or chain.slots.shape[0] != width:
+            raise ReshardError(f"chain {chain.id!r} does not have slots of {width} members.")
+        if chain.keys and len(chain.keys) != chain.size:
+            raise ReshardError(f"chain {chain.id!r} does not have one key per block.")
+    if not chains:
+        return np.empty((width, 0), dtype=np.int64), []
+    slots = np.concatenate([chain.slots for chain in chains], axis=1).astype(np.int64, copy=False)
+    _check_range(slots // width, num_pages, "the page of a slot")
+    # Tables over all slots instead of sorting: linear, and a sort of 10,000 blocks takes longer.
+    position = np.full(num_pages * width, -1, dtype=np.int64)
+    position[slots[0]] = np.arange(slots.shape[1])
+    leads = np.flatnonzero(position >= 0)
+    distinct = slots[:, position[leads]]
+    position[leads] = np.arange(leads.size)
+    numbers = position[slots[0]]
+    if not (distinct[:, numbers] == slots).all():
+        raise ReshardError("two blocks share a slot on one member, but not on another.")
+    for row in distinct[1:]:
+        if np.count_nonzero(np.bincount(row)) < row.size:
+            raise ReshardError("two blocks share a slot on one member, but not on another.")
+    ends = np.cumsum([chain.size for chain in chains])
+    return distinct, [numbers[start:end] for start, end in pairwise((0, *ends.tolist()))]
+
+
+def _units_of(slots: Ints, lead: int, units: int, num_pages: int) -> Ints:
+    """Return (U, n): the flat unit that holds each unit-head of the blocks."""
+    width = slots.shape[0]
+    share = units // width
+    heads = np.arange(units)
+    place = heads // share
+    flat: Ints = slots[place] * share + (heads % share)[:, np.newaxis]
+    flat += ((lead + place) * (num_pages * units))[:, np.newaxis]
+    return flat
+
+
+def _merge_equal(
+    chains: Sequence[Chain], numbers: Sequence[Ints], source: Ints, given: ReshardInput
+) -> list[Ints]:
+    """Give blocks of equal keys the number of the first, and it the best of their units."""
+    key_of: dict[int, bytes] = {}
+    first: dict[bytes, int] = {}
+    for chain, blocks in zip(chains, numbers, strict=True):
+        for number, key in zip(blocks.tolist(), chain.keys, strict=False):
+            if key is not None and key_of.setdefault(number, key) != key:
+                raise ReshardError(f"a block of chain {chain.id!r} has two keys.")
+    same = np.arange(source.shape[1])
+    for number, key in key_of.items():
+        same[number] = first.setdefault(key, number)
+    # When all become one group, unit-head h ends on the rank at place h: where that rank has a
+    # copy of its own, it need not be sent one.
+    if len(given.new) == 1:
+        rank_units = given.num_pages * source.shape[0]
+        copies = np.flatnonzero(same != np.arange(same.size))[::-1]  # of several, the first stays
+        for head, row in enumerate(source):
+            local = row // rank_units == head
+            better = copies[local[copies] & ~local[same[copies]]]
+            row[same[better]] = row[better]
+    return [same[blocks] for blocks in numbers]

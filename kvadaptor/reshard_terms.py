@@ -1,0 +1,226 @@
+"""What a live KV re-shard is planned from, and the plan: frozen arrays, no decisions.
+
+Words. A *unit* is the finest piece that moves: U is the width of the component (its widest group,
+old or new), a page is U units, unit `U·page + u`, each of H/U heads x b tokens. *Unit-head* h is
+heads [h·H/U, (h+1)·H/U). The member at place r of a group of width k computes unit-heads
+r·U/k ... (r+1)·U/k - 1 and keeps one slot per logical block: those unit-heads in order, units
+`slot·U/k` and up, where slot `k·page + s` is any slot of any page of its lease. So in dp unit u of
+a page holds unit-head u. Layout of memory: Flying Serving, section 4.2 (KV cache adaptor); moving
+running requests' KV between layouts instead of recomputing it: Seesaw, section on re-sharding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+"""Page, slot, unit, block or rank numbers."""
+
+ROUNDS_MAX = 8
+"""Rounds of a plan unless the caller says otherwise; between two of them all ranks meet."""
+
+CACHED_ROUNDS_MAX = 2
+"""Rounds that cached chains may cost unless running tasks need more anyway."""
+
+
+class ReshardError(ValueError):
+    """An input that cannot be: overlapping groups, slots out of range; one sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Blocks of one running task, or of one finished request that are worth keeping.
+
+    `slots` is (k, blocks), int64: row r holds the slot numbers (in the width k of the old group)
+    of the member at place r, column j those of logical block j. Equal columns in several chains
+    of a group are one shared block. A task has a `tier` (smaller is more urgent); a `cached` chain
+    has a `recency` (larger was used later) and no tier. `keys`, empty or one per block, names
+    content: two blocks with the same key hold the same, None matches nothing. `id` is unique in
+    the input.
+    """
+
+    id: str
+    slots: Ints
+    tier: int = 0
+    cached: bool = False
+    recency: int = 0
+    keys: tuple[bytes | None, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return int(self.slots.shape[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OldGroup:
+    """A group before the switch: its ranks by place (ascending) and all chains it holds."""
+
+    ranks: tuple[int, ...]
+    chains: tuple[Chain, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A group after the switch; it takes at most `tasks_max` running tasks (None: any number)."""
+
+    ranks: tuple[int, ...]
+    tasks_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardInput:
+    """One component: the smallest aligned span in which every old and new affected group lies.
+
+    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
+    its width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of a rank with
+    page 0 (of the rank with most). `free` is, per rank, the pages that are nobody's or hold no
+    chain's slot. `locked`, per rank, are pages that hold chains' slots and yet must not be
+    written or leased (they may be read). A page in neither `free` nor a chain is never touched.
+    With `pause_fallbacks`, pages that hold a slot of a task in the plan's fallbacks stay as they
+    are; without, their room is used. Cached chains are carried only as far as this keeps the
+    plan within `cached_rounds_max` rounds, or as many as tasks need without them.
+    """
+
+    num_kv_heads: int
+    num_pages: int
+    old: tuple[OldGroup, ...]
+    new: tuple[NewGroup, ...]
+    free: Mapping[int, Ints]
+    locked: Mapping[int, Ints]
+    rounds_max: int = ROUNDS_MAX
+    cached_rounds_max: int = CACHED_ROUNDS_MAX
+    pause_fallbacks: bool = False
+
+
+class FallbackCause(StrEnum):
+    """Why a task is not carried."""
+
+    TASKS = "tasks"  # the new groups it could go to take no more tasks
+    PAGES = "pages"  # they have too few pages
+    ROUNDS = "rounds"  # there are pages, but not enough free ones to get there in `rounds_max`
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A task that keeps no KV; its caller recomputes or pauses it."""
+
+    id: str
+    cause: FallbackCause
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """Where a chain is after the switch.
+
+    `group` indexes `ReshardPlan.groups`. `blocks` is (m,), int64: the group's logical block
+    numbers of the chain's blocks 0..m-1, the same on all members (in dp: pages). m is the whole
+    chain for a task and may be less for a cached chain, of whose `size` blocks a prefix is kept.
+    `in_place`: not one unit of it is copied.
+    """
+
+    id: str
+    cached: bool
+    group: int
+    blocks: Ints
+    size: int
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupLease:
+    """What a new group of width k has after the switch: n pages of each member, wholly its own.
+
+    `pages` is (k, n): row r the pages of the member at place r, ascending. `table` is
+    (k, k·(n+1)): row r maps logical block L to that member's slot number; L = k·index + s for
+    lease indices 1..n is a bijection onto the slots of its pages, used or not, and L < k is the
+    null page. In dp there is no table, (1, 0): logical block is page. `used` are the logical
+    blocks that hold a carried block, ascending; the others may be handed out.
+    """
+
+    ranks: tuple[int, ...]
+    pages: Ints
+    table: Ints
+    used: Ints
+
+    @property
+    def width(self) -> int:
+        """Ranks of the group, k."""
+        return len(self.ranks)
+
+    @property
+    def indices(self) -> int:
+        """Lease indices in use, n: they are 1..n."""
+        return int(self.pages.shape[1])
+
+    def slots(self, blocks: Ints) -> Ints:
+        """Return (k, m): every member's slot numbers of these logical blocks."""
+        return blocks[np.newaxis].copy() if self.width == 1 else self.table[:, blocks]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitCopies:
+    """All copies of one round into one rank; they may run in any order and all at once.
+
+    `src_ranks`, `src_units`, `dst_units` are (c,), int64, sorted by source rank and then by
+    destination unit. The source may be the destination rank itself.
+    """
+
+    round: int
+    dst_rank: int
+    src_ranks: Ints
+    src_units: Ints
+    dst_units: Ints
+
+    def runs(self) -> Ints:
+        """Return (4, r): source rank, first source and destination unit, units of each run."""
+        if not self.src_ranks.size:
+            return np.empty((4, 0), dtype=np.int64)
+        going_on = (
+            (np.diff(self.src_ranks) == 0)
+            & (np.diff(self.src_units) == 1)
+            & (np.diff(self.dst_units) == 1)
+        )
+        first = np.flatnonzero(np.concatenate(([True], ~going_on)))
+        count = np.diff(np.append(first, self.src_ranks.size))
+        return np.stack(
+            (self.src_ranks[first], self.src_units[first], self.dst_units[first], count)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardPlan:
+    """What every rank does; the same input gives the same plan everywhere.
+
+    `units` is U. `copies` is sorted by round (1..rounds) and destination, without empty ones;
+    all ranks finish a round before any begins the next. Within a round no unit that is written is
+    read, then or later, and nothing kept in place is ever written, so a round's copies need no
+    order. `groups` is in the order of `ReshardInput.new`; `carried` and `fallbacks` in that of the
+    input's chains. `dropped` are cached chains of which nothing is kept, least recently used
+    first. `in_place_units` counts the needed units that stay where they are.
+    """
+
+    units: int
+    rounds: int
+    groups: tuple[GroupLease, ...]
+    carried: tuple[Carried, ...]
+    copies: tuple[UnitCopies, ...]
+    fallbacks: tuple[Fallback, ...]
+    dropped: tuple[str, ...]
+    in_place_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a plan copies; `pairs` is by (source, destination rank), local copies included.
+
+    `total` counts all pairs, `remote` those between two ranks, `in_place` what was not copied.
+    """
+
+    pairs: Mapping[tuple[int, int], int]
+    total: int
+    remote: int
+    in_place: int

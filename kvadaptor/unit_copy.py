@@ -1,0 +1,191 @@
+"""Copies units between KV memories that this process can address: on the GPU or with numpy.
+
+A *memory* is a 1-D int8 tensor of `num_layers` equal regions that follow each other; unit n of a
+layer is bytes n·unit_bytes and up of its region. A copy moves one unit in every layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Units = npt.NDArray[np.int64]
+"""Unit numbers."""
+
+PIECE_BYTES = 1 << 20
+"""What a CPU copy reads before it writes: staging that stays in the cache, however much moves."""
+
+SLICES = 64
+"""In how many turns the sources of one launch take part: all links are busy all the time."""
+
+TABLE_ROWS = 4
+
+
+class MoveError(ValueError):
+    """Units that do not exist, or memory that cannot be moved this way; nothing was copied."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """`source_units[i]` of one memory to `target_units[i]` of another, for all i; both (c,)."""
+
+    source: torch.Tensor
+    source_units: Units
+    target: torch.Tensor
+    target_units: Units
+
+    @property
+    def size(self) -> int:
+        """Number of copies."""
+        return int(self.source_units.size)
+
+
+class Copier(Protocol):
+    """Does copies in any order; they may still be under way until `finish`."""
+
+    def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
+        """Start all copies; within all jobs no source unit may be a target unit."""
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+
+    def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
+        """Prepare for that many copies of units of that size, so that none pays for the first."""
+
+
+def make_copier(num_layers: int, device: torch.device) -> Copier:
+    """The copier for memory of that device."""
+    return KernelCopier(num_layers, device) if device.type == "cuda" else ArrayCopier(num_layers)
+
+
+class ArrayCopier:
+    """Copies with numpy, in pieces of `PIECE_BYTES`; `copy` returns when they are done."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._layers = num_layers
+
+    def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
+        """Copy layer by layer; see `Copier`."""
+        step = max(1, PIECE_BYTES // unit_bytes)
+        for job in jobs:
+            source, target = self._rows(job.source, unit_bytes), self._rows(job.target, unit_bytes)
+            for layer in range(self._layers):
+                for first in range(0, job.size, step):
+                    piece = slice(first, first + step)
+                    # Neighbouring units need no merging: a row is copied by one memcpy anyway.
+                    units = source[layer].take(job.source_units[piece], axis=0)
+                    target[layer][job.target_units[piece]] = units
+
+    def _rows(self, memory: torch.Tensor, unit_bytes: int) -> npt.NDArray[np.int8]:
+        """The memory as (layers, units, unit_bytes)."""
+        regions: npt.NDArray[np.int8] = memory.numpy().reshape(self._layers, -1)
+        units = regions.shape[1] // unit_bytes
+        return regions[:, : units * unit_bytes].reshape(self._layers, units, unit_bytes)
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
+        """Nothing to prepare."""
+
+
+class KernelCopier:
+    """Copies with one kernel launch per call, on the current stream of its device.
+
+    The current stream, because what it has written there (forward steps) is then copied, and what
+    it does next finds the copies done, without a wait. What other ranks write is not ordered by
+    it: the caller meets them before and after. Also runs on CPU tensors in Triton's interpreter.
+    """
+
+    def __init__(
+        self, num_layers: int, device: torch.device, *, tile_words: int | None = None
+    ) -> None:
+        # Triton is imported here, as CPU ranks have no use for it.
+        from kvadaptor import copy_kernel
+
+        self._kernel = copy_kernel
+        self._tile_words = tile_words or copy_kernel.TILE_WORDS
+        self._layers = num_layers
+        self._device = device
+        self._capacity = self._used = 0
+
+    def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
+        """Compile the kernel for this size and take the memory that so many copies need."""
+        if copies > self._capacity:
+            self._reserve(copies)
+        zero = np.zeros(1, dtype=np.int64)
+        # Unit 0 onto itself: of the null page, and it stays what it is.
+        self.copy([Copies(memory, zero, memory, zero)], unit_bytes)
+        self.finish()
+
+    def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
+        """Tell the device all copies by one asynchronous transfer and launch; see `Copier`.
+
+        Raises `MoveError` for units or memory that are not whole 16-byte words.
+        """
+        jobs = [job for job in jobs if job.size]
+        count = sum(job.size for job in jobs)
+        if not count:
+            return
+        word = self._kernel.WORD_BYTES
+        if unit_bytes % word:
+            raise MoveError(f"units of {unit_bytes} bytes are no multiple of {word}.")
+        base = jobs[0].target[:word].view(torch.int64)
+        columns = [self._columns(job, base.data_ptr(), unit_bytes) for job in jobs]
+        first = self._take(count)
+        span = slice(TABLE_ROWS * first, TABLE_ROWS * (first + count))
+        # Each source gives a slice in turn, else all ranks would draw on one of them at a time.
+        turns = [(np.arange(job.size) * SLICES // job.size).astype(np.uint8) for job in jobs]
+        order = np.argsort(np.concatenate(turns), kind="stable")
+        rows = self._pinned[span].numpy().reshape(TABLE_ROWS, count)
+        rows[:] = np.concatenate(columns, axis=1)[:, order]
+        table = self._table[span]
+        table.copy_(self._pinned[span], non_blocking=True)
+        with self._on_device():
+            self._kernel.launch(
+                base, table, count, self._layers, unit_bytes // word, self._tile_words
+            )
+
+    def finish(self) -> None:
+        """Wait for the current stream."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._used = 0
+
+    def _columns(self, job: Copies, base: int, unit_bytes: int) -> Units:
+        """(4, c): see `copy_kernel.launch`."""
+        columns = np.empty((TABLE_ROWS, job.size), dtype=np.int64)
+        sides = ((job.source, job.source_units), (job.target, job.target_units))
+        for side, (memory, units) in enumerate(sides):
+            region = memory.numel() // self._layers
+            distance = memory.data_ptr() - base
+            if region % self._kernel.WORD_BYTES or distance % self._kernel.WORD_BYTES:
+                raise MoveError("a layer's memory does not start at a multiple of 16 bytes.")
+            columns[2 * side] = (distance + units * unit_bytes) // self._kernel.WORD_BYTES
+            columns[2 * side + 1] = region // self._kernel.WORD_BYTES
+        return columns
+
+    def _take(self, count: int) -> int:
+        """Where in the tables there is room that no earlier transfer still reads from."""
+        if self._used + count > self._capacity:
+            self.finish()
+            if count > self._capacity:
+                self._reserve(count)
+        first = self._used
+        self._used += count
+        return first
+
+    def _reserve(self, copies: int) -> None:
+        self.finish()
+        on_cuda = self._device.type == "cuda"
+        size = TABLE_ROWS * copies
+        self._pinned = torch.empty(size, dtype=torch.int64, pin_memory=on_cuda)
+        self._table = torch.empty(size, dtype=torch.int64, device=self._device)
+        self._capacity = copies
+
+    def _on_device(self) -> Any:
+        """Triton launches on the current device, whichever it is."""
+        return torch.cuda.device(self._device if self._device.type == "cuda" else -1)

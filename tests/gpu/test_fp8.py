@@ -1,0 +1,183 @@
+"""fp8 on two GPUs: the losses of static vLLM in dp and tp, and the kernel that tp trees need.
+
+Needs two NVIDIA GPUs of compute capability 8.9 or more and vLLM's CUDA build:
+`python -m pytest -m gpu tests/gpu/test_fp8.py -s` prints what was measured.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.bench.servers import MODEL, ROOT
+from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+QUANTIZATION = "fp8_per_tensor"
+"""vLLM quantizes the bf16 demo model while loading it."""
+
+ENGINE = [
+    "--quantization",
+    QUANTIZATION,
+    "--logprobs-mode",
+    "raw_logits",
+    "--max-logprobs",
+    "-1",
+    "--max-model-len",
+    "1024",
+    "--gpu-memory-utilization",
+    "0.3",
+    "--max-num-seqs",
+    "64",
+]
+LENGTHS = (600, 200)
+"""Tokens of the two texts: on both sides of worker.vllm_fp8.FEW_TOKENS."""
+
+
+def texts() -> list[list[int]]:
+    """Stretches of held-out text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    ids: list[int] = tokenizer.encode((MODEL / "heldout.txt").read_text(), verbose=False)
+    return [ids[:length] for length in LENGTHS]
+
+
+def static_scores(folder: Path, tp: int) -> list[Any]:
+    """Teacher-forced log-probabilities of plain vLLM in a process of its own."""
+    spec = {
+        "model": str(MODEL),
+        "dtype": "bfloat16",
+        "quantization": QUANTIZATION,
+        "tp": tp,
+        "max_model_len": 1024,
+        "max_tokens": 1,
+        "prompts": [texts()[0][:20]],
+        "texts": texts(),
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+    out = folder / f"static-{tp}.npz"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
+        cwd=ROOT,
+        env=dict(os.environ),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out) as arrays:
+        return [arrays[f"scores_{number}"] for number in range(len(LENGTHS))]
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
+    """Plain vLLM's scores by tp size."""
+    folder = tmp_path_factory.mktemp("static-fp8")
+    return {tp: static_scores(folder, tp) for tp in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def cell(
+    static: dict[int, list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BareCell]:
+    """Two GPUs with the demo model in fp8. That it serves says that the self-test has passed."""
+    folder = tmp_path_factory.mktemp("fp8")
+    with bare_cell(folder, ranks=2, engine_args=ENGINE, device="cuda") as up:
+        yield up
+
+
+async def score(cell: BareCell, layout: str) -> list[Any]:
+    """Teacher-forced log-probabilities of each text in one layout."""
+    await asyncio.to_thread(cell.switch, layout, "recompute")
+    scores = []
+    for ids in texts():
+        client = TaskClient()
+        async with client.connected(cell):
+            name = f"score-{layout}-{len(ids)}"
+            client.submit(name, ids, max_tokens=1, prompt_logprobs=0)
+            stream = (await client.finish(name))[0]
+        scores.append(np.asarray(stream.prompt_logprobs.logprobs)[:, 0])
+    return scores
+
+
+def test_loss_is_that_of_static_vllm(static: dict[int, list[Any]], cell: BareCell) -> None:
+    for layout, width in (("dp2", 1), ("tp2", 2)):
+        for number, scores in enumerate(asyncio.run(score(cell, layout))):
+            wanted = static[width][number]
+            by_nature = np.abs(static[2][number] - static[1][number]).max()
+            error = np.abs(scores - wanted).max()
+            line = f"{layout} {len(scores)} tokens: loss {-scores.mean():.4f}"
+            print(line, f"static {-wanted.mean():.4f} largest {error:.4f} of {by_nature:.4f}")
+            # Rounding to fp8 turns a last bit into a step of 1/16; the mean must not move.
+            assert error <= max(2 * by_nature, 1e-3), line
+            assert abs(scores.mean() - wanted.mean()) < 0.02, line
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Device time of one call, from a captured graph of twenty."""
+    import torch
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            run()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / 20
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_strided_product_is_right_where_cutlass_is_not(per_channel: bool) -> None:
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    from worker.vllm_fp8 import strided_scaled_mm
+
+    current_platform.import_kernels()
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    outputs, inputs = 4096, 14336
+    whole = random(outputs, inputs).to(torch.float8_e4m3fn)
+    scale = torch.full((1,), 0.25, device="cuda")
+    if per_channel:
+        scale = random(outputs, 1).abs() + 0.1
+    view, packed = whole[:, inputs // 2 :].t(), whole[:, inputs // 2 :].contiguous().t()
+    unit = torch.ones(1, device="cuda")
+    for tokens in (1, 8, 64, 256, 257, 4096):
+        x = random(tokens, inputs // 2).to(torch.bfloat16)
+        a, by_token = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+        wanted = (a.float() * by_token) @ (packed.float() * scale.reshape(1, -1))
+        ours = partial(strided_scaled_mm, a, view, by_token, scale, torch.bfloat16, unit)
+        right, wrong = (
+            partial(ops.cutlass_scaled_mm, a, b, by_token, scale, torch.bfloat16)
+            for b in (packed, view)
+        )
+        errors = [
+            float((out.float() - wanted).norm() / wanted.norm())
+            for out in (ours(), right(), wrong())
+        ]
+        times = [microseconds(ours), microseconds(right)]
+        print(f"{tokens} tokens: errors {errors}, us {times} (ours on a view, cutlass packed)")
+        assert errors[0] < 5e-3
+        assert errors[1] < 5e-3
+        assert errors[2] > 0.5, "vLLM's kernel honours strides now: tp trees can go on using it"

@@ -1,0 +1,197 @@
+"""vLLM module trees of a tiny model, built in the test's own process without an engine.
+
+One process stands for every rank: the tp group that vLLM's layers ask is a stand-in that knows a
+width and a rank, and nothing that uses it here communicates.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+from comm_pool.layout import Mode
+from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_tree import build_tp_tree, load_replica
+
+SHARDS = 4
+HIDDEN, INNER, VOCAB, LAYERS, HEADS, HEAD = 128, 256, 512, 2, 4, 32
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+CPU = torch.device("cpu")
+
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN, HIDDEN),
+    "self_attn.v_proj": (HIDDEN, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+CHANNEL_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "channel",
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+QUANTIZATION: dict[str, Any] = {
+    "plain": None,
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-static": {"quant_method": "fp8", "activation_scheme": "static"},
+    "channel": CHANNEL_CONFIG,
+}
+
+
+def write_model(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """A random Qwen2 (its qkv has biases) of a kind of QUANTIZATION; returns its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.05
+
+    tensors: dict[str, torch.Tensor] = {
+        "model.embed_tokens.weight": random(VOCAB, HIDDEN),
+        "lm_head.weight": random(VOCAB, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN)
+        for number, (part, shape) in enumerate(LINEARS.items()):
+            # Sizes differ by layer part, so that a scale in the wrong place shows.
+            weight = random(*shape) * 2.0**number
+            name = prefix + part
+            if name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                tensors[f"{name}.bias"] = random(shape[0]) * 20
+            tensors.update(_stored(name, weight, kind))
+    save_file(tensors, folder / "model.safetensors")
+    config: dict[str, Any] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    if QUANTIZATION[kind] is not None:
+        config["quantization_config"] = QUANTIZATION[kind]
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def _stored(name: str, weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
+    if kind == "plain":
+        return {f"{name}.weight": weight}
+    size = weight.abs().amax(1, keepdim=True) if kind == "channel" else weight.abs().max()
+    scale = size / FP8_MAX
+    stored = {f"{name}.weight": (weight / scale).to(FP8), f"{name}.weight_scale": scale}
+    if kind == "fp8-static":
+        stored[f"{name}.input_scale"] = torch.tensor(4 / FP8_MAX)
+    return stored
+
+
+def scaled_fp8_quant(
+    x: torch.Tensor, scale: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's static fp8 quantization, of which its CPU build has no kernel."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+@contextmanager
+def tree_process(folder: Path) -> Iterator[None]:
+    """This process as vLLM's only rank for the length of the block."""
+    threads, quantize = torch.get_num_threads(), _custom_ops.scaled_fp8_quant
+    os.environ.setdefault("VLLM_DIST_IDENT", "trees")
+    _set_torch_accelerator_to_noop()
+    torch.set_num_threads(1)
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
+    config = AsyncEngineArgs(
+        model=str(write_and_name(folder / "first")), skip_tokenizer_init=True
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1)
+    try:
+        yield
+    finally:
+        _custom_ops.scaled_fp8_quant = quantize
+        torch.set_num_threads(threads)
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def write_and_name(folder: Path, kind: str = "plain") -> Path:
+    """`write_model` for its folder."""
+    write_model(folder, kind)
+    return folder
+
+
+class Trees:
+    """A replica and what is viewed of it."""
+
+    def __init__(self, folder: Path, *, shards: int = SHARDS, **engine: Any) -> None:
+        """`engine` are vLLM's engine arguments, such as dtype and quantization."""
+        options: dict[str, Any] = {
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 1 << 24,
+            "skip_tokenizer_init": True,
+        }
+        self.shards = shards
+        args = AsyncEngineArgs(model=str(folder), **{**options, **engine})
+        self.base = args.create_engine_config()
+        self.config = mode_config(self.base, ModeKey(Mode.DP, 1))
+        with set_current_vllm_config(self.config):
+            self.replica: nn.Module = load_replica(self.config, shards)
+
+    def view(self, width: int, rank: int) -> nn.Module:
+        """A fresh tree of one rank of a group of this width."""
+        config = mode_config(self.base, ModeKey(Mode.TP, width))
+        own = parallel_state._TP
+        parallel_state._TP = SimpleNamespace(world_size=width, rank_in_group=rank)
+        try:
+            with set_current_vllm_config(config):
+                return build_tp_tree(
+                    config, self.replica, shards=self.shards, width=width, rank_in_group=rank
+                )
+        finally:
+            parallel_state._TP = own

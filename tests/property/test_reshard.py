@@ -1,0 +1,78 @@
+"""Re-shard plans over all pairs of layouts and memories from empty to full, against the model."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.reshard import ReshardPlan, bytes_moved, plan_reshard
+from tests.harness.reshard_inputs import Shape, Tiling, draw_input
+from tests.harness.reshard_model import check_plan
+
+
+@st.composite
+def tilings(draw: st.DrawFn, first: int, width: int) -> Tiling:
+    """Aligned power-of-two groups that cover a span."""
+    if width == 1 or draw(st.booleans()):
+        return (tuple(range(first, first + width)),)
+    half = width // 2
+    return (*draw(tilings(first, half)), *draw(tilings(first + half, half)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    units = draw(st.sampled_from([1, 2, 4, 8]))
+    first = units * draw(st.integers(0, 1))
+    whole = (tuple(range(first, first + units)),)
+    parts = draw(tilings(first, units))
+    old, new = draw(st.sampled_from([(whole, parts), (parts, whole)]))
+    return Shape(
+        old=old,
+        new=new,
+        num_heads=units * draw(st.sampled_from([1, 2, 3])),
+        num_pages=draw(st.integers(1, 28)),
+        tasks=draw(st.integers(0, 5)),
+        cached=draw(st.integers(0, 3)),
+        fill=draw(st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0])),
+        spare=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
+        keyed=draw(st.booleans()),
+        tasks_max=draw(st.sampled_from([None, None, 2, 5])),
+        rounds_max=draw(st.sampled_from([1, 2, 8])),
+        pause_fallbacks=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+def same(one: ReshardPlan, other: ReshardPlan) -> bool:
+    return repr(one) == repr(other)
+
+
+@given(shapes(), st.randoms(use_true_random=False))
+@settings(max_examples=400, deadline=None)
+def test_every_plan_keeps_its_promises(shape: Shape, order: random.Random) -> None:
+    asked = draw_input(shape)
+    plan = plan_reshard(asked)
+    check_plan(asked, plan, order)
+
+
+@given(shapes())
+@settings(max_examples=50, deadline=None)
+def test_equal_inputs_give_equal_plans_and_bytes_add_up(shape: Shape) -> None:
+    plan, again = plan_reshard(draw_input(shape)), plan_reshard(draw_input(shape))
+    assert same(plan, again)
+    geometry = PageGeometry(3, shape.num_heads, 8, 8, 2, 16)
+    traffic = bytes_moved(plan, geometry)
+    unit = geometry.page_bytes // plan.units
+    assert traffic.total == unit * sum(each.dst_units.size for each in plan.copies)
+    assert traffic.total == sum(traffic.pairs.values())
+    assert traffic.in_place == unit * plan.in_place_units
+    for each in plan.copies:
+        merged = each.runs()
+        rows = [
+            (rank, source + step, target + step)
+            for rank, source, target, count in merged.T.tolist()
+            for step in range(count)
+        ]
+        expected = zip(each.src_ranks, each.src_units, each.dst_units, strict=True)
+        assert rows == [tuple(map(int, row)) for row in expected]

@@ -1,0 +1,132 @@
+"""Ratios, verdicts and tables, from made-up results."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.gpu_report import Verdict, document, joined, sizes, verdicts, write_report
+
+
+def server(factor: float, kv_bytes: float) -> dict[str, Any]:
+    return {
+        "start_s": 40.0,
+        "kv_tokens": 500_000,
+        "kv_bytes_per_gpu": kv_bytes,
+        "ttft": {"512": {"median_ms": 20 * factor}, "4096": {"median_ms": 100 * factor}},
+        "tpot": {"1": {"median_ms": 5 * factor}, "16": {"median_ms": 6 * factor}},
+        "saturated": {"all": {"tokens_per_s": 1000 / factor}},
+    }
+
+
+def times(worst: float) -> dict[str, float]:
+    return {"count": 100, "p50": worst / 2, "p99": worst, "max": worst}
+
+
+RESULTS: dict[str, Any] = {
+    "shape": "llama-3-8b",
+    "ranks": 4,
+    "date": "2026-01-02",
+    "command": "python -m tests.bench.gpu",
+    "commit": "abc",
+    "hardware": "4 x GPU",
+    "versions": {"vllm": "0.32.0"},
+    "engine": {"max_num_seqs": 256},
+    "servers": {
+        "static dp4": server(1.0, 70e9),
+        "static tp4": server(1.0, 70e9),
+        "aileron dp4": server(1.01, 68e9),
+        "aileron tp4": server(1.01, 66e9),
+    },
+    "aileron": {
+        "memory": [{"weights": 16_000_000_000, "kv": 66_000_000_000}],
+        "switches": {
+            "pause": {
+                "switches": 100,
+                "streams": 200,
+                "stopped": "",
+                "phases": {"cut_over_ms": times(4.0), "swap_ms": times(0.2)},
+                "totals": {"tasks_pause": 100},
+                "gpu_memory_mib": {"before": [100, 100], "after": [100, 101]},
+            }
+        },
+    },
+    "errors": {},
+    "seconds": {},
+}
+
+
+def judged(results: dict[str, Any]) -> dict[str, Verdict]:
+    return {verdict.target: verdict for verdict in verdicts(results)}
+
+
+def test_sizes_come_in_order() -> None:
+    assert sizes(RESULTS, "ttft") == ["512", "4096"]
+
+
+def test_targets_are_met_and_missed() -> None:
+    words = {target: verdict.word for target, verdict in judged(RESULTS).items()}
+    assert words == {
+        "tp4 TTFT 512: at most 1.02 x static": "met",
+        "tp4 TTFT 4096: at most 1.02 x static": "met",
+        "tp4 TPOT 1: at most 1.02 x static": "met",
+        "tp4 TPOT 16: at most 1.02 x static": "met",
+        "dp4 saturated: at least 0.98 x static": "met",
+        "cut-over p99: at most 5 ms": "met",
+        "swap, slowest: below 0.1 ms": "**missed**",
+        "dp4 KV: at most 2.5 GB per GPU below static": "met",
+        "tp4 KV: at most 2.5 GB per GPU below static": "**missed**",
+    }
+
+
+def test_more_speed_or_memory_than_static_is_met() -> None:
+    results = copy.deepcopy(RESULTS)
+    results["servers"]["aileron tp4"] = server(0.9, 75e9)
+    results["servers"]["aileron dp4"] = server(0.9, 75e9)
+    missed = [target for target, verdict in judged(results).items() if not verdict.met]
+    assert missed == ["swap, slowest: below 0.1 ms"]
+
+
+def test_partial_results_are_reported() -> None:
+    results = copy.deepcopy(RESULTS)
+    del results["servers"]["static tp4"]
+    results["aileron"] = {}
+    results["errors"] = {"static-tp": "ServerError: no memory\nsomething long\nthe end"}
+    found = judged(results)
+    assert found["tp4 TPOT 1: at most 1.02 x static"].met is None
+    assert found["dp4 saturated: at least 0.98 x static"].met is True
+    text = "\n".join(document(results))
+    assert "- static-tp: ServerError: no memory … the end" in text
+    assert "not measured" in text
+
+
+def test_document_shows_ratios_and_switches() -> None:
+    text = "\n".join(document(RESULTS))
+    assert "| tp4: TTFT of 4,096 tokens, ms | 101.0 | 100.0 | 1.010 |" in text
+    assert "| dp4: TPOT, 16 streams per GPU, ms | 6.06 | 6.00 | 1.010 |" in text
+    assert "| dp4: saturated, output tokens/s | 990 | 1,000 | 0.990 |" in text
+    assert "| cut_over_ms | 100 | 2.000 | 4.000 | 4.000 |" in text
+    assert "change over the switches: [0, 1]" in text
+
+
+def test_partial_runs_join() -> None:
+    ours, theirs = copy.deepcopy(RESULTS), copy.deepcopy(RESULTS)
+    del ours["servers"]["static dp4"], ours["servers"]["static tp4"]
+    theirs["aileron"] = {}
+    whole = joined([ours, theirs])
+    assert set(whole["servers"]) == set(RESULTS["servers"])
+    assert whole["aileron"] == RESULTS["aileron"]
+    theirs["ranks"] = 2
+    with pytest.raises(ValueError, match="one shape"):
+        joined([ours, theirs])
+
+
+def test_report_writes_table_and_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "2026-01-02-gpu-llama-3-8b-4.json"
+    file.write_text(json.dumps(RESULTS))
+    text = write_report([file])
+    assert file.with_suffix(".md").read_text() == text
+    assert file.with_suffix(".svg").read_bytes().startswith(b"<?xml")

@@ -1,0 +1,184 @@
+"""Real processes move units of each other's memory; every byte is compared with a numpy model."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvadaptor.movers import ExchangeMover, MoveError, MoveStats, PeerMover, Round, by_source
+from kvadaptor.peers import allocate
+from kvadaptor.unit_copy import ArrayCopier, Copies, KernelCopier
+from tests.harness.mover_ranks import (
+    GEOMETRY,
+    UNITS,
+    content,
+    expected,
+    move_both_ways,
+    move_often,
+    random_round,
+    run_ranks,
+)
+
+CPU = torch.device("cpu")
+WHOLE_PAGE = GEOMETRY.page_bytes
+
+
+@pytest.mark.parametrize("pages", [[64, 64], [64, 48, 80]], ids=["equal", "different"])
+def test_all_ranks_move_at_once_either_way(pages: list[int]) -> None:
+    rounds = 6
+    answers = run_ranks(len(pages), move_both_ways, pages, rounds)
+    for rank, answer in enumerate(answers):
+        assert answer["right"] == {"peer": [True] * rounds, "exchange": [True] * rounds}, rank
+        assert answer["sizes"][:rounds] == answer["sizes"][rounds:]
+        counts = {source: pair[0].size for source, pair in random_round(pages, 0)[rank].items()}
+        local = counts.pop(rank)
+        link = sum(counts.values())
+        assert answer["sizes"][0] == (link * WHOLE_PAGE // UNITS, local * WHOLE_PAGE // UNITS)
+
+
+def test_nothing_grows_over_moves() -> None:
+    for answer in run_ranks(2, move_often, 200):
+        (files, regions), (files_after, regions_after) = answer["before"], answer["after"]
+        assert files_after == files
+        assert regions_after <= regions + 8  # the C library takes some for itself
+        assert answer["named"] == []
+        assert answer["shared"] == 2
+
+
+def alone(pages: int = 8) -> tuple[Any, PeerMover]:
+    """One rank's memory with its content, and its mover."""
+    raw = allocate(pages * WHOLE_PAGE, CPU)
+    raw.copy_(torch.from_numpy(content(0, pages).reshape(-1)))
+    return raw, PeerMover(0, {0: raw}, GEOMETRY)
+
+
+def test_a_pull_from_oneself_is_local() -> None:
+    raw, mover = alone()
+    copies = random_round([8], 3)
+    stats = mover.pull(copies[0], UNITS)
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+    assert (stats.link_bytes, stats.gb_per_s) == (0, 0)
+    assert stats.local_bytes == copies[0][0][0].size * WHOLE_PAGE // UNITS
+
+
+def test_an_empty_round_moves_nothing() -> None:
+    raw, mover = alone()
+    none = np.empty(0, dtype=np.int64)
+    rounds: tuple[Round, ...] = ({}, {0: {}}, {0: {0: (none, none)}}, {5: {}})
+    for copies in rounds:
+        assert mover.move(copies, UNITS).local_bytes == 0
+    assert np.array_equal(raw.numpy(), content(0, 8).reshape(-1))
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
+def test_pieces_of_any_size_give_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvadaptor.unit_copy.PIECE_BYTES", piece)
+    raw, mover = alone()
+    copies = random_round([8], 4)
+    mover.move(copies, UNITS)
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("copies", "units", "reason"),
+    [
+        ({0: ([32], [1])}, UNITS, "not in 0..31"),
+        ({0: ([1], [-1])}, UNITS, "not in 0..31"),
+        ({0: ([1, 2], [3])}, UNITS, "differ in number"),
+        ({1: ([1], [2])}, UNITS, "rank 1 is not"),
+        ({0: ([1], [2])}, 3, "no 3 equal units"),
+        ({0: ([1], [2])}, 0, "no 0 equal units"),
+    ],
+)
+def test_what_cannot_be_is_refused(copies: Any, units: int, reason: str) -> None:
+    raw, mover = alone()
+    arrays = {rank: (np.array(a), np.array(b)) for rank, (a, b) in copies.items()}
+    with pytest.raises(MoveError, match=reason):
+        mover.pull(arrays, units)
+    assert np.array_equal(raw.numpy(), content(0, 8).reshape(-1))
+
+
+def test_staging_below_one_unit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    mover = ExchangeMover(alone()[0], GEOMETRY, None, staging_bytes=4096)
+    with pytest.raises(MoveError, match="staging are too few"):
+        mover.warm(1)
+
+
+def test_a_plan_is_split_by_source() -> None:
+    split = by_source(np.array([2, 0, 2]), np.array([5, 6, 7]), np.array([1, 2, 3]))
+    assert {rank: (a.tolist(), b.tolist()) for rank, (a, b) in split.items()} == {
+        0: ([6], [2]),
+        2: ([5, 7], [1, 3]),
+    }
+
+
+def test_speed_is_of_what_came_from_others() -> None:
+    assert MoveStats(link_bytes=3_000_000_000, local_bytes=7, seconds=2.0).gb_per_s == 1.5
+    assert MoveStats(0, 0, 0.0).gb_per_s == 0
+
+
+def interpret_kernel() -> None:
+    """Run the GPU's kernel on CPU memory and compare it with numpy; Triton must interpret."""
+    rng = np.random.default_rng(5)
+    # Units below, at, above and at no power of two of a tile; copies that fill no tile.
+    for unit_words, tile_words, count in ((1, 8, 13), (8, 8, 5), (32, 8, 3), (12, 8, 3), (3, 8, 7)):
+        layers, unit_bytes = 3, 16 * unit_words
+        memories = [
+            torch.from_numpy(rng.integers(-128, 128, layers * units * unit_bytes, dtype=np.int8))
+            for units in (24, 20, 40)
+        ]
+        own, near, far = memories
+        orders = [rng.permutation(memory.numel() // layers // unit_bytes) for memory in memories]
+        jobs = [
+            Copies(far, orders[2][:2], own, orders[0][count + 1 : count + 3]),
+            Copies(near, orders[1][:count], own, orders[0][:count]),
+            Copies(own, orders[0][-1:], own, orders[0][count : count + 1]),
+            Copies(own, orders[0][:0], own, orders[0][:0]),
+        ]
+        wanted = own.clone()
+        same = [Copies(job.source, job.source_units, wanted, job.target_units) for job in jobs]
+        ArrayCopier(layers).copy(same, unit_bytes)
+        copier = KernelCopier(layers, CPU, tile_words=tile_words)
+        copier.warm(own, unit_bytes, 4)
+        copier.copy(jobs[:1], unit_bytes)
+        copier.copy(jobs[1:], unit_bytes)
+        copier.finish()
+        assert torch.equal(own, wanted), (unit_words, tile_words, count)
+    with pytest.raises(MoveError, match="no multiple of 16"):
+        KernelCopier(3, CPU).copy(jobs, 24)
+
+
+def test_tables_under_way_are_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = KernelCopier(1, CPU)
+    copier._reserve(5)
+    waits: list[int] = []
+
+    def finish() -> None:
+        waits.append(1)
+        copier._used = 0
+
+    monkeypatch.setattr(copier, "finish", finish)
+    assert [copier._take(2), copier._take(3)] == [0, 2]
+    assert not waits
+    assert copier._take(1) == 0
+    assert waits
+    assert copier._take(9) == 0
+    assert copier._pinned.numel() == copier._table.numel() == 4 * 9
+
+
+def test_the_kernel_copies_what_numpy_copies() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import interpret_kernel; interpret_kernel()"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,93 @@
+"""What ranks of a host tell each other during a move: one board of shared memory per rank.
+
+A rank writes on its own board and reads those of its peers; nothing here waits or blocks, so a
+rank that is told to do something else simply stops looking. Invariant: the epoch is written last,
+so whoever reads an epoch finds all that belongs to it.
+"""
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
+
+BOARD_BYTES = 256 << 20
+"""Room for what one rank tells in one move; memory is only taken for what is written."""
+
+_HEADER = struct.Struct("<qqq")
+"""Epoch, length of the message, round that the rank has finished (-1: it gave up)."""
+
+_DATA_START = 64
+GAVE_UP = -1
+
+
+class BoardFullError(ValueError):
+    """A message is longer than the board."""
+
+
+class Board:
+    """One rank's board, as its owner or as a reader."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    def publish(self, epoch: int, message: bytes) -> None:
+        """Replace what stands here; readers of `epoch` find it from now on."""
+        if len(message) > len(self._memory) - _DATA_START:
+            raise BoardFullError(f"a message of {len(message)} bytes is too long for the board.")
+        _HEADER.pack_into(self._memory, 0, 0, 0, 0)
+        self._memory[_DATA_START : _DATA_START + len(message)] = message
+        _HEADER.pack_into(self._memory, 0, 0, len(message), 0)
+        struct.pack_into("<q", self._memory, 0, epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the message belongs to; 0 is none."""
+        return int(_HEADER.unpack_from(self._memory, 0)[0])
+
+    @property
+    def message(self) -> bytes:
+        """What stands here."""
+        length = _HEADER.unpack_from(self._memory, 0)[1]
+        return self._memory[_DATA_START : _DATA_START + length]
+
+    @property
+    def round(self) -> int:
+        """How far the owner is in the move of `epoch`; `GAVE_UP` if it left it."""
+        return int(_HEADER.unpack_from(self._memory, 0)[2])
+
+    def finish_round(self, number: int) -> None:
+        """Say that the owner has carried out this round, or has given up."""
+        struct.pack_into("<q", self._memory, 16, number)
+
+
+def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[Board, ...]:
+    """Make this rank's board and map those of all ranks; a collective call.
+
+    `gather` returns what every rank gave it, in order of the ranks. Names are gone when it
+    returns, so that nothing is left behind however a process ends.
+    """
+    own = FOLDER / f"aileron-board-{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, BOARD_BYTES)
+        memory = mmap.mmap(descriptor, BOARD_BYTES)
+        names = gather(str(own))
+        boards = [memory if number == rank else _map(name) for number, name in enumerate(names)]
+        gather(None)
+    finally:
+        os.close(descriptor)
+        own.unlink()
+    return tuple(Board(board) for board in boards)
+
+
+def _map(name: str) -> mmap.mmap:
+    descriptor = os.open(name, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, BOARD_BYTES, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)

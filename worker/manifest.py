@@ -1,0 +1,198 @@
+"""What every rank tells before a move, and the plan that all of them derive from it.
+
+Pure: the same manifests give the same plan on every rank. A group takes part with its tasks only if
+all its members are there and left the same formation; what cannot move stays out of the plan, and
+its leader has it computed again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.protocol.messages import Binding, Target, TaskHeader
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.reshard import (
+    Carried,
+    Chain,
+    NewGroup,
+    OldGroup,
+    ReshardInput,
+    ReshardPlan,
+    plan_reshard,
+)
+from worker.vllm_handover import CachedChain, RunningState
+
+Ints = npt.NDArray[np.int64]
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cargo:
+    """A running task with all that its next leader needs; `emitted` tokens have gone out."""
+
+    header: TaskHeader
+    attempt: int
+    emitted: int
+    payload: bytes
+    state: RunningState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Manifest:
+    """One rank's part: the group it left (`ranks` empty: none), its pages there and elsewhere.
+
+    `pages` are all pages that this rank gave the group, `slots` the slot of each logical block on
+    this rank (wide groups; int32). `indices` are the lease indices in use, by group. Only the
+    leader fills `cargo` and `chains`.
+    """
+
+    rank: int
+    ranks: Ranks
+    born: int
+    pages: Ints
+    slots: npt.NDArray[np.int32]
+    free: Ints
+    indices: Mapping[Ranks, Ints]
+    cargo: tuple[Cargo, ...] = ()
+    chains: tuple[CachedChain, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """The plan of one component; `bindings` are in the order of `plan.groups`."""
+
+    ranks: Ranks
+    bindings: tuple[Binding, ...]
+    plan: ReshardPlan
+    indices: tuple[Ints, ...]
+    """Lease indices of each wide group's new pages, in order of the plan's 1..n; empty in dp."""
+    cargo: Mapping[str, tuple[int, Cargo]]
+    """Task -> its old leader and what it told."""
+    chains: Mapping[str, CachedChain]
+
+    def blocks(self, carried: Carried) -> Ints:
+        """The logical blocks of a carried chain as the new group numbers them."""
+        return renumbered(carried.blocks, self.bindings[carried.group], self.indices[carried.group])
+
+
+def renumbered(blocks: Ints, binding: Binding, indices: Ints) -> Ints:
+    """The plan numbers leases from 1; the group may have leased pages under other indices."""
+    width = binding.group.width
+    if width == 1:
+        return blocks
+    return width * indices[blocks // width - 1] + blocks % width
+
+
+def plan_move(
+    rank: int,
+    manifests: Mapping[int, Manifest],
+    target: Target,
+    geometry: PageGeometry,
+    num_pages: int,
+) -> Move:
+    """Plan the move of the component that `rank` is in."""
+    whole = _whole_groups(manifests)
+    bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
+    ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
+    mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
+    groups = [group for group in whole if set(group) <= set(ranks)]
+    alone = sorted(set(ranks).difference(*groups))
+    cargo: dict[str, tuple[int, Cargo]] = {}
+    chains: dict[str, CachedChain] = {}
+    tokens = geometry.tokens_per_slot
+    old = [_old_group(group, manifests, cargo, chains, tokens) for group in groups]
+    old += [OldGroup((each,)) for each in alone]
+    given = ReshardInput(
+        num_kv_heads=geometry.num_kv_heads,
+        num_pages=num_pages,
+        old=tuple(sorted(old, key=lambda group: group.ranks)),
+        new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
+        free={each: _free(manifests[each], old) for each in ranks},
+        locked={each: np.zeros(0, dtype=np.int64) for each in ranks},
+    )
+    plan = plan_reshard(given)
+    indices = tuple(
+        _fresh_indices(lease.ranks, lease.indices if lease.width > 1 else 0, manifests)
+        for lease in plan.groups
+    )
+    return Move(ranks, mine, plan, indices, cargo, chains)
+
+
+def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
+    """The groups all of whose members left the same formation."""
+    groups = {each.ranks for each in manifests.values() if each.ranks}
+    return sorted(
+        group
+        for group in groups
+        if all(
+            member in manifests
+            and manifests[member].ranks == group
+            and manifests[member].born == manifests[group[0]].born
+            for member in group
+        )
+    )
+
+
+def _component(rank: int, groups: Iterable[Ranks]) -> Ranks:
+    """The ranks that share groups, directly or not; aligned groups nest, so the widest counts."""
+    own = [group for group in groups if rank in group]
+    return max(own, key=len) if own else (rank,)
+
+
+def _old_group(
+    group: Ranks,
+    manifests: Mapping[int, Manifest],
+    cargo: dict[str, tuple[int, Cargo]],
+    chains: dict[str, CachedChain],
+    block_tokens: int,
+) -> OldGroup:
+    leader = manifests[group[0]]
+    tables = [manifests[member].slots for member in group]
+
+    def slots(blocks: Ints) -> Ints:
+        rows = [blocks] if len(group) == 1 else [table[blocks] for table in tables]
+        return np.stack(rows).astype(np.int64)
+
+    made: list[Chain] = []
+    for each in leader.cargo:
+        cargo[each.state.task] = (leader.rank, each)
+        blocks = each.state.blocks
+        # A block that is not full will be written to, so it is nobody else's.
+        full = each.state.hashes[: each.state.computed // block_tokens]
+        keys = (*full, *((None,) * (blocks.size - len(full))))
+        tier = int(each.header.tier)
+        made.append(Chain(each.state.task, slots(blocks), tier=tier, keys=keys))
+    for number, chain in enumerate(leader.chains):
+        name = f"cached/{leader.rank}/{number}"
+        chains[name] = chain
+        recency = len(leader.chains) - number
+        kept = tuple(chain.hashes)
+        made.append(Chain(name, slots(chain.blocks), cached=True, recency=recency, keys=kept))
+    return OldGroup(group, tuple(made))
+
+
+def _free(manifest: Manifest, old: Iterable[OldGroup]) -> Ints:
+    """Pages that a move may use on this rank: nobody's, or the left group's without a chain."""
+    for group in old:
+        if manifest.rank in group.ranks and manifest.ranks == group.ranks:
+            place, width = group.ranks.index(manifest.rank), len(group.ranks)
+            used = [chain.slots[place] // width for chain in group.chains]
+            held = np.unique(np.concatenate(used)) if used else np.zeros(0, dtype=np.int64)
+            unused = np.setdiff1d(manifest.pages, held, assume_unique=True)
+            return np.sort(np.concatenate([manifest.free, unused]))
+    return manifest.free
+
+
+def _fresh_indices(group: Ranks, count: int, manifests: Mapping[int, Manifest]) -> Ints:
+    """The lowest lease indices that no member of the group has in use."""
+    if not count:
+        return np.zeros(0, dtype=np.int64)
+    used = [manifests[member].indices.get(group) for member in group]
+    taken = np.concatenate([each for each in used if each is not None] or [np.zeros(0, np.int64)])
+    last = count + taken.size + 1
+    is_free = np.ones(last + 1, dtype=np.bool_)
+    is_free[0] = False
+    is_free[taken[taken <= last]] = False
+    return np.flatnonzero(is_free)[:count]

@@ -1,0 +1,347 @@
+"""A rank's part in moving KV at a switch: tell, plan, copy, and then give up and take over.
+
+Nothing is given up before the coordinator has committed the move, so that a switch which is
+overtaken, or a rank that fails, leaves every task where it was. A later round of copies writes
+where an earlier one has read: once that has begun and no commit follows, the tasks have lost their
+KV and are computed again.
+"""
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages import (
+    Adopted,
+    Binding,
+    Carry,
+    Directive,
+    ReturnCause,
+    TaskId,
+)
+from coordinator.protocol.seat import Resolve
+from kvadaptor.movers import MoveStats, PeerMover, by_source
+from worker.board import GAVE_UP, Board, BoardFullError
+from worker.manifest import Cargo, Ints, Manifest, Move, plan_move
+from worker.vllm_handover import CachedChain
+
+if TYPE_CHECKING:
+    from worker.member import Member
+
+log = structlog.get_logger()
+
+PEER_WAIT_LIMIT_S = 20.0
+"""How long a rank waits for what a peer has to tell or copy before the move is given up."""
+
+PEER_POLL_S = 0.0001
+
+CACHED_BYTES_MAX = 4 << 30
+"""KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""
+
+_NO_PAGES = np.zeros(0, dtype=np.int64)
+_NO_SLOTS = np.zeros(0, dtype=np.int32)
+
+
+class OvertakenError(Exception):
+    """Another layout is wanted by now: the move is left as it is."""
+
+
+class MoveFailedError(Exception):
+    """The move cannot be carried out; its tasks are computed again."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A move whose copies are done here, until it is known whether it counts."""
+
+    epoch: int
+    move: Move
+    restored: list[tuple[Cargo, Any, Any]] = field(default_factory=list)
+    """(what was told, the restored request, its blocks) of each task that this rank will lead."""
+    chains: list[CachedChain] = field(default_factory=list)
+    rounds_done: int = 0
+
+
+class Moving:
+    """The moves of one rank; used by its main loop alone, at safe points."""
+
+    def __init__(self, member: "Member", boards: Sequence[Board], rank: Rank) -> None:
+        self._member = member
+        self._boards = boards
+        self._rank = rank
+        self._group: Group | None = None
+        self._born = -1
+        self._pending: _Pending | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="move")
+        self.adopted: tuple[Adopted, ...] = ()
+        """Tasks that this rank leads if the move is committed, or since it was."""
+        self.has_failed = False
+        self.committed = 0
+        """The last epoch whose move this rank knows to be committed."""
+        self.stats = MoveStats(0, 0, 0.0)
+
+    # ------------------------------------------------------------------ before
+
+    def joined(self) -> None:
+        """The rank has joined a group: nothing waits for a move any more."""
+        self._group = None
+
+    def left(self, binding: Binding) -> None:
+        """The rank left this group, and its tasks may move: they and their pages stay as is."""
+        self._group = binding.group
+        self._born = binding.born
+
+    def may_move(self, group: Group) -> bool:
+        """Say whether the tasks of a group are waiting for a move."""
+        return self._group == group
+
+    def tell(self, epoch: int) -> None:
+        """Publish this rank's manifest for the move of `epoch`, all its steps complete."""
+        self.adopted = ()
+        self._member.engine.synchronize()
+        manifest = self._manifest()
+        try:
+            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+        except BoardFullError:
+            log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
+            bare = Manifest(
+                self._rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices
+            )
+            self._boards[self._rank].publish(epoch, pickle.dumps(bare, protocol=5))
+
+    def _manifest(self) -> Manifest:
+        pool = self._member.engine.pages
+        free = pool.free_pages()
+        indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
+        group = self._group
+        if group is None:
+            return Manifest(self._rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices)
+        mode = self._member.mode_of(group)
+        pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
+        slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
+        cargo: tuple[Cargo, ...] = ()
+        chains: tuple[CachedChain, ...] = ()
+        if mode.scheduler is not None:
+            page_bytes = self._member.engine.kv.geometry.page_bytes // group.width
+            states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
+            book = self._member.book
+            led = [(book.get(TaskId(state.task)), state) for state in states]
+            cargo = tuple(
+                Cargo(each.header, each.attempt, each.emitted, each.payload, state)
+                for each, state in led
+                if each is not None
+            )
+            chains = tuple(found)
+        ranks = tuple(int(rank) for rank in group.ranks)
+        return Manifest(
+            self._rank, ranks, self._born, np.sort(pages), slots, free, indices, cargo, chains
+        )
+
+    # ------------------------------------------------------------------ the move
+
+    def move(self, directive: Directive, overtaken: Callable[[], bool]) -> None:
+        """Copy this rank's share; returns when it is there, or `has_failed` is set.
+
+        Raises `OvertakenError` when `overtaken` says so meanwhile.
+        """
+        epoch = directive.stage.epoch
+        self.has_failed = False
+        self.adopted = ()
+        self.stats = MoveStats(0, 0, 0.0)
+        own = self._boards[self._rank]
+        try:
+            if own.epoch != epoch:
+                self.tell(epoch)
+            manifests: dict[int, Manifest] = {
+                rank: self._read(rank, epoch, overtaken) for rank in directive.movers
+            }
+            engine = self._member.engine
+            move = plan_move(
+                self._rank, manifests, directive.target, engine.kv.geometry, engine.kv.num_pages
+            )
+            self._pending = _Pending(epoch, move)
+            self._carry_out(self._pending, overtaken)
+        except OvertakenError:
+            own.finish_round(GAVE_UP)
+            raise
+        except Exception:
+            # Whatever it was, every rank must hear of it, and no task is lost.
+            log.exception("move_failed", epoch=epoch)
+            own.finish_round(GAVE_UP)
+            self.has_failed = True
+            self.adopted = ()
+
+    def _read(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> Manifest:
+        board = self._boards[rank]
+        self._wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        manifest: Manifest = pickle.loads(board.message)  # noqa: S301 -- our own ranks' memory
+        return manifest
+
+    def _carry_out(self, pending: _Pending, overtaken: Callable[[], bool]) -> None:
+        mover = self._member.engine.mover
+        own = self._boards[self._rank]
+        plan = pending.move.plan
+        own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
+        for number in range(1, plan.rounds + 1):
+            if number > 1 or not isinstance(mover, PeerMover):
+                self._meet(pending, number, overtaken)
+            copies = {
+                each.dst_rank: by_source(each.src_ranks, each.src_units, each.dst_units)
+                for each in plan.copies
+                if each.round == number
+            }
+            arriving = self._thread.submit(mover.move, copies, plan.units)
+            if number == 1:
+                # Building requests takes the CPU as long as copying takes the link.
+                self._restore(pending)
+            stats = arriving.result()
+            self.stats = MoveStats(
+                self.stats.link_bytes + stats.link_bytes,
+                self.stats.local_bytes + stats.local_bytes,
+                self.stats.seconds + stats.seconds,
+            )
+            pending.rounds_done = number
+            own.finish_round(number + 1)
+        if not plan.rounds:
+            self._restore(pending)
+
+    def _meet(self, pending: _Pending, number: int, overtaken: Callable[[], bool]) -> None:
+        for rank in pending.move.ranks:
+
+            def is_there(rank: int = rank) -> bool:
+                board = self._boards[rank]
+                if board.epoch != pending.epoch or board.round == GAVE_UP:
+                    raise MoveFailedError(f"rank {rank} gave the move up.")
+                return board.round >= number
+
+            self._wait(is_there, overtaken, f"rank {rank} does not finish round {number - 1}")
+
+    def _wait(
+        self, condition: Callable[[], bool], overtaken: Callable[[], bool], complaint: str
+    ) -> None:
+        deadline = time.monotonic() + PEER_WAIT_LIMIT_S
+        while not condition():
+            if overtaken():
+                raise OvertakenError
+            if time.monotonic() > deadline:
+                raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
+            time.sleep(PEER_POLL_S)
+
+    def _restore(self, pending: _Pending) -> None:
+        """Build what this rank goes on with as a leader."""
+        move = pending.move
+        adopted = []
+        for carried in move.plan.carried:
+            if move.bindings[carried.group].group.leader != self._rank:
+                continue
+            if carried.cached:
+                chain = move.chains[carried.id]
+                blocks = move.blocks(carried)
+                pending.chains.append(CachedChain(blocks, chain.hashes[: blocks.size]))
+                continue
+            _, cargo = move.cargo[carried.id]
+            request = self._member.intake.restored(cargo.payload, cargo.state)
+            pending.restored.append((cargo, request, move.blocks(carried)))
+            adopted.append(Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted))
+        self.adopted = tuple(adopted)
+
+    # ------------------------------------------------------------------ afterwards
+
+    def resolve(self, resolve: Resolve) -> None:
+        """Go on with what was taken over, or with what was left."""
+        pending, self._pending = self._pending, None
+        if resolve.is_committed:
+            assert pending is not None and pending.epoch == resolve.epoch
+            self._commit(pending)
+            if resolve.directive.stage.epoch == resolve.epoch:
+                return  # The new group is joined next.
+            self._member.not_joined()
+        else:
+            self.adopted = ()
+        # Nobody could begin round 2 before this rank had finished round 1.
+        is_spoiled = not resolve.is_committed and pending is not None and pending.rounds_done > 0
+        is_spoiled = is_spoiled and pending is not None and pending.move.plan.rounds > 1
+        if resolve.is_kept and not is_spoiled:
+            return
+        group, self._group = self._group, None
+        if group is not None and group.leader == self._rank:
+            self._leave_where_it_is(group, resolve.directive.carry, is_spoiled=is_spoiled)
+
+    def _leave_where_it_is(self, group: Group, carry: Carry, *, is_spoiled: bool) -> None:
+        scheduler = self._member.mode_of(group).scheduler
+        assert scheduler is not None
+        if is_spoiled or carry is not Carry.PAUSE:
+            self._member.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
+        self._member.withdraw(group)
+
+    def _commit(self, pending: _Pending) -> None:
+        self.committed = pending.epoch
+        self._hand_over(pending.move)
+        move = pending.move
+        for number, binding in enumerate(move.bindings):
+            if self._rank not in binding.group.ranks:
+                continue
+            self._take_pages(move, number)
+            self._group, self._born = binding.group, binding.born
+            self._member.prepared(binding, move.indices[number])
+            if binding.group.leader == self._rank:
+                self._adopt(binding, pending, move.indices[number])
+
+    def _hand_over(self, move: Move) -> None:
+        """Give up the left group: its tasks lead on elsewhere, or are computed again."""
+        group = self._group
+        if group is None:
+            return
+        pool = self._member.engine.pages
+        mode = self._member.mode_of(group)
+        if mode.scheduler is not None:
+            carried = [each.id for each in move.plan.carried if not each.cached]
+            gone = [
+                name for name in carried if name in move.cargo and move.cargo[name][0] == self._rank
+            ]
+            self._member.hand_over(group, gone)
+            self._member.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
+            self._member.withdraw(group)
+        if group.mode is Mode.DP:
+            return
+        assert mode.table is not None
+        mode.table.unmap(pool.lease_indices(group.ranks))
+        pool.keep_only(group.ranks, ())
+
+    def _take_pages(self, move: Move, number: int) -> None:
+        lease, group = move.plan.groups[number], move.bindings[number].group
+        pool = self._member.engine.pages
+        place = group.ranks.index(self._rank)
+        if group.width == 1:
+            pool.own_these(lease.pages[place])
+            return
+        indices = move.indices[number]
+        pages = lease.pages[place]
+        pool.lease_these(group.ranks, indices, pages)
+        table = self._member.mode_of(group).table
+        assert table is not None
+        # The plan's blocks cover each slot of these pages once, in an order of their own.
+        blocks = np.arange(group.width, group.width * (indices.size + 1))
+        renumbered = group.width * indices[blocks // group.width - 1] + blocks % group.width
+        table.assign(renumbered, lease.table[place][blocks])
+
+    def _adopt(self, binding: Binding, pending: _Pending, indices: Ints) -> None:
+        member = self._member
+        scheduler = member.mode_of(binding.group).scheduler
+        assert scheduler is not None
+        pool = member.engine.pages
+        dp = binding.group.width == 1
+        scheduler.grant(pool.own_pages() if dp else pool.lease_indices(binding.group.ranks))
+        for cargo, _, _ in pending.restored:
+            member.book.open(
+                cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload
+            )
+        tasks = [(request, blocks) for _, request, blocks in pending.restored]
+        # The newest chain is registered last, so that it is reused last.
+        scheduler.adopt(tasks, list(reversed(pending.chains)), indices)

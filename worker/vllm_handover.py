@@ -1,0 +1,167 @@
+"""vLLM adapter: a running task leaves one scheduler and goes on in another, its KV blocks with it.
+
+What makes the continuation exact: the tokens so far, how many of them have KV, the block hashes,
+and the request itself. Everything else follows from these: draws depend on (seed, position) alone,
+penalties on the tokens, and a grammar is fed the tokens again. vLLM takes such a task natively, as
+it does one whose KV came from a connector: waiting, with computed tokens and blocks of its own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.request import Request
+
+Blocks = npt.NDArray[np.int64]
+"""Logical block numbers of a scheduler."""
+
+CACHE_GROUP = 0
+"""A mode has one KV cache group, so blocks hash alike in all modes."""
+
+REMEMBERED_CHAINS_MAX = 4096
+"""Finished requests whose cached blocks can still be told apart, the last ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningState:
+    """A running task between two steps; `blocks` are (m,), those that hold its KV."""
+
+    task: str
+    generated: list[int]
+    computed: int
+    blocks: Blocks
+    hashes: list[bytes]
+    prefill_stats: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedChain:
+    """Blocks of a finished request that can still be hit; `hashes` has one entry per block."""
+
+    blocks: Blocks
+    hashes: list[bytes]
+
+
+class FinishedChains:
+    """The block hashes of the requests that finished last, in order."""
+
+    def __init__(self) -> None:
+        self._chains: OrderedDict[bytes, list[bytes]] = OrderedDict()
+
+    def remember(self, hashes: Sequence[bytes]) -> None:
+        """A request with these block hashes has finished; the same one again becomes the newest."""
+        if not hashes:
+            return
+        self._chains[hashes[-1]] = list(hashes)
+        self._chains.move_to_end(hashes[-1])
+        while len(self._chains) > REMEMBERED_CHAINS_MAX:
+            self._chains.popitem(last=False)
+
+    def cached(self, pool: BlockPool, blocks_max: int) -> list[CachedChain]:
+        """The chains that are still cached, newest first, as far as `blocks_max` goes."""
+        chains: list[CachedChain] = []
+        seen: set[int] = set()
+        find = pool.cached_block_hash_to_block.get_one_block
+        for hashes in reversed(self._chains.values()):
+            blocks: list[int] = []
+            for block_hash in hashes:
+                found = find(make_block_hash_with_group_id(BlockHash(block_hash), CACHE_GROUP))
+                if found is None:
+                    break
+                blocks.append(found.block_id)
+            fresh = set(blocks) - seen
+            if not fresh:
+                continue
+            if len(seen) + len(fresh) > blocks_max:
+                break
+            seen |= fresh
+            chains.append(CachedChain(np.array(blocks, dtype=np.int64), hashes[: len(blocks)]))
+        return chains
+
+    def clear(self) -> None:
+        """Nothing is cached any more."""
+        self._chains.clear()
+
+
+def running_state(request: Request, block_ids: Sequence[int], block_tokens: int) -> RunningState:
+    """What another scheduler needs to go on with a task that is between two steps."""
+    assert request.num_output_placeholders == 0, "a task is moved while a step is under way."
+    computed = request.num_computed_tokens
+    blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
+    return RunningState(
+        request.request_id,
+        list(request.output_token_ids),
+        computed,
+        blocks,
+        [bytes(each) for each in request.block_hashes],
+        request.prefill_stats,
+    )
+
+
+def can_move(request: Request) -> bool:
+    """Say whether a task is worth moving: prompt logprobs of a part of a prompt cannot be told."""
+    params = request.sampling_params
+    tells_prompt = params is not None and params.prompt_logprobs is not None
+    return request.num_computed_tokens > 0 and not (
+        tells_prompt and request.num_computed_tokens < request.num_prompt_tokens
+    )
+
+
+def restore(request: Request, state: RunningState, hasher: Any) -> None:
+    """Bring a fresh request, built without a hasher, to where `state` left off."""
+    request.append_output_token_ids(state.generated)
+    request.num_computed_tokens = state.computed
+    request.prefill_stats = state.prefill_stats
+    if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:
+        request.sampling_params.prompt_logprobs = None  # Told already.
+    request.block_hashes = [BlockHash(each) for each in state.hashes] if hasher else []
+    request._block_hasher = hasher
+
+
+def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> None:
+    """Make granted blocks those of a request, with their KV in them; full ones can be hit.
+
+    Blocks that a task taken before shares are touched once more.
+    """
+    pool = manager.block_pool
+    taken = [pool.blocks[number] for number in blocks.tolist()]
+    pool.touch(taken)
+    (only,) = manager.coordinator.single_type_managers
+    only.req_to_blocks[request.request_id] = taken
+    hashed = 0
+    while hashed < len(taken) and taken[hashed].block_hash is not None:
+        hashed += 1
+    only.num_cached_block[request.request_id] = hashed
+    if manager.enable_caching:
+        manager.cache_blocks(request, request.num_computed_tokens)
+
+
+def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
+    """Take off what blocks that are about to be filled from elsewhere held before."""
+    for number in blocks:
+        pool._maybe_evict_cached_block(pool.blocks[number])
+
+
+def cache_chain(pool: BlockPool, chain: CachedChain, block_tokens: int) -> None:
+    """Register the carried blocks of a finished request; they are free and were used last.
+
+    As vLLM frees a request, its last block is the first of them to be reused.
+    """
+    numbers = chain.blocks.tolist()
+    for index, (number, block_hash) in enumerate(zip(numbers, chain.hashes, strict=True)):
+        block = pool.blocks[number]
+        if block.block_hash is None:
+            key = make_block_hash_with_group_id(BlockHash(block_hash), CACHE_GROUP)
+            pool._insert_block_hash(key, block, num_tokens=(index + 1) * block_tokens)
+    queue = pool.free_block_queue
+    for number in reversed(numbers):
+        block = pool.blocks[number]
+        if block.ref_cnt == 0:
+            queue.remove(block)
+            queue.append(block)
