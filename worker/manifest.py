@@ -109,7 +109,7 @@ def plan_move(
         num_pages=num_pages,
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
-        free={each: _free(manifests[each], old) for each in ranks},
+        free={each: _free(manifests[each], old, num_pages) for each in ranks},
         locked={each: np.zeros(0, dtype=np.int64) for each in ranks},
     )
     plan = plan_reshard(given)
@@ -173,15 +173,16 @@ def _old_group(
     return OldGroup(group, tuple(made))
 
 
-def _free(manifest: Manifest, old: Iterable[OldGroup]) -> Ints:
+def _free(manifest: Manifest, old: Iterable[OldGroup], num_pages: int) -> Ints:
     """Pages that a move may use on this rank: nobody's, or the left group's without a chain."""
     for group in old:
         if manifest.rank in group.ranks and manifest.ranks == group.ranks:
             place, width = group.ranks.index(manifest.rank), len(group.ranks)
-            used = [chain.slots[place] // width for chain in group.chains]
-            held = np.unique(np.concatenate(used)) if used else np.zeros(0, dtype=np.int64)
-            unused = np.setdiff1d(manifest.pages, held, assume_unique=True)
-            return np.sort(np.concatenate([manifest.free, unused]))
+            is_free = np.zeros(num_pages, dtype=np.bool_)
+            is_free[manifest.free] = is_free[manifest.pages] = True
+            for chain in group.chains:
+                is_free[chain.slots[place] // width] = False
+            return np.flatnonzero(is_free)
     return manifest.free
 
 

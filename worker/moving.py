@@ -337,11 +337,11 @@ class Moving:
         assert scheduler is not None
         pool = member.engine.pages
         dp = binding.group.width == 1
-        scheduler.grant(pool.own_pages() if dp else pool.lease_indices(binding.group.ranks))
+        granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
         for cargo, _, _ in pending.restored:
             member.book.open(
                 cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload
             )
         tasks = [(request, blocks) for _, request, blocks in pending.restored]
         # The newest chain is registered last, so that it is reused last.
-        scheduler.adopt(tasks, list(reversed(pending.chains)), indices)
+        scheduler.adopt(tasks, list(reversed(pending.chains)), granted, indices)

@@ -12,6 +12,11 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
+NCCL_BUFFER_BYTES = 2 << 20
+"""Per channel and peer, half of NCCL's own: 96 MiB less for the groups of 2 and 4 H200s, and every
+all-reduce from 1 to 128 MiB as fast. Fewer channels (NCCL_MAX_CTAS=16) would save another 288 MiB,
+but cost 9 to 12 % of a prefill's all-reduces; so do not."""
+
 
 def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
@@ -32,6 +37,8 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
         base.parallel_config.disable_custom_all_reduce = True
     else:
         from vllm.v1.worker.workspace import init_workspace_manager
+
+        os.environ.setdefault("NCCL_BUFFSIZE", str(NCCL_BUFFER_BYTES))
 
         torch.cuda.set_device(device)
         init_workspace_manager(device)

@@ -97,6 +97,15 @@ class BlockGrants:
         if indices.size:
             self._bundles.append(indices)
 
+    def extend(self, indices: npt.NDArray[np.int64]) -> None:
+        """Let the blocks of these lease indices be taken; the next grant says what is there.
+
+        Nothing is allocated before that, so blocks of earlier grants may stay in the queue.
+        """
+        wanted = self._granted.copy()
+        wanted.reshape(-1, self.slots_per_page)[indices] = True
+        self._set(wanted)
+
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
         """Make exactly the blocks of these lease indices allocatable.
 
@@ -106,6 +115,9 @@ class BlockGrants:
         wanted.reshape(-1, self.slots_per_page)[indices] = True
         assert not wanted[0], "the null page cannot be granted."
         assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
+        self._set(wanted)
+
+    def _set(self, wanted: npt.NDArray[np.bool_]) -> None:
         queue, blocks = self._pool.free_block_queue, self._pool.blocks
         for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
             queue.remove(blocks[block_id])
@@ -221,13 +233,15 @@ class ModeScheduler(Scheduler):
         self,
         tasks: Iterable[tuple[Request, npt.NDArray[np.int64]]],
         chains: Sequence[CachedChain],
+        granted: npt.NDArray[np.int64],
         indices: npt.NDArray[np.int64],
     ) -> None:
         """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
 
-        The blocks are granted and free, and their KV is there. `chains` are oldest first;
-        `indices` are the lease indices of a wide group that the move has filled.
+        The blocks are among those of the lease indices `granted`, free, and their KV is there.
+        `chains` are oldest first; `indices` are those of a wide group that the move has filled.
         """
+        self.grants.extend(granted)
         self.grants.bundle(indices)
         pool = self.kv_cache_manager.block_pool
         moved = list(tasks)
