@@ -36,5 +36,5 @@ bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
 	@$(BIN)/python -m tests.bench.cpu
 
 gpu-bench: DEVICE = cuda
-gpu-bench: setup  ## GPU benchmarks on every GPU here: make gpu-bench [RANKS=4] [SHAPE=qwen3-32b]
-	@$(BIN)/python -m tests.bench.gpu --ranks $(or $(RANKS),2) --shape $(or $(SHAPE),llama-3-8b)
+gpu-bench: setup  ## against static vLLM on the GPUs here: make gpu-bench [RANKS=4] [SHAPE=llama-3-8b,qwen3-32b]
+	@$(BIN)/python -m tests.bench.gpu $(if $(RANKS),--ranks $(RANKS)) $(if $(SHAPE),--shape $(SHAPE))

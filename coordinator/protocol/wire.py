@@ -36,6 +36,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A server takes pings of a quiet session for abuse by default, and ends it.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 5),
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 _encoder = msgspec.msgpack.Encoder()

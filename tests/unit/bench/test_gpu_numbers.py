@@ -47,6 +47,12 @@ def test_only_steps_between_full_batches_are_steady() -> None:
     assert only["median_ms"] == pytest.approx(11)
 
 
+def test_a_client_that_was_held_up_does_not_make_steps_look_short() -> None:
+    times = [0.040 * (i // 4 + 1) + 1e-6 * (i % 4) for i in range(64)]  # Four steps at a time.
+    (only,) = steady_steps([Batch(time_s, 0, 0, 4) for time_s in times]).values()
+    assert only["median_ms"] == pytest.approx(10, rel=0.01)
+
+
 def test_sources_are_kept_apart() -> None:
     mixed = batches(0, [2] * 5, 0.010) + batches(1, [2] * 5, 0.020)
     steady = steady_steps(sorted(mixed, key=lambda batch: batch.time_s))
