@@ -210,10 +210,6 @@ class Core:
             effects += self._pool.returned(report.rank, returned, now_ms)
         if self._roster.report_of(report.rank) is report:
             self._pool.progress(report.rank, report.progress, now_ms)
-            if report.moved == report.stage.epoch:
-                # An earlier coordinator may have committed this move.
-                for adopted in report.adopted:
-                    effects += self._pool.adopted(report.rank, adopted, now_ms)
         for times in report.times:
             self._switcher.log.on_times(times)
         return effects

@@ -23,8 +23,8 @@ class EndedTask:
     attempt: int
     arrival: int
     arrived_ms: int
-    pushed_by: Rank | None = None
-    """Who pushed its last tokens; None once the gateway has them all, or needs none."""
+    pushed_by: frozenset[Rank] = frozenset()
+    """Who pushed its last tokens; nobody once the gateway has them all, or needs none."""
     may_return: bool = False
     """The gateway may submit it again: its last tokens may be lost, or it was given up here."""
     failure: TaskFailed | None = None
@@ -64,12 +64,12 @@ class EndedTasks:
     def settle(self, task: TaskId) -> None:
         """The gateway needs nothing more of this task."""
         if ended := self._ended.get(task):
-            ended.pushed_by = None
+            ended.pushed_by = frozenset()
             ended.may_return = False
 
     def in_doubt(self, rank: Rank) -> Iterator[tuple[TaskId, EndedTask]]:
         """Yield the tasks whose last tokens may have been lost with the rank; they may return."""
         for task, ended in self._ended.items():
-            if ended.pushed_by == rank:
+            if rank in ended.pushed_by:
                 ended.may_return = True
                 yield task, ended

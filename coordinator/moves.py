@@ -1,24 +1,29 @@
 """Which moves of KV are committed, and who leads what from then on.
 
 Invariant: a move is committed once, in the step in which its tasks change their leader, and only
-if every rank that took part copied its share; a rank that reads of a later stage compares its own
-epoch with `committed` and knows. Called by the switcher.
+if every rank that took part copied its share; a rank that reads of a later stage compares the epoch
+of its move with what it is told was committed, and knows. Called by the switcher.
 """
 
+from collections import deque
 from collections.abc import Iterable
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Adopted, Report
+from coordinator.protocol.messages import Adopted, RankHello, Report
+
+COMMITTED_REMEMBERED = 1_024
+"""Committed moves that are remembered: a rank that was cut out during one asks for it later."""
 
 
 class Moves:
     """The last move and its outcome."""
 
-    __slots__ = ("_adopted", "committed", "movers")
+    __slots__ = ("_adopted", "_committed", "_offered", "movers")
 
     def __init__(self) -> None:
-        self.committed = 0
-        """The last epoch whose move was committed."""
+        self._committed: deque[int] = deque(maxlen=COMMITTED_REMEMBERED)
+        self._offered: dict[Rank, RankHello] = {}
+        """What ranks would go on with, until recovery knows whether they do."""
         self.movers: tuple[Rank, ...] = ()
         """The parked ranks that take part in the move of this epoch."""
         self._adopted: list[tuple[Rank, Adopted]] = []
@@ -28,18 +33,36 @@ class Moves:
         self.movers = tuple(each.rank for each in reports if each and each.binding is None)
         return bool(self.movers)
 
-    def decide(self, epoch: int, reports: Iterable[Report | None]) -> None:
+    def decide(self, epoch: int, reports: Iterable[Report | None]) -> bool:
         """Commit the move, unless a rank could not copy its share: then nobody gives anything up.
 
-        `reports` are those of the movers, in which they acknowledge the move.
+        `reports` are those of the movers, in which they acknowledge the move. Returns whether it is
+        committed.
         """
         given = list(reports)
         if any(report is None or report.has_failed for report in given):
-            return
-        self.committed = epoch
+            return False
+        self._committed.append(epoch)
         self._adopted += [
             (report.rank, adopted) for report in given if report for adopted in report.adopted
         ]
+        return True
+
+    def on_hello(self, hello: RankHello) -> None:
+        """Take what a rank goes on with if an earlier coordinator committed its move."""
+        self._offered[hello.rank] = hello
+
+    def recover(self, epoch: int) -> None:
+        """An earlier coordinator committed this move last, as far as any rank was told."""
+        self._committed.append(epoch)
+        for rank, hello in sorted(self._offered.items()):
+            if hello.adopted_in == epoch:
+                self._adopted += [(rank, adopted) for adopted in hello.adopted]
+        self._offered.clear()
+
+    def committed(self, upto: int) -> int:
+        """Return the last committed move among those up to an epoch; 0 if there is none."""
+        return next((epoch for epoch in reversed(self._committed) if epoch <= upto), 0)
 
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
         """Return the tasks that changed their leader since the last call, with the new one."""

@@ -6,6 +6,7 @@ next coordinator learns everything from their hellos.
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -69,6 +70,8 @@ async def serve(config: Config, token: str, key: str) -> None:
     with _listener(config.admin.host, config.admin.port) as listener:
         grpc_port = await server.start(config.coordinator.listen)
         admin = _AdminServer(build_admin(context, key))
+        gc.collect()
+        gc.freeze()
         _announce(coordinator_id, grpc_port, listener.getsockname()[1])
         await _run(owner, server, admin, listener)
     log.info("coordinator_stopped")

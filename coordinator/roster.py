@@ -138,6 +138,10 @@ class Roster:
         """Say whether the rank may only serve alone, because it was restarted."""
         return self._seen[rank].restarts > 0 and not self._rejoins
 
+    def has_peers(self, rank: Rank) -> bool:
+        """Say whether the rank can share KV with others: those of its first process can."""
+        return any(self.supports(rank, width) for width in self._seen[rank].hello.widths[1:])
+
     def supports(self, rank: Rank, width: int) -> bool:
         """Say whether the rank can be a member of groups of this width."""
         if width == 1:

@@ -124,6 +124,8 @@ class Switcher:
 
     def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
         """Take in a rank that came, or came back as a new process."""
+        if self.recovering:
+            self._moves.on_hello(hello)
         if self.recovering or arrival in (Arrival.STALE, Arrival.AGAIN):
             return
         rank = hello.rank
@@ -223,7 +225,7 @@ class Switcher:
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
             kept=self._kept.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
-            moved=self._moves.committed,
+            moved=self._moves.committed(report.stage.epoch),
         )
 
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
@@ -255,6 +257,7 @@ class Switcher:
         reports = [report for rank in self._roster if (report := self._roster.report_of(rank))]
         highest = max([self.epoch, *(report.stage.epoch for report in reports)])
         previous = self.target
+        fresh = {*fresh, *self._half_formed()}
         self.stage = Stage(highest + 1, Phase.PARK)
         self.target = _bind(layout, previous, self.stage.epoch, fresh)
         self.alive = layout.ranks
@@ -264,6 +267,13 @@ class Switcher:
                 self._kept.unbind(binding)
         self.version += 1
         self._start_record(cause, now_ms)
+
+    def _half_formed(self) -> list[Rank]:
+        """Ranks that a committed move prepared for groups that may not all have joined yet."""
+        if not self._moves.committed(self.epoch) == self.epoch > 0:
+            return []
+        waiting = [binding for binding in self.target.bindings if binding not in self._grants]
+        return [rank for binding in waiting for rank in binding.group.ranks]
 
     def _start_record(self, cause: str, now_ms: int) -> None:
         world = self._roster.world
@@ -321,18 +331,24 @@ class Switcher:
         """Go on from a phase that every rank acknowledged."""
         match phase:
             case Phase.PARK if self.carry is Carry.RESHARD and self._moves.start(
-                map(self._roster.report_of, self.alive)
+                self._roster.report_of(rank) for rank in self.alive if self._roster.has_peers(rank)
             ):
                 self.stage = Stage(self.epoch, Phase.MOVE)
             case Phase.PARK | Phase.MOVE:
                 if phase is Phase.MOVE:
-                    movers = self._moves.movers
-                    self._moves.decide(self.epoch, map(self._roster.report_of, movers))
+                    self._decide_move()
                 self._swapped_upto = max(self._swapped_upto, self.epoch)
                 self.stage = Stage(self.epoch, Phase.SWAP)
             case _:
                 self.stage = Stage(self.epoch, Phase.SERVE)
                 self._grant()
+
+    def _decide_move(self) -> None:
+        reports = map(self._roster.report_of, self._moves.movers)
+        if self._moves.decide(self.epoch, reports):
+            # Its ranks lease pages now, before they are granted any.
+            for binding in self.target.bindings:
+                self._kept.know(binding)
 
     def _grant(self) -> None:
         for binding in self.target.bindings:
@@ -364,8 +380,8 @@ class Switcher:
         self.stage = resumed.stage
         # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
         self._swapped_upto = resumed.stage.epoch
-        # A move that no rank knows to be committed has not been carried out by any.
-        self._moves.committed = resumed.moved
+        # A move that no rank was told of has not been carried out by any.
+        self._moves.recover(resumed.moved)
         for binding in self.target.bindings:
             self._kept.know(binding)
         for binding in resumed.serving:

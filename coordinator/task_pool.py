@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import assert_never
 
 from comm_pool.layout import Rank
 from coordinator.ended_tasks import EndedTask, EndedTasks
@@ -39,6 +38,9 @@ from coordinator.tasks import HELD, State, Task, new_task, too_long
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
+
+FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
+"""What the client of a task is told that its leader could not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,10 @@ class TaskPool:
                 return [_ask(task)]
             return self._go_on_behind(task, message, now_ms)
         if task.state in HELD and task.attempt < task.told:
-            # An earlier coordinator gave that attempt up; the gateway takes none of its tokens.
-            return self._go_on_behind(task, message, now_ms)
+            # An earlier coordinator gave that attempt up. Tokens of a later one may be under way.
+            effects = _dropped(task)
+            task.attempt = task.told
+            return [*effects, *self._doubt(task, now_ms)]
         return []
 
     def release(self, task_id: TaskId) -> list[Effect]:
@@ -137,17 +141,10 @@ class TaskPool:
         task = self._current(rank, message.task, message.attempt)
         if task is None:
             return []
-        match message.cause:
-            case EndCause.FINISHED:
-                return self._end(task, told_by=rank, pushed_by=rank)
-            case EndCause.CANCELLED:
-                return self._end(task, told_by=rank)
-            case EndCause.REFUSED:
-                return self._fail(task, "invalid_value", message.message, told_by=rank)
-            case EndCause.FAILED:
-                return self._fail(task, "internal_error", message.message, told_by=rank)
-            case _:
-                assert_never(message.cause)
+        if code := FAILURE_CODES.get(message.cause):
+            return self._fail(task, code, message.message, told_by=rank)
+        has_tokens = message.cause is EndCause.FINISHED
+        return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
 
     def returned(self, rank: Rank, message: TaskReturned, now_ms: int) -> list[Effect]:
         """Queue a task again that its leader gave back, behind the tokens it has."""
@@ -165,13 +162,15 @@ class TaskPool:
         return []
 
     def adopted(self, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
-        """Take note that a committed move made `rank` the leader of a task; may be repeated."""
+        """Take note that a committed move made `rank` the leader of a task."""
         task = self._tasks.get(message.task)
-        if task is not None and task.leader == rank and task.attempt >= message.attempt:
+        if task is not None and task.leader == rank and task.attempt == message.attempt:
             return []
         if task is None or task.state not in HELD or task.attempt != message.attempt - 1:
             # It ended or was given up meanwhile.
-            return [ToRank(rank, Drop(message.task))]
+            return [ToRank(rank, Drop(message.task, message.attempt))]
+        if task.leader is not None:
+            task.former |= {task.leader}
         task.attempt = message.attempt
         task.generated = max(task.generated, message.generated)
         self._tasks.enter(task, State.PLACED, now_ms, rank)
@@ -193,7 +192,8 @@ class TaskPool:
     def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
         """Compare what a rank holds with what it is believed to hold; its session is new."""
         effects: list[Effect] = []
-        held = {each.header.task for each in hello.held}.union(hello.adopted)
+        held = {each.header.task for each in hello.held}
+        held.update(each.task for each in hello.adopted)
         for task in self._tasks.held_by(hello.rank):
             if task.id not in held:
                 effects += self._doubt(task, now_ms)
@@ -204,9 +204,11 @@ class TaskPool:
     def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
         """Take up again what a lost rank led, behind what the gateways have of it."""
         effects: list[Effect] = []
-        for task in self._tasks.held_by(rank):
-            # The rank may live behind a broken network, and come back with the task.
-            effects += [ToRank(rank, Drop(task.id)), *self._doubt(task, now_ms)]
+        for task in self._tasks:
+            # It may have gone on elsewhere, behind tokens that are lost with the rank; and the rank
+            # may live behind a broken network, and come back with the task.
+            if task.leader == rank or (rank in task.former and task.state is not State.ASKED):
+                effects += [*_dropped(task), *self._doubt(task, now_ms)]
         for task_id, ended in self._ended.in_doubt(rank):
             effects.append(ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1)))
         return effects
@@ -253,7 +255,7 @@ class TaskPool:
         return [
             effect
             for task in self._tasks
-            if task.state is State.QUEUED and (reason := self._too_long(task))
+            if task.state is State.QUEUED and (reason := too_long(task, self.context_tokens_max))
             for effect in self._fail(task, "context_length_exceeded", reason)
         ]
 
@@ -280,7 +282,7 @@ class TaskPool:
         return [_ask(task)] if task.state is State.ASKED and not self.recovering else []
 
     def _refusal(self, task: Task) -> TaskFailed | None:
-        if reason := self._too_long(task):
+        if reason := too_long(task, self.context_tokens_max):
             return TaskFailed(task.id, "context_length_exceeded", reason)
         if len(self._tasks.queue) >= self._limits.queue_tasks_max and not task.told:
             reason = f"{len(self._tasks.queue)} requests are waiting already."
@@ -303,19 +305,17 @@ class TaskPool:
 
     def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
         """Queue a task again behind what its gateway has delivered."""
-        leader = task.leader
+        effects = _dropped(task)
+        task.former = frozenset()
         task.tokens = message.delivered_tokens
         task.generated = len(task.tokens)
         self._tasks.enter(task, State.QUEUED, now_ms)
-        return [ToRank(leader, Drop(task.id))] if leader is not None else []
+        return effects
 
     def _add(self, task: Task) -> None:
         self._tasks.add(task)
         if task.header.deadline_ms:
             heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
-
-    def _too_long(self, task: Task) -> str | None:
-        return too_long(task, self.context_tokens_max)
 
     def _current(self, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
         """Return the task if `rank` holds it and `attempt` is its current placement."""
@@ -336,7 +336,7 @@ class TaskPool:
         task_id = held.header.task
         task = self._tasks.get(task_id)
         if task_id in self._ended or (task and not self._is_newest(task, rank, held)):
-            return [ToRank(rank, Drop(task_id))]
+            return [ToRank(rank, Drop(task_id, held.attempt))]
         effects: list[Effect] = []
         if task is None:
             task = Task(held.header, self._arrivals, now_ms, State.ASKED, now_ms)
@@ -344,7 +344,7 @@ class TaskPool:
             self._add(task)
             self._unclaimed[task_id] = now_ms + self._limits.claim_ms
         elif task.leader is not None and task.leader != rank:
-            effects.append(ToRank(task.leader, Drop(task_id)))
+            effects += _dropped(task)
         task.attempt = held.attempt
         task.generated = max(task.generated, held.generated)
         state = State.PAUSED if held.paused else State.PLACED
@@ -378,13 +378,14 @@ class TaskPool:
         self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None
     ) -> list[Effect]:
         """Forget a task; a leader that did not tell itself is told to drop it."""
-        leader = task.leader
+        effects = _dropped(task) if task.leader != told_by else []
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
-        header = task.header
-        ended = EndedTask(header.gateway, task.attempt, task.arrival, task.arrived_ms, pushed_by)
+        pushers = task.former | {pushed_by} if pushed_by is not None else frozenset()
+        gateway = task.header.gateway
+        ended = EndedTask(gateway, task.attempt, task.arrival, task.arrived_ms, pushers)
         self._ended.add(task.id, ended)
-        return [ToRank(leader, Drop(task.id))] if leader is not None and leader != told_by else []
+        return effects
 
     def _fail(
         self, task: Task, code: str, message: str, *, told_by: Rank | None = None
@@ -393,6 +394,11 @@ class TaskPool:
         failure = TaskFailed(task.id, code, message)
         self._ended[task.id].failure = failure
         return [*effects, ToGateway(task.header.gateway, failure)]
+
+
+def _dropped(task: Task) -> list[Effect]:
+    """Tell the task's leader, if it has one, to forget it."""
+    return [] if task.leader is None else [ToRank(task.leader, Drop(task.id, task.attempt))]
 
 
 def _ask(task: Task) -> Effect:

@@ -55,6 +55,8 @@ class Task:
     generated: int = 0
     attempt: int = 0
     leader: Rank | None = None
+    former: frozenset[Rank] = frozenset()
+    """Leaders before a move, whose last tokens may still be under way."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
 

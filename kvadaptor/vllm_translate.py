@@ -13,11 +13,15 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 
 UNMAPPED = -1
-"""Table entry of a logical block that the rank has leased no page for."""
+"""Table entry of a logical block that the rank has never leased a page for."""
 
 
 class SlotTable:
-    """Logical block -> physical slot of one group on one rank; int32, one entry per block."""
+    """Logical block -> physical slot of one group on one rank; int32, one entry per block.
+
+    A group mostly gets the same pages under the same indices again, so what an index stood for
+    when it was given up is left standing, and only what differs is written at the next lease.
+    """
 
     def __init__(self, num_pages: int, slots_per_page: int) -> None:
         self.slots_per_page = slots_per_page
@@ -26,29 +30,43 @@ class SlotTable:
         )
         self._by_index = self._slots.reshape(num_pages, slots_per_page)
         self._by_index[0] = np.arange(slots_per_page)
+        # The page whose slots an index stands for in order; UNMAPPED if it is not one page's.
+        self._page: npt.NDArray[np.int64] = np.full(num_pages, UNMAPPED, dtype=np.int64)
+        self._leased: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)
+        self._leased[0] = True
 
     def map(self, indices: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Map lease indices to pages."""
+        self._leased[indices] = True
+        changed = self._page[indices] != pages
+        if not changed.any():
+            return
+        indices, pages = indices[changed], pages[changed]
+        self._page[indices] = pages
         first = pages.astype(np.int32)[:, None] * self.slots_per_page
         self._by_index[indices] = first + np.arange(self.slots_per_page, dtype=np.int32)
 
     def assign(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
-        """Map logical blocks to any slots of pages that the rank has leased."""
+        """Map all logical blocks of some lease indices to any slots that the rank has leased."""
+        indices = np.unique(blocks // self.slots_per_page)
+        self._leased[indices] = True
+        self._page[indices] = UNMAPPED
         self._slots[blocks] = slots
 
     def all_slots(self) -> npt.NDArray[np.int32]:
-        """The whole table, (logical blocks,), as of now; `UNMAPPED` where no page is leased."""
+        """The whole table, (logical blocks,), as of now; only leased indices mean anything."""
         return self._slots.copy()
 
     def unmap(self, indices: npt.NDArray[np.int64]) -> None:
-        """Forget lease indices."""
-        self._by_index[indices] = UNMAPPED
+        """Give up lease indices."""
+        self._leased[indices] = False
 
     def slots(self, blocks: list[int]) -> list[int]:
-        """Physical slots of logical blocks; asserts that all are mapped."""
-        found = self._slots[blocks]
-        assert found.size == 0 or found.min() >= 0, "a step uses a block that is not leased."
-        return found.tolist()  # type: ignore[no-any-return]
+        """Physical slots of logical blocks; asserts that all are leased."""
+        numbers = np.asarray(blocks, dtype=np.int64)
+        leased = self._leased[numbers // self.slots_per_page]
+        assert leased.all(), "a step uses a block that is not leased."
+        return self._slots[numbers].tolist()  # type: ignore[no-any-return]
 
 
 def translate(step: SchedulerOutput, table: SlotTable) -> SchedulerOutput:

@@ -71,6 +71,10 @@ class Move:
     cargo: Mapping[str, tuple[int, Cargo]]
     """Task -> its old leader and what it told."""
     chains: Mapping[str, CachedChain]
+    left: tuple[Ranks, ...]
+    """The old groups that take part."""
+    spoils_from: int
+    """The first round that writes where KV of the old groups lies; `plan.rounds` + 1 if none."""
 
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""
@@ -114,10 +118,31 @@ def plan_move(
     )
     plan = plan_reshard(given)
     indices = tuple(
-        _fresh_indices(lease.ranks, lease.indices if lease.width > 1 else 0, manifests)
+        _fresh_indices(
+            lease.ranks,
+            lease.indices if lease.width > 1 else 0,
+            # What a group that is left has leased is given up before the new lease is taken.
+            {} if lease.ranks in groups else manifests,
+            num_pages,
+        )
         for lease in plan.groups
     )
-    return Move(ranks, mine, plan, indices, cargo, chains)
+    spoils_from = _spoils_from(plan, given)
+    return Move(ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from)
+
+
+def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int:
+    """See `Move`. Blocks that stay behind, or that lie in several places, may be overwritten."""
+    held: dict[int, npt.NDArray[np.bool_]] = {}
+    for group in given.old:
+        share = plan.units // len(group.ranks)
+        for place, rank in enumerate(group.ranks):
+            held[rank] = np.zeros(given.num_pages * plan.units, dtype=np.bool_)
+            slots = held[rank].reshape(-1, share)
+            for chain in group.chains:
+                slots[chain.slots[place]] = True
+    rounds = [each.round for each in plan.copies if held[each.dst_rank][each.dst_units].any()]
+    return min(rounds, default=plan.rounds + 1)
 
 
 def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
@@ -186,14 +211,18 @@ def _free(manifest: Manifest, old: Iterable[OldGroup], num_pages: int) -> Ints:
     return manifest.free
 
 
-def _fresh_indices(group: Ranks, count: int, manifests: Mapping[int, Manifest]) -> Ints:
+def _fresh_indices(
+    group: Ranks, count: int, manifests: Mapping[int, Manifest], num_pages: int
+) -> Ints:
     """The lowest lease indices that no member of the group has in use."""
     if not count:
         return np.zeros(0, dtype=np.int64)
-    used = [manifests[member].indices.get(group) for member in group]
+    used = [manifests[member].indices.get(group) for member in group if member in manifests]
     taken = np.concatenate([each for each in used if each is not None] or [np.zeros(0, np.int64)])
     last = count + taken.size + 1
     is_free = np.ones(last + 1, dtype=np.bool_)
     is_free[0] = False
     is_free[taken[taken <= last]] = False
-    return np.flatnonzero(is_free)[:count]
+    fresh = np.flatnonzero(is_free)[:count]
+    assert fresh[-1] < num_pages, "members hold so different leases that indices run out."
+    return fresh

@@ -44,6 +44,7 @@ from worker.step_queue import (
 from worker.vllm_config import ModeKey
 from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
+from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
 
@@ -95,6 +96,11 @@ class Member:
     def mode_of(self, group: Group) -> PreparedMode:
         """The prepared mode that a group of this rank runs in."""
         return self.engine.modes[ModeKey(group.mode, group.width)]
+
+    def _led(self, group: Group) -> ModeScheduler:
+        scheduler = self.mode_of(group).scheduler
+        assert scheduler is not None, "this rank does not lead the group."
+        return scheduler
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
@@ -151,22 +157,6 @@ class Member:
         if group.width > 1:
             queue = self.engine.communicators.of(group.ranks).group.mq_broadcaster
             queue.enqueue(message, timeout=wait_s)
-
-    def release_own(self) -> None:
-        """After parking dp: pages that no paused task holds go back to the rank."""
-        scheduler = self.engine.modes[self.engine.keys[0]].scheduler
-        assert scheduler is not None
-        pool = self.engine.pages
-        pool.return_own(without(pool.own_pages(), scheduler.withdraw()))
-
-    def announce_kept(self, group: Group) -> None:
-        """After parking a wide group as its leader: tell which lease indices paused tasks hold."""
-        scheduler = self.mode_of(group).scheduler
-        assert scheduler is not None
-        self._lease_version += 1
-        indices = tuple(scheduler.withdraw().tolist())
-        born = self._formed[group.ranks]
-        self.kept[group.ranks] = LeaseKept(group.ranks, self._lease_version, indices, born)
 
     def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""
@@ -235,7 +225,8 @@ class Member:
         led = self.book.close(task)
         if led is None:
             return
-        self._take_back(led.group, [task])
+        if self._led(led.group).take_back([task]):
+            self._withdraw_if_parked(led.group)
         self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
 
     def give_back(self, task: TaskId) -> None:
@@ -250,44 +241,48 @@ class Member:
 
         With `reshard` the running tasks wait where they are for the move.
         """
-        scheduler = self.mode_of(group).scheduler
-        assert scheduler is not None
-        self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
+        scheduler = self._led(group)
         if carry is Carry.RESHARD and not group_lost:
+            # Pages stay as they are, and with them what is cached in free ones.
+            self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED, keeps_pages=True)
+            self.give_up(group, scheduler.not_movable(), ReturnCause.RECOMPUTE, keeps_pages=True)
             return
+        self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED)
         if group_lost or carry is not Carry.PAUSE:
             self.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
         self.withdraw(group)
 
     def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
         """Forget tasks that another leader goes on with."""
-        scheduler = self.mode_of(group).scheduler
-        assert scheduler is not None
-        for name in scheduler.take_back(tasks):
+        for name in self._led(group).take_back(tasks):
             self.book.close(TaskId(name))
 
     def withdraw(self, group: Group) -> None:
-        """Give back the pages of a parked group that its tasks do not hold."""
+        """Let go of the pages of a parked group that no task holds; a wide group tells which."""
+        held, pool = self._led(group).withdraw(), self.engine.pages
         if group.mode is Mode.DP:
-            self.release_own()
-        else:
-            self.announce_kept(group)
+            pool.return_own(without(pool.own_pages(), held))
+            return
+        self._lease_version += 1
+        born = self._formed[group.ranks]
+        kept = LeaseKept(group.ranks, self._lease_version, tuple(held.tolist()), born)
+        self.kept[group.ranks] = kept
 
-    def give_up(self, group: Group, tasks: Sequence[str], cause: ReturnCause) -> None:
-        """Return tasks to the pool, with the tokens they have."""
-        for name, generated in self._take_back(group, tasks).items():
+    def give_up(
+        self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = False
+    ) -> None:
+        """Return tasks to the pool, with the tokens they have; a parked group gives up pages."""
+        returned = self._led(group).take_back(tasks)
+        for name, generated in returned.items():
             led = self.book.close(TaskId(name))
             if led is not None:
                 self._give_back(led.header.task, led.attempt, tuple(generated), cause)
+        if returned and not keeps_pages:
+            self._withdraw_if_parked(group)
 
-    def _take_back(self, group: Group, tasks: Sequence[str]) -> dict[str, list[int]]:
-        scheduler = self.mode_of(group).scheduler
-        assert scheduler is not None
-        generated: dict[str, list[int]] = scheduler.take_back(tasks)
-        bound = self._binding is not None and self._binding.group == group
-        if generated and not bound:
+    def _withdraw_if_parked(self, group: Group) -> None:
+        if self._binding is None or self._binding.group != group:
             self.withdraw(group)
-        return generated
 
     def _give_back(
         self, task: TaskId, attempt: int, generated: tuple[int, ...], cause: ReturnCause
@@ -295,6 +290,12 @@ class Member:
         self.returned.append(TaskReturned(task, attempt, cause, generated))
 
     # ------------------------------------------------------------------ steps
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether the led group has tasks to go on with."""
+        scheduler = self._mode.scheduler if self._mode is not None else None
+        return scheduler is not None and not scheduler.idle
 
     @property
     def has_work(self) -> bool:
@@ -314,6 +315,9 @@ class Member:
         self._epoch = epoch
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
+            if plan.is_empty:
+                # Only ids of ended tasks are in it: the tokens of the step under way go first.
+                self.settle()
             self.lead(Step(self._binding.born, plan))
             launched = _UnderWay(plan, self._execute(mode, plan))
             before, self._under_way = self._under_way, launched
@@ -359,6 +363,8 @@ class Member:
         for reply_to, (spans, batch) in by_gateway.items():
             header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
             self._outlet.push(reply_to, header, batch)
+            if any(span.first == 0 for span in spans):
+                time.sleep(0)  # First tokens are waited for: let the outlet's thread run at once.
 
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()

@@ -8,6 +8,7 @@ KV and are computed again.
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -67,6 +68,14 @@ class _Pending:
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
 
+    @property
+    def may_be_spoiled(self) -> bool:
+        """Whether a rank may have overwritten what lay there before the move.
+
+        Nobody could begin a round that does before this rank had finished the one before it.
+        """
+        return self.rounds_done + 1 >= self.move.spoils_from
+
 
 class Moving:
     """The moves of one rank; used by its main loop alone, at safe points."""
@@ -85,6 +94,11 @@ class Moving:
         self.committed = 0
         """The last epoch whose move this rank knows to be committed."""
         self.stats = MoveStats(0, 0, 0.0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose move was carried out here and is not decided yet; 0 is none."""
+        return self._pending.epoch if self._pending is not None else 0
 
     # ------------------------------------------------------------------ before
 
@@ -167,15 +181,22 @@ class Moving:
             )
             self._pending = _Pending(epoch, move)
             self._carry_out(self._pending, overtaken)
+            _tell_of_shortage(epoch, self._rank, move)
         except OvertakenError:
             own.finish_round(GAVE_UP)
             raise
+        except MoveFailedError as error:
+            log.warning("move_failed", epoch=epoch, reason=str(error))
+            self._fail()
         except Exception:
             # Whatever it was, every rank must hear of it, and no task is lost.
             log.exception("move_failed", epoch=epoch)
-            own.finish_round(GAVE_UP)
-            self.has_failed = True
-            self.adopted = ()
+            self._fail()
+
+    def _fail(self) -> None:
+        self._boards[self._rank].finish_round(GAVE_UP)
+        self.has_failed = True
+        self.adopted = ()
 
     def _read(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> Manifest:
         board = self._boards[rank]
@@ -187,9 +208,11 @@ class Moving:
         mover = self._member.engine.mover
         own = self._boards[self._rank]
         plan = pending.move.plan
+        # What this rank leads may be lost from now on, and it knows: nobody begins before.
+        spoils = pending.move.spoils_from == 1
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
         for number in range(1, plan.rounds + 1):
-            if number > 1 or not isinstance(mover, PeerMover):
+            if number > 1 or spoils or not isinstance(mover, PeerMover):
                 self._meet(pending, number, overtaken)
             copies = {
                 each.dst_rank: by_source(each.src_ranks, each.src_units, each.dst_units)
@@ -264,9 +287,7 @@ class Moving:
             self._member.not_joined()
         else:
             self.adopted = ()
-        # Nobody could begin round 2 before this rank had finished round 1.
-        is_spoiled = not resolve.is_committed and pending is not None and pending.rounds_done > 0
-        is_spoiled = is_spoiled and pending is not None and pending.move.plan.rounds > 1
+        is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if resolve.is_kept and not is_spoiled:
             return
         group, self._group = self._group, None
@@ -308,8 +329,8 @@ class Moving:
             self._member.hand_over(group, gone)
             self._member.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
             self._member.withdraw(group)
-        if group.mode is Mode.DP:
-            return
+        if group.mode is Mode.DP or (mode.scheduler is None and group.ranks not in move.left):
+            return  # A leader that did not take part says what its tasks still hold.
         assert mode.table is not None
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())
@@ -345,3 +366,22 @@ class Moving:
         tasks = [(request, blocks) for _, request, blocks in pending.restored]
         # The newest chain is registered last, so that it is reused last.
         scheduler.adopt(tasks, list(reversed(pending.chains)), granted, indices)
+
+
+def _tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:
+    """Log how a component, by its lowest rank, got along where pages were scarce."""
+    plan = move.plan
+    if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
+        return
+    left = {each.id for each in plan.fallbacks}
+    tiers = Counter(
+        (name in left, cargo.header.tier.name.lower()) for name, (_, cargo) in move.cargo.items()
+    )
+    log.info(
+        "move_short_of_pages",
+        epoch=epoch,
+        rounds=plan.rounds,
+        carried={tier: count for (is_left, tier), count in tiers.items() if not is_left},
+        left={tier: count for (is_left, tier), count in tiers.items() if is_left},
+        causes=dict(Counter(each.cause.value for each in plan.fallbacks)),
+    )

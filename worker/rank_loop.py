@@ -52,6 +52,9 @@ from worker.vllm_rank import RankEngine
 
 log = structlog.get_logger()
 
+GAUGES_S = 0.5
+"""How often what leaks would show in is read: it costs a step a millisecond."""
+
 IDLE_WAIT_S = 0.05
 """Longest wait for the inbox when there is no step to run."""
 
@@ -82,6 +85,7 @@ class RankLoop:
         """Task commands that came during a move."""
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
+        self._gauges_due_s = 0.0
         self._changed = True
         self.stop_reason: str | None = None
 
@@ -188,9 +192,9 @@ class RankLoop:
             case Serve(binding=binding, grant_pages=pages, kept=kept):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
-                    member.lead(Begin(binding.born, indices, pages, member.has_work))
+                    member.lead(Begin(binding.born, indices, pages, member.has_tasks))
                     member.begin(pages, indices)
-                    self._clock.begun(is_busy=member.has_work)
+                    self._clock.begun(is_busy=member.has_tasks)
                     self._clock.leads(move.directive.stage.epoch)
             case Reshard(directive=directive):
                 member.moving.move(directive, lambda: self._is_overtaken(directive))
@@ -281,7 +285,8 @@ class RankLoop:
         running, waiting = scheduler.get_request_counts() if scheduler is not None else (0, 0)
         ended, member.ended = member.ended, []
         returned, member.returned = member.returned, []
-        if with_progress:
+        if with_progress and time.monotonic() >= self._gauges_due_s:
+            self._gauges_due_s = time.monotonic() + GAUGES_S
             self._gauges = (*self._engine.gauges(), ("steps", member.steps))
         return Report(
             rank=self._rank,
@@ -346,6 +351,7 @@ class RankLoop:
                 )
                 for led in self._member.book
             ),
-            adopted=tuple(each.task for each in self._member.moving.adopted),
+            adopted=self._member.moving.adopted if self._seat.is_moving else (),
+            adopted_in=self._member.moving.epoch,
             memory=engine.memory(),
         )

@@ -3,6 +3,7 @@
 Started by `worker.launcher` in a fork that has imported vLLM already.
 """
 
+import gc
 import json
 import os
 import signal
@@ -36,6 +37,8 @@ def announce(event: str, **fields: object) -> None:
 def rank_spec(config: Config, rank: Rank) -> RankSpec:
     """What this rank must know, from the cell's configuration."""
     threads = config.cell.threads_per_rank
+    if threads == 0 and config.cell.device == "cuda":
+        threads = 1  # As vLLM's workers: small CPU operations are slower on more.
     if threads == 0 and config.cell.device == "cpu":
         # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
         threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
@@ -85,6 +88,9 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What start-up made stays for good: collections during steps need not look at it.
+    gc.collect()
+    gc.freeze()
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     try:
         loop.run()

@@ -188,15 +188,17 @@ class RankEngine:
         with set_current_vllm_config(configs[first]):
             activations = activation_bytes(self.device, runners[first].profile_run)
         self.other_bytes["activations"] = activations
-        graphs = 0
+        expected: list[tuple[int, int]] = []
         for done, key in enumerate(self.keys):
             progress("graph trial", done, len(self.keys))
             communicator = self.communicators.of_width(key.width)
             activate(communicator)
             communicator.group.barrier()
             with set_current_vllm_config(configs[key]):
-                graphs += runners[key].expected_graph_bytes()
+                expected.append(runners[key].expected_graph_bytes())
         progress("graph trial", len(self.keys), len(self.keys))
+        graphs = max(working for working, _ in expected) + sum(rest for _, rest in expected)
+        log.info("memory_reserved", rank=self.spec.rank, activations=activations, graphs=graphs)
         return activations + graphs
 
     def _allocate_kv(

@@ -91,9 +91,9 @@ class ModeRunner(CPUModelRunner):
         assert isinstance(output, ModelRunnerOutput)
         return output
 
-    def expected_graph_bytes(self) -> int:
+    def expected_graph_bytes(self) -> tuple[int, int]:
         """There are no graphs on CPU."""
-        return 0
+        return 0, 0
 
     def prepare_graphs(self) -> int:
         """There are no graphs on CPU."""

@@ -64,12 +64,25 @@ class GpuModeRunner(GPUModelRunner):
         output = self.execute_model(step)
         return self.sample_tokens(grammar) if output is None else output
 
-    def expected_graph_bytes(self) -> int:
-        """What this mode's graphs will take: vLLM captures the largest few, and forgets them.
+    def expected_graph_bytes(self) -> tuple[int, int]:
+        """What this mode's graphs will take: (working memory, the rest).
 
-        All ranks of the mode's group must call it together, with the group active.
+        vLLM captures the largest few, and forgets them. All graphs of all modes share one pool, so
+        the working memory of the largest one serves them all. All ranks of the mode's group must
+        call it together, with the group active.
         """
-        return int(self.profile_cudagraph_memory())
+        self._first_graph_bytes = 0
+        expected = int(self.profile_cudagraph_memory())
+        working = min(expected, self._first_graph_bytes)
+        return working, expected - working
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture; of a trial, remember what the first graph took."""
+        taken = int(super().capture_model(profile_only=profile_only))
+        samples = getattr(self.cudagraph_manager, "_capture_mem_samples", None)
+        if profile_only and samples:
+            self._first_graph_bytes = max(0, int(samples[0]))
+        return taken
 
     def prepare_graphs(self) -> int:
         """Capture this mode's CUDA graphs with its group active; returns their bytes."""

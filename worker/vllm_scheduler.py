@@ -42,6 +42,11 @@ class StepPlan:
     grammar: GrammarOutput | None
     resuming: dict[str, list[int]] = field(default_factory=dict)
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is computed in it."""
+        return self.output.total_num_scheduled_tokens == 0
+
 
 class BlockGrants:
     """Which blocks of a vLLM block pool may be allocated; at first none.
@@ -58,6 +63,8 @@ class BlockGrants:
         blocks = len(pool.blocks)
         self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        self.kept: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Lease indices that tasks held when the mode was parked last."""
         self._bundles: list[npt.NDArray[np.int64]] = []
         """Lease indices whose blocks a move laid into each other's pages: kept or freed as one."""
         pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
@@ -82,7 +89,7 @@ class BlockGrants:
         """
         held = list(in_use)
         cached = BlockHashToBlockMap()
-        for block in map(self._pool.blocks.__getitem__, held):
+        for block in map(self._pool.blocks.__getitem__, held if self._pool.enable_caching else ()):
             if block.block_hash is not None:
                 cached.insert(block.block_hash, block)
         self._pool.cached_block_hash_to_block = cached
@@ -90,12 +97,18 @@ class BlockGrants:
         self._in_use[held] = True
         indices = np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
         self._bundles = [each for each in self._bundles if np.isin(each, indices).any()]
-        return np.unique(np.concatenate([indices, *self._bundles]))
+        self.kept = np.unique(np.concatenate([indices, *self._bundles]))
+        return self.kept
 
     def bundle(self, indices: npt.NDArray[np.int64]) -> None:
         """Let these lease indices, which a move has filled, stay together."""
         if indices.size:
             self._bundles.append(indices)
+
+    @property
+    def indices(self) -> int:
+        """Lease indices that there can be, the null page's included."""
+        return int(self._granted.size) // self.slots_per_page
 
     def extend(self, indices: npt.NDArray[np.int64]) -> None:
         """Let the blocks of these lease indices be taken; the next grant says what is there.
@@ -169,6 +182,8 @@ class ModeScheduler(Scheduler):
     def plan_step(self, settle: Callable[[], None]) -> StepPlan:
         """Schedule one step; `settle` finishes the one under way if a grammar needs it."""
         output = self.schedule()
+        if not output.total_num_scheduled_tokens:
+            self._make_room()
         if getattr(output, "pending_structured_output_tokens", False):
             settle()
         resuming = {
@@ -177,6 +192,20 @@ class ModeScheduler(Scheduler):
             if r.req_id in self._generated
         }
         return StepPlan(output, self.get_grammar_bitmask(output), resuming)
+
+    def _make_room(self) -> None:
+        """Let a task that a move brought give up its KV if all of them wait for a block.
+
+        vLLM preempts tasks that run; these came with all blocks in use, and none runs yet.
+        """
+        waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
+        if self.running or not waiting:
+            return
+        last = waiting[-1]
+        self.kv_holding_waiting.remove_request(last)
+        self.kv_cache_manager.free(last)
+        last.num_computed_tokens = 0
+        self.waiting.prepend_request(last)
 
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return what their clients must be told."""
@@ -208,11 +237,10 @@ class ModeScheduler(Scheduler):
         held = self._manager.req_to_blocks
         return [request_id for request_id in self.requests if held.get(request_id)]
 
-    def held_blocks(self) -> set[int]:
-        """The logical blocks of all tasks that hold KV."""
-        return {
-            block_id for request_id in self.holding() for block_id in self._blocks_of(request_id)
-        }
+    def held_blocks(self) -> list[int]:
+        """The logical blocks of all tasks that hold KV; shared ones more than once."""
+        held = self._manager.req_to_blocks
+        return [block.block_id for name in self.requests for block in held.get(name, ())]
 
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park: returns the lease indices that the tasks which stay still hold."""
@@ -280,12 +308,16 @@ class ModeScheduler(Scheduler):
         self.grants.grant(indices)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        """Tasks with a block in one of these lease indices."""
+        """Tasks of the parked mode with a block in one of these lease indices."""
         slots = self.grants.slots_per_page
+        named = np.zeros(self.grants.indices, dtype=np.bool_)
+        named[indices] = True
+        if not named[self.grants.kept].any():
+            return []
         return [
             request_id
             for request_id in self.holding()
-            if np.isin(np.array(self._blocks_of(request_id)) // slots, indices).any()
+            if named[np.array(self._blocks_of(request_id)) // slots].any()
         ]
 
     def _blocks_of(self, request_id: str) -> list[int]:
@@ -296,6 +328,10 @@ class ModeScheduler(Scheduler):
         """Tasks that hold no KV: waiting, or preempted by vLLM."""
         held = set(self.holding())
         return [request_id for request_id in self.requests if request_id not in held]
+
+    def not_movable(self) -> list[str]:
+        """Tasks that hold KV with which another group could not go on."""
+        return [name for name in self.holding() if not can_move(self.requests[name])]
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Remove tasks, free their blocks and return the tokens each has generated so far."""

@@ -8,7 +8,15 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 
 import msgspec
 
-from comm_pool.layout import Group, Rank
+from comm_pool.layout import Rank
+from coordinator.protocol.task_words import (
+    Adopted,
+    HeldTask,
+    TaskEnded,
+    TaskHeader,
+    TaskProgress,
+    TaskReturned,
+)
 from coordinator.protocol.terms import (
     Binding,
     Carry,
@@ -69,38 +77,12 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
-
-
-class TaskHeader(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a request; the payload stays opaque to it.
-
-    `reply_to` is the ZeroMQ address that leaders push tokens to. `deadline_ms` counts from the
-    task's arrival at the coordinator; 0 means none.
-    """
-
-    task: TaskId
-    gateway: str
-    reply_to: str
-    prompt_tokens: int
-    max_tokens: int
-    tier: Tier = Tier.STANDARD
-    deadline_ms: int = 0
-
-
-class HeldTask(msgspec.Struct, frozen=True):
-    """A task that a leader holds when its session opens."""
-
-    header: TaskHeader
-    attempt: int
-    group: Group
-    generated: int
-    paused: bool
 
 
 class RankHello(Message, frozen=True):
@@ -122,8 +104,9 @@ class RankHello(Message, frozen=True):
     kv_heads: int
     pages_total: int
     held: tuple[HeldTask, ...]
-    adopted: tuple[TaskId, ...] = ()
-    """Tasks that the rank holds from the moment on that it hears of a committed move."""
+    adopted: tuple[Adopted, ...] = ()
+    """What the rank goes on with if the move of `adopted_in` is committed; it has not heard yet."""
+    adopted_in: int = 0
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
 
@@ -151,33 +134,6 @@ class PageReport(msgspec.Struct, frozen=True):
     leased: int
 
 
-class TaskEnded(msgspec.Struct, frozen=True):
-    """A task that its leader finished or dropped."""
-
-    task: TaskId
-    attempt: int
-    cause: EndCause
-    generated: int
-    message: str = ""
-
-
-class TaskReturned(msgspec.Struct, frozen=True):
-    """A task handed back, with every token generated so far (over all attempts)."""
-
-    task: TaskId
-    attempt: int
-    cause: ReturnCause
-    generated_tokens: tuple[int, ...]
-
-
-class TaskProgress(msgspec.Struct, frozen=True):
-    """How far a running task got, in generated tokens."""
-
-    task: TaskId
-    generated: int
-    paused: bool
-
-
 class SwitchTimes(msgspec.Struct, frozen=True):
     """What one rank measured of one switch, in microseconds; 0 where it had no part.
 
@@ -197,23 +153,15 @@ class SwitchTimes(msgspec.Struct, frozen=True):
     """KV bytes that this rank pulled from others."""
 
 
-class Adopted(msgspec.Struct, frozen=True):
-    """A task whose KV a leader took over from another group; `attempt` is the one it goes on as."""
-
-    task: TaskId
-    attempt: int
-    generated: int
-
-
 class Report(Message, frozen=True):
     """State of a rank, sent on an interval and on every change.
 
     `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
     `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
     the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
-    the tasks that this rank goes on with if the move of this epoch is committed, or since it was;
-    `has_failed` says that it could not copy its share of them. `moved` is the last epoch whose move
-    this rank knows to be committed.
+    the tasks that this rank goes on with if the move of this epoch is committed; `has_failed` says
+    that it could not copy its share of them. `moved` is the last committed move that this rank was
+    told of, in a directive of epoch `told_in`, whether it has acted on it or not.
     """
 
     rank: Rank
@@ -238,6 +186,7 @@ class Report(Message, frozen=True):
     adopted: tuple[Adopted, ...] = ()
     has_failed: bool = False
     moved: int = 0
+    told_in: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -254,8 +203,9 @@ class Directive(Message, frozen=True):
     `members` gives the incarnation of each rank of the target. `swapped_upto` is the highest epoch
     that ever reached SWAP: a leader that abandons such a target owes its followers a leave message.
     `grants` is filled in SERVE. `kept` tells members which lease indices of unbound groups remain.
-    `movers` are the parked ranks that copy KV in MOVE. `moved` is the last epoch whose move was
-    committed: a rank that took part in another one, and reads of a later stage, forgets it.
+    `movers` are the parked ranks that copy KV in MOVE. `moved` is the last committed move that this
+    rank can have taken part in: if it took part in another one, and reads of a later stage, then
+    that one was not committed.
     """
 
     incarnation: int
@@ -283,9 +233,10 @@ class Place(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """Forget this task and free all it holds; its client is gone."""
+    """Forget this task, up to this attempt, and free all it holds; a later one may be moved in."""
 
     task: TaskId
+    attempt: int
 
 
 class GiveBack(Message, frozen=True):

@@ -78,8 +78,8 @@ class Reshard:
 class Resolve:
     """The move of `epoch` is decided: go on with what was taken over, or with what was left.
 
-    Without a commit the parked tasks stay where they are if the next move may take them
-    (`is_kept`); otherwise the plan of `directive` is applied to them now.
+    If another layout is wanted by now, the tasks stay where they are then, as long as the next move
+    may take them (`is_kept`); otherwise the plan of `directive` is applied to them now.
     """
 
     epoch: int
@@ -126,6 +126,7 @@ class Seat:
     """
 
     __slots__ = (
+        "_copied",
         "_leaves",
         "_members",
         "_moving",
@@ -162,6 +163,8 @@ class Seat:
         """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
         self._moving: int | None = None
         """The epoch whose move takes, or may take, what this rank parked for it."""
+        self._copied: int | None = None
+        """The last epoch whose move this rank acknowledged."""
         self._promised: Binding | None = None
         """A wide group to lead whose PARK was acknowledged, but which was not joined since."""
 
@@ -174,6 +177,12 @@ class Seat:
     def is_follower(self) -> bool:
         """The rank is joined to a group that another rank leads."""
         return self.binding is not None and self.binding.group.leader != self.rank
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The last committed move that this rank was told of, and the epoch of that directive."""
+        wanted = self.wanted
+        return (wanted.moved, wanted.stage.epoch) if wanted is not None else (0, 0)
 
     @property
     def is_moving(self) -> bool:
@@ -232,7 +241,7 @@ class Seat:
             case Phase.PARK:
                 return Park(wanted)
             case Phase.MOVE:
-                return Reshard(wanted)
+                return Reshard(wanted) if self.rank in wanted.movers else Ack(wanted.stage, wanted)
             case _:
                 return Join(to_be, wanted)
 
@@ -246,7 +255,7 @@ class Seat:
             case Park(directive=directive):
                 self._park(directive)
             case Reshard(directive=directive):
-                self._moving = directive.stage.epoch
+                self._moving = self._copied = directive.stage.epoch
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
                 self._moving = directive.stage.epoch if move.is_kept else None
@@ -285,11 +294,10 @@ class Seat:
         is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
         return wanted.stage > self.stage and not is_foreign
 
-    @staticmethod
-    def _resolve(wanted: Directive, epoch: int) -> Resolve:
-        is_committed = wanted.moved == epoch
+    def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
+        is_committed = wanted.moved == epoch == self._copied
         may_move = wanted.carry is Carry.RESHARD and wanted.stage.phase <= Phase.MOVE
-        return Resolve(epoch, is_committed, not is_committed and may_move, wanted)
+        return Resolve(epoch, is_committed, may_move, wanted)
 
     def _owes(self, promised: Binding, wanted: Directive) -> bool:
         is_given_up = wanted.target.binding_of(self.rank) != promised

@@ -34,14 +34,15 @@ class Setting:
 
 
 SHARE = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1"}
+LL128_QUARTER = str(4915200 // 4)
 SETTINGS = (
     Setting("default"),
     Setting("split", {}, eager=True),
     Setting("split, shared", SHARE, eager=True),
     Setting("ctas 16", {"NCCL_MAX_CTAS": "16"}),
-    Setting("ll128 off", {"NCCL_PROTO": "LL,Simple"}),
     Setting("buffers 2 MiB", {"NCCL_BUFFSIZE": str(2 << 20)}),
-    Setting("shared, ctas 16", {**SHARE, "NCCL_MAX_CTAS": "16"}, eager=True),
+    Setting("ll128 buffers of a quarter", {"NCCL_LL128_BUFFSIZE": LL128_QUARTER}),
+    Setting("both", {"NCCL_BUFFSIZE": str(2 << 20), "NCCL_LL128_BUFFSIZE": LL128_QUARTER}),
 )
 
 

@@ -138,7 +138,7 @@ def test_streams_are_whole_through_pauses(cell: BareCell) -> None:
 
 
 async def moved_logits(cell: BareCell, switches: int) -> list[tuple[list[int], Any]]:
-    """Tasks that are moved between dp2 and tp2: each's whole text, and the logits it was drawn by."""
+    """Tasks moved between dp2 and tp2: each one's whole text, and the logits it was drawn by."""
     await asyncio.to_thread(cell.switch, "dp2", "recompute")
     client = TaskClient()
     async with client.connected(cell):
@@ -210,3 +210,11 @@ def test_switches_do_not_grow(cell: BareCell) -> None:
     totals = sorted(record["total_ms"] for record in records)
     print("swap ms p50/max", swaps[50], swaps[-1], "switch ms p50/max", totals[50], totals[-1])
     assert swaps[90] < 1.0
+
+
+def test_loss_is_the_same_after_the_switches(static: dict[int, Any], cell: BareCell) -> None:
+    by_nature = np.abs(static[2] - static[1])
+    for layout in ("dp2", "tp2"):
+        error = np.abs(asyncio.run(score(cell, layout)) - static[1])
+        print(layout, "largest error after the switches", error.max())
+        assert error.max() <= max(1.5 * by_nature.max(), 1e-3), layout

@@ -1,4 +1,4 @@
-"""The two calls that tests make on a cell's admin port."""
+"""The calls that tests make on a cell's admin port."""
 
 import urllib.error
 import urllib.request
@@ -15,10 +15,19 @@ def get_json(url: str) -> Any:
         return msgspec.json.decode(answer.read())
 
 
+def ask(admin: str, layout: str, carry: str) -> Any:
+    """Ask for a layout and do not wait until it serves."""
+    return _post(admin + "/admin/layout", layout, carry)
+
+
 def switch(admin: str, layout: str, carry: str) -> Any:
     """Switch the cell and wait until the layout serves."""
+    return _post(admin + "/admin/layout?wait=1", layout, carry)
+
+
+def _post(url: str, layout: str, carry: str) -> Any:
     request = urllib.request.Request(
-        admin + "/admin/layout?wait=1",
+        url,
         data=msgspec.json.encode({"layout": layout, "carry": carry}),
         headers={"Content-Type": "application/json"},
     )

@@ -24,19 +24,23 @@ from coordinator.protocol import wire
 from coordinator.protocol.config import Config, check_config, dump_config
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    Cancel,
     GatewayHello,
     GatewayUp,
     Submit,
     TaskFailed,
     TaskHeader,
     TaskId,
+    Tier,
 )
 from tests.bench.servers import MODEL, ROOT, free_port
-from tests.harness.admin import get_json, switch
+from tests.harness.admin import ask, get_json, switch
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
 TASK_LIMIT_S = 120
+LOGPROBS_MAX = 21
+"""Columns where the likeliest tokens are asked for; more are the whole vocabulary."""
 
 
 def search_path() -> str:
@@ -68,6 +72,17 @@ class BareCell:
     def switch(self, layout: str, carry: str = "pause") -> Any:
         """POST /admin/layout and wait until it serves."""
         return switch(self.admin, layout, carry)
+
+    def ask(self, layout: str, carry: str) -> Any:
+        """POST /admin/layout and do not wait until it serves."""
+        return ask(self.admin, layout, carry)
+
+    def pages(self) -> list[dict[str, int]]:
+        """The page accounting of every rank, which must add up."""
+        pages: list[dict[str, int]] = [rank["pages"] for rank in self.get("/admin/ranks")["ranks"]]
+        for each in pages:
+            assert each["free"] + each["owned"] + each["leased"] + 1 == each["total"], pages
+        return pages
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""
@@ -152,6 +167,8 @@ class Stream:
 
     tokens: list[int] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, where logprobs were asked for."""
     prompt_logprobs: Any = None
     cached_tokens: int = 0
     finished: bool = False
@@ -226,14 +243,22 @@ class TaskClient:
         stream.tokens += output.new_token_ids
         stream.times.append(time.perf_counter())
         if output.new_logprobs is not None:
-            stream.logits += _rows(output.new_logprobs)
+            stream.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
+            if len(output.new_logprobs.logprob_token_ids[0]) > LOGPROBS_MAX:
+                stream.logits += _rows(output.new_logprobs)
         if output.new_prompt_logprobs_tensors is not None:
             stream.prompt_logprobs = output.new_prompt_logprobs_tensors
         if output.prefill_stats is not None:
             stream.cached_tokens = output.prefill_stats.num_cached_tokens
         stream.finished |= span.finished
 
-    def submit(self, name: str, prompt: list[int], **params: Any) -> Stream:
+    def cancel(self, name: str) -> None:
+        """Say that nobody waits for this task any more, as a gateway does for a gone client."""
+        self._up.put_nowait(Cancel(TaskId(name)))
+
+    def submit(
+        self, name: str, prompt: list[int], *, tier: Tier = Tier.STANDARD, **params: Any
+    ) -> Stream:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -241,6 +266,8 @@ class TaskClient:
 
         settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
         sampling = SamplingParams(**settings)
+        if sampling.structured_outputs is not None:
+            sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
         sampling.update_from_generation_config({}, None)
         request = EngineCoreRequest(
             request_id=name,
@@ -260,6 +287,7 @@ class TaskClient:
             reply_to=self._reply_to,
             prompt_tokens=len(prompt),
             max_tokens=sampling.max_tokens or 16,
+            tier=tier,
         )
         self.streams[name] = Stream()
         self._up.put_nowait(Submit(header, wire.encode(frames)))

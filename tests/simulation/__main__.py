@@ -5,7 +5,7 @@ import sys
 import time
 
 from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.world import World
+from tests.simulation.world import FAILURES, World
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _replay(seed: int) -> int:
     try:
         stats = World(seed, trace=print).run()
-    except AssertionError as error:
+    except FAILURES as error:
         print(f"\nseed {seed} failed: {error}")
         return 1
     print(f"\nseed {seed} came to rest: {stats}")
@@ -36,7 +36,7 @@ def _sweep(seeds: range) -> int:
     for seed in seeds:
         try:
             World(seed).run()
-        except AssertionError as error:
+        except FAILURES as error:
             failed += 1
             print(f"make sim SEED={seed}    {error}")
     took_s = time.perf_counter() - started

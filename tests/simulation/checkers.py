@@ -1,9 +1,15 @@
 """What must never happen, whatever fails: each check raises `Violation` with what was seen."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Stage
+from coordinator.protocol.messages import Binding, Stage, TaskId
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_gateway import SimGateway
+    from tests.simulation.sim_rank import SimRank
+    from tests.simulation.stepping import Step
 
 
 class Violation(AssertionError):
@@ -70,6 +76,23 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
         leader is not None and member == leader,
         f"rank {rank} is in {member} while its leader steps in {leader}",
     )
+
+
+def check_one_leads(
+    step: "Step", leader: "SimRank", other: "SimRank", gateways: "Mapping[str, SimGateway]"
+) -> None:
+    """Nobody else goes on with a task of the step in a way that its gateway would believe."""
+    engine = other.holdings.engine
+    if other is leader or engine is None or not other.seat.may_step(other.clock_ms):
+        return
+    for name, attempt, _ in step.batch:
+        task = engine.tasks.get(TaskId(name))
+        client = gateways[task.header.gateway].open.get(task.header.task) if task else None
+        if task is not None and client is not None:
+            check(
+                min(attempt, task.attempt) <= client.fence,
+                f"{name} is led by rank {leader.rank} and by rank {other.rank}",
+            )
 
 
 def check_equal(what: str, one: Hashable, other: Hashable) -> None:

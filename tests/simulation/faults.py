@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 WIDTHS = (1, 2, 4, 8)
 LAYOUTS = supported_layouts(8, WIDTHS, (Mode.DP, Mode.TP))
-CARRIES = (Carry.PAUSE, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE)
+CARRIES = (*(Carry.RESHARD,) * 5, Carry.PAUSE, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE)
+"""What switches carry; the most intricate plan most often."""
 
 
 class Faults:
@@ -25,11 +26,16 @@ class Faults:
             loss=rng.choice((0.0, 0.05, 0.3)),
             repeat=rng.choice((0.0, 0.1)),
         )
-        self.switch = rng.choice((0.01, 0.03, 0.15))
-        self.crash = rng.choice((0.0, 0.002, 0.01))
-        self.cut = rng.choice((0.0, 0.004, 0.02))
+        self.switch = rng.choice((0.03, 0.06, 0.15))
+        self.patience = rng.choice((0.0, 0.9, 1.0))
+        """How often a switch under way is waited for."""
+        self.crash = rng.choice((0.0, 0.0, 0.002, 0.01))
+        self.meddle = rng.choice((0.0, 0.0, 0.1, 0.3))
+        """While KV moves, and just after that was decided: then much can be done by halves."""
+        self.cut = rng.choice((0.0, 0.0, 0.004, 0.02))
         self.stop = rng.choice((0.0, 0.01, 0.05))
         self.break_session = rng.choice((0.0, 0.005, 0.03))
+        self.move_fails = rng.choice((0.0, 0.0, 0.05))
         self.core_crash = rng.choice((0.0, 0.0, 0.006))
         self.submit = rng.choice((0.1, 0.3, 0.6))
         self.cancel = rng.choice((0.0, 0.02))
@@ -67,10 +73,10 @@ class Faults:
                 world.break_rank(Rank(self.rng.randrange(8)))
             else:
                 world.break_gateway(self.rng.choice(("east", "west")))
-        if chance() < self.core_crash and world.core is not None:
-            world.say("the coordinator crashes")
-            world.stop_core()
-            self._core_at = world.now + self.rng.choice((2, 15, 50))
+        if chance() < self.core_crash:
+            self._crash_core(world)
+        if world.is_moving and chance() < self.meddle:
+            self._meddle(world)
 
     def heal(self, world: "World") -> None:
         """Nothing goes wrong from now on."""
@@ -95,7 +101,25 @@ class Faults:
         if self.rng.random() < self.cancel:
             gateway.cancel_any(self.rng)
         if self.rng.random() < self.switch and world.core is not None:
-            self._switch(world)
+            if world.core.is_serving or self.rng.random() >= self.patience:
+                self._switch(world)
+
+    def _meddle(self, world: "World") -> None:
+        match self.rng.randrange(6):
+            case 0 | 1:
+                world.gateways[self.rng.choice(("east", "west"))].cancel_any(self.rng)
+            case 2 | 3:
+                self._switch(world)
+            case 4:
+                self._crash_core(world)
+            case _ if self.crash:
+                self._crash(world, Rank(self.rng.randrange(8)))
+
+    def _crash_core(self, world: "World") -> None:
+        if world.core is not None:
+            world.say("the coordinator crashes")
+            world.stop_core()
+            self._core_at = world.now + self.rng.choice((2, 15, 50))
 
     def _switch(self, world: "World") -> None:
         layout = self.rng.choice(self.layouts)

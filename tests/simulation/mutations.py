@@ -1,29 +1,41 @@
 """Bugs put in on purpose: each must be found, or the simulation is not worth its time."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator.events import Effect
+from coordinator.moves import Moves
 from coordinator.protocol.messages import (
+    Adopted,
     Binding,
+    Carry,
     Directive,
     RankHello,
+    Report,
+    ReturnCause,
     TaskId,
     TaskReturned,
 )
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat import Resolve, Seat
 from coordinator.roster import Arrival
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
 from coordinator.tasks import Task
+from tests.simulation import sim_moving
+from tests.simulation.sim_engine import SimTask
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token
 from tests.simulation.sim_holdings import Holdings
+from tests.simulation.sim_moving import SimMoving
+from tests.simulation.sim_plan import Cargo, Ranks
+from tests.simulation.sim_rank import SimRank
 from tests.simulation.stepping import Begin
 
-Patch = tuple[type, str, Callable[..., Any]]
+Patch = tuple[Any, str, Any]
 
 
 def _on_any_directive(self: Seat, directive: Directive) -> None:
@@ -91,6 +103,73 @@ def _no_patience(self: Switcher, rank: Rank) -> Any:
 
 _directive_for = Switcher.directive_for
 
+
+def _commits_all_the_same(self: Moves, epoch: int, reports: Iterable[Report | None]) -> bool:
+    heard = [each and msgspec.structs.replace(each, has_failed=False) for each in reports]
+    return _decide(self, epoch, heard)
+
+
+_decide = Moves.decide
+
+
+def _adopts_as_it_was(cargo: Cargo, blocks: list[int]) -> SimTask:
+    task = _restored(cargo, blocks)
+    task.attempt -= 1
+    return task
+
+
+_restored = sim_moving._restored
+
+
+def _any_commit(self: Seat, wanted: Directive, epoch: int) -> Resolve:
+    resolve = _resolve(self, wanted, epoch)
+    is_committed = wanted.moved > 0 and epoch == self._copied
+    return dataclasses.replace(resolve, is_committed=is_committed)
+
+
+def _keeps_past_the_move(self: Seat, wanted: Directive, epoch: int) -> Resolve:
+    resolve = _resolve(self, wanted, epoch)
+    return dataclasses.replace(resolve, is_kept=wanted.carry is Carry.RESHARD)
+
+
+_resolve = Seat._resolve
+
+
+def _hands_nothing_over(self: Holdings, group: Ranks, gone: dict[TaskId, int]) -> None:
+    return None
+
+
+def _keeps_all(self: Holdings, group: Ranks, cause: ReturnCause) -> None:
+    return None
+
+
+def _leaders_stay(self: TaskPool, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
+    return []
+
+
+def _forgets_moves(self: Moves, epoch: int) -> None:
+    _recover(self, 0)
+
+
+_recover = Moves.recover
+
+
+def _all_have_joined(self: Switcher) -> list[Rank]:
+    return []
+
+
+def _waits_for_nobody(*_: Any) -> Iterator[None]:
+    return iter(())
+
+
+def _lost_alone(self: TaskPool, rank: Rank, now_ms: int) -> list[Effect]:
+    for task in self.tasks:
+        task.former = frozenset()
+    return _lost(self, rank, now_ms)
+
+
+_lost = TaskPool.lost
+
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale directives": (
         (Seat, "on_directive", _on_any_directive),
@@ -106,6 +185,20 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
+    "commit although a rank failed": ((Moves, "decide", _commits_all_the_same),),
+    "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),
+    "take any commit for one's own": ((Seat, "_resolve", _any_commit),),
+    "keep tasks when the move is over": ((Seat, "_resolve", _keeps_past_the_move),),
+    "defer no command": ((SimRank, "defers", False),),
+    "hand nothing over": (
+        (Holdings, "hand_over", _hands_nothing_over),
+        (Holdings, "give_up", _keeps_all),
+    ),
+    "pool keeps the old leader": ((TaskPool, "adopted", _leaders_stay),),
+    "recovery forgets moves": ((Moves, "recover", _forgets_moves),),
+    "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
+    "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),
+    "former leaders are forgotten": ((TaskPool, "lost", _lost_alone),),
 }
 
 

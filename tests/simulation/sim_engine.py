@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from coordinator.protocol.messages import Binding, TaskHeader, TaskId
 from tests.simulation.checkers import check, digest
 from tests.simulation.sim_gateway import Token
+from tests.simulation.sim_memory import BLOCK_TOKENS, Places, marks
 from tests.simulation.stepping import Step
 
 KV_HEADS = 4
-BLOCK_TOKENS = 4
 
 
 def slots_of(binding_width: int) -> int:
@@ -28,6 +28,10 @@ class SimTask:
     blocks: list[int] = field(default_factory=list)
     ahead: int = 0
     """Steps that were sent for it and are not complete."""
+    computed: int = 0
+    """Tokens that have KV, once all steps ahead are complete."""
+    is_checked: bool = True
+    """Its KV was made, or found to be there, since its group was formed."""
 
     def __post_init__(self) -> None:
         for token in self.tokens:
@@ -60,6 +64,7 @@ class SimEngine:
         if not self.free.issuperset(task.blocks):
             return False
         self.free.difference_update(task.blocks)
+        task.is_checked = False
         self.tasks[task.header.task] = task
         return True
 
@@ -70,19 +75,29 @@ class SimEngine:
             self._release(task)
         return task
 
-    def plan(self) -> tuple[tuple[TaskId, int], ...]:
+    def plan(self) -> Step | None:
         """Schedule a step; a task without a block takes them from the youngest, or waits."""
-        batch = []
+        batch: list[tuple[TaskId, int, int]] = []
+        found: Places = ()
+        made: Places = ()
         for task in list(self.tasks.values()):
             if task.wants_step and self._grow(task):
+                name, before = task.header.task, task.computed
+                task.computed = task.header.prompt_tokens + len(task.tokens) + task.ahead
                 task.ahead += 1
-                batch.append((task.header.task, task.attempt))
-        return tuple(batch)
+                batch.append((name, task.attempt, before))
+                if not task.is_checked:
+                    found += marks(name, task.blocks, before)
+                made += marks(name, task.blocks, task.computed, before)
+                task.is_checked = True
+        return Step(self.binding, self.table, tuple(batch), found, made) if batch else None
 
     def give_up(self, step: Step) -> None:
         """A planned step will not be executed."""
+        computed = {task: before for task, _, before in step.batch}
         for task in self._of(step):
             task.ahead -= 1
+            task.computed = min(task.computed, computed[task.header.task])
 
     def complete(self, step: Step, draw: int) -> list[Token]:
         """Draw a token for every task of a completed step; finished tasks are removed."""
@@ -99,7 +114,7 @@ class SimEngine:
         return tokens
 
     def _of(self, step: Step) -> list[SimTask]:
-        found = [(self.tasks.get(TaskId(task_id)), attempt) for task_id, attempt in step.batch]
+        found = [(self.tasks.get(TaskId(name)), attempt) for name, attempt, _ in step.batch]
         return [task for task, attempt in found if task is not None and task.attempt == attempt]
 
     def _grow(self, task: SimTask) -> bool:
@@ -119,3 +134,4 @@ class SimEngine:
     def _release(self, task: SimTask) -> None:
         self.free.update(task.blocks)
         task.blocks = []
+        task.computed = 0

@@ -71,7 +71,8 @@ class SimGateway:
     def submit(self, rng: random.Random) -> None:
         """A client asks for something."""
         self._count += 1
-        length = rng.randint(1, self.world.max_tokens)
+        # The longer ones are more likely to be there when a switch comes.
+        length = max(rng.randint(1, self.world.max_tokens), rng.randint(1, self.world.max_tokens))
         header = TaskHeader(
             task=TaskId(f"{self.name}-{self._count}"),
             gateway=self.name,

@@ -3,6 +3,8 @@
 `bound` is always the group that the rank is joined to; its lease is whole and not to be touched.
 """
 
+import numpy as np
+
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
     Binding,
@@ -19,7 +21,9 @@ from coordinator.protocol.messages import (
 from kvadaptor.pages import PagePool
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import SimEngine, SimTask, slots_of
-from tests.simulation.stepping import Begin
+from tests.simulation.sim_memory import Memory
+from tests.simulation.sim_plan import Cargo, Manifest
+from tests.simulation.stepping import Begin, Step
 
 Ranks = tuple[Rank, ...]
 
@@ -27,9 +31,11 @@ Ranks = tuple[Rank, ...]
 class Holdings:
     """The memory of one process of one rank."""
 
-    def __init__(self, rank: Rank, num_pages: int) -> None:
+    def __init__(self, rank: Rank, num_pages: int, incarnation: int) -> None:
         self.rank = rank
+        self.incarnation = incarnation
         self.pages = PagePool(num_pages)
+        self.memory = Memory()
         self.engine: SimEngine | None = None
         self.paused: dict[Ranks, dict[TaskId, SimTask]] = {}
         self.kept: dict[Ranks, LeaseKept] = {}
@@ -38,6 +44,8 @@ class Holdings:
         self.returned: list[TaskReturned] = []
         self.changed = False
         self._own: set[int] = set()
+        self._moved_in: dict[Ranks, tuple[int, ...]] = {}
+        """Lease indices that hold moved tasks of a group, until it begins."""
         self._applied: dict[Ranks, tuple[int, int]] = {}
         self._members: dict[Ranks, dict[Rank, int | None]] = {}
         self._joined: dict[Ranks, int] = {}
@@ -59,6 +67,7 @@ class Holdings:
         """Lease pages for a wide group: first what is kept, then the grant on top."""
         ranks = binding.group.ranks
         kept = begin.kept.indices if begin.kept is not None else ()
+        kept += self._moved_in.pop(ranks, ())
         missing = set(kept) - self.table(ranks)
         check(not missing, f"rank {self.rank} has no pages for kept {missing} of {ranks}")
         self.pages.keep_only(ranks, kept)
@@ -77,36 +86,40 @@ class Holdings:
         indices = frozenset(self._own) if len(ranks) == 1 else self.table(ranks)
         self.engine = SimEngine(binding, indices)
         for task in self.paused.pop(ranks, {}).values():
-            if not self.engine.resume(task):
-                self.give_back(task, ReturnCause.RECOMPUTE)
+            check(self.engine.resume(task), f"{task.header.task} has blocks of no lease of {ranks}")
 
     def park(self, binding: Binding, carry: Carry, *, lost: bool) -> None:
-        """Lead the group no longer, and apply the carry plan to its tasks."""
+        """Lead the group no longer, and apply the carry plan to its tasks.
+
+        With `reshard` they wait for the move where they are, and all pages with them.
+        """
         ranks = binding.group.ranks
         paused = self.paused.setdefault(ranks, {})
         tasks = list(self.engine.tasks.values()) if self.engine else []
         self.engine = None
         for task in tasks:
-            if task.blocks and carry is Carry.PAUSE and not lost:
+            if task.blocks and carry in (Carry.PAUSE, Carry.RESHARD) and not lost:
                 paused[task.header.task] = task
             else:
                 has_kv = bool(task.blocks)
                 self.give_back(task, ReturnCause.RECOMPUTE if has_kv else ReturnCause.NOT_STARTED)
         if lost:
             self._return_paused(ranks, frozenset())
-        self._withdraw(ranks)
+        if lost or carry is not Carry.RESHARD:
+            self.withdraw(ranks)
 
     def apply(self, kept: LeaseKept, bound: Ranks) -> None:
         """Free the pages of an unbound group that its leader does not need."""
         order = (kept.born, kept.version)
-        if kept.ranks == bound or order < self._applied.get(kept.ranks, (0, 0)):
+        if kept.ranks == bound or order <= self._applied.get(kept.ranks, (0, 0)):
             return
         self._applied[kept.ranks] = order
-        own = self.kept.get(kept.ranks)
-        if own is not None and order >= (own.born, own.version) and kept.indices != own.indices:
-            self._return_paused(kept.ranks, frozenset(kept.indices))
-            self._withdraw(kept.ranks)
-        self.pages.keep_only(kept.ranks, self.table(kept.ranks).intersection(kept.indices))
+        held = self.table(kept.ranks)
+        remaining = held.intersection(kept.indices)
+        # A member's share of these pages is lost: the coordinator says so, and it is right.
+        if remaining != held and self._return_paused(kept.ranks, remaining):
+            self.withdraw(kept.ranks)
+        self.pages.keep_only(kept.ranks, remaining)
 
     def forget_lost(self, present: dict[Rank, int], bound: Ranks) -> None:
         """Leases that a lost process had a share in are worth nothing."""
@@ -114,14 +127,95 @@ class Holdings:
             if ranks == bound or all(present.get(each) == inc for each, inc in members.items()):
                 continue
             del self._members[ranks]
+            if self._return_paused(ranks, frozenset()):
+                self.withdraw(ranks)
             self.pages.keep_only(ranks, ())
-            if self.paused.get(ranks):
-                self._return_paused(ranks, frozenset())
-                self._withdraw(ranks)
 
-    def _withdraw(self, ranks: Ranks) -> None:
+    def execute(self, step: Step) -> None:
+        """Find the KV that the step relies on, and make what it makes."""
+        width = step.binding.group.width
+        slots = slots_of(width)
+        lease = self.pages.lease_table(step.binding.group.ranks) if width > 1 else None
+        for block, mark in step.found:
+            index, slot = divmod(block, slots)
+            there = self.memory.read(lease[index] if lease else index, slots, slot)
+            check(there == mark, f"rank {self.rank} has {there} in {step.binding}, not {mark}")
+        for block, mark in step.made:
+            index, slot = divmod(block, slots)
+            self.memory.write(lease[index] if lease else index, slots, slot, mark)
+
+    # ------------------------------------------------------------------ moves
+
+    def manifest(self, group: Ranks | None, born: int) -> Manifest:
+        """What this rank tells of itself before a move."""
+        free = frozenset(self.pages.free_pages().tolist())
+        groups = [tuple(map(Rank, ranks)) for ranks in self.pages.groups()]
+        indices = {ranks: self.table(ranks) for ranks in groups}
+        if group is None:
+            return Manifest(self.rank, self.incarnation, (), -1, {}, free, indices)
+        alone = len(group) == 1
+        pages = {page: page for page in self._own} if alone else self.pages.lease_table(group)
+        cargo = tuple(
+            Cargo(
+                task.header,
+                task.attempt,
+                task.length,
+                tuple(task.tokens),
+                tuple(task.blocks),
+                task.computed,
+            )
+            for task in self.paused.get(group, {}).values()
+        )
+        pages = dict(pages)
+        return Manifest(self.rank, self.incarnation, group, born, pages, free, indices, cargo)
+
+    def hand_over(self, group: Ranks, gone: dict[TaskId, int]) -> None:
+        """Forget tasks that another leader goes on with."""
+        tasks = self.paused.get(group, {})
+        for name, attempt in gone.items():
+            if name in tasks and tasks[name].attempt == attempt:
+                del tasks[name]
+
+    def take_pages(
+        self,
+        binding: Binding,
+        indices: list[int],
+        pages: list[int],
+        members: dict[Rank, int | None],
+    ) -> None:
+        """Give these pages to a group that is to be joined."""
+        ranks = binding.group.ranks
+        self._members[ranks] = members
+        numbers = np.array(pages, dtype=np.int64)
+        if len(ranks) == 1:
+            self.pages.own_these(numbers)
+            self._own.update(pages)
+            return
+        self.pages.lease_these(ranks, np.array(indices, dtype=np.int64), numbers)
+        self._joined[ranks] = binding.born
+        self._applied[ranks] = (binding.born, -1)
+        self._moved_in[ranks] = tuple(indices)
+
+    def not_joined(self) -> None:
+        """What was prepared for a group is not joined now."""
+        self._moved_in.clear()
+
+    def adopt(self, ranks: Ranks, task: SimTask) -> None:
+        """Hold a task that was moved here, until its group serves."""
+        tasks = self.paused.setdefault(ranks, {})
+        check(task.header.task not in tasks, f"{task.header.task} is moved to where it is")
+        tasks[task.header.task] = task
+
+    def give_up(self, ranks: Ranks, cause: ReturnCause) -> None:
+        """Return all tasks of a group that is not bound."""
+        for task in self.paused.get(ranks, {}).values():
+            self.give_back(task, cause)
+        self.paused[ranks] = {}
+
+    def withdraw(self, ranks: Ranks) -> None:
         """Give up what the paused tasks of an unbound group do not need."""
-        blocks = {block for task in self.paused[ranks].values() for block in task.blocks}
+        tasks = self.paused.setdefault(ranks, {})
+        blocks = {block for task in tasks.values() for block in task.blocks}
         self.changed = True
         if len(ranks) == 1:
             self.pages.return_own(self._own - blocks)
@@ -132,10 +226,10 @@ class Holdings:
         self._version += 1
         self.kept[ranks] = LeaseKept(ranks, self._version, indices, self._joined[ranks])
 
-    def held(self) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
-        """All tasks, each with its group and whether it is paused."""
+    def held(self, moving: Ranks | None = None) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
+        """All tasks, each with its group and whether it is paused; those that move are not."""
         held = {
-            task_id: (task, ranks, True)
+            task_id: (task, ranks, ranks != moving)
             for ranks, tasks in self.paused.items()
             for task_id, task in tasks.items()
         }
@@ -153,15 +247,18 @@ class Holdings:
         check(header.task not in self.held(), f"rank {self.rank} already has {header.task}")
         self.engine.tasks[header.task] = task
 
-    def take_out(self, task_id: TaskId, bound: Ranks) -> SimTask | None:
-        """Forget a task and free its memory."""
+    def take_out(self, task_id: TaskId, bound: Ranks, upto: int | None = None) -> SimTask | None:
+        """Forget a task, up to an attempt, and free its memory."""
+        found = self.held().get(task_id)
+        if found is None or (upto is not None and found[0].attempt > upto):
+            return None
         if self.engine is not None and (task := self.engine.remove(task_id)):
             return task
         for ranks, tasks in self.paused.items():
             if task_id in tasks:
                 task = tasks.pop(task_id)
                 if ranks != bound:
-                    self._withdraw(ranks)
+                    self.withdraw(ranks)
                 return task
         return None
 
@@ -177,14 +274,16 @@ class Holdings:
         self.returned.append(TaskReturned(task.header.task, task.attempt, cause, tokens))
         self.changed = True
 
-    def _return_paused(self, ranks: Ranks, indices: frozenset[int]) -> None:
+    def _return_paused(self, ranks: Ranks, indices: frozenset[int]) -> bool:
         """Return the paused tasks that need other lease indices than these."""
         slots = slots_of(len(ranks))
         tasks = self.paused.get(ranks, {})
+        before = len(tasks)
         for task in list(tasks.values()):
             if not indices.issuperset(block // slots for block in task.blocks):
                 del tasks[task.header.task]
                 self.give_back(task, ReturnCause.RECOMPUTE)
+        return len(tasks) < before
 
     def page_report(self) -> PageReport:
         counts = self.pages.counts()

@@ -4,27 +4,36 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
     Binding,
+    Carry,
     Directive,
     Drop,
     GiveBack,
-    HeldTask,
     Place,
     RankDown,
-    RankHello,
     Report,
     ReturnCause,
     Stop,
     SwitchTimes,
-    TaskProgress,
 )
-from coordinator.protocol.seat import Ack, Join, Leave, Move, OweLeave, Park, Seat, Serve
+from coordinator.protocol.seat import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    OweLeave,
+    Park,
+    Reshard,
+    Resolve,
+    Seat,
+    Serve,
+)
 from tests.simulation.checkers import Violation, check_agreement, check_equal
 from tests.simulation.network import Session
-from tests.simulation.sim_engine import BLOCK_TOKENS, KV_HEADS
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_holdings import Holdings, Ranks
+from tests.simulation.sim_moving import Board, Overtaken, SimMoving
+from tests.simulation.sim_words import hello_of, report_of
 from tests.simulation.stepping import Begin, LeaveGroup, QueueMessage, Step, StepQueue
 
 if TYPE_CHECKING:
@@ -41,12 +50,19 @@ class SimRank:
         self.rank = rank
         self.incarnation = incarnation
         self.seat = Seat(rank, incarnation)
-        self.holdings = Holdings(rank, world.num_pages)
+        self.holdings = Holdings(rank, world.num_pages, incarnation)
+        # Peers map the boards of the first processes alone.
+        boards = world.boards if incarnation == 1 else {rank: Board()}
+        self.moving = SimMoving(self, boards)
+        self._deferred: list[Drop | GiveBack] = []
+        """Task commands that came during a move."""
+        self.greeted = 0
+        """The coordinator that was told hello last."""
         self.session: Session | None = None
         self.stopped_until = 0
         self.inbox: list[RankDown] = []
         """What arrived while the process stood still."""
-        self._widths = widths
+        self.widths = widths
         self._tokens_out = Session()
         self._step: Step | None = None
         """The step that this follower is in."""
@@ -75,7 +91,9 @@ class SimRank:
         self._read_inbox()
         if self._blocked is not None:
             self._unblock(self._blocked)
-        if self._blocked is None and self._step is None:
+        if self.moving.under_way is not None:
+            self._move_on()
+        if self._blocked is None and self._step is None and self.moving.under_way is None:
             self._make_moves()
             self._lead()
             self._follow()
@@ -131,9 +149,30 @@ class SimRank:
             move = self.seat.next_move(idle=engine is None or not engine.tasks)
             if move is None or not self._carry_out(move):
                 return
-            self.seat.made(move)
-            self.world.note(self.rank, move)
-            self._changed = True
+            self._made(move)
+
+    def _made(self, move: Move) -> None:
+        self.seat.made(move)
+        self.world.note(self.rank, move)
+        self._changed = True
+        if isinstance(move, Resolve):
+            deferred, self._deferred = self._deferred, []
+            for message in deferred:
+                self._obey(message)
+
+    def _move_on(self) -> None:
+        """Go on with a move that takes many ticks."""
+        try:
+            done = self.moving.advance()
+        except Overtaken:
+            return
+        if done is not None:
+            self._made(done)
+
+    def _is_overtaken(self) -> bool:
+        move, wanted = self.moving.under_way, self.seat.wanted
+        assert move is not None and wanted is not None
+        return wanted.stage.epoch > move.directive.stage.epoch
 
     def _carry_out(self, move: Move) -> bool:
         """Do what the seat says; False if it cannot be done yet."""
@@ -144,10 +183,17 @@ class SimRank:
                 return self._tell(binding, LeaveGroup(binding.born))
             case Join(binding, directive):
                 self.holdings.join(binding, dict(directive.members))
+                self.moving.group = None
                 self._times.append(SwitchTimes(directive.stage.epoch, swap_us=1_000))
                 return True
             case Serve():
                 return not self.seat.is_leader or self._serve(move)
+            case Reshard():
+                self.moving.start(move, self._is_overtaken)
+                return False
+            case Resolve():
+                self.moving.resolve(move)
+                return True
             case Park() | Ack():
                 return True
 
@@ -157,12 +203,20 @@ class SimRank:
             if not self._is_broken and self._queue(binding).has_unread(self.rank):
                 return False
             self.world.check_nobody_waits_for(self, binding)
+            self._left(move)
             return True
         if not self._tell(binding, LeaveGroup(binding.born)) and not move.group_lost:
             return False
+        self.holdings.not_joined()
         self.holdings.park(binding, move.carry, lost=move.group_lost)
+        self._left(move)
         self._times.append(SwitchTimes(move.directive.stage.epoch, park_us=2_000))
         return True
+
+    def _left(self, move: Leave) -> None:
+        self.holdings.not_joined()
+        if move.carry is Carry.RESHARD and not move.group_lost:
+            self.moving.left(move.binding, move.directive.stage.epoch)
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
@@ -194,8 +248,8 @@ class SimRank:
         is_asked = wanted is not None and wanted.stage > self.seat.stage
         if len(engine.in_flight) >= (1 if is_asked else self.world.steps_ahead):
             return
-        if batch := engine.plan():
-            self._send(Step(engine.binding, engine.table, batch))
+        if step := engine.plan():
+            self._send(step)
 
     def _send(self, step: Step) -> None:
         engine = self.holdings.engine
@@ -205,6 +259,7 @@ class SimRank:
             return
         self._blocked = None
         self.world.check_may_start(self, step)
+        self.holdings.execute(step)
         step.arrived.add(self.rank)
         engine.in_flight.append(step)
 
@@ -236,6 +291,7 @@ class SimRank:
                 check_agreement(message.binding, binding, self.rank)
                 table = self.holdings.table(binding.group.ranks)
                 check_equal(f"lease indices in {binding.group.ranks}", table, message.table)
+                self.holdings.execute(message)
                 message.arrived.add(self.rank)
                 self._step = message
 
@@ -258,13 +314,26 @@ class SimRank:
                 self._on_directive(message)
             case Place():
                 self.holdings.place(message)
-            case Drop(task_id):
-                self.holdings.take_out(task_id, self._bound)
+            case Drop() | GiveBack():
+                if self.defers:
+                    self._deferred.append(message)
+                else:
+                    self._obey(message)
+            case Stop(reason):
+                raise Violation(f"rank {self.rank} was told to stop: {reason}")
+
+    @property
+    def defers(self) -> bool:
+        """What is told of a move must stay true until its end."""
+        return self.seat.is_moving
+
+    def _obey(self, message: Drop | GiveBack) -> None:
+        match message:
+            case Drop(task_id, attempt):
+                self.holdings.take_out(task_id, self._bound, attempt)
             case GiveBack(task_id):
                 if task := self.holdings.take_out(task_id, self._bound):
                     self.holdings.give_back(task, ReturnCause.RECOMPUTE)
-            case Stop(reason):
-                raise Violation(f"rank {self.rank} was told to stop: {reason}")
 
     def _on_directive(self, directive: Directive) -> None:
         self.seat.on_directive(directive)
@@ -282,31 +351,10 @@ class SimRank:
         """
         self._read_inbox()
         self.session = session
+        self.greeted = self.world.cores
         self.holdings.ended.clear()
         self.holdings.returned.clear()
-        hello = RankHello(
-            version=PROTOCOL_VERSION,
-            rank=self.rank,
-            incarnation=self.incarnation,
-            pid=self.rank,
-            device="sim",
-            widths=self._widths,
-            max_tasks=8,
-            max_model_len_tokens=64,
-            tokens_per_slot=BLOCK_TOKENS,
-            kv_heads=KV_HEADS,
-            pages_total=self.world.num_pages,
-            held=tuple(
-                HeldTask(
-                    task.header,
-                    task.attempt,
-                    self.world.group(ranks),
-                    len(task.tokens),
-                    is_paused,
-                )
-                for task, ranks, is_paused in self.holdings.held().values()
-            ),
-        )
+        hello = hello_of(self)
         self.world.rank_says(self, session, hello)
         self.world.rank_says(self, session, self._report())
 
@@ -321,29 +369,8 @@ class SimRank:
             self.world.rank_says(self, self.session, self._report())
 
     def _report(self) -> Report:
-        holdings = self.holdings
-        engine = holdings.engine
-        report = Report(
-            rank=self.rank,
-            incarnation=self.incarnation,
-            sent_at_ms=self.clock_ms,
-            stage=self.seat.stage,
-            binding=self.seat.binding,
-            target=self.seat.target,
-            pages=holdings.page_report(),
-            running=len(engine.tasks) if engine else 0,
-            blocks_free=len(engine.free) if engine else 0,
-            blocks_total=engine.blocks_total if engine else 0,
-            kept=tuple(holdings.kept.values()),
-            ended=tuple(holdings.ended),
-            returned=tuple(holdings.returned),
-            progress=tuple(
-                TaskProgress(task_id, len(task.tokens), is_paused)
-                for task_id, (task, _, is_paused) in holdings.held().items()
-            ),
-            times=tuple(self._times),
-        )
-        holdings.ended.clear()
-        holdings.returned.clear()
+        report = report_of(self, self._times)
+        self.holdings.ended.clear()
+        self.holdings.returned.clear()
         self._times.clear()
         return report

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding, LeaseKept
 from tests.simulation.checkers import check
+from tests.simulation.sim_memory import Places
 
 CAPACITY = 6
 """Messages that a step queue holds until every follower has read them."""
@@ -36,8 +37,12 @@ class Step:
     binding: Binding
     table: frozenset[int]
     """The leader's lease indices."""
-    batch: tuple[tuple[str, int], ...]
-    """(task, attempt) pairs."""
+    batch: tuple[tuple[str, int, int], ...]
+    """(task, attempt, tokens that had KV before) of each task."""
+    found: Places = ()
+    """KV that the step relies on, of tasks that were paused or moved."""
+    made: Places = ()
+    """KV that the step makes."""
     arrived: set[Rank] = field(default_factory=set)
     failed: bool = False
     dead_since: int | None = None

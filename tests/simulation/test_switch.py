@@ -3,7 +3,7 @@
 import pytest
 
 from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.world import World
+from tests.simulation.world import FAILURES, World
 
 SEEDS = 500
 CHUNK = 50
@@ -12,7 +12,7 @@ CHUNK = 50
 def failure_of(seed: int) -> str | None:
     try:
         World(seed).run()
-    except AssertionError as error:
+    except FAILURES as error:
         return f"make sim SEED={seed}    {error}"
     return None
 

@@ -19,7 +19,17 @@ from coordinator.protocol.messages import (
     Submit,
     TaskId,
 )
-from coordinator.protocol.seat import Ack, Join, Leave, Move, OweLeave, Park, Serve
+from coordinator.protocol.seat import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    OweLeave,
+    Park,
+    Reshard,
+    Resolve,
+    Serve,
+)
 
 LINE_CHARS = 200
 
@@ -66,6 +76,11 @@ def _move(move: Move) -> str:
         case Serve(binding, pages, kept):
             indices = kept.indices if kept is not None else ()
             return f"serve {_binding(binding)} with {pages} pages on top of {indices}"
+        case Reshard():
+            return "moved its share"
+        case Resolve(epoch, is_committed, is_kept):
+            how = "committed" if is_committed else "not committed"
+            return f"resolve {epoch}: {how}{', kept' if is_kept else ''}"
         case Park():
             return "park"
         case Ack():

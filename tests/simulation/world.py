@@ -34,16 +34,18 @@ from coordinator.protocol.messages import (
     Directive,
     GatewayHello,
     GatewayUp,
+    Phase,
     RankHello,
     Report,
 )
 from coordinator.protocol.seat import Move
 from coordinator.settings import CoreSettings
-from tests.simulation.checkers import StageChecker, Violation, check
-from tests.simulation.faults import LAYOUTS, WIDTHS, Faults
+from tests.simulation.checkers import StageChecker, Violation, check, check_one_leads
+from tests.simulation.faults import CARRIES, LAYOUTS, WIDTHS, Faults
 from tests.simulation.network import Network, Session
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
+from tests.simulation.sim_moving import Board
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
 from tests.simulation.trace import event_line, line_of, move_line
@@ -53,7 +55,9 @@ TICK_MS = 10
 CORE_TICKS = 2
 """The core gets a `Tick` so often."""
 FAULT_TICKS = 220
-QUIET_TICKS = 500
+QUIET_TICKS = 1_000
+FAILURES = (AssertionError, LookupError, ValueError)
+"""What a broken invariant shows itself as."""
 
 
 @dataclass
@@ -68,6 +72,13 @@ class Stats:
     crashes: int = 0
     core_crashes: int = 0
     blocked: int = 0
+    moved: int = 0
+    """Tasks that went on in another group with their KV."""
+    failed_moves: int = 0
+    """Per rank, as the others."""
+    overtaken_moves: int = 0
+    """Committed, but the group was not joined."""
+    spoiled_moves: int = 0
     ends: dict[str, int] = field(default_factory=dict)
 
 
@@ -80,12 +91,14 @@ class World:
         self.now = 0
         self.faults = Faults(self.rng)
         self.network = Network(self.rng, self.faults.weather)
-        self.num_pages = self.rng.choice((8, 11, 16, 24))
+        self.num_pages = self.rng.choice((8, 11, 16, 24, 40))
         # The longest task just fits a rank that is alone.
         longest = min(48, 4 * (self.num_pages - 1) - 14)
-        self.max_tokens = self.rng.choice((4, longest, longest))
+        self.max_tokens = self.rng.choice((4, longest, longest, longest))
         self.steps_ahead = self.rng.choice((1, 2, 2, 9))
+        self._two_rounds_every = self.rng.choice((1, 2, 3, 1_000))
         self.stats = Stats()
+        self.boards = {rank: Board() for rank in map(Rank, range(WORLD))}
         self._stages = StageChecker()
         self._steps: list[tuple[Step, tuple[SimRank, ...]]] = []
         plan = communicator_plan(WORLD, WIDTHS)
@@ -97,7 +110,8 @@ class World:
         self._groups = {ranks: Group(ranks, Mode.TP) for ranks in plan}
         self._groups |= {(rank,): Group((rank,), Mode.DP) for rank in map(Rank, range(WORLD))}
         self.core: Core | None = None
-        self._cores = 0
+        self.cores = 0
+        """Coordinators that were started so far."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self._draw_settings()
@@ -162,8 +176,8 @@ class World:
         self._steps = open_steps
 
     def start_core(self) -> None:
-        self._cores += 1
-        self.core = Core(self.settings, f"core-{self._cores}", self.now_ms)
+        self.cores += 1
+        self.core = Core(self.settings, f"core-{self.cores}", self.now_ms)
 
     def stop_core(self) -> None:
         self.core = None
@@ -272,7 +286,8 @@ class World:
             self.say(line)
         match effect:
             case ToRank(rank, Directive() as directive):
-                self.network.loosely(lambda: self._directive_arrives(rank, directive))
+                core = self.cores
+                self.network.loosely(lambda: self._directive_arrives(core, rank, directive))
             case ToRank(rank, message):
                 process = self.ranks[rank]
                 session = self._peers.get(rank)
@@ -287,10 +302,24 @@ class World:
             case Note():
                 pass
 
-    def _directive_arrives(self, rank: Rank, directive: Directive) -> None:
+    def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:
         process = self.ranks[rank]
-        if process is not None and not self.faults.is_cut(rank):
+        # What one coordinator said is read before another one is told hello.
+        if process is not None and not self.faults.is_cut(rank) and process.greeted <= core:
             process.on_message(directive)
+
+    @property
+    def is_moving(self) -> bool:
+        """Ranks copy KV, or are being told that it counts."""
+        if self.core is None:
+            return False
+        stage, moves = self.core._switcher.stage, self.core._switcher._moves
+        is_told = stage.phase is Phase.SWAP and moves.committed(stage.epoch) == stage.epoch
+        return stage.phase is Phase.MOVE or is_told
+
+    def has_two_rounds(self, epoch: int) -> bool:
+        """Whether the move of this epoch overwrites what it has read."""
+        return epoch % self._two_rounds_every == 0
 
     def want_switch(self, layout: Layout, carry: Carry) -> None:
         if self.core is not None:
@@ -320,6 +349,8 @@ class World:
             if process.seat.binding != step.binding:
                 where = process.seat.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
+        for other in self.alive:
+            check_one_leads(step, leader, other, self.gateways)
         core = self.core
         if core is not None and not core.is_recovering:
             check(
@@ -365,7 +396,7 @@ class World:
             drain_limit_ms=self.rng.choice((0, 200, 600)),
             queue_tasks_max=self.rng.choice((4, 4_096)),
             ageing_ms=500,
-            default_carry=self.rng.choice((Carry.PAUSE, Carry.RECOMPUTE, Carry.DRAIN)),
+            default_carry=self.rng.choice(CARRIES),
             history_max=100,
             claim_ms=300,
             gateway_gone_ms=400,

@@ -1,0 +1,80 @@
+"""What a rank says of itself: the hello of a session, and its reports."""
+
+from typing import TYPE_CHECKING
+
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    HeldTask,
+    RankHello,
+    Report,
+    SwitchTimes,
+    TaskProgress,
+)
+from tests.simulation.sim_engine import KV_HEADS
+from tests.simulation.sim_memory import BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_rank import SimRank
+
+
+def hello_of(process: "SimRank") -> RankHello:
+    """Who this is, what it holds, and what it goes on with if its move was committed."""
+    moving = process.moving
+    held = process.holdings.held(moving.group).values()
+    return RankHello(
+        version=PROTOCOL_VERSION,
+        rank=process.rank,
+        incarnation=process.incarnation,
+        pid=process.rank,
+        device="sim",
+        widths=process.widths,
+        max_tasks=8,
+        max_model_len_tokens=64,
+        tokens_per_slot=BLOCK_TOKENS,
+        kv_heads=KV_HEADS,
+        pages_total=process.world.num_pages,
+        held=tuple(
+            HeldTask(
+                task.header,
+                task.attempt,
+                process.world.group(ranks),
+                len(task.tokens),
+                is_paused,
+            )
+            for task, ranks, is_paused in held
+        ),
+        adopted=moving.adopted,
+        adopted_in=moving.adopted_in,
+    )
+
+
+def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
+    """What is now, and what happened since the last report."""
+    holdings, seat, moving = process.holdings, process.seat, process.moving
+    engine = holdings.engine
+    moved, told_in = seat.told
+    held = holdings.held(moving.group).items()
+    return Report(
+        rank=process.rank,
+        incarnation=process.incarnation,
+        sent_at_ms=process.clock_ms,
+        stage=seat.stage,
+        binding=seat.binding,
+        target=seat.target,
+        pages=holdings.page_report(),
+        running=len(engine.tasks) if engine else 0,
+        blocks_free=len(engine.free) if engine else 0,
+        blocks_total=engine.blocks_total if engine else 0,
+        kept=tuple(holdings.kept.values()),
+        ended=tuple(holdings.ended),
+        returned=tuple(holdings.returned),
+        progress=tuple(
+            TaskProgress(task_id, len(task.tokens), is_paused)
+            for task_id, (task, _, is_paused) in held
+        ),
+        times=tuple(times),
+        adopted=moving.adopted,
+        has_failed=moving.has_failed,
+        moved=moved,
+        told_in=told_in,
+    )
