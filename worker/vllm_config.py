@@ -193,6 +193,21 @@ class ModeKey:
         return f"{self.mode}{self.width}"
 
 
+def thinned(sizes: list[int]) -> list[int]:
+    """Every batch size up to 64 that graphs are captured for, further up only some, and the last.
+
+    A wide mode's graphs are memory that KV lacks, and in a decode step weights and KV are read for
+    so long that up to a quarter more rows cost little.
+    """
+    steps = ((64, 1), (128, 16), (256, 32))
+
+    def is_kept(size: int) -> bool:
+        step = next((step for limit, step in steps if size <= limit), 64)
+        return size % step == 0
+
+    return [size for size in sizes if is_kept(size) or size == max(sizes)]
+
+
 def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:
     """A copy of `base` under which vLLM builds the objects of one mode.
 
@@ -207,6 +222,9 @@ def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmCo
     config.compilation_config = copy.copy(base.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    if key.width > 1 and sizes:
+        config.compilation_config.cudagraph_capture_sizes = thinned(sizes)
     config.scheduler_config = copy.copy(base.scheduler_config)
     additional: dict[str, Any] = dict(base.additional_config or {})
     config.additional_config = {**additional, "aileron_mode": str(key)}

@@ -31,7 +31,7 @@ GO_ON_TOKENS = 3
 REPORTS_S = 1.0
 """After the last switch, until ranks have sent what they measured of it."""
 DRAIN_TOKENS = (32, 64)
-SWITCHES_MAX = {"drain": 6, "recompute": 20}
+SWITCHES_MAX = {"drain": 6, "recompute": 6}
 """Plans that take long by their nature."""
 STEP_S = 0.005
 

@@ -1,6 +1,7 @@
 """What we rely on in vLLM 0.32.0's private parts; fails loudly when vLLM moves."""
 
 import inspect
+from itertools import pairwise
 
 import pytest
 
@@ -30,6 +31,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from kvadaptor.vllm_translate import SlotTable, translate  # noqa: E402
 from kvadaptor.vllm_views import KVBuffer  # noqa: E402
 from worker import vllm_layers  # noqa: E402
+from worker.vllm_config import thinned  # noqa: E402
 from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
 from worker.vllm_scheduler import BlockGrants  # noqa: E402
 
@@ -244,3 +246,12 @@ def test_vllm_still_rewinds_generators_so_ours_must_accept_it() -> None:
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator().get_offset()
     assert "set_offset" in inspect.getsource(CPUModelRunner._bookkeeping_sync)
+
+
+def test_wide_modes_capture_fewer_graphs() -> None:
+    sizes = [1, 2, 4, *range(8, 257, 8)]
+    kept = thinned(sizes)
+    assert set(kept) < set(sizes) and kept[-1] == 256
+    assert [size for size in kept if size <= 64] == [1, 2, 4, *range(8, 65, 8)]
+    assert max(after / before for before, after in pairwise(kept) if before >= 64) <= 1.25
+    assert thinned([1, 2, 4, 100]) == [1, 2, 4, 100]

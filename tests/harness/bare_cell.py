@@ -114,7 +114,9 @@ class BareCell:
                 if process.poll() is not None:
                     raise AssertionError(f"{name} ended:\n{self.log(name)[-4000:]}")
             try:
-                if self.get("/admin/layout")["serving"]:
+                answer = self.get("/admin/layout")
+                # A rank that is slow to start comes into a layout that serves without it.
+                if answer["serving"] and answer["layout"] == self.config.cell.layout:
                     return
             except OSError:
                 pass

@@ -3,8 +3,8 @@
 import random
 from typing import TYPE_CHECKING
 
-from comm_pool.layout import Mode, Rank, supported_layouts
-from coordinator.protocol.messages import Carry
+from comm_pool.layout import Layout, Mode, Rank, supported_layouts
+from coordinator.protocol.messages import Carry, Phase
 from tests.simulation.network import Weather
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ class Faults:
         self.patience = rng.choice((0.0, 0.9, 1.0))
         """How often a switch under way is waited for."""
         self.crash = rng.choice((0.0, 0.0, 0.002, 0.01))
-        self.meddle = rng.choice((0.0, 0.0, 0.1, 0.3))
+        self.meddle = rng.choice((0.0, 0.0, 0.0, 0.3))
         """While KV moves, and just after that was decided: then much can be done by halves."""
         self.cut = rng.choice((0.0, 0.0, 0.004, 0.02))
         self.stop = rng.choice((0.0, 0.01, 0.05))
         self.break_session = rng.choice((0.0, 0.005, 0.03))
-        self.move_fails = rng.choice((0.0, 0.0, 0.05))
+        self.move_fails = rng.choice((0.0, 0.0, 0.0, 0.05))
         self.core_crash = rng.choice((0.0, 0.0, 0.006))
         self.submit = rng.choice((0.1, 0.3, 0.6))
-        self.cancel = rng.choice((0.0, 0.02))
+        self.cancel = rng.choice((0.0, 0.02, 0.1))
         self.gateway_returns = 0.1
         # With few layouts to choose from, paused tasks see theirs come back.
         self.layouts = rng.choice((LAYOUTS, rng.sample(LAYOUTS, 2), rng.sample(LAYOUTS, 3)))
@@ -75,8 +75,8 @@ class Faults:
                 world.break_gateway(self.rng.choice(("east", "west")))
         if chance() < self.core_crash:
             self._crash_core(world)
-        if world.is_moving and chance() < self.meddle:
-            self._meddle(world)
+        if (phase := world.moving_phase) is not None and chance() < self.meddle:
+            self._meddle(world, is_told=phase is Phase.SWAP)
 
     def heal(self, world: "World") -> None:
         """Nothing goes wrong from now on."""
@@ -100,20 +100,27 @@ class Faults:
             gateway.submit(self.rng)
         if self.rng.random() < self.cancel:
             gateway.cancel_any(self.rng)
-        if self.rng.random() < self.switch and world.core is not None:
-            if world.core.is_serving or self.rng.random() >= self.patience:
-                self._switch(world)
+        is_wanted = self.rng.random() < self.switch and world.core is not None
+        if is_wanted and (world.is_serving or self.rng.random() >= self.patience):
+            self._switch(world)
 
-    def _meddle(self, world: "World") -> None:
-        match self.rng.randrange(6):
-            case 0 | 1:
+    def _meddle(self, world: "World", *, is_told: bool) -> None:
+        match self.rng.choices(range(4), (1, 4, 4, 1) if is_told else (6, 1, 1, 1))[0]:
+            case 0:
                 world.gateways[self.rng.choice(("east", "west"))].cancel_any(self.rng)
-            case 2 | 3:
-                self._switch(world)
-            case 4:
+            case 1:
+                self._switch_partly(world)
+            case 2:
                 self._crash_core(world)
             case _ if self.crash:
                 self._crash(world, Rank(self.rng.randrange(8)))
+
+    def _switch_partly(self, world: "World") -> None:
+        """Want another layout in which some wide groups stay."""
+        groups = {group for group in world.target_groups if group.width > 1}
+        partly = [layout for layout in LAYOUTS if groups.intersection(layout.groups)]
+        if partly:
+            self._switch(world, self.rng.choice(partly))
 
     def _crash_core(self, world: "World") -> None:
         if world.core is not None:
@@ -121,8 +128,8 @@ class Faults:
             world.stop_core()
             self._core_at = world.now + self.rng.choice((2, 15, 50))
 
-    def _switch(self, world: "World") -> None:
-        layout = self.rng.choice(self.layouts)
+    def _switch(self, world: "World", wanted: Layout | None = None) -> None:
+        layout = wanted or self.rng.choice(self.layouts)
         gone = [rank for rank in layout.ranks if world.core and not world.core.is_available(rank)]
         carry = self.rng.choice(CARRIES)
         world.want_switch(layout.without(gone), carry)

@@ -162,14 +162,6 @@ def _waits_for_nobody(*_: Any) -> Iterator[None]:
     return iter(())
 
 
-def _lost_alone(self: TaskPool, rank: Rank, now_ms: int) -> list[Effect]:
-    for task in self.tasks:
-        task.former = frozenset()
-    return _lost(self, rank, now_ms)
-
-
-_lost = TaskPool.lost
-
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale directives": (
         (Seat, "on_directive", _on_any_directive),
@@ -198,7 +190,6 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "recovery forgets moves": ((Moves, "recover", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),
-    "former leaders are forgotten": ((TaskPool, "lost", _lost_alone),),
 }
 
 

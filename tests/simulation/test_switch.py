@@ -9,9 +9,13 @@ SEEDS = 500
 CHUNK = 50
 
 
-def failure_of(seed: int) -> str | None:
+MEDDLE = 0.3
+"""Enough to find bugs that need two things to go wrong while KV moves."""
+
+
+def failure_of(seed: int, meddle: float | None = None) -> str | None:
     try:
-        World(seed).run()
+        World(seed, meddle=meddle).run()
     except FAILURES as error:
         return f"make sim SEED={seed}    {error}"
     return None
@@ -27,7 +31,8 @@ def test_invariants_hold_under_faults(first: int) -> None:
 @pytest.mark.timeout(600)
 def test_a_bug_is_found(mutation: str) -> None:
     with mutated(mutation):
-        assert any(map(failure_of, range(SEEDS))), f"no seed finds: {mutation}"
+        runs = ((seed, meddle) for seed in range(SEEDS) for meddle in (None, MEDDLE))
+        assert any(failure_of(*run) for run in runs), f"no seed finds: {mutation}"
 
 
 def test_a_seed_can_be_replayed() -> None:
@@ -44,4 +49,8 @@ def test_simulations_reach_what_they_are_for() -> None:
     assert sum(run.crashes for run in runs) > 10
     assert sum(run.core_crashes for run in runs) > 5
     assert sum(run.blocked for run in runs) > 0, "no leader ever found its queue full"
+    assert sum(run.moved for run in runs) > 20
+    assert sum(run.failed_moves for run in runs) > 0
+    assert sum(run.overtaken_moves for run in runs) > 0
+    assert sum(run.spoiled_moves for run in runs) > 0
     assert sum(run.ends.get("finished", 0) for run in runs) > 1_000

@@ -85,11 +85,15 @@ class Stats:
 class World:
     """Eight ranks, two gateways, one coordinator and a seed."""
 
-    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, seed: int, trace: Callable[[str], None] | None = None, meddle: float | None = None
+    ) -> None:
         self.rng = random.Random(seed)
         self._trace = trace
         self.now = 0
         self.faults = Faults(self.rng)
+        if meddle is not None:
+            self.faults.meddle = meddle
         self.network = Network(self.rng, self.faults.weather)
         self.num_pages = self.rng.choice((8, 11, 16, 24, 40))
         # The longest task just fits a rank that is alone.
@@ -309,13 +313,21 @@ class World:
             process.on_message(directive)
 
     @property
-    def is_moving(self) -> bool:
-        """Ranks copy KV, or are being told that it counts."""
+    def is_serving(self) -> bool:
+        return self.core is not None and self.core.is_serving
+
+    @property
+    def target_groups(self) -> tuple[Group, ...]:
+        return self.core._switcher.target.layout.groups if self.core is not None else ()
+
+    @property
+    def moving_phase(self) -> Phase | None:
+        """MOVE while ranks copy KV, SWAP while they are told that it counts, or None."""
         if self.core is None:
-            return False
+            return None
         stage, moves = self.core._switcher.stage, self.core._switcher._moves
         is_told = stage.phase is Phase.SWAP and moves.committed(stage.epoch) == stage.epoch
-        return stage.phase is Phase.MOVE or is_told
+        return stage.phase if stage.phase is Phase.MOVE or is_told else None
 
     def has_two_rounds(self, epoch: int) -> bool:
         """Whether the move of this epoch overwrites what it has read."""

@@ -1,0 +1,292 @@
+"""A running task goes on in a real vLLM scheduler: blocks, hashes, prefix hits, what is reused."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from comm_pool.layout import Mode
+from coordinator.protocol.config import check_config
+from kvadaptor.vllm_views import LAYOUT, KVBuffer
+from tests.bench.servers import MODEL
+from worker.vllm_config import ModeKey, mode_config, replica_config
+from worker.vllm_handover import CachedChain, FinishedChains, RunningState, restore
+from worker.vllm_scheduler import ModeScheduler
+
+BLOCK = 32
+WIDTH = 4
+PAGES = 10
+BUDGET = 96
+"""Tokens of one step."""
+
+
+@pytest.fixture(scope="module")
+def base() -> VllmConfig:
+    args = ["--dtype", "float32", "--max-model-len", "256"]
+    config = check_config(
+        {
+            "model": {
+                "path": str(MODEL),
+                "served_name": "demo",
+                "engine_args": [*args, "--max-num-batched-tokens", str(BUDGET)],
+            },
+            "cell": {"ranks": 1, "device": "cpu", "layout": "dp1", "widths": [1]},
+        }
+    )
+    made = replica_config(config)
+    init_none_hash(get_hash_fn_by_name(made.cache_config.prefix_caching_hash_algo))
+    return made
+
+
+@pytest.fixture
+def hasher(base: VllmConfig) -> Any:
+    hash_fn = get_hash_fn_by_name(base.cache_config.prefix_caching_hash_algo)
+    return get_request_block_hasher(BLOCK, hash_fn)
+
+
+def scheduler_of(base: VllmConfig, *indices: int) -> ModeScheduler:
+    """A scheduler of width 4 that may use the blocks of these lease indices."""
+    config = mode_config(base, ModeKey(Mode.DP, 1), LAYOUT.name)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    kv = KVBuffer({"layer": spec}, PAGES, torch.device("cpu")).config(WIDTH)
+    config.cache_config.num_gpu_blocks = kv.num_blocks
+    with set_current_vllm_config(config):
+        made = ModeScheduler(config, kv, StructuredOutputManager(config), WIDTH)
+    if indices:
+        made.grant(np.array(indices))
+    return made
+
+
+def fresh(name: str, prompt: list[int], hasher: Any) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    return Request(name, prompt, sampling, None, block_hasher=hasher)
+
+
+def step(scheduler: ModeScheduler, token: int = 7) -> dict[str, int]:
+    """Run one step, every finished prompt and decode yielding `token`; returns tokens computed."""
+    plan = scheduler.plan_step(lambda: None)
+    names = list(plan.output.num_scheduled_tokens)
+    sampled = [
+        [token]
+        if scheduler.requests[each].num_computed_tokens >= scheduler.requests[each].num_tokens
+        else []
+        for each in names
+    ]
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: number for number, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+    scheduler.finish_step(plan, result)
+    return dict(plan.output.num_scheduled_tokens)
+
+
+def told(scheduler: ModeScheduler) -> dict[str, RunningState]:
+    return {state.task: state for state in scheduler.movable(100)[0]}
+
+
+def restored(name: str, prompt: list[int], state: RunningState, hasher: Any) -> Request:
+    request = fresh(name, prompt, None)
+    restore(request, state, hasher)
+    return request
+
+
+def ids(scheduler: ModeScheduler, name: str) -> list[int]:
+    return list(scheduler._blocks_of(name))
+
+
+PROMPT = list(range(100, 180))
+
+
+def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    assert step(old) == {"a": 80}
+    assert step(old) == {"a": 1}
+    state = told(old)["a"]
+    assert (state.computed, state.generated, state.blocks.size) == (81, [7, 7], 3)
+    blocks = np.array([13, 9, 10])
+    new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
+    assert new.holding() == ["a"]
+    assert ids(new, "a") == [13, 9, 10]
+    assert all(new.kv_cache_manager.block_pool.blocks[number].ref_cnt == 1 for number in blocks)
+    new.grant(np.array([2, 3]))
+    assert new.grants.free == 8 - 3
+    assert step(new) == {"a": 1}, "nothing is computed again"
+    assert new.requests["a"].output_token_ids[:] == [7, 7, 7]
+    assert list(new.requests["a"].block_hashes) == state.hashes
+
+
+def test_a_prompt_goes_on_where_a_chunk_ended(base: VllmConfig, hasher: Any) -> None:
+    prompt = list(range(100, 300))
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", prompt, hasher), [])
+    assert step(old) == {"a": BUDGET}
+    state = told(old)["a"]
+    assert (state.computed, state.generated) == (BUDGET, [])
+    blocks = np.arange(4, 4 + state.blocks.size)
+    new.adopt([(restored("a", prompt, state, hasher), blocks)], [], np.array([1, 2]), np.array([]))
+    new.grant(np.array([1, 2]))
+    assert step(new) == {"a": BUDGET}
+    assert step(new) == {"a": 200 - 2 * BUDGET}
+    assert new.requests["a"].output_token_ids[:] == [7]
+
+
+def test_tasks_with_one_prefix_share_blocks_on(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    step(old)
+    old.add_task(fresh("b", [*PROMPT[:64], *range(40)], hasher), [])
+    step(old)
+    states = told(old)
+    assert states["a"].blocks[:2].tolist() == states["b"].blocks[:2].tolist()
+    tasks = [
+        (restored("a", PROMPT, states["a"], hasher), np.array([8, 9, 10])),
+        (restored("b", [*PROMPT[:64], *range(40)], states["b"], hasher), np.array([8, 9, 11, 12])),
+    ]
+    new.adopt(tasks, [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    pool = new.kv_cache_manager.block_pool
+    assert [pool.blocks[number].ref_cnt for number in (8, 9, 10, 11, 12)] == [2, 2, 1, 1, 1]
+    new.take_back(["a"])
+    assert [pool.blocks[number].ref_cnt for number in (8, 9, 10)] == [1, 1, 0]
+    assert step(new) == {"b": 1}
+
+
+def test_a_new_request_hits_what_came_with_a_task(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    step(old)
+    state = told(old)["a"]
+    blocks = np.array([9, 10, 11])
+    new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    new.add_task(fresh("b", [*PROMPT[:64], 1, 2, 3], hasher), [])
+    assert step(new) == {"a": 1, "b": 3}
+    assert ids(new, "b")[:2] == [9, 10]
+
+
+def chain(scheduler: ModeScheduler, name: str, prompt: list[int], hasher: Any) -> CachedChain:
+    """Serve a request to its end; returns what is cached of it."""
+    scheduler.add_task(fresh(name, prompt, hasher), [])
+    step(scheduler)
+    scheduler.take_back([name])
+    return scheduler.movable(100)[1][0]
+
+
+def test_carried_chains_are_hit_and_the_newest_is_reused_last(
+    base: VllmConfig, hasher: Any
+) -> None:
+    old, new = scheduler_of(base, 1, 2, 3), scheduler_of(base)
+    first = chain(old, "first", PROMPT, hasher)
+    second = chain(old, "second", list(range(300, 370)), hasher)
+    newest, older = old.movable(100)[1]
+    assert (newest.hashes, older.hashes) == (second.hashes, first.hashes)
+    carried = [
+        CachedChain(np.array([20, 21]), older.hashes),
+        CachedChain(np.array([13, 14]), newest.hashes),
+    ]
+    new.adopt([], carried, np.array([3, 5]), np.array([]))
+    new.grant(np.array([3, 5]))
+    assert new.grants.free == 8, "what is cached is free"
+    pool = new.kv_cache_manager.block_pool
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert order[-4:] == [21, 20, 14, 13]
+    assert set(order[:4]) == {12, 15, 22, 23}, "blocks that hold nothing go first"
+    new.add_task(fresh("again", [*PROMPT[:64], 5], hasher), [])
+    assert step(new) == {"again": 1}
+    assert ids(new, "again")[:2] == [20, 21]
+    # Told on at the next move.
+    assert [each.hashes for each in new.movable(100)[1]] == [newest.hashes, older.hashes]
+
+
+def test_what_blocks_held_before_is_forgotten(base: VllmConfig, hasher: Any) -> None:
+    """Another task's KV now lies where this scheduler had cached something."""
+    scheduler = scheduler_of(base, 1, 2)
+    before = chain(scheduler, "before", PROMPT, hasher)
+    scheduler.withdraw()
+    other = scheduler_of(base, 1, 2)
+    other.add_task(fresh("a", list(range(500, 580)), hasher), [])
+    step(other)
+    state, prompt = told(other)["a"], list(range(500, 580))
+    blocks = np.concatenate([before.blocks, [11]])
+    task = restored("a", prompt, state, hasher)
+    scheduler.adopt([(task, blocks)], [], np.array([1, 2]), np.array([]))
+    scheduler.grant(np.array([1, 2]))
+    scheduler.add_task(fresh("again", [*PROMPT[:64], 5], hasher), [])
+    assert step(scheduler) == {"a": 1, "again": 65}
+
+
+def test_indices_that_a_move_filled_are_kept_or_freed_as_one(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    for name, start in (("a", 100), ("b", 300)):
+        old.add_task(fresh(name, list(range(start, start + 80)), hasher), [])
+        step(old)
+    states = told(old)
+    prompts = {"a": list(range(100, 180)), "b": list(range(300, 380))}
+    lie = {"a": np.array([8, 9, 10]), "b": np.array([20, 21, 22])}
+    tasks = [(restored(n, prompts[n], states[n], hasher), lie[n]) for n in ("a", "b")]
+    moved = np.array([2, 5])
+    new.adopt(tasks, [], np.array([2, 4, 5]), moved)
+    new.grant(np.array([2, 4, 5]))
+    new.take_back(["b"])
+    assert new.withdraw().tolist() == [2, 5], "`a` lies in pages of index 2 alone, but of both"
+    assert new.holders_of(np.array([4])) == []
+    assert new.holders_of(np.array([2])) == ["a"]
+    new.take_back(["a"])
+    assert new.withdraw().tolist() == []
+
+
+def test_tasks_that_came_with_all_blocks_in_use_do_not_wait_for_each_other(
+    base: VllmConfig, hasher: Any
+) -> None:
+    new, tasks = scheduler_of(base), []
+    for name, start, lie in (("a", 100, [8, 9, 10]), ("b", 300, [11, 12, 13])):
+        prompt, old = list(range(start, start + 3 * BLOCK)), scheduler_of(base, 1)
+        old.add_task(fresh(name, prompt, hasher), [])
+        step(old)
+        tasks.append((restored(name, prompt, told(old)[name], hasher), np.array(lie)))
+    new.adopt(tasks, [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    pool = new.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(new.grants.free)
+    for _ in range(12):
+        if step(new):
+            break
+    assert new.running, "one of them gave up its blocks, so the other goes on"
+    pool.free_blocks(taken)
+    for _ in range(20):
+        step(new)
+    assert {name: len(r.output_token_ids) > 3 for name, r in new.requests.items()} == {
+        "a": True,
+        "b": True,
+    }
+
+
+def test_only_the_last_chains_are_remembered(base: VllmConfig, hasher: Any) -> None:
+    scheduler = scheduler_of(base, 1, 2, 3, 4, 5)
+    names = [f"task {number}" for number in range(3)]
+    for number, name in enumerate(names):
+        chain(scheduler, name, list(range(1000 * number, 1000 * number + 70)), hasher)
+    assert len(scheduler.movable(100)[1]) == 3
+    assert len(scheduler.movable(4)[1]) == 2, "two blocks each, four in all"
+    scheduler.withdraw()
+    assert scheduler.movable(100)[1] == []
+    empty = FinishedChains()
+    empty.remember([])
+    assert empty.cached(scheduler.kv_cache_manager.block_pool, 10) == []
