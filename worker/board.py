@@ -8,7 +8,6 @@ so whoever reads an epoch finds all that belongs to it.
 import mmap
 import os
 import secrets
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its nam
 BOARD_BYTES = 256 << 20
 """Room for what one rank tells in one move; memory is only taken for what is written."""
 
-_HEADER = struct.Struct("<qqq")
-"""Epoch, length of the message, round that the rank has finished (-1: it gave up)."""
+_EPOCH, _LENGTH, _ROUND = range(3)
+"""Words of the header: the last is the round that the rank has finished (-1: it gave up)."""
 
 _DATA_START = 64
 GAVE_UP = -1
@@ -34,35 +33,37 @@ class Board:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        # A word is read and written at once; `struct` would do it byte by byte.
+        self._words = memoryview(memory).cast("q")
 
     def publish(self, epoch: int, message: bytes) -> None:
         """Replace what stands here; readers of `epoch` find it from now on."""
         if len(message) > len(self._memory) - _DATA_START:
             raise BoardFullError(f"a message of {len(message)} bytes is too long for the board.")
-        _HEADER.pack_into(self._memory, 0, 0, 0, 0)
+        self._words[_EPOCH] = 0
         self._memory[_DATA_START : _DATA_START + len(message)] = message
-        _HEADER.pack_into(self._memory, 0, 0, len(message), 0)
-        struct.pack_into("<q", self._memory, 0, epoch)
+        self._words[_LENGTH], self._words[_ROUND] = len(message), 0
+        self._words[_EPOCH] = epoch
 
     @property
     def epoch(self) -> int:
         """The epoch that the message belongs to; 0 is none."""
-        return int(_HEADER.unpack_from(self._memory, 0)[0])
+        return self._words[_EPOCH]
 
     @property
     def message(self) -> bytes:
         """What stands here."""
-        length = _HEADER.unpack_from(self._memory, 0)[1]
+        length = self._words[_LENGTH]
         return self._memory[_DATA_START : _DATA_START + length]
 
     @property
     def round(self) -> int:
         """How far the owner is in the move of `epoch`; `GAVE_UP` if it left it."""
-        return int(_HEADER.unpack_from(self._memory, 0)[2])
+        return self._words[_ROUND]
 
     def finish_round(self, number: int) -> None:
         """Say that the owner has carried out this round, or has given up."""
-        struct.pack_into("<q", self._memory, 16, number)
+        self._words[_ROUND] = number
 
 
 def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[Board, ...]:

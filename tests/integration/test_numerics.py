@@ -4,10 +4,6 @@ The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must ag
 must be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.servers import MODEL, ROOT
+from tests.bench.servers import MODEL
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.static_process import run_static
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +22,6 @@ NEW_TOKENS = 12
 SCORED_TOKENS = 600
 LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
 FP32_TOLERANCE = 1e-4
-SHARED_MEMORY = Path("/dev/shm")
 LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "1024"]
 
 
@@ -54,21 +50,8 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
         "prompts": prompts,
         "texts": [text],
     }
-    (folder / "spec.json").write_text(json.dumps(spec))
     out = folder / f"static-{dtype}-{tp}.npz"
-    before = set(SHARED_MEMORY.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    for segment in set(SHARED_MEMORY.glob("vllm_dist_*")) - before:
-        segment.unlink(missing_ok=True)  # Plain vLLM leaves its own behind.
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_static("tests.harness.static_vllm", spec, out)
     with np.load(out) as arrays:
         return dict(arrays)
 

@@ -217,6 +217,6 @@ def test_a_layout_that_cannot_be_is_refused_with_the_reason(running: Product) ->
         answer = httpx.post(running.admin + "/admin/layout", json={"layout": layout})
         assert answer.status_code == 400, layout
         assert len(answer.json()["error"]["message"]) > 10
-    answer = httpx.post(running.admin + "/admin/layout", json={"layout": "tp2", "carry": "reshard"})
+    answer = httpx.post(running.admin + "/admin/layout", json={"layout": "tp2", "carry": "hope"})
     assert answer.status_code == 400
     assert running.get("/admin/layout")["layout"] == "dp2"

@@ -17,7 +17,12 @@ pytestmark = pytest.mark.slow
 STREAMS = 50
 SWITCHES = 20
 TOKENS = 160
-CYCLE = (("tp2", "pause"), ("dp2", "recompute"), ("tp2", "recompute"), ("dp2", "drain"))
+RESHARD = (("tp2", "reshard"), ("dp2", "reshard"))
+EVERY_PLAN = (
+    *(("tp2", "pause"), ("dp2", "recompute"), ("tp2", "reshard"), ("dp2", "pause")),
+    *(("tp2", "recompute"), ("dp2", "drain")),
+)
+Cycle = tuple[tuple[str, str], ...]
 WORDS = ("def", "class", "import", "return", "with", "open", "the", "file", "and", "strings")
 
 
@@ -74,25 +79,34 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
         yield running
 
 
-async def switch_many(cell: Product, done: "asyncio.Task[Any]") -> list[Any]:
+async def switch_many(cell: Product, done: "asyncio.Task[Any]", cycle: Cycle) -> list[Any]:
     """Switch through the cycle while streams run; returns the answers."""
     answers = []
-    for layout, carry in itertools.islice(itertools.cycle(CYCLE), SWITCHES):
-        # A drain that starts while streams run would wait for them all: only pause and recompute
-        # switch in mid-stream, and drain comes when little is left.
+    for layout, carry in itertools.islice(itertools.cycle(cycle), SWITCHES):
+        # A drain that starts while streams run would wait for them all, so it comes when little is
+        # left.
         plan = "recompute" if carry == "drain" and not done.done() else carry
         answers.append(await asyncio.to_thread(cell.switch, layout, plan))
         await asyncio.sleep(0.3)
     return answers
 
 
+@pytest.fixture(scope="module")
+def undisturbed(cell: Product) -> list[Heard]:
+    """The streams without any switch."""
+    return asyncio.run(all_streams(cell.url))
+
+
+@pytest.mark.parametrize("cycle", [RESHARD, EVERY_PLAN], ids=["reshard", "every plan"])
 @pytest.mark.timeout(420)
-async def test_no_stream_notices_twenty_switches(cell: Product) -> None:
-    expected = await all_streams(cell.url)
+async def test_no_stream_notices_twenty_switches(
+    cell: Product, undisturbed: list[Heard], cycle: Cycle
+) -> None:
+    expected = undisturbed
     before = cell.pages_free_and_leased()
     running = asyncio.create_task(all_streams(cell.url))
     await asyncio.sleep(1.0)
-    answers = await switch_many(cell, running)
+    answers = await switch_many(cell, running, cycle)
     heard = await running
     assert len(answers) == SWITCHES
     for number, (one, other) in enumerate(zip(expected, heard, strict=True)):
@@ -102,6 +116,10 @@ async def test_no_stream_notices_twenty_switches(cell: Product) -> None:
     switches = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
     crossed = sum(sum(record["tasks"].values()) for record in switches)
     assert crossed > SWITCHES, "the switches met no running tasks"
+    if cycle is RESHARD:
+        assert crossed == sum(record["tasks"]["reshard"] for record in switches), switches
+        pauses = sorted(record["gap_ms_max"] for record in switches if record["gap_ms_max"])
+        print("longest pause of a client by switch, ms:", [round(each) for each in pauses])
     assert await asyncio.to_thread(settled, cell, before), cell.pages_free_and_leased()
 
 

@@ -4,6 +4,7 @@ The model is the plainest one: sets of pages and dicts. Two members of a group g
 operations but have different pages, because each also serves its own dp scheduler.
 """
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -66,6 +67,36 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert added == tuple(zip(unused, free[:n], strict=True))
         lease.update(added)
 
+    @rule(data=st.data())
+    def own_named(self, data: st.DataObject) -> None:
+        named = data.draw(st.lists(st.integers(-1, NUM_PAGES), max_size=4))
+        free = self.free()
+        if data.draw(st.booleans()):
+            named = free[-len(named) :]
+        try:
+            self.pool.own_these(np.array(named, dtype=np.int64))
+        except PageError:
+            assert not set(named) <= set(free) or len(set(named)) < len(named)
+        else:
+            assert set(named) <= set(free)
+            self.owned |= set(named)
+
+    @rule(group=groups, data=st.data())
+    def lease_named(self, group: tuple[int, ...], data: st.DataObject) -> None:
+        free, lease = self.free(), self.leases[group]
+        named = data.draw(st.lists(st.sampled_from(free), max_size=4)) if free else []
+        size = len(named)
+        indices = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
+        arrays = [np.array(each, dtype=np.int64) for each in (indices, named)]
+        may = len(set(named)) == size == len(set(indices)) and not set(indices) & {0, *lease}
+        try:
+            self.pool.lease_these(group, *arrays)
+        except PageError:
+            assert not may
+        else:
+            assert may
+            lease.update(zip(indices, named, strict=True))
+
     @rule(group=groups, indices=st.frozensets(st.integers(0, 6)))
     def keep_any(self, group: tuple[int, ...], indices: frozenset[int]) -> None:
         lease = self.leases[group]
@@ -104,6 +135,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert counts.leased == {group: len(lease) for group, lease in self.leases.items() if lease}
         for group, lease in self.leases.items():
             assert self.pool.lease_table(group) == lease
+            indices, pages = self.pool.lease_of(group)
+            assert dict(zip(indices.tolist(), pages.tolist(), strict=True)) == lease
+        assert set(self.pool.groups()) == {group for group in GROUPS if self.leases[group]}
+        assert self.pool.free_pages().tolist() == self.free()
+        assert self.pool.own_pages().tolist() == sorted(self.owned)
 
 
 class TwoMembers(RuleBasedStateMachine):

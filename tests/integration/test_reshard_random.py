@@ -1,0 +1,245 @@
+"""Random requests through random switches at random moments, mostly by reshard: exact streams.
+
+Seeds are fixed; AILERON_RESHARD_SEEDS="17" or "100-199" runs others, alone. A failure names its
+seed. Greedy streams are what plain vLLM makes of the request alone; sampled ones, whose draws are
+ours (ADR 0009), are what the same cell makes of it without switches.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.servers import MODEL
+from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.reshard_cases import Case, draw_case, vllm_settings
+from tests.harness.static_process import SHARED_MEMORY, run_static
+from tests.integration.test_four_ranks import LAYOUTS
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 320
+AT_ONCE = 60
+"""Requests under way; more would wait in line."""
+TOLERANCE = 1e-4
+ENGINE_ARGS = [
+    *("--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "96"),
+    *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
+]
+ALL_LAYOUTS = (*LAYOUTS, "dp4", "tp4")
+OTHER_CARRIES = ("pause", "recompute")
+
+
+def wanted_seeds() -> list[int]:
+    """The seeds to run."""
+    given = os.environ.get("AILERON_RESHARD_SEEDS", f"0-{SEEDS - 1}")
+    first, _, last = given.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """One request per seed."""
+    return [draw_case(seed) for seed in wanted_seeds()]
+
+
+@pytest.fixture(scope="module")
+def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What plain vLLM generates for the greedy ones, and the log-probabilities of it."""
+    import json
+
+    greedy = [case for case in cases if case.is_greedy]
+    spec = {
+        "model": str(MODEL),
+        "cases": [{"prompt": case.prompt, "params": case.params} for case in greedy],
+    }
+    out = tmp_path_factory.mktemp("static") / "static.json"
+    run_static("tests.harness.static_cases", spec, out)
+    answers = json.loads(out.read_text())
+    return {case.seed: answer for case, answer in zip(greedy, answers, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    """Four ranks in fp32 whose prompts take several steps."""
+    before = set(SHARED_MEMORY.iterdir())
+    with bare_cell(
+        tmp_path_factory.mktemp("random"),
+        ranks=4,
+        engine_args=ENGINE_ARGS,
+        pause_limit_ms=2_000,
+    ) as running:
+        yield running
+    assert set(SHARED_MEMORY.iterdir()) <= before, "ranks leave nothing in shared memory"
+
+
+async def run_case(client: TaskClient, tag: str, case: Case, places: asyncio.Semaphore) -> Stream:
+    """Serve one request, or as much of it as its client waits for."""
+    async with places:
+        name = f"{tag}-{case.seed}"
+        stream = client.submit(name, case.prompt, **vllm_settings(case.params))
+        leaves_after = case.leaves_after if tag != "alone" else None
+        started = time.monotonic()
+        while not stream.finished:
+            if leaves_after is not None and len(stream.tokens) >= leaves_after:
+                client.cancel(name)
+                break
+            assert time.monotonic() - started < 90, f"seed {case.seed} hangs: {stream.tokens}"
+            await asyncio.sleep(0.003)
+        assert stream.failure is None, f"seed {case.seed}: {stream.failure}"
+        return stream
+
+
+async def run_cases(
+    client: TaskClient, tag: str, cases: list[Case], at_once: int = AT_ONCE
+) -> dict[int, Stream]:
+    """Serve many, by seed."""
+    places = asyncio.Semaphore(at_once)
+    jobs = [run_case(client, tag, case, places) for case in cases]
+    streams = await asyncio.gather(*jobs)
+    return {case.seed: stream for case, stream in zip(cases, streams, strict=True)}
+
+
+async def alone(cell: BareCell, cases: list[Case]) -> dict[int, Stream]:
+    """What the cell makes of requests without switches, each alone on a rank."""
+    cell.switch("dp4", "recompute")
+    client = TaskClient()
+    async with client.connected(cell):
+        return await run_cases(client, "alone", cases, at_once=4)
+
+
+def compare(
+    cases: list[Case],
+    streams: dict[int, Stream],
+    static: dict[int, Any],
+    reference: dict[int, Stream],
+) -> float:
+    """Every stream is exact, up to where its client left; returns the largest logprob error."""
+    worst = 0.0
+    for case in cases:
+        stream, about = streams[case.seed], f"seed {case.seed}: {case.params}"
+        if case.is_greedy:
+            tokens, logprobs = static[case.seed]["tokens"], static[case.seed]["scores"]
+        else:
+            tokens, logprobs = reference[case.seed].tokens, reference[case.seed].logprobs
+        got, expected = stream.tokens, tokens
+        if case.leaves_after is not None:
+            expected = tokens[: len(got)]
+        pairs = enumerate(zip(got, expected, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), len(got))
+        assert got == expected, f"{about} differs at {same}: {got[same:]}, not {expected[same:]}"
+        assert len(stream.logprobs) == len(got), about
+        errors = [abs(one - other) for one, other in zip(stream.logprobs, logprobs, strict=False)]
+        assert max(errors, default=0.0) < TOLERANCE, f"{about}: {errors}"
+        worst = max(worst, *errors, 0.0)
+    return worst
+
+
+def records_after(cell: BareCell, epoch: int) -> list[dict[str, Any]]:
+    """The switches of later epochs."""
+    records: list[dict[str, Any]] = cell.get("/admin/switches?last=1000")["switches"]
+    return [record for record in records if record["epoch"] > epoch]
+
+
+async def run_switching(cell: BareCell, tag: str, cases: list[Case], switch: Any) -> Any:
+    """Serve all cases while `switch` is called again and again; returns streams and records."""
+    epoch = cell.get("/admin/layout")["epoch"]
+    client = TaskClient()
+    async with client.connected(cell):
+        running = asyncio.create_task(run_cases(client, tag, cases))
+        await asyncio.sleep(0.2)
+        while not running.done():
+            await switch()
+            cell.pages()
+        streams = await running
+    return streams, records_after(cell, epoch)
+
+
+def settle(cell: BareCell) -> list[dict[str, int]]:
+    """Back to dp4 with no task left; returns the page accounting."""
+    deadline = time.monotonic() + 20
+    while any(cell.get("/admin/status")["queue"]["tasks"].values()):
+        assert time.monotonic() < deadline, cell.get("/admin/status")["queue"]
+        time.sleep(0.05)
+    cell.switch("dp4", "recompute")
+    deadline = time.monotonic() + 5
+    while not all(g["pages_free"] == g["pages_total"] for g in cell.get("/admin/layout")["groups"]):
+        assert time.monotonic() < deadline, cell.get("/admin/layout")
+        time.sleep(0.05)
+    return cell.pages()
+
+
+@pytest.mark.timeout(300)
+async def test_streams_are_exact_and_nothing_is_recomputed(
+    cell: BareCell, cases: list[Case], static: dict[int, Any]
+) -> None:
+    draw = random.Random(1)
+    mine = cases[::2]
+    sampled = [case for case in mine if not case.is_greedy]
+    reference = await alone(cell, sampled)
+    before = settle(cell)
+
+    async def switch() -> None:
+        await asyncio.to_thread(cell.switch, draw.choice(ALL_LAYOUTS), "reshard")
+        await asyncio.sleep(draw.uniform(0.0, 0.25))
+
+    started = time.monotonic()
+    streams, records = await run_switching(cell, "calm", mine, switch)
+    took = time.monotonic() - started
+    worst = compare(mine, streams, static, reference)
+    moved = sum(record["tasks"]["reshard"] for record in records)
+    print(
+        f"\n{len(mine)} requests, {len(records)} switches in {took:.1f} s: {moved} tasks moved,"
+        f" {sum(record['reshard_bytes'] for record in records)} bytes,"
+        f" logprobs within {worst:.1e}"
+    )
+    assert moved > len(mine) / 4 or len(mine) < SEEDS / 4
+    for record in records:
+        assert record["outcome"] == "served", record
+        assert record["tasks"]["recompute"] == record["tasks"]["pause"] == 0, record
+    assert settle(cell) == before
+
+
+@pytest.mark.timeout(300)
+async def test_streams_are_exact_whatever_overtakes_a_move(
+    cell: BareCell, cases: list[Case], static: dict[int, Any]
+) -> None:
+    draw = random.Random(2)
+    mine = cases[1::2]
+    sampled = [case for case in mine if not case.is_greedy]
+    reference = await alone(cell, sampled)
+    before = settle(cell)
+
+    async def switch() -> None:
+        """Several wishes at once, some of which change only the plan; then wait, or not."""
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            layout = draw.choice(ALL_LAYOUTS)
+            for _ in range(draw.choice([1, 1, 1, 2])):
+                carry = "reshard" if draw.random() < 0.7 else draw.choice(OTHER_CARRIES)
+                await asyncio.to_thread(cell.ask, layout, carry)
+                await asyncio.sleep(draw.choice([0.0, 0.0, 0.001, 0.005, 0.02]))
+        if draw.random() < 0.6:
+            await asyncio.to_thread(cell.switch, draw.choice(ALL_LAYOUTS), "reshard")
+        await asyncio.sleep(draw.uniform(0.0, 0.25))
+
+    started = time.monotonic()
+    streams, records = await run_switching(cell, "wild", mine, switch)
+    took = time.monotonic() - started
+    worst = compare(mine, streams, static, reference)
+    counts = {
+        carry: sum(record["tasks"][carry] for record in records)
+        for carry in ("reshard", "pause", "recompute")
+    }
+    overtaken = sum(record["outcome"] == "superseded" for record in records)
+    print(
+        f"\n{len(mine)} requests, {len(records)} switches in {took:.1f} s, {overtaken} overtaken:"
+        f" {counts}, logprobs within {worst:.1e}"
+    )
+    assert overtaken > 0 or len(mine) < SEEDS / 4
+    assert settle(cell) == before
+    assert "Traceback" not in Path(cell.folder / "worker.log").read_text()

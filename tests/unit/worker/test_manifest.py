@@ -1,0 +1,193 @@
+"""The plan of a move, derived from what all ranks tell: who takes part, where KV goes."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages import Binding, Target, TaskHeader, TaskId, Tier
+from kvadaptor.geometry import PageGeometry
+from kvadaptor.reshard import ReshardError
+from worker.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
+from worker.vllm_handover import CachedChain, RunningState
+
+PAGES = 12
+BLOCK = 16
+GEOMETRY = PageGeometry(1, 4, 8, 8, 4, BLOCK)
+EPOCH = 9
+
+
+def ints(*numbers: int) -> Ints:
+    return np.array(numbers, dtype=np.int64)
+
+
+def binding(*ranks: int) -> Binding:
+    mode = Mode.DP if len(ranks) == 1 else Mode.TP
+    return Binding(Group(tuple(map(Rank, ranks)), mode), EPOCH)
+
+
+def target(*groups: tuple[int, ...]) -> Target:
+    return Target(tuple(binding(*ranks) for ranks in groups))
+
+
+def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) -> Cargo:
+    header = TaskHeader(TaskId(name), "gateway", "tcp://nowhere", 10, 10, tier)
+    hashes = [f"{name}/{number}".encode() for number in range(computed // BLOCK)]
+    return Cargo(header, 1, 3, b"", RunningState(name, [1, 2, 3], computed, blocks, hashes, None))
+
+
+def dp(rank: int, *led: Cargo, chains: tuple[CachedChain, ...] = ()) -> Manifest:
+    """A rank alone with all its pages but 10 and 11, which are nobody's."""
+    none = np.zeros(0, dtype=np.int32)
+    return Manifest(rank, (rank,), 3, np.arange(1, 10), none, ints(10, 11), {}, led, chains)
+
+
+def tp(ranks: tuple[int, ...], *led: Cargo, shift: int = 0) -> dict[int, Manifest]:
+    """A wide group that has leased three pages of each rank under indices 1, 2 and 3."""
+    made = {}
+    for place, rank in enumerate(ranks):
+        width = len(ranks)
+        pages = np.arange(1, 4) + shift * place
+        slots = np.full(PAGES * width, -1, dtype=np.int32)
+        slots[width : 4 * width] = (pages[:, None] * width + np.arange(width)).reshape(-1)
+        free = np.setdiff1d(np.arange(1, PAGES), pages)
+        mine = led if place == 0 else ()
+        made[rank] = Manifest(rank, ranks, 5, pages, slots, free, {}, mine)
+    return made
+
+
+def plan(rank: int, manifests: dict[int, Manifest], to: Target) -> Move:
+    return plan_move(rank, manifests, to, GEOMETRY, PAGES)
+
+
+def test_all_ranks_derive_the_same_plan() -> None:
+    led = [cargo(f"task {rank}", ints(1 + rank, 5), 20) for rank in range(2)]
+    manifests = {rank: dp(rank, led[rank]) for rank in range(2)}
+    travelled = pickle.loads(pickle.dumps(manifests, protocol=5))
+    one, other = plan(0, manifests, target((0, 1))), plan(1, travelled, target((0, 1)))
+    assert one.ranks == other.ranks == (0, 1)
+    assert [each.id for each in one.plan.carried] == [each.id for each in other.plan.carried]
+    for mine, theirs in zip(one.plan.copies, other.plan.copies, strict=True):
+        assert mine.dst_rank == theirs.dst_rank
+        assert (mine.src_units == theirs.src_units).all()
+        assert (mine.dst_units == theirs.dst_units).all()
+    assert one.cargo["task 1"][0] == 1, "its old leader"
+    for carried in one.plan.carried:
+        assert (one.blocks(carried) == other.blocks(carried)).all()
+
+
+def test_components_are_planned_apart() -> None:
+    manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1), 16)) for rank in range(4)}
+    to = target((0, 1), (2, 3))
+    assert plan(0, manifests, to).ranks == (0, 1)
+    assert plan(3, manifests, to).ranks == (2, 3)
+    assert set(plan(3, manifests, to).cargo) == {"task 2", "task 3"}
+
+
+def test_a_group_that_is_not_whole_stays_out_with_its_tasks() -> None:
+    manifests = tp((0, 1), cargo("task", ints(2, 3), 20))
+    left_before = replace(manifests[1], born=4)
+    move = plan(0, {**manifests, 1: left_before}, target((0,), (1,)))
+    assert move.cargo == {}
+    assert not move.plan.carried
+    assert move.ranks == (0,), "the ranks have nothing in common any more"
+
+
+def test_a_rank_that_left_no_group_takes_part_with_what_is_free() -> None:
+    none = np.zeros(0, dtype=np.int32)
+    bare = Manifest(1, (), -1, ints(), none, ints(4, 5, 6), {})
+    move = plan(1, {0: dp(0, cargo("task", ints(1, 2), 20)), 1: bare}, target((0, 1)))
+    (lease,) = move.plan.groups
+    assert set(lease.pages[1].tolist()) <= {4, 5, 6}
+    assert move.plan.carried[0].id == "task"
+
+
+def test_a_group_whose_members_are_not_all_there_is_an_error_before_anything_is_given_up() -> None:
+    with pytest.raises(ReshardError, match="do not cover the same ranks"):
+        plan(0, {0: dp(0)}, target((0, 1)))
+
+
+def test_fresh_lease_indices_avoid_those_of_paused_tasks() -> None:
+    manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1, 2), 20)) for rank in range(2)}
+    paused: dict[tuple[int, ...], Ints] = {(0, 1): ints(1, 3)}
+    manifests[1] = replace(manifests[1], indices=paused)
+    move = plan(0, manifests, target((0, 1)))
+    assert move.indices[0].tolist() == [2, 4, 5]
+    for carried in move.plan.carried:
+        assert not set(move.blocks(carried).tolist()) & {0, 1, 2, 3, 6, 7}
+
+
+def test_indices_that_would_run_out_are_an_error_before_anything_is_given_up() -> None:
+    manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1, 2), 20)) for rank in range(2)}
+    manifests[1] = replace(manifests[1], indices={(0, 1): np.arange(1, PAGES)})
+    with pytest.raises(AssertionError, match="run out"):
+        plan(0, manifests, target((0, 1)))
+
+
+def test_blocks_are_renumbered_by_lease_index() -> None:
+    assert renumbered(ints(2, 3, 5), binding(0, 1), ints(4, 9)).tolist() == [8, 9, 19]
+    assert renumbered(ints(2, 3, 5), binding(0), ints()).tolist() == [2, 3, 5]
+
+
+def test_only_full_blocks_are_shared_by_what_they_hold() -> None:
+    """Two tasks with one text: the full block lies once in the new group, the last one twice."""
+    same = [replace(cargo(name, ints(1, 2), 20)) for name in ("a", "b")]
+    for each in same:
+        each.state.hashes[:] = [b"the same"]
+    manifests = {rank: dp(rank, same[rank]) for rank in range(2)}
+    move = plan(0, manifests, target((0, 1)))
+    first, second = (move.blocks(carried).tolist() for carried in move.plan.carried)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+def test_pages_without_a_chain_are_free_for_the_move() -> None:
+    move = plan(0, {0: dp(0, cargo("a", ints(1), 16)), 1: dp(1)}, target((0, 1)))
+    assert move.plan.rounds == 1
+    assert move.spoils_from == 2, "there is room: nothing that lies there is overwritten"
+
+
+def test_a_move_that_overwrites_says_from_which_round_on() -> None:
+    """All pages of both ranks are full, so that units change places."""
+    full = np.arange(1, PAGES)
+    manifests = {}
+    for rank in range(2):
+        task = cargo(f"task {rank}", full, full.size * BLOCK)
+        manifests[rank] = replace(dp(rank, task), pages=full, free=ints())
+    move = plan(0, manifests, target((0, 1)))
+    assert move.plan.fallbacks or move.plan.rounds > 1
+    assert move.spoils_from <= move.plan.rounds
+
+
+def test_a_copy_that_stays_behind_may_be_overwritten_in_the_first_round() -> None:
+    """Of two equal blocks one is read: the page of the other one is vacant at once."""
+    full = np.arange(1, PAGES)
+    manifests = {}
+    for rank in range(2):
+        task = cargo(f"task {rank}", full, full.size * BLOCK)
+        task.state.hashes[:] = [b"%d" % number for number in full]
+        manifests[rank] = replace(dp(rank, task), pages=full, free=ints())
+    move = plan(0, manifests, target((0, 1)))
+    assert not move.plan.fallbacks
+    assert move.spoils_from == 1
+
+
+def test_cached_chains_travel_newest_first() -> None:
+    chains = (CachedChain(ints(4, 5), [b"new", b"newer"]), CachedChain(ints(6), [b"old"]))
+    move = plan(0, {0: dp(0, chains=chains), 1: dp(1)}, target((0, 1)))
+    assert [each.id for each in move.plan.carried] == ["cached/0/0", "cached/0/1"]
+    assert move.chains["cached/0/0"].hashes == [b"new", b"newer"]
+
+
+def test_a_wide_group_falls_apart() -> None:
+    led = [cargo("a", ints(2, 3), 20), cargo("b", ints(4, 5), 32)]
+    manifests = tp((0, 1), *led, shift=3)
+    move = plan(1, manifests, target((0,), (1,)))
+    assert {carried.group for carried in move.plan.carried} == {0, 1}, "one each"
+    assert all(indices.size == 0 for indices in move.indices)
+    for carried in move.plan.carried:
+        assert (move.blocks(carried) == carried.blocks).all()
