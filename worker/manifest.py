@@ -98,6 +98,7 @@ def plan_move(
 ) -> Move:
     """Plan the move of the component that `rank` is in."""
     whole = _whole_groups(manifests)
+    newest = _newest_attempts(manifests[group[0]] for group in whole)
     bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
     ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
     mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
@@ -106,7 +107,7 @@ def plan_move(
     cargo: dict[str, tuple[int, Cargo]] = {}
     chains: dict[str, CachedChain] = {}
     tokens = geometry.tokens_per_slot
-    old = [_old_group(group, manifests, cargo, chains, tokens) for group in groups]
+    old = [_old_group(group, manifests, cargo, chains, tokens, newest) for group in groups]
     old += [OldGroup((each,)) for each in alone]
     given = ReshardInput(
         num_kv_heads=geometry.num_kv_heads,
@@ -160,6 +161,14 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
     )
 
 
+def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
+    """A rank that was cut out and has not heard may tell of a task that went on elsewhere."""
+    newest: dict[str, int] = {}
+    for each in (cargo for leader in leaders for cargo in leader.cargo):
+        newest[each.state.task] = max(each.attempt, newest.get(each.state.task, 0))
+    return newest
+
+
 def _component(rank: int, groups: Iterable[Ranks]) -> Ranks:
     """The ranks that share groups, directly or not; aligned groups nest, so the widest counts."""
     own = [group for group in groups if rank in group]
@@ -172,6 +181,7 @@ def _old_group(
     cargo: dict[str, tuple[int, Cargo]],
     chains: dict[str, CachedChain],
     block_tokens: int,
+    newest: Mapping[str, int],
 ) -> OldGroup:
     leader = manifests[group[0]]
     tables = [manifests[member].slots for member in group]
@@ -182,6 +192,8 @@ def _old_group(
 
     made: list[Chain] = []
     for each in leader.cargo:
+        if each.attempt < newest[each.state.task]:
+            continue
         cargo[each.state.task] = (leader.rank, each)
         blocks = each.state.blocks
         # A block that is not full will be written to, so it is nobody else's.

@@ -48,8 +48,6 @@ from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
 
-_NOTHING: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
 VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow over restarts of a leader: its incarnation is their high part."""
 
@@ -79,7 +77,7 @@ class Member:
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._begun: dict[tuple[int, ...], int] = {}
-        self._moved_in: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
         self.moving = Moving(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
@@ -114,7 +112,8 @@ class Member:
         """A move has leased these indices to a group that is to be joined."""
         ranks = binding.group.ranks
         self._formed[ranks] = self._begun[ranks] = binding.born
-        self._moved_in[ranks] = indices
+        self._moved_in[ranks] = tuple(indices.tolist())
+        self._applied_kept.pop(ranks, None)
 
     def not_joined(self) -> None:
         """What was prepared for a group is not joined now: its leader says what is kept of it."""
@@ -136,10 +135,10 @@ class Member:
             indices = pool.own_pages()
         else:
             assert mode.table is not None
-            held = set(pool.lease_indices(group.ranks).tolist())
-            kept = (*kept, *self._moved_in.pop(group.ranks, _NOTHING).tolist())
-            assert held.issuperset(kept), "tasks hold pages that this rank has given up."
-            self._keep_only(group.ranks, kept)
+            kept = (*kept, *self._moved_in.pop(group.ranks, ()))
+            is_held = set(kept) <= set(pool.lease_indices(group.ranks).tolist())
+            assert is_held, "tasks hold pages that this rank has given up."
+            self.keep_only(group.ranks, kept)
             mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
             indices = pool.lease_indices(group.ranks)
         if self._binding is not None:
@@ -169,15 +168,17 @@ class Member:
             if bound or stale or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
                 continue
             self._applied_kept[lease.ranks] = order
-            changed |= self._keep_only(lease.ranks, lease.indices)
+            changed |= self.keep_only(lease.ranks, lease.indices)
         return changed
 
-    def _keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
+    def keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
+        """Free all other pages of a group's lease; True if there were any."""
         pool = self.engine.pages
         leased = pool.lease_indices(ranks)
         dropped = without(leased, np.array(kept, dtype=np.int64))
         if not dropped.size:
             return False
+        self.moving.gave_up(ranks)
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
@@ -190,8 +191,8 @@ class Member:
 
     def page_report(self) -> PageReport:
         """Where this rank's pages are."""
-        counts = self.engine.pages.counts()
-        return PageReport(counts.total, counts.free, counts.owned, sum(counts.leased.values()))
+        now = self.engine.pages.counts()
+        return PageReport(now.total, now.free, now.owned, sum(now.leased.values()))
 
     def _joined(self) -> tuple[PreparedMode, Group]:
         assert self._mode is not None and self._binding is not None, "the rank is in no group."
@@ -219,15 +220,15 @@ class Member:
             return
         self.book.open(header, place.attempt, binding.group, len(generated), place.payload)
 
-    def drop(self, task: TaskId) -> None:
-        """Free everything of a task whose client is gone."""
+    def drop(self, task: TaskId, attempt: int) -> None:
+        """Free everything of a task, if it is this attempt or an older one."""
         self.settle()
-        led = self.book.close(task)
-        if led is None:
-            return
-        if self._led(led.group).take_back([task]):
-            self._withdraw_if_parked(led.group)
-        self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
+        led = self.book.get(task)
+        if led is not None and led.attempt <= attempt:
+            self.book.close(task)
+            if self._led(led.group).take_back([task]):
+                self._withdraw_if_parked(led.group)
+            self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
 
     def give_back(self, task: TaskId) -> None:
         """Free a task's KV and return it to the pool."""

@@ -29,7 +29,7 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.seat import Resolve
 from kvadaptor.movers import MoveStats, PeerMover, by_source
 from worker.board import GAVE_UP, Board, BoardFullError
-from worker.manifest import Cargo, Ints, Manifest, Move, plan_move
+from worker.manifest import Cargo, Ints, Manifest, Move, Ranks, plan_move
 from worker.vllm_handover import CachedChain
 
 if TYPE_CHECKING:
@@ -89,10 +89,8 @@ class Moving:
         self._pending: _Pending | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="move")
         self.adopted: tuple[Adopted, ...] = ()
-        """Tasks that this rank leads if the move is committed, or since it was."""
+        """Tasks that this rank leads if the move is committed."""
         self.has_failed = False
-        self.committed = 0
-        """The last epoch whose move this rank knows to be committed."""
         self.stats = MoveStats(0, 0, 0.0)
 
     @property
@@ -110,6 +108,11 @@ class Moving:
         """The rank left this group, and its tasks may move: they and their pages stay as is."""
         self._group = binding.group
         self._born = binding.born
+
+    def gave_up(self, ranks: Ranks) -> None:
+        """Pages of a group were given up: without its share here its tasks cannot move."""
+        if self._group is not None and self._group.ranks == ranks:
+            self._group = None
 
     def may_move(self, group: Group) -> bool:
         """Say whether the tasks of a group are waiting for a move."""
@@ -279,14 +282,13 @@ class Moving:
     def resolve(self, resolve: Resolve) -> None:
         """Go on with what was taken over, or with what was left."""
         pending, self._pending = self._pending, None
+        self.adopted = ()
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
             if resolve.directive.stage.epoch == resolve.epoch:
                 return  # The new group is joined next.
             self._member.not_joined()
-        else:
-            self.adopted = ()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if resolve.is_kept and not is_spoiled:
             return
@@ -302,7 +304,6 @@ class Moving:
         self._member.withdraw(group)
 
     def _commit(self, pending: _Pending) -> None:
-        self.committed = pending.epoch
         self._hand_over(pending.move)
         move = pending.move
         for number, binding in enumerate(move.bindings):

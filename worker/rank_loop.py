@@ -15,7 +15,6 @@ from comm_pool.layout import Group, Rank
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
-    Adopted,
     Binding,
     Carry,
     Directive,
@@ -43,6 +42,7 @@ from coordinator.protocol.seat import (
     Serve,
 )
 from worker.book import LedTask
+from worker.lease_members import LeaseMembers
 from worker.member import Member
 from worker.moving import OvertakenError
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
@@ -83,6 +83,9 @@ class RankLoop:
         self._clock = SwitchClock()
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
+        self._sharers = LeaseMembers()
+        self._moved_with: Directive | None = None
+        """Which processes took part in the last move."""
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_s = 0.0
@@ -131,17 +134,15 @@ class RankLoop:
                 self._clock.wanted(item.stage.epoch)
                 self._seat.on_directive(item)
                 self._changed |= self._member.apply_kept(self._appliable(item.kept))
+                if self._seat.wanted is item and item.stage.epoch > 0:
+                    self._forget_lost(dict(item.members))
             case Place():
                 self._member.place(item, self._seat.binding)
                 self._changed |= bool(self._member.returned or self._member.ended)
             case Drop() | GiveBack() if self._seat.is_moving:
                 self._deferred.append(item)  # What is told of a move must stay true until its end.
-            case Drop(task=task):
-                self._member.drop(task)
-                self._changed = True
-            case GiveBack(task=task):
-                self._member.give_back(task)
-                self._changed = True
+            case Drop() | GiveBack():
+                self._obey(item)
             case HelloWanted():
                 self._session.hello(self._hello())
                 self._changed = True
@@ -149,6 +150,20 @@ class RankLoop:
                 self.stop_reason = reason
             case _:
                 assert_never(item)
+
+    def _obey(self, item: Drop | GiveBack) -> None:
+        match item:
+            case Drop(task=task, attempt=attempt):
+                self._member.drop(task, attempt)
+            case GiveBack(task=task):
+                self._member.give_back(task)
+        self._changed = True
+
+    def _forget_lost(self, present: dict[Rank, int]) -> None:
+        binding = self._seat.binding
+        bound = binding.group.ranks if binding is not None else ()
+        for ranks in self._sharers.take_lost(present, bound):
+            self._changed |= self._member.keep_only(ranks, ())
 
     def _appliable(self, kept: tuple[LeaseKept, ...]) -> list[LeaseKept]:
         """Kept leases of groups that this rank is in; others have none here."""
@@ -158,7 +173,10 @@ class RankLoop:
 
     def _make_moves(self) -> bool:
         moved = False
-        while (move := self._seat.next_move(idle=not self._member.has_work)) is not None:
+        while self.stop_reason is None:
+            move = self._seat.next_move(idle=not self._member.has_work)
+            if move is None:
+                break
             started = time.perf_counter_ns()
             try:
                 self._carry_out(move)
@@ -189,6 +207,7 @@ class RankLoop:
                 self._send_leave(binding.group, binding.born, False)
             case Join(binding=binding):
                 member.join(binding)
+                self._sharers.formed(binding.group.ranks, dict(move.directive.members))
             case Serve(binding=binding, grant_pages=pages, kept=kept):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
@@ -199,11 +218,18 @@ class RankLoop:
             case Reshard(directive=directive):
                 member.moving.move(directive, lambda: self._is_overtaken(directive))
             case Resolve():
+                if move.is_committed and self._moved_with is not None:
+                    self._share(self._moved_with)
                 member.moving.resolve(move)
             case Park() | Ack():
                 pass
             case _:
                 assert_never(move)
+
+    def _share(self, directive: Directive) -> None:
+        binding = directive.target.binding_of(self._rank)
+        if binding is not None:
+            self._sharers.formed(binding.group.ranks, dict(directive.members))
 
     def _told_of(self, binding: Binding, move: Leave) -> None:
         """Tell what may move as early as possible: peers find it when they are asked to move."""
@@ -222,10 +248,11 @@ class RankLoop:
             case Reshard(directive=directive):
                 stats = self._member.moving.stats
                 self._clock.copied(directive.stage.epoch, stats.seconds, stats.link_bytes)
-            case Resolve() if not self._seat.is_moving:
+                self._moved_with = directive
+            case Resolve():
                 deferred, self._deferred = self._deferred, []
                 for item in deferred:
-                    self._handle(item)
+                    self._obey(item)
             case _:
                 pass
 
@@ -285,6 +312,7 @@ class RankLoop:
         running, waiting = scheduler.get_request_counts() if scheduler is not None else (0, 0)
         ended, member.ended = member.ended, []
         returned, member.returned = member.returned, []
+        moved, told_in = seat.told
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
             self._gauges = (*self._engine.gauges(), ("steps", member.steps))
@@ -307,18 +335,11 @@ class RankLoop:
             progress=self._progress() if with_progress else (),
             times=self._clock.take(),
             gauges=self._gauges,
-            adopted=self._adopted(),
+            adopted=member.moving.adopted if seat.is_moving else (),
             has_failed=member.moving.has_failed,
-            moved=member.moving.committed,
+            moved=moved,
+            told_in=told_in,
         )
-
-    def _adopted(self) -> tuple[Adopted, ...]:
-        """What a move gives, or gave, to this leader; not what has ended here since."""
-        moving, book = self._member.moving, self._member.book
-        if moving.committed != self._seat.stage.epoch:
-            return moving.adopted if self._seat.is_moving else ()
-        held = [(each, book.get(each.task)) for each in moving.adopted]
-        return tuple(each for each, led in held if led and led.attempt == each.attempt)
 
     def _progress(self) -> tuple[TaskProgress, ...]:
         group = self._seat.binding.group if self._seat.binding is not None else None

@@ -1,5 +1,6 @@
 """vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner and KV memory."""
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,7 @@ def used_bytes(device: torch.device) -> int:
     """Device memory that is in use, by this process or others; 0 on CPU."""
     if device.type == "cpu":
         return 0
+    gc.collect()  # What loading left behind would be counted for good.
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

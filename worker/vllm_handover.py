@@ -33,7 +33,7 @@ class RunningState:
     """A running task between two steps; `blocks` are (m,), those that hold its KV."""
 
     task: str
-    generated: list[int]
+    generated: npt.NDArray[np.int32]
     computed: int
     blocks: Blocks
     hashes: list[bytes]
@@ -96,7 +96,7 @@ def running_state(request: Request, block_ids: Sequence[int], block_tokens: int)
     blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
     return RunningState(
         request.request_id,
-        list(request.output_token_ids),
+        np.array(request._output_token_ids, dtype=np.int32),
         computed,
         blocks,
         [bytes(each) for each in request.block_hashes],
@@ -115,7 +115,7 @@ def can_move(request: Request) -> bool:
 
 def restore(request: Request, state: RunningState, hasher: Any) -> None:
     """Bring a fresh request, built without a hasher, to where `state` left off."""
-    request.append_output_token_ids(state.generated)
+    request.append_output_token_ids(state.generated.tolist())
     request.num_computed_tokens = state.computed
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:

@@ -6,7 +6,7 @@ those tasks simply stay where they are until their mode is bound again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -46,6 +46,34 @@ class StepPlan:
     def is_empty(self) -> bool:
         """Nothing is computed in it."""
         return self.output.total_num_scheduled_tokens == 0
+
+    def __reduce__(self) -> Any:
+        """Followers read token ids as arrays: new tasks may bring a hundred thousand at once."""
+        new = self.output.scheduled_new_reqs
+        tokens = [
+            [None if ids is None else np.array(ids, dtype=np.int32) for ids in _token_lists(each)]
+            for each in new
+        ]
+        bare = [replace(each, prompt_token_ids=None, prefill_token_ids=None) for each in new]
+        output = replace(self.output, scheduled_new_reqs=bare)
+        return _unpacked, (output, tokens, self.grammar, self.resuming)
+
+
+def _token_lists(request: NewRequestData) -> tuple[list[int] | None, list[int] | None]:
+    return request.prompt_token_ids, request.prefill_token_ids
+
+
+def _unpacked(
+    output: SchedulerOutput,
+    tokens: list[list[npt.NDArray[np.int32] | None]],
+    grammar: GrammarOutput | None,
+    resuming: dict[str, list[int]],
+) -> StepPlan:
+    """What `StepPlan.__reduce__` was made from."""
+    for request, arrays in zip(output.scheduled_new_reqs, tokens, strict=True):
+        prompt, prefill = (None if each is None else each.tolist() for each in arrays)
+        request.prompt_token_ids, request.prefill_token_ids = prompt, prefill
+    return StepPlan(output, grammar, resuming)
 
 
 class BlockGrants:
@@ -274,7 +302,7 @@ class ModeScheduler(Scheduler):
         pool = self.kv_cache_manager.block_pool
         moved = list(tasks)
         filled = [blocks for _, blocks in moved] + [chain.blocks for chain in chains]
-        if filled:
+        if filled and self.kv_cache_manager.enable_caching:
             forget_hashes(pool, np.unique(np.concatenate(filled)).tolist())
         for request, blocks in moved:
             take_blocks(self.kv_cache_manager, request, blocks)

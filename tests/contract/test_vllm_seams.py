@@ -1,6 +1,7 @@
 """What we rely on in vLLM 0.32.0's private parts; fails loudly when vLLM moves."""
 
 import inspect
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -33,7 +34,7 @@ from kvadaptor.vllm_views import KVBuffer  # noqa: E402
 from worker import vllm_layers  # noqa: E402
 from worker.vllm_config import thinned  # noqa: E402
 from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
-from worker.vllm_scheduler import BlockGrants  # noqa: E402
+from worker.vllm_scheduler import BlockGrants, StepPlan  # noqa: E402
 
 
 def test_version_is_the_pinned_one() -> None:
@@ -255,3 +256,11 @@ def test_wide_modes_capture_fewer_graphs() -> None:
     assert [size for size in kept if size <= 64] == [1, 2, 4, *range(8, 65, 8)]
     assert max(after / before for before, after in pairwise(kept) if before >= 64) <= 1.25
     assert thinned([1, 2, 4, 100]) == [1, 2, 4, 100]
+
+
+def test_a_step_plan_reaches_followers_whole() -> None:
+    step = _step()
+    step.scheduled_new_reqs[0].prefill_token_ids = [1, 2, 3]
+    plan = StepPlan(step, None, {"a": [2, 3]})
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert step.scheduled_new_reqs[0].prefill_token_ids == [1, 2, 3]
