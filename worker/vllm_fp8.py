@@ -43,6 +43,10 @@ ALIGNMENT = 16
 FEW_TOKENS = 256
 """Up to here a GEMM's fp32 result is small beside its weight, so scales are applied to it."""
 
+MANY_TOKENS = 1024
+"""From here on another pass over the result costs more than torch's row-wise kernel: 239 against
+169 us for 4,096 tokens and an H200 (CUTLASS on packed weights: 161)."""
+
 
 def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
     """The fp8 kernel that a linear layer computes with; None if it has none that we know."""
@@ -111,9 +115,10 @@ def strided_scaled_mm(
     if scale_a.numel() == 1 and not per_channel:
         return torch._scaled_mm(a, b, scale_a.view(1), scale_b.view(1), out_dtype=out_dtype)
     by_rows = a.shape[0] > FEW_TOKENS and out_dtype == torch.bfloat16
-    if by_rows and per_channel:
+    if by_rows and (per_channel or a.shape[0] >= MANY_TOKENS):
         tokens = scale_a.reshape(-1, 1).expand(a.shape[0], 1).contiguous()
-        return torch._scaled_mm(a, b, tokens, scale_b.view(1, -1), out_dtype=out_dtype)
+        channels = scale_b.view(1, -1).expand(1, b.shape[1]).contiguous()
+        return torch._scaled_mm(a, b, tokens, channels, out_dtype=out_dtype)
     raw_dtype = out_dtype if by_rows else torch.float32
     raw = torch._scaled_mm(
         a, b, unit, unit if per_channel else scale_b.view(1), out_dtype=raw_dtype

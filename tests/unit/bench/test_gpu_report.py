@@ -77,7 +77,6 @@ def test_targets_are_met_and_missed() -> None:
         "cut-over p99: at most 5 ms": "met",
         "swap, slowest: below 0.1 ms": "**missed**",
         "dp4 KV: at most 2.5 GB per GPU below static": "met",
-        "tp4 KV: at most 2.5 GB per GPU below static": "**missed**",
     }
 
 

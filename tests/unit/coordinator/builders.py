@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from comm_pool.layout import Layout, Rank, parse_layout
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    Adopted,
     Binding,
     Carry,
     Directive,
@@ -53,7 +54,10 @@ def directive(
     grants: Sequence[Grant] = (),
     kept: Sequence[LeaseKept] = (),
     incarnation: int = 1,
+    moved: int = 0,
+    movers: Sequence[int] | None = None,
 ) -> Directive:
+    """What all ranks are told; all of them move, if not told otherwise."""
     incarnations = dict.fromkeys(wanted.layout.ranks, 1) | (members or {})
     return Directive(
         incarnation=incarnation,
@@ -66,6 +70,8 @@ def directive(
         swapped_upto=swapped_upto,
         grants=tuple(grants),
         kept=tuple(kept),
+        moved=moved,
+        movers=tuple(map(Rank, movers)) if movers is not None else wanted.layout.ranks,
     )
 
 
@@ -108,6 +114,10 @@ def report(
     ended: Sequence[TaskEnded] = (),
     returned: Sequence[TaskReturned] = (),
     progress: Sequence[TaskProgress] = (),
+    adopted: Sequence[Adopted] = (),
+    has_failed: bool = False,
+    moved: int = 0,
+    told_in: int = 0,
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -123,6 +133,10 @@ def report(
         ended=tuple(ended),
         returned=tuple(returned),
         progress=tuple(progress),
+        adopted=tuple(adopted),
+        has_failed=has_failed,
+        moved=moved,
+        told_in=told_in,
     )
 
 

@@ -62,9 +62,9 @@ class EchoCore:
             case GatewayOpened(hello):
                 return [ToGateway(hello.gateway, Welcome("c1"))]
             case RankSaid(rank, report):
-                return [ToRank(rank, Drop(TaskId(f"task-{report.running}")))]
+                return [ToRank(rank, Drop(TaskId(f"task-{report.running}"), 1))]
             case GatewaySaid(_, Cancel(task)):
-                return [ToRank(Rank(0), Drop(task))]
+                return [ToRank(Rank(0), Drop(task, 1))]
         return []
 
     def count(self, kind: type[object]) -> int:
@@ -154,7 +154,7 @@ async def test_reports_become_events_and_effects_come_back(cell: Cell) -> None:
         for steps in range(50):
             await call.write(report(steps=steps))
         answers = [await call.read() for _ in range(50)]
-    assert answers == [Drop(TaskId(f"task-{steps}")) for steps in range(50)]
+    assert answers == [Drop(TaskId(f"task-{steps}"), 1) for steps in range(50)]
     await cell.until(lambda: cell.core.count(RankClosed) == 1)
     assert cell.core.heard[0] == RankOpened(rank_hello(0))
     assert cell.core.heard[-1] == RankClosed(Rank(0), 1)
@@ -164,7 +164,7 @@ async def test_gateway_is_welcomed_first_and_its_messages_reach_ranks(cell: Cell
     async with cell.rank() as rank, cell.gateway() as gateway:
         assert await gateway.read() == Welcome("c1")
         await gateway.write(Cancel(TaskId("t")))
-        assert await rank.read() == Drop(TaskId("t"))
+        assert await rank.read() == Drop(TaskId("t"), 1)
     await cell.until(lambda: cell.core.count(GatewayClosed) == 1)
 
 
@@ -231,7 +231,7 @@ async def test_second_session_replaces_the_first(cell: Cell) -> None:
             error = await refusal(first)
             assert error.code() is grpc.StatusCode.ABORTED
             await second.write(report(steps=7))
-            assert await second.read() == Drop(TaskId("task-7"))
+            assert await second.read() == Drop(TaskId("task-7"), 1)
             # The end of a replaced session is no end of the rank's session.
             assert cell.core.count(RankClosed) == 0
     await cell.until(lambda: cell.core.count(RankClosed) == 1)
@@ -244,7 +244,7 @@ async def test_older_process_cannot_replace_a_newer_one(cell: Cell) -> None:
             error = await refusal(older)
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         await newer.write(report(steps=1))
-        assert await newer.read() == Drop(TaskId("task-1"))
+        assert await newer.read() == Drop(TaskId("task-1"), 1)
 
 
 async def test_sessions_that_come_and_go_fast_leave_the_last_one(cell: Cell) -> None:
@@ -253,7 +253,7 @@ async def test_sessions_that_come_and_go_fast_leave_the_last_one(cell: Cell) -> 
             pass
     async with cell.rank() as call:
         await call.write(report(steps=3))
-        assert await call.read() == Drop(TaskId("task-3"))
+        assert await call.read() == Drop(TaskId("task-3"), 1)
         sessions = [each for each in cell.core.heard if isinstance(each, RankOpened | RankClosed)]
         assert isinstance(sessions[-1], RankOpened)
         assert list(cell.owner.rank_outboxes) == [0]
@@ -262,8 +262,8 @@ async def test_sessions_that_come_and_go_fast_leave_the_last_one(cell: Cell) -> 
 async def test_peer_that_does_not_read_is_cut_off() -> None:
     outbox = Outbox(messages_max=3)
     for number in range(4):
-        outbox.put(Drop(TaskId(str(number))))
-    outbox.put(Drop(TaskId("late")))
+        outbox.put(Drop(TaskId(str(number)), 1))
+    outbox.put(Drop(TaskId("late"), 1))
     said = await outbox.take()
     assert isinstance(said, Closing)
     assert said.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -272,10 +272,10 @@ async def test_peer_that_does_not_read_is_cut_off() -> None:
 
 async def test_what_was_said_before_the_closing_is_still_delivered() -> None:
     outbox = Outbox()
-    outbox.put(Drop(TaskId("a")))
+    outbox.put(Drop(TaskId("a"), 1))
     outbox.close(Closing(grpc.StatusCode.ABORTED, "x"))
-    outbox.put(Drop(TaskId("b")))
-    assert await outbox.take() == Drop(TaskId("a"))
+    outbox.put(Drop(TaskId("b"), 1))
+    assert await outbox.take() == Drop(TaskId("a"), 1)
     assert await outbox.take() == Closing(grpc.StatusCode.ABORTED, "x")
 
 

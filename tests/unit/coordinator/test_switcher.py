@@ -5,56 +5,10 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, LeaseKept, Phase, Stage
 from coordinator.records import Outcome
-from coordinator.roster import Arrival, Roster
-from coordinator.switcher import Switcher, SwitchSettings
+from coordinator.roster import Arrival
 from tests.transcripts.cell import Cell
 from tests.unit.coordinator.builders import hello, layout, report, target
-
-
-def settings(**changes: int) -> SwitchSettings:
-    times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
-    return SwitchSettings(
-        initial=layout("tp2+dp2"),
-        drain_limit_ms=500,
-        records_max=3,
-        default_carry=Carry.RECOMPUTE,
-        **times,
-    )
-
-
-class Ranks:
-    """Four ranks that report whatever the test wants."""
-
-    def __init__(self) -> None:
-        self.roster = Roster(4, rejoins=False)
-        self.switcher = Switcher(settings(), self.roster, 0)
-        self.now_ms = 0
-        for rank in range(4):
-            self.hear(rank, Stage(0, Phase.PARK))
-
-    def hear(self, rank: int, stage: Stage, **fields: object) -> None:
-        if Rank(rank) not in self.roster:
-            self.roster.on_hello(hello(rank), self.now_ms)
-        wanted = self.switcher.target if stage.epoch else None
-        said = report(rank, stage, sent_at_ms=self.now_ms, target=wanted, **fields)  # type: ignore[arg-type]
-        assert self.roster.on_report(said, self.now_ms)
-        self.switcher.on_report(said, self.now_ms)
-
-    def acknowledge(self, *ranks: int, **fields: object) -> None:
-        stage = self.switcher.stage
-        for rank in ranks or range(4):
-            self.hear(rank, stage, **fields)
-
-    def tick(self, passed_ms: int = 0) -> tuple[Rank, ...]:
-        self.now_ms += passed_ms
-        return self.switcher.on_tick(self.now_ms)
-
-    def serve(self) -> "Ranks":
-        self.tick()
-        for _ in Phase:
-            self.acknowledge()
-        assert self.switcher.is_serving
-        return self
+from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell, settings
 
 
 def test_times_that_let_two_layouts_overlap_are_refused() -> None:
@@ -236,22 +190,6 @@ def test_the_log_keeps_the_last_switches() -> None:
     assert ranks.switcher.log.last(0) == ()
 
 
-def restarted(cell: Cell, *ranks: int) -> Cell:
-    """Replace the coordinator; these ranks (all, if none is named) are heard."""
-    cell.start()
-    for rank in ranks or cell.ranks:
-        cell.open(rank)
-        cell.report(rank)
-    cell.take()
-    return cell
-
-
-def serving_cell(text: str, **changes: object) -> Cell:
-    cell = Cell(text, **changes)
-    cell.serve()
-    return cell
-
-
 def test_ranks_that_agree_go_on_as_they_are() -> None:
     cell = serving_cell("tp2+dp2")
     cell.switch("tp2+tp2")
@@ -290,6 +228,25 @@ def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
     cell.settle()
     assert cell.core.layout_view()["layout"] == "dp4"
     assert cell.core.refuse(cell.layout("tp4")) is not None
+
+
+def test_the_first_rank_that_comes_late_gives_the_others_time() -> None:
+    cell = Cell("dp4", lease_ms=1_000, lost_after_ms=1_000, recover_ms=1_000)
+    cell.start()
+    for _ in range(50):
+        cell.tick(100)
+    cell.open(0)
+    cell.report(0)
+    for _ in range(9):
+        cell.tick(100)
+    assert cell.core.is_recovering, "the others are still loading"
+    for rank in (1, 2, 3):
+        cell.open(rank)
+        cell.report(rank)
+    cell.tick()
+    cell.settle()
+    assert cell.core.layout_view()["layout"] == "dp4"
+    assert cell.core.layout_view()["epoch"] == 1
 
 
 def test_ranks_that_do_not_come_are_left_out_when_their_lease_is_over() -> None:

@@ -1,8 +1,10 @@
 """Tasks of ranks, gateways and coordinators that are lost: what the pool asks for and drops."""
 
+import msgspec
+
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import ToRank
-from coordinator.protocol.messages import Drop, HeldTask, Place, Resubmit
+from coordinator.events import ToGateway, ToRank
+from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit
 from coordinator.task_pool import ATTEMPTS_APART
 from coordinator.tasks import State
 from tests.unit.coordinator.builders import header, hello, submit
@@ -23,7 +25,7 @@ from tests.unit.coordinator.pools import (
 
 def test_a_lost_ranks_tasks_are_submitted_again_by_their_gateway() -> None:
     tasks = placed("a")
-    assert messages(tasks.lost(ZERO, 1)) == [Drop(A), Resubmit(A, 2)]
+    assert messages(tasks.lost(ZERO, 1)) == [Drop(A, 1), Resubmit(A, 2)]
     assert state(tasks, A) is State.ASKED
     again = tasks.submit(submit("a", delivered=[7], attempt=1), 2)
     assert messages(again) == [Resubmit(A, 2)], "sent before the question was read"
@@ -60,7 +62,7 @@ def test_what_a_rank_should_not_hold_is_dropped() -> None:
     tasks.release(A)
     tasks.submit(submit("b"), 0)
     hello_with_both = hello(0, held=[held("a", 1), held("b", 9)])
-    assert messages(tasks.reconcile(hello_with_both, 1)) == [Drop(A), Drop(B)]
+    assert messages(tasks.reconcile(hello_with_both, 1)) == [Drop(A, 1), Drop(B, 9)]
     assert state(tasks, B) is State.QUEUED
 
 
@@ -69,7 +71,7 @@ def test_a_task_that_nobody_claims_is_dropped() -> None:
     tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
     assert state(tasks, A) is State.PLACED
     assert tasks.tick(49) == []
-    assert messages(tasks.tick(50)) == [Drop(A)]
+    assert messages(tasks.tick(50)) == [Drop(A, 3)]
     assert len(tasks.tasks) == 0
 
 
@@ -77,13 +79,13 @@ def test_a_gateway_that_is_back_claims_what_it_wants() -> None:
     tasks = placed("a", "b")
     tasks.gateway_opened("g", 0)
     tasks.submit(submit("a", attempt=1), 10)
-    assert messages(tasks.tick(50)) == [Drop(B)]
+    assert messages(tasks.tick(50)) == [Drop(B, 1)]
     assert state(tasks, A) is State.PLACED
 
 
 def test_a_gateway_that_was_given_up_may_come_back() -> None:
     tasks = placed("a")
-    assert messages(tasks.gateway_gone("g")) == [Drop(A)]
+    assert messages(tasks.gateway_gone("g")) == [Drop(A, 1)]
     assert messages(tasks.submit(submit("a", delivered=[7], attempt=1), 9)) == [Resubmit(A, 2)]
     tasks.submit(submit("a", delivered=[7, 8], attempt=2), 10)
     (place,) = messages(tasks.place([group()], 10))
@@ -146,14 +148,18 @@ def test_an_attempt_that_its_gateway_was_told_to_refuse_is_given_up() -> None:
         drops = messages(tasks.reconcile(hello(0, held=[held("a", 4)]), 0))
         if not claims_first:
             drops = messages(tasks.submit(claim, 0))
-        assert drops == [Drop(A)]
+        assert drops == [Drop(A, 4)]
+        # The tokens of the fifth attempt may still be under way, or its rank come late.
+        (question,) = messages(tasks.recovered(1))
+        assert isinstance(question, Resubmit)
+        assert question.attempt > 5
 
 
 def test_the_newest_of_two_attempts_that_ranks_hold_is_kept() -> None:
     tasks = pool(recovering=True)
     tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
-    assert tasks.reconcile(hello(2, held=[held("a", 4)]), 0) == [ToRank(ZERO, Drop(A))]
-    assert tasks.reconcile(hello(1, held=[held("a", 2)]), 0) == [ToRank(Rank(1), Drop(A))]
+    assert tasks.reconcile(hello(2, held=[held("a", 4)]), 0) == [ToRank(ZERO, Drop(A, 3))]
+    assert tasks.reconcile(hello(1, held=[held("a", 2)]), 0) == [ToRank(Rank(1), Drop(A, 2))]
     assert tasks.tasks[A].leader == TWO
 
 
@@ -162,3 +168,45 @@ def test_a_task_given_back_before_its_gateway_was_heard_waits_for_it() -> None:
     tasks.reconcile(hello(0, held=[held("a", 3)]), 0)
     assert messages(tasks.returned(ZERO, returned(A, 3, 1, 2), 1)) == [Resubmit(A, 4)]
     assert state(tasks, A) is State.ASKED
+
+
+def moved(*, generated: int = 4) -> Adopted:
+    return Adopted(A, 2, generated)
+
+
+def test_a_former_leader_that_is_lost_may_have_taken_tokens_with_it() -> None:
+    tasks = placed("a")
+    tasks.adopted(TWO, moved(), 1)
+    assert tasks.lost(ZERO, 2) == [ToRank(TWO, Drop(A, 2)), ToGateway("g", Resubmit(A, 3))]
+    tasks.submit(submit("a", delivered=[7], attempt=3), 3)
+    assert tasks.lost(ZERO, 4) == [], "what the gateway has is behind it now"
+
+
+def test_a_rank_that_gave_a_task_back_may_be_lost_with_its_tokens() -> None:
+    tasks = placed("a", "b")
+    tasks.returned(ZERO, returned(A, 1, 7), 1)
+    tasks.returned(ZERO, returned(B, 1), 1)
+    assert messages(tasks.lost(ZERO, 2)) == [Resubmit(A, 2)], "it made no token of the other"
+
+
+def test_an_ended_task_may_return_when_a_former_leader_is_lost() -> None:
+    tasks = placed("a")
+    tasks.adopted(TWO, moved(), 1)
+    tasks.ended(TWO, ended(A, 2))
+    assert messages(tasks.lost(ZERO, 2)) == [Resubmit(A, 3)]
+
+
+def test_what_a_rank_adopts_without_having_heard_is_not_doubted() -> None:
+    tasks = placed("a")
+    tasks.adopted(TWO, moved(), 1)
+    unaware = msgspec.structs.replace(hello(2), adopted=(moved(),), adopted_in=5)
+    assert tasks.reconcile(unaware, 2) == []
+    assert state(tasks, A) is State.PLACED
+    assert messages(tasks.reconcile(hello(2), 3)) == [Resubmit(A, 3)], "it has given up the task"
+
+
+def test_a_leader_that_has_not_heard_of_its_move_drops_no_later_attempt() -> None:
+    tasks = placed("a")
+    tasks.adopted(ZERO, moved(), 1)
+    assert tasks.reconcile(hello(0, held=[held("a", 1)]), 2) == [ToRank(ZERO, Drop(A, 1))]
+    assert tasks.tasks[A].attempt == 2

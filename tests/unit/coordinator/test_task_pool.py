@@ -4,6 +4,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.events import ToRank
 from coordinator.placement import OpenGroup
 from coordinator.protocol.messages import (
+    Adopted,
     Binding,
     Carry,
     Drop,
@@ -57,14 +58,14 @@ def test_submitting_again_changes_nothing() -> None:
 
 def test_the_gateway_may_be_first_to_know_the_end() -> None:
     tasks = placed("a")
-    assert messages(tasks.release(A)) == [Drop(A)]
+    assert messages(tasks.release(A)) == [Drop(A, 1)]
     assert tasks.ended(ZERO, ended(A, 1)) == []
 
 
 def test_a_cancelled_task_is_dropped_by_whoever_holds_it() -> None:
     tasks = placed("a")
     tasks.submit(submit("b"), 0)
-    assert tasks.release(A) == [ToRank(ZERO, Drop(A))]
+    assert tasks.release(A) == [ToRank(ZERO, Drop(A, 1))]
     assert tasks.release(B) == []
     assert tasks.release(A) == []
     assert len(tasks.tasks) == 0
@@ -245,3 +246,33 @@ def test_recomputed_tasks_are_counted_for_the_switch() -> None:
     tasks.returned(ZERO, returned(B, 1, cause=ReturnCause.NOT_STARTED), 1)
     assert tasks.take_carried() == {Carry.RECOMPUTE: 1}
     assert tasks.take_carried() == {}
+
+
+def test_a_moved_task_goes_on_with_its_new_leader() -> None:
+    tasks = placed("a")
+    assert tasks.adopted(TWO, Adopted(A, 2, 4), 1) == []
+    task = tasks.tasks[A]
+    assert (task.leader, task.attempt, task.generated) == (TWO, 2, 4)
+    assert tasks.returned(ZERO, returned(A, 1, 7), 2) == [], "the old leader is not heard"
+    assert state(tasks, A) is State.PLACED
+    assert tasks.adopted(TWO, Adopted(A, 2, 4), 3) == [], "told again"
+    assert tasks.take_carried()[Carry.RESHARD] == 1
+
+
+def test_a_paused_task_that_is_moved_runs_again() -> None:
+    tasks = placed("a")
+    tasks.progress(ZERO, [TaskProgress(A, 2, paused=True)], 1)
+    tasks.adopted(TWO, Adopted(A, 2, 2), 2)
+    assert state(tasks, A) is State.PLACED
+    assert tasks.tick(500) == [], "nobody has to give it back"
+
+
+def test_a_task_that_ended_or_was_given_up_is_not_adopted() -> None:
+    tasks = placed("a", "b")
+    tasks.release(A)
+    tasks.returned(ZERO, returned(B, 1, 7), 1)
+    assert tasks.adopted(TWO, Adopted(A, 2, 4), 2) == [ToRank(TWO, Drop(A, 2))]
+    # Tokens of that attempt must not count, whoever makes some before it hears.
+    assert messages(tasks.adopted(TWO, Adopted(B, 2, 4), 2)) == [Drop(B, 2), Resubmit(B, 3)]
+    assert state(tasks, B) is State.ASKED
+    assert messages(tasks.adopted(TWO, Adopted(B, 2, 4), 3)) == [Drop(B, 2)]

@@ -37,7 +37,9 @@ def target(*groups: tuple[int, ...]) -> Target:
 def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) -> Cargo:
     header = TaskHeader(TaskId(name), "gateway", "tcp://nowhere", 10, 10, tier)
     hashes = [f"{name}/{number}".encode() for number in range(computed // BLOCK)]
-    return Cargo(header, 1, 3, b"", RunningState(name, [1, 2, 3], computed, blocks, hashes, None))
+    tokens = np.array([1, 2, 3], dtype=np.int32)
+    state = RunningState(name, tokens, computed, blocks, hashes, None)
+    return Cargo(header, 1, 3, b"", state)
 
 
 def dp(rank: int, *led: Cargo, chains: tuple[CachedChain, ...] = ()) -> Manifest:

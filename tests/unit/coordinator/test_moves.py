@@ -1,0 +1,154 @@
+"""The coordinator's side of a move of KV: when it is committed, and who hears of it."""
+
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Adopted, Carry, Phase, Stage, TaskId
+from tests.transcripts.cell import Cell
+from tests.unit.coordinator.builders import layout, target
+from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell
+
+
+def parked(text: str = "tp4", carry: Carry = Carry.RESHARD) -> Ranks:
+    """All ranks have left for another layout, and say so."""
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout(text), carry, "test", 0)
+    ranks.acknowledge()
+    return ranks
+
+
+def test_parked_ranks_move_what_they_have_if_that_is_the_plan() -> None:
+    assert parked(carry=Carry.PAUSE).switcher.stage == Stage(2, Phase.SWAP)
+    ranks = parked()
+    assert ranks.switcher.stage == Stage(2, Phase.MOVE)
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert (directive.movers, directive.moved) == ((0, 1, 2, 3), 0)
+
+
+def test_ranks_that_stay_where_they_are_do_not_move() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp2+tp2"), Carry.RESHARD, "test", 0)
+    pair = ranks.switcher.target.bindings[0]
+    ranks.acknowledge(0, 1, binding=pair)
+    ranks.acknowledge(2, 3)
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert directive.movers == (2, 3)
+
+
+def test_nothing_moves_where_nobody_parked() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp2+tp2"), Carry.RESHARD, "test", 0)
+    for rank in range(4):
+        binding = ranks.switcher.target.binding_of(Rank(rank))
+        ranks.acknowledge(rank, binding=binding)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+
+
+def test_a_move_is_committed_when_all_have_their_share() -> None:
+    ranks = parked()
+    adopted = Adopted(TaskId("a"), 2, 4)
+    ranks.acknowledge(0, adopted=(adopted,))
+    ranks.acknowledge(1, 2)
+    assert ranks.switcher.take_adopted() == []
+    ranks.acknowledge(3)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+    assert ranks.switcher.take_adopted() == [(Rank(0), adopted)]
+    assert ranks.switcher.take_adopted() == []
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert (directive.movers, directive.moved) == ((), 2)
+
+
+def test_a_move_that_failed_somewhere_is_not_committed() -> None:
+    ranks = parked()
+    ranks.acknowledge(0, adopted=(Adopted(TaskId("a"), 2, 4),))
+    ranks.acknowledge(1, 2)
+    ranks.acknowledge(3, has_failed=True)
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+    assert ranks.switcher.take_adopted() == []
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert directive.moved == 0
+
+
+def test_a_move_that_is_overtaken_is_not_committed() -> None:
+    ranks = parked()
+    ranks.acknowledge(0, 1, 2)
+    ranks.switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    ranks.acknowledge()
+    directive = ranks.switcher.directive_for(Rank(0))
+    assert directive is not None
+    assert (directive.stage, directive.moved) == (Stage(3, Phase.MOVE), 0)
+
+
+def test_a_rank_that_missed_a_commit_is_told_of_its_own_move() -> None:
+    ranks = parked()
+    ranks.acknowledge()
+    lost: tuple[Rank, ...] = ()
+    while not lost:
+        for rank in range(3):
+            ranks.hear(rank, Stage(2, Phase.MOVE))
+        lost = ranks.tick(100)
+    assert lost == (3,)
+    for _ in range(3):
+        ranks.acknowledge(0, 1, 2)
+    late = ranks.switcher.directive_for(Rank(3))
+    other = ranks.switcher.directive_for(Rank(0))
+    assert late is not None
+    assert other is not None
+    assert (late.moved, other.moved) == (2, 3)
+
+
+def test_groups_that_a_move_prepared_are_formed_anew_if_it_is_overtaken() -> None:
+    ranks = parked("tp2+tp2")
+    assert ranks.switcher.target == target("tp2+tp2", 1, 2)
+    ranks.acknowledge()
+    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
+    assert ranks.switcher.target == target("dp2+tp2", 3)
+
+
+def test_a_member_of_a_prepared_group_hears_when_its_leader_is_lost() -> None:
+    ranks = parked()
+    ranks.acknowledge()
+    ranks.switcher.on_exited(Rank(0), 0)
+    directive = ranks.switcher.directive_for(Rank(1))
+    assert directive is not None
+    assert [(kept.ranks, kept.indices) for kept in directive.kept] == [
+        ((0, 1), ()),
+        ((0, 1, 2, 3), ()),
+    ]
+
+
+def moving_cell() -> Cell:
+    """Four ranks have acknowledged all but the end of a move."""
+    cell = serving_cell("dp4")
+    cell.ranks[Rank(0)].adopted = (Adopted(TaskId("a"), 2, 4),)
+    cell.switch("tp4", Carry.RESHARD)
+    cell.settle(1, 2, 3)
+    for process in cell.ranks.values():
+        process.obey()
+    for rank in range(4):
+        cell.report(rank)
+    for process in cell.ranks.values():
+        process.obey()
+    assert {process.seat.stage for process in cell.ranks.values()} == {Stage(2, Phase.MOVE)}
+    return cell
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_restarted_coordinator_learns_of_a_commit_from_whoever_was_told(heard: bool) -> None:
+    cell = moving_cell()
+    if heard:
+        for rank in range(4):
+            cell.report(rank)
+        # Only one rank acts on it before the coordinator is gone; others have read of it.
+        cell.ranks[Rank(2)].obey()
+        for rank in (0, 1, 3):
+            cell.ranks[Rank(rank)].seat.wanted = None
+    restarted(cell).tick()
+    # Epoch 1 moved too, as there was nothing to move.
+    told = [process.seat.told for process in cell.ranks.values()]
+    assert told == [(2 if heard else 1, 3)] * 4
