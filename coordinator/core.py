@@ -49,8 +49,8 @@ from coordinator.protocol.messages import (
 from coordinator.records import Decision
 from coordinator.refusal import refuse
 from coordinator.roster import Arrival, Roster
-from coordinator.settings import CoreSettings
-from coordinator.switcher import Switcher, SwitchSettings
+from coordinator.settings import CoreSettings, SwitchSettings
+from coordinator.switcher import Switcher
 from coordinator.task_pool import PoolLimits, TaskPool
 
 OPERATOR = "operator"
@@ -197,7 +197,11 @@ class Core:
         if arrival is Arrival.RESTARTED:
             effects += self._pool.lost(hello.rank, now_ms)
         self._switcher.on_hello(hello, arrival, now_ms)
-        return [*effects, *self._pool.reconcile(hello, now_ms)]
+        effects += self._pool.reconcile(hello, now_ms)
+        # If it has not heard of a commit, it may not have heard what became of the tasks either.
+        for adopted in hello.adopted if self._switcher.has_moved(hello.adopted_in) else ():
+            effects += self._pool.adopted(hello.rank, adopted, now_ms)
+        return effects
 
     def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
         if not self._roster.on_report(report, now_ms):

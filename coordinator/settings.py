@@ -35,6 +35,24 @@ class CoreSettings:
     """Restarted ranks may be in wide groups again: their communicators can be made anew."""
 
 
+@dataclass(frozen=True, slots=True)
+class SwitchSettings:
+    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
+
+    initial: Layout
+    lease_ms: int
+    lost_after_ms: int
+    recover_ms: int
+    drain_limit_ms: int
+    records_max: int
+    default_carry: Carry
+
+    def __post_init__(self) -> None:
+        """Refuse times with which two layouts could overlap."""
+        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
+            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
+
+
 def core_settings(config: Config) -> CoreSettings:
     """Return the core's settings for a checked configuration."""
     coordinator = config.coordinator

@@ -7,7 +7,6 @@ sends `directive_for` to each rank as the answer to its reports and whenever `ve
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.grants import Grants
@@ -27,30 +26,13 @@ from coordinator.protocol.messages import (
 from coordinator.records import SwitchLog, SwitchRecord
 from coordinator.recovery import Resumed, resume
 from coordinator.roster import Arrival, Roster
+from coordinator.settings import SwitchSettings
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
 
 STALL_SHARE = 4
 """A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchSettings:
-    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
-
-    initial: Layout
-    lease_ms: int
-    lost_after_ms: int
-    recover_ms: int
-    drain_limit_ms: int
-    records_max: int
-    default_carry: Carry
-
-    def __post_init__(self) -> None:
-        """Refuse times with which two layouts could overlap."""
-        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
-            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
 
 
 class Switcher:
@@ -67,6 +49,7 @@ class Switcher:
         "_kept",
         "_last_tick_ms",
         "_moves",
+        "_recover_ms",
         "_recover_until_ms",
         "_roster",
         "_settings",
@@ -90,7 +73,9 @@ class Switcher:
         self._moves = Moves()
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
-        self._recover_until_ms = now_ms + min(settings.lost_after_ms, settings.recover_ms)
+        self._recover_ms = min(settings.lost_after_ms, settings.recover_ms)
+        """How long to wait for ranks that are missing, behind the first that comes; then 0."""
+        self._recover_until_ms = now_ms + self._recover_ms
         self._decide_ms = 0
         self.log = SwitchLog(settings.records_max)
         self.stage = NOTHING
@@ -125,6 +110,10 @@ class Switcher:
     def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
         """Take in a rank that came, or came back as a new process."""
         if self.recovering:
+            if self._recover_ms:
+                # Ranks of one launcher come up together, long after this process perhaps.
+                self._recover_until_ms = max(self._recover_until_ms, now_ms + self._recover_ms)
+                self._recover_ms = 0
             self._moves.on_hello(hello)
         if self.recovering or arrival in (Arrival.STALE, Arrival.AGAIN):
             return
@@ -228,6 +217,10 @@ class Switcher:
             moved=self._moves.committed(report.stage.epoch),
         )
 
+    def has_moved(self, epoch: int) -> bool:
+        """Say whether the move of this epoch was committed."""
+        return self._moves.committed(epoch) == epoch > 0
+
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
         """Return the tasks that changed their leader since the last call, with the new one."""
         return self._moves.take_adopted()
@@ -270,7 +263,7 @@ class Switcher:
 
     def _half_formed(self) -> list[Rank]:
         """Ranks that a committed move prepared for groups that may not all have joined yet."""
-        if not self._moves.committed(self.epoch) == self.epoch > 0:
+        if not self.has_moved(self.epoch):
             return []
         waiting = [binding for binding in self.target.bindings if binding not in self._grants]
         return [rank for binding in waiting for rank in binding.group.ranks]

@@ -34,7 +34,7 @@ from coordinator.protocol.messages import (
     TaskReturned,
 )
 from coordinator.task_table import TaskTable
-from coordinator.tasks import HELD, State, Task, new_task, too_long
+from coordinator.tasks import HELD, State, Task, ask, dropped, new_task, too_long
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
@@ -108,13 +108,11 @@ class TaskPool:
         if task.state is State.ASKED and not self.recovering:
             if message.attempt < task.attempt:
                 # Sent before the gateway read the question: tokens may be under way behind it.
-                return [_ask(task)]
+                return [ask(task)]
             return self._go_on_behind(task, message, now_ms)
         if task.state in HELD and task.attempt < task.told:
             # An earlier coordinator gave that attempt up. Tokens of a later one may be under way.
-            effects = _dropped(task)
-            task.attempt = task.told
-            return [*effects, *self._doubt(task, now_ms)]
+            return self._take_back(task, task.told, now_ms)
         return []
 
     def release(self, task_id: TaskId) -> list[Effect]:
@@ -153,6 +151,8 @@ class TaskPool:
             return []
         if message.cause is ReturnCause.RECOMPUTE and task.state is not State.RETURNING:
             self._carried[Carry.RECOMPUTE] += 1
+        if len(message.generated_tokens) > len(task.tokens):
+            task.former |= {rank}
         task.tokens = message.generated_tokens
         task.generated = len(task.tokens)
         if task.payload is None:
@@ -166,11 +166,14 @@ class TaskPool:
         task = self._tasks.get(message.task)
         if task is not None and task.leader == rank and task.attempt == message.attempt:
             return []
-        if task is None or task.state not in HELD or task.attempt != message.attempt - 1:
-            # It ended or was given up meanwhile.
-            return [ToRank(rank, Drop(message.task, message.attempt))]
-        if task.leader is not None:
-            task.former |= {task.leader}
+        if task is None or task.leader is None or task.attempt != message.attempt - 1:
+            # It ended or was given up meanwhile, and may even run under the same number.
+            effects: list[Effect] = [ToRank(rank, Drop(message.task, message.attempt))]
+            is_new = task is not None and task.state is not State.ASKED
+            if task is not None and is_new and task.attempt <= message.attempt:
+                effects += self._take_back(task, message.attempt, now_ms)
+            return effects
+        task.former |= {task.leader}
         task.attempt = message.attempt
         task.generated = max(task.generated, message.generated)
         self._tasks.enter(task, State.PLACED, now_ms, rank)
@@ -192,8 +195,7 @@ class TaskPool:
     def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
         """Compare what a rank holds with what it is believed to hold; its session is new."""
         effects: list[Effect] = []
-        held = {each.header.task for each in hello.held}
-        held.update(each.task for each in hello.adopted)
+        held = {each.header.task for each in hello.held} | {each.task for each in hello.adopted}
         for task in self._tasks.held_by(hello.rank):
             if task.id not in held:
                 effects += self._doubt(task, now_ms)
@@ -205,10 +207,9 @@ class TaskPool:
         """Take up again what a lost rank led, behind what the gateways have of it."""
         effects: list[Effect] = []
         for task in self._tasks:
-            # It may have gone on elsewhere, behind tokens that are lost with the rank; and the rank
-            # may live behind a broken network, and come back with the task.
+            # Its last tokens may be lost; or the rank lives, and comes back with the task.
             if task.leader == rank or (rank in task.former and task.state is not State.ASKED):
-                effects += [*_dropped(task), *self._doubt(task, now_ms)]
+                effects += self._take_back(task, task.attempt, now_ms)
         for task_id, ended in self._ended.in_doubt(rank):
             effects.append(ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1)))
         return effects
@@ -224,7 +225,7 @@ class TaskPool:
                 # It was not submitted before, so no rank has ever run it.
                 self._tasks.enter(task, State.QUEUED, now_ms)
             elif task.state is State.ASKED:
-                effects.append(_ask(task))
+                effects.append(ask(task))
         return effects
 
     def tick(self, now_ms: int) -> list[Effect]:
@@ -245,9 +246,8 @@ class TaskPool:
 
     def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
         """Give tasks to groups that have room, in order."""
-        chosen = self._tasks.loads.choose(
-            groups, self._tasks.queue, self._tasks.__getitem__, now_ms
-        )
+        tasks = self._tasks
+        chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms)
         return [self._place(task, group, now_ms) for task, group in chosen]
 
     def recheck_context(self) -> list[Effect]:
@@ -264,8 +264,7 @@ class TaskPool:
         self._tasks.integrity()
         for task in self._tasks:
             assert task.id not in self._ended, f"task {task.id} has ended and has not."
-        for task_id in self._unclaimed:
-            assert task_id in self._tasks, "an ended task waits for its claim."
+        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is waited for."
 
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in a task that is not known, or refuse it."""
@@ -279,7 +278,7 @@ class TaskPool:
             task.state = State.ASKED
             task.attempt += ATTEMPTS_APART
         self._add(task)
-        return [_ask(task)] if task.state is State.ASKED and not self.recovering else []
+        return [ask(task)] if task.state is State.ASKED and not self.recovering else []
 
     def _refusal(self, task: Task) -> TaskFailed | None:
         if reason := too_long(task, self.context_tokens_max):
@@ -305,7 +304,7 @@ class TaskPool:
 
     def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
         """Queue a task again behind what its gateway has delivered."""
-        effects = _dropped(task)
+        effects = dropped(task)
         task.former = frozenset()
         task.tokens = message.delivered_tokens
         task.generated = len(task.tokens)
@@ -344,11 +343,10 @@ class TaskPool:
             self._add(task)
             self._unclaimed[task_id] = now_ms + self._limits.claim_ms
         elif task.leader is not None and task.leader != rank:
-            effects += _dropped(task)
+            effects += dropped(task)
         task.attempt = held.attempt
         task.generated = max(task.generated, held.generated)
-        state = State.PAUSED if held.paused else State.PLACED
-        self._tasks.enter(task, state, now_ms, rank)
+        self._tasks.enter(task, State.PAUSED if held.paused else State.PLACED, now_ms, rank)
         return effects
 
     def _is_newest(self, task: Task, rank: Rank, held: HeldTask) -> bool:
@@ -358,6 +356,12 @@ class TaskPool:
             return is_known or (self.recovering and held.attempt > task.attempt)
         return task.state is State.ASKED and self.recovering and held.attempt >= task.told
 
+    def _take_back(self, task: Task, attempt: int, now_ms: int) -> list[Effect]:
+        """Let a task go on behind what its gateway has, and nowhere up to this attempt."""
+        effects = dropped(task)
+        task.attempt = attempt
+        return [*effects, *self._doubt(task, now_ms)]
+
     def _doubt(self, task: Task, now_ms: int) -> list[Effect]:
         """Nobody here knows how far the task got: ask its gateway.
 
@@ -366,7 +370,7 @@ class TaskPool:
         """
         self._tasks.enter(task, State.ASKED, now_ms)
         task.attempt += 1
-        return [] if self.recovering else [_ask(task)]
+        return [] if self.recovering else [ask(task)]
 
     def _give_up(self, task: Task) -> list[Effect]:
         """End a task that nobody seems to wait for; its gateway may yet come and ask."""
@@ -378,7 +382,7 @@ class TaskPool:
         self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None
     ) -> list[Effect]:
         """Forget a task; a leader that did not tell itself is told to drop it."""
-        effects = _dropped(task) if task.leader != told_by else []
+        effects = dropped(task) if task.leader != told_by else []
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
         pushers = task.former | {pushed_by} if pushed_by is not None else frozenset()
@@ -394,12 +398,3 @@ class TaskPool:
         failure = TaskFailed(task.id, code, message)
         self._ended[task.id].failure = failure
         return [*effects, ToGateway(task.header.gateway, failure)]
-
-
-def _dropped(task: Task) -> list[Effect]:
-    """Tell the task's leader, if it has one, to forget it."""
-    return [] if task.leader is None else [ToRank(task.leader, Drop(task.id, task.attempt))]
-
-
-def _ask(task: Task) -> Effect:
-    return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Submit, TaskHeader, TaskId, Tier
+from coordinator.events import Effect, ToGateway, ToRank
+from coordinator.protocol.messages import Drop, Resubmit, Submit, TaskHeader, TaskId, Tier
 
 
 class State(Enum):
@@ -56,7 +57,7 @@ class Task:
     attempt: int = 0
     leader: Rank | None = None
     former: frozenset[Rank] = frozenset()
-    """Leaders before a move, whose last tokens may still be under way."""
+    """Leaders that gave it on, and whose last tokens may still be under way."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
 
@@ -101,6 +102,16 @@ def too_long(task: Task, limit: int) -> str | None:
         f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
         f"{task.header.max_tokens} to generate."
     )
+
+
+def dropped(task: Task) -> list[Effect]:
+    """Tell the task's leader, if it has one, to forget it."""
+    return [] if task.leader is None else [ToRank(task.leader, Drop(task.id, task.attempt))]
+
+
+def ask(task: Task) -> Effect:
+    """Ask the task's gateway to submit it again, and to take no token of this attempt."""
+    return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
 
 
 class TaskQueue:

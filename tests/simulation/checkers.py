@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Stage, TaskId
+from coordinator.protocol.messages import Binding, Stage, Target, TaskId
 
 if TYPE_CHECKING:
     from tests.simulation.sim_gateway import SimGateway
@@ -31,6 +31,22 @@ class StageChecker:
         before = self._highest.get((rank, incarnation), stage)
         check(stage >= before, f"rank {rank} went back from {before} to {stage}")
         self._highest[rank, incarnation] = stage
+
+
+class MoveChecker:
+    """All ranks that take part in a move agree on its outcome, and on what a group starts from."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[tuple[int, Target], bool] = {}
+        self._moved_in: dict[Binding, tuple[int, ...]] = {}
+
+    def resolved(self, epoch: int, target: Target, is_committed: bool) -> None:
+        outcome = self._outcomes.setdefault((epoch, target), is_committed)
+        check(outcome == is_committed, f"one rank commits the move of {epoch}, another does not")
+
+    def joined(self, binding: Binding, moved_in: tuple[int, ...]) -> None:
+        before = self._moved_in.setdefault(binding, moved_in)
+        check(before == moved_in, f"members of {binding} begin with {before} and {moved_in}")
 
 
 class Stream:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Layout, Mode, Rank, supported_layouts
 from coordinator.protocol.messages import Carry, Phase
+from coordinator.settings import CoreSettings
 from tests.simulation.network import Weather
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Faults:
             self._switch(world)
 
     def _meddle(self, world: "World", *, is_told: bool) -> None:
-        match self.rng.choices(range(4), (1, 4, 4, 1) if is_told else (6, 1, 1, 1))[0]:
+        match self.rng.choices(range(4), (1, 6, 3, 1) if is_told else (6, 1, 1, 1))[0]:
             case 0:
                 world.gateways[self.rng.choice(("east", "west"))].cancel_any(self.rng)
             case 1:
@@ -154,3 +155,23 @@ class Faults:
             world.restart(rank, self._restart_at.pop(rank)[1])
         if world.core is None and world.now >= self._core_at:
             world.start_core()
+
+
+def draw_settings(rng: random.Random, world: int) -> CoreSettings:
+    """The times and limits of one run."""
+    lease_ms = rng.choice((200, 300))
+    return CoreSettings(
+        world=world,
+        layout=rng.choice(LAYOUTS),
+        lease_ms=lease_ms,
+        lost_after_ms=lease_ms + rng.choice((0, 60)),
+        recover_ms=lease_ms,
+        pause_limit_ms=rng.choice((100, 800)),
+        drain_limit_ms=rng.choice((0, 200, 600)),
+        queue_tasks_max=rng.choice((4, 4_096)),
+        ageing_ms=500,
+        default_carry=rng.choice(CARRIES),
+        history_max=100,
+        claim_ms=300,
+        gateway_gone_ms=400,
+    )

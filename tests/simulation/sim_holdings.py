@@ -44,6 +44,8 @@ class Holdings:
         self.returned: list[TaskReturned] = []
         self.changed = False
         self._own: set[int] = set()
+        self._lost: set[Ranks] = set()
+        """Groups whose pages were given up because a member is lost."""
         self._moved_in: dict[Ranks, tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
         self._applied: dict[Ranks, tuple[int, int]] = {}
@@ -55,6 +57,11 @@ class Holdings:
         ranks = binding.group.ranks
         self._members[ranks] = {each: incarnations.get(each) for each in ranks}
         self._joined[ranks] = binding.born
+        self._lost.discard(ranks)
+
+    def has_lost(self, ranks: Ranks) -> bool:
+        """Whether pages that a group of these ranks had are given up for a lost member."""
+        return ranks in self._lost
 
     def members(self, ranks: Ranks) -> dict[Rank, int | None]:
         """The processes that were in the group when it was joined last."""
@@ -116,6 +123,8 @@ class Holdings:
         self._applied[kept.ranks] = order
         held = self.table(kept.ranks)
         remaining = held.intersection(kept.indices)
+        if remaining != held:
+            self._lost.add(kept.ranks)
         # A member's share of these pages is lost: the coordinator says so, and it is right.
         if remaining != held and self._return_paused(kept.ranks, remaining):
             self.withdraw(kept.ranks)
@@ -127,6 +136,7 @@ class Holdings:
             if ranks == bound or all(present.get(each) == inc for each, inc in members.items()):
                 continue
             del self._members[ranks]
+            self._lost.add(ranks)
             if self._return_paused(ranks, frozenset()):
                 self.withdraw(ranks)
             self.pages.keep_only(ranks, ())
@@ -173,7 +183,9 @@ class Holdings:
         """Forget tasks that another leader goes on with."""
         tasks = self.paused.get(group, {})
         for name, attempt in gone.items():
-            if name in tasks and tasks[name].attempt == attempt:
+            is_there = name in tasks and tasks[name].attempt == attempt
+            check(is_there or group in self._lost, f"{name} is not what rank {self.rank} told")
+            if is_there:
                 del tasks[name]
 
     def take_pages(
@@ -193,8 +205,13 @@ class Holdings:
             return
         self.pages.lease_these(ranks, np.array(indices, dtype=np.int64), numbers)
         self._joined[ranks] = binding.born
+        self._lost.discard(ranks)
         self._applied[ranks] = (binding.born, -1)
         self._moved_in[ranks] = tuple(indices)
+
+    def moved_in(self, ranks: Ranks) -> tuple[int, ...]:
+        """The lease indices that a move filled for a group that has not begun."""
+        return tuple(sorted(self._moved_in.get(ranks, ())))
 
     def not_joined(self) -> None:
         """What was prepared for a group is not joined now."""

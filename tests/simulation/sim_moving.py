@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause
+from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause, Target
 from coordinator.protocol.seat import Reshard, Resolve
 from kvadaptor.pages import NULL_PAGE
 from tests.simulation.sim_engine import SimTask, slots_of
@@ -64,6 +64,8 @@ class SimMoving:
         self.adopted: tuple[Adopted, ...] = ()
         self.adopted_in = 0
         self.has_failed = False
+        self._acknowledged: tuple[int, Target, int] | None = None
+        """The epoch and target of the last move that was carried out, and when."""
         self.under_way: Reshard | None = None
         self._run: Iterator[None] = iter(())
 
@@ -86,8 +88,7 @@ class SimMoving:
         try:
             next(self._run)
         except StopIteration:
-            done, self.under_way = self.under_way, None
-            return done
+            return self._done()
         except Overtaken:
             own.round = GAVE_UP
             self.under_way = None
@@ -96,10 +97,16 @@ class SimMoving:
             own.round = GAVE_UP
             self.has_failed = True
             self.adopted = ()
-            done, self.under_way = self.under_way, None
             self._process.world.stats.failed_moves += 1
-            return done
+            return self._done()
         return None
+
+    def _done(self) -> Reshard | None:
+        done, self.under_way = self.under_way, None
+        assert done is not None
+        directive = done.directive
+        self._acknowledged = (directive.stage.epoch, directive.target, self._process.world.now)
+        return done
 
     @property
     def _own_board(self) -> Board:
@@ -107,8 +114,13 @@ class SimMoving:
 
     def _tell(self, epoch: int) -> None:
         self.adopted = ()
+        if self.group is not None and self._process.holdings.has_lost(self.group):
+            # Other members may not know yet; without this rank's share its tasks cannot move.
+            group = None
+        else:
+            group = self.group
         board = self._own_board
-        board.manifest = self._process.holdings.manifest(self.group, self._born)
+        board.manifest = self._process.holdings.manifest(group, self._born)
         board.round = 0
         board.epoch = epoch
 
@@ -208,6 +220,10 @@ class SimMoving:
         stats = self._process.world.stats
         pending, self.pending = self.pending, None
         self.adopted = ()
+        if self._acknowledged is not None and self._acknowledged[0] == resolve.epoch:
+            epoch, target, since = self._acknowledged
+            if self._process.cut_out_at < since:
+                self._process.world.moves.resolved(epoch, target, resolve.is_committed)
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)

@@ -56,6 +56,8 @@ class SimRank:
         self.moving = SimMoving(self, boards)
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
+        self.cut_out_at = -1
+        """When the coordinator last had no place for this rank."""
         self.greeted = 0
         """The coordinator that was told hello last."""
         self.session: Session | None = None
@@ -184,6 +186,7 @@ class SimRank:
             case Join(binding, directive):
                 self.holdings.join(binding, dict(directive.members))
                 self.moving.group = None
+                self.world.moves.joined(binding, self.holdings.moved_in(binding.group.ranks))
                 self._times.append(SwitchTimes(directive.stage.epoch, swap_us=1_000))
                 return True
             case Serve():

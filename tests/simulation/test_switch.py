@@ -9,7 +9,7 @@ SEEDS = 500
 CHUNK = 50
 
 
-MEDDLE = 0.3
+MEDDLE = 0.5
 """Enough to find bugs that need two things to go wrong while KV moves."""
 
 

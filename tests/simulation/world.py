@@ -39,9 +39,8 @@ from coordinator.protocol.messages import (
     Report,
 )
 from coordinator.protocol.seat import Move
-from coordinator.settings import CoreSettings
-from tests.simulation.checkers import StageChecker, Violation, check, check_one_leads
-from tests.simulation.faults import CARRIES, LAYOUTS, WIDTHS, Faults
+from tests.simulation.checkers import MoveChecker, StageChecker, Violation, check, check_one_leads
+from tests.simulation.faults import WIDTHS, Faults, draw_settings
 from tests.simulation.network import Network, Session
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
@@ -104,6 +103,7 @@ class World:
         self.stats = Stats()
         self.boards = {rank: Board() for rank in map(Rank, range(WORLD))}
         self._stages = StageChecker()
+        self.moves = MoveChecker()
         self._steps: list[tuple[Step, tuple[SimRank, ...]]] = []
         plan = communicator_plan(WORLD, WIDTHS)
         self._queues = {ranks: StepQueue(ranks) for ranks in plan}
@@ -118,7 +118,7 @@ class World:
         """Coordinators that were started so far."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
-        self.settings = self._draw_settings()
+        self.settings = draw_settings(self.rng, WORLD)
         self.ranks: dict[Rank, SimRank | None] = {
             rank: SimRank(self, rank, 1, WIDTHS) for rank in map(Rank, range(WORLD))
         }
@@ -161,6 +161,8 @@ class World:
                 rank.act()
                 self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
+            if self.core and not (self.core.is_recovering or self.core.is_available(rank.rank)):
+                rank.cut_out_at = self.now
         if self.core is not None and self.now % CORE_TICKS == 0:
             self.core_event(Tick())
             if self.core is not None and self.now % 8 == 0:
@@ -395,21 +397,3 @@ class World:
     def note(self, rank: Rank, move: Move) -> None:
         if self._trace is not None:
             self.say(f"rank {rank}: {move_line(move)}")
-
-    def _draw_settings(self) -> CoreSettings:
-        lease_ms = self.rng.choice((200, 300))
-        return CoreSettings(
-            world=WORLD,
-            layout=self.rng.choice(LAYOUTS),
-            lease_ms=lease_ms,
-            lost_after_ms=lease_ms + self.rng.choice((0, 60)),
-            recover_ms=lease_ms,
-            pause_limit_ms=self.rng.choice((100, 800)),
-            drain_limit_ms=self.rng.choice((0, 200, 600)),
-            queue_tasks_max=self.rng.choice((4, 4_096)),
-            ageing_ms=500,
-            default_carry=self.rng.choice(CARRIES),
-            history_max=100,
-            claim_ms=300,
-            gateway_gone_ms=400,
-        )

@@ -21,6 +21,7 @@ from coordinator.events import (
 )
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    Adopted,
     Carry,
     Directive,
     GatewayHello,
@@ -54,6 +55,9 @@ class ObedientRank:
         self.blocks_total = 0
         self.kept: tuple[LeaseKept, ...] = ()
         self.is_idle = True
+        self.adopted: tuple[Adopted, ...] = ()
+        """What this rank goes on with if its move is committed."""
+        self.has_failed = False
         self.told: Directive | None = None
 
     def obey(self) -> bool:
@@ -84,6 +88,8 @@ class ObedientRank:
             kv_heads=8,
             pages_total=PAGES + 1,
             held=tuple(held),
+            adopted=self.adopted if self.seat.is_moving else (),
+            adopted_in=self.seat.stage.epoch,
         )
 
     def report(
@@ -108,6 +114,10 @@ class ObedientRank:
             ended=tuple(ended),
             returned=tuple(returned),
             progress=tuple(progress),
+            adopted=self.adopted if self.seat.is_moving else (),
+            has_failed=self.has_failed,
+            moved=self.seat.told[0],
+            told_in=self.seat.told[1],
         )
 
 
