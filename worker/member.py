@@ -76,7 +76,6 @@ class Member:
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
-        self._begun: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
         self.moving = Moving(self, engine.boards, engine.spec.rank)
@@ -111,9 +110,9 @@ class Member:
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
         """A move has leased these indices to a group that is to be joined."""
         ranks = binding.group.ranks
-        self._formed[ranks] = self._begun[ranks] = binding.born
+        self._formed[ranks] = binding.born
         self._moved_in[ranks] = tuple(indices.tolist())
-        self._applied_kept.pop(ranks, None)
+        self._applied_kept[ranks] = (binding.born, -1)
 
     def not_joined(self) -> None:
         """What was prepared for a group is not joined now: its leader says what is kept of it."""
@@ -126,7 +125,7 @@ class Member:
         self._mode = None
         self._binding = None
 
-    def begin(self, grant_pages: int, kept: tuple[int, ...]) -> None:
+    def begin(self, grant_pages: int, kept: tuple[int, ...], version: int) -> None:
         """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
         mode, group = self._joined()
         pool = self.engine.pages
@@ -142,7 +141,7 @@ class Member:
             mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
             indices = pool.lease_indices(group.ranks)
         if self._binding is not None:
-            self._begun[group.ranks] = self._binding.born
+            self._applied_kept[group.ranks] = (self._binding.born, version)
         if mode.scheduler is not None:
             mode.scheduler.grant(indices)
 
@@ -163,9 +162,8 @@ class Member:
         for lease in leases:
             bound = self._binding is not None and self._binding.group.ranks == lease.ranks
             order = (lease.born, lease.version)
-            # What was kept of an earlier formation says nothing about pages leased since.
-            stale = lease.born < self._begun.get(lease.ranks, 0)
-            if bound or stale or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
+            # What was kept before the group began says nothing about pages leased since.
+            if bound or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
                 continue
             self._applied_kept[lease.ranks] = order
             changed |= self.keep_only(lease.ranks, lease.indices)
@@ -379,8 +377,8 @@ class Member:
         if message is None or message.born != binding.born:
             return message if isinstance(message, LeaveGroup) else None
         match message:
-            case Begin(kept=kept, grant_pages=pages):
-                self.begin(pages, kept)
+            case Begin(kept=kept, grant_pages=pages, version=version):
+                self.begin(pages, kept, version)
             case Step(plan=plan):
                 self._execute(mode, plan)
                 self.step_ended_ns = time.monotonic_ns()

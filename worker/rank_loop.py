@@ -211,8 +211,10 @@ class RankLoop:
             case Serve(binding=binding, grant_pages=pages, kept=kept):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
-                    member.lead(Begin(binding.born, indices, pages, member.has_tasks))
-                    member.begin(pages, indices)
+                    told = member.kept.get(binding.group.ranks)
+                    version = told.version if told is not None else -1
+                    member.lead(Begin(binding.born, indices, pages, version, member.has_tasks))
+                    member.begin(pages, indices, version)
                     self._clock.begun(is_busy=member.has_tasks)
                     self._clock.leads(move.directive.stage.epoch)
             case Reshard(directive=directive):

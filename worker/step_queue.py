@@ -19,12 +19,14 @@ LEADER_SEND_LIMIT_S = 30.0
 class Begin:
     """The formation serves: keep these lease indices, then lease this many more pages.
 
-    `is_busy`: steps follow at once, as the leader has tasks to go on with.
+    `version` is the leader's last word on what it kept of the lease: with `kept` that is out of
+    date. `is_busy`: steps follow at once, as the leader has tasks to go on with.
     """
 
     born: int
     kept: tuple[int, ...]
     grant_pages: int
+    version: int = -1
     is_busy: bool = False
 
 

@@ -28,9 +28,11 @@ class StageChecker:
         self._highest: dict[tuple[Rank, int], Stage] = {}
 
     def see(self, rank: Rank, incarnation: int, stage: Stage) -> None:
-        before = self._highest.get((rank, incarnation), stage)
-        check(stage >= before, f"rank {rank} went back from {before} to {stage}")
-        self._highest[rank, incarnation] = stage
+        before = self._highest.get((rank, incarnation))
+        if before is not stage:
+            is_later = before is None or stage >= before
+            check(is_later, f"rank {rank} went back from {before} to {stage}")
+            self._highest[rank, incarnation] = stage
 
 
 class MoveChecker:

@@ -3,7 +3,7 @@
 import random
 from typing import TYPE_CHECKING
 
-from comm_pool.layout import Layout, Mode, Rank, supported_layouts
+from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.protocol.messages import Carry, Phase
 from coordinator.settings import CoreSettings
 from tests.simulation.network import Weather
@@ -76,7 +76,7 @@ class Faults:
                 world.break_gateway(self.rng.choice(("east", "west")))
         if chance() < self.core_crash:
             self._crash_core(world)
-        if (phase := world.moving_phase) is not None and chance() < self.meddle:
+        if (phase := moving_phase(world)) is not None and chance() < self.meddle:
             self._meddle(world, is_told=phase is Phase.SWAP)
 
     def heal(self, world: "World") -> None:
@@ -117,9 +117,9 @@ class Faults:
                 self._crash(world, Rank(self.rng.randrange(8)))
 
     def _switch_partly(self, world: "World") -> None:
-        """Want another layout in which some wide groups stay."""
-        groups = {group for group in world.target_groups if group.width > 1}
-        partly = [layout for layout in LAYOUTS if groups.intersection(layout.groups)]
+        """Want another layout in which some wide groups stay that are just being formed."""
+        formed_now = forming(world)
+        partly = [layout for layout in LAYOUTS if formed_now.intersection(layout.groups)]
         if partly:
             self._switch(world, self.rng.choice(partly))
 
@@ -175,3 +175,21 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         claim_ms=300,
         gateway_gone_ms=400,
     )
+
+
+def forming(world: "World") -> set[Group]:
+    """Wide groups that some of their members may have joined."""
+    if world.core is None:
+        return set()
+    switcher = world.core._switcher
+    new = [each.group for each in switcher.target.bindings if not switcher.is_granted(each)]
+    return {group for group in new if group.width > 1}
+
+
+def moving_phase(world: "World") -> Phase | None:
+    """MOVE while ranks copy KV, SWAP while they are told that it counts, or None."""
+    if world.core is None:
+        return None
+    switcher = world.core._switcher
+    is_told = switcher.stage.phase is Phase.SWAP and switcher.has_moved(switcher.epoch)
+    return switcher.stage.phase if is_told or switcher.stage.phase is Phase.MOVE else None

@@ -79,8 +79,13 @@ class Holdings:
         check(not missing, f"rank {self.rank} has no pages for kept {missing} of {ranks}")
         self.pages.keep_only(ranks, kept)
         self.pages.lease(ranks, self.grant_of(begin))
-        self._applied[ranks] = (binding.born, -1)
+        self._applied[ranks] = (binding.born, begin.version)
         self.kept.pop(ranks, None)
+
+    def version_of(self, ranks: Ranks) -> int:
+        """The last word of this leader on what it keeps of a lease; -1 is none."""
+        kept = self.kept.get(ranks)
+        return kept.version if kept is not None else -1
 
     def grant_of(self, begin: Begin) -> int:
         return begin.grant_pages

@@ -223,7 +223,8 @@ class SimRank:
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            begin = Begin(move.binding.born, move.grant_pages, move.kept)
+            version = self.holdings.version_of(move.binding.group.ranks)
+            begin = Begin(move.binding.born, move.grant_pages, move.kept, version)
             if not self._tell(move.binding, begin):
                 return False
             self.holdings.begin(move.binding, begin)

@@ -21,6 +21,8 @@ class Begin:
     born: int
     grant_pages: int
     kept: LeaseKept | None
+    version: int
+    """The last word of the leader on what it kept of the lease; it is part of this message now."""
 
 
 @dataclass(frozen=True)

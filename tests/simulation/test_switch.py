@@ -9,7 +9,7 @@ SEEDS = 500
 CHUNK = 50
 
 
-MEDDLE = 0.5
+MEDDLE = 0.1
 """Enough to find bugs that need two things to go wrong while KV moves."""
 
 

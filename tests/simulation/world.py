@@ -34,7 +34,6 @@ from coordinator.protocol.messages import (
     Directive,
     GatewayHello,
     GatewayUp,
-    Phase,
     RankHello,
     Report,
 )
@@ -317,19 +316,6 @@ class World:
     @property
     def is_serving(self) -> bool:
         return self.core is not None and self.core.is_serving
-
-    @property
-    def target_groups(self) -> tuple[Group, ...]:
-        return self.core._switcher.target.layout.groups if self.core is not None else ()
-
-    @property
-    def moving_phase(self) -> Phase | None:
-        """MOVE while ranks copy KV, SWAP while they are told that it counts, or None."""
-        if self.core is None:
-            return None
-        stage, moves = self.core._switcher.stage, self.core._switcher._moves
-        is_told = stage.phase is Phase.SWAP and moves.committed(stage.epoch) == stage.epoch
-        return stage.phase if stage.phase is Phase.MOVE or is_told else None
 
     def has_two_rounds(self, epoch: int) -> bool:
         """Whether the move of this epoch overwrites what it has read."""
