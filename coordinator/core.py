@@ -30,7 +30,7 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
-from coordinator.placement import max_context_tokens, open_groups
+from coordinator.placement import changing_groups, max_context_tokens, open_groups
 from coordinator.protocol.messages import (
     Cancel,
     Carry,
@@ -49,7 +49,8 @@ from coordinator.protocol.messages import (
 from coordinator.records import Decision
 from coordinator.refusal import refuse
 from coordinator.roster import Arrival, Roster
-from coordinator.settings import CoreSettings, SwitchSettings
+from coordinator.settings import CoreSettings
+from coordinator.stragglers import Stragglers
 from coordinator.switcher import Switcher
 from coordinator.task_pool import PoolLimits, TaskPool
 
@@ -76,6 +77,7 @@ class Core:
         "_pool",
         "_roster",
         "_settings",
+        "_stragglers",
         "_switcher",
         "_version",
     )
@@ -84,7 +86,7 @@ class Core:
         self._settings = settings
         self._coordinator_id = coordinator_id
         self._roster = Roster(settings.world, rejoins=settings.rejoins)
-        self._switcher = Switcher(_switch_settings(settings), self._roster, now_ms)
+        self._switcher = Switcher(settings.switch, self._roster, now_ms)
         self._pool = TaskPool(
             PoolLimits(
                 queue_tasks_max=settings.queue_tasks_max,
@@ -93,6 +95,7 @@ class Core:
                 claim_ms=settings.claim_ms,
             )
         )
+        self._stragglers = Stragglers()
         self._gateways: dict[str, _Gateway] = {}
         self._decisions: deque[Decision] = deque(maxlen=settings.history_max)
         self._cell: CellState | None = None
@@ -221,10 +224,18 @@ class Core:
     def _task_ended(self, rank: Rank, ended: TaskEnded) -> list[Effect]:
         was_known = ended.task in self._pool.tasks
         effects = self._pool.ended(rank, ended)
+        was_waited_for = self._stragglers.ended(rank, ended.task)
         has_ended = was_known and ended.task not in self._pool.tasks
-        if has_ended and ended.cause is EndCause.FINISHED and self._switcher.drains(rank):
+        if has_ended and ended.cause is EndCause.FINISHED and self._drains(rank, was_waited_for):
             self._switcher.log.count(Carry.DRAIN)
         return effects
+
+    def _drains(self, leader: Rank, was_waited_for: bool) -> bool:
+        """Say whether a task of this leader was one that a switch let finish first."""
+        if self._switcher.is_speculating:
+            return was_waited_for
+        changing = changing_groups(self._switcher, self._roster)
+        return self._switcher.is_draining and leader in {each.group.leader for each in changing}
 
     def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
         self._roster.on_exited(rank)
@@ -269,6 +280,10 @@ class Core:
         self._switcher.retarget(
             wanted.layout, wanted.carry, wanted.cause, now_ms, decide_ms=decide_ms
         )
+        if self._switcher.is_speculating:
+            changing = changing_groups(self._switcher, self._roster)
+            leaders = [each.group.leader for each in changing]
+            self._stragglers.start(leaders, self._pool.tasks.loads.of)
         return []
 
     def _tick(self, now_ms: int) -> list[Effect]:
@@ -276,6 +291,8 @@ class Core:
         for rank in self._switcher.on_tick(now_ms):
             effects.append(_warning("rank_lost", rank=rank))
             effects += self._pool.lost(rank, now_ms)
+        if self._switcher.is_speculating:
+            self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():
             layout = self._switcher.target.layout
             self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
@@ -289,6 +306,8 @@ class Core:
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
         """What any event may lead to."""
         effects: list[Effect] = []
+        if self._switcher.is_speculating and self._stragglers.are_done:
+            self._switcher.end_wait(now_ms)
         for rank, adopted in self._switcher.take_adopted():
             effects += self._pool.adopted(rank, adopted, now_ms)
         if self._switcher.version != self._version:
@@ -303,11 +322,21 @@ class Core:
         for carry, count in self._pool.take_carried().items():
             self._switcher.log.count(carry, count)
         if self._pool.tasks.queue:
-            effects += self._pool.place(open_groups(self._switcher, self._roster), now_ms)
+            effects += self._place(now_ms)
         effects += self._tell_cell(is_tick=isinstance(event, Tick))
         for record in self._switcher.log.take_finished():
             effects.append(SwitchRecorded(record))
         return effects
+
+    def _place(self, now_ms: int) -> list[Effect]:
+        groups = open_groups(self._switcher, self._roster, self._stragglers)
+        placed = self._pool.place(groups, now_ms)
+        if self._switcher.is_speculating:
+            bindings = self._switcher.target.bindings
+            idle = {each.leader for each in groups if each.binding not in bindings}
+            begun = sum(isinstance(effect, ToRank) and effect.rank in idle for effect in placed)
+            self._switcher.log.count(Carry.SPECULATE, begun)
+        return placed
 
     def _directives(self, ranks: Iterable[Rank]) -> list[Effect]:
         return [
@@ -352,18 +381,6 @@ class Core:
             for name, gateway in self._gateways.items()
             if gateway.closed_ms is None
         ]
-
-
-def _switch_settings(settings: CoreSettings) -> SwitchSettings:
-    return SwitchSettings(
-        initial=settings.layout,
-        lease_ms=settings.lease_ms,
-        lost_after_ms=settings.lost_after_ms,
-        recover_ms=settings.recover_ms,
-        drain_limit_ms=settings.drain_limit_ms,
-        records_max=settings.history_max,
-        default_carry=settings.default_carry,
-    )
 
 
 def _note(event: str, **fields: object) -> Note:

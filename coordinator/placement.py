@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding, TaskId, Tier
 from coordinator.roster import Roster
+from coordinator.stragglers import Stragglers
 from coordinator.switcher import Switcher
 from coordinator.tasks import Task, TaskQueue
 
@@ -26,7 +27,7 @@ LOOK_AHEAD_TASKS = 32
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that serves now and will after the switch under way, so it may be given tasks."""
+    """A group that serves now and whose tasks go on after the switch under way."""
 
     binding: Binding
     max_tasks: int
@@ -47,22 +48,41 @@ class OpenGroup:
         return self.blocks(task.context_tokens_max) <= self.blocks_total
 
 
-def open_groups(switcher: Switcher, roster: Roster) -> tuple[OpenGroup, ...]:
-    """Return the groups to place into: granted, in the target, and serving by leaders' reports."""
+def open_groups(
+    switcher: Switcher, roster: Roster, stragglers: Stragglers
+) -> tuple[OpenGroup, ...]:
+    """Return the groups to place into: granted, in the target, and serving by leaders' reports.
+
+    While a switch waits for stragglers, also groups that are to change and have none.
+    """
     if switcher.recovering:
         return ()
+    bindings = [each for each in switcher.target.bindings if switcher.is_granted(each)]
+    if switcher.is_speculating:
+        changing = changing_groups(switcher, roster)
+        bindings += [each for each in changing if stragglers.is_idle(each.group.leader)]
     groups = []
-    for binding in switcher.target.bindings:
+    for binding in bindings:
         seen = roster[binding.group.leader]
         report = seen.report
-        if report is None or report.binding != binding or not switcher.is_granted(binding):
-            continue
-        if report.blocks_total > 0:
+        if report is not None and report.binding == binding and report.blocks_total > 0:
             hello = seen.hello
             groups.append(
                 OpenGroup(binding, hello.max_tasks, report.blocks_total, hello.tokens_per_slot)
             )
     return tuple(groups)
+
+
+def changing_groups(switcher: Switcher, roster: Roster) -> list[Binding]:
+    """Return the groups that are bound, by their leaders' reports, but not in the target."""
+    reports = [report for rank in switcher.alive if (report := roster.report_of(rank))]
+    return [
+        report.binding
+        for report in reports
+        if report.binding is not None
+        and report.binding.group.leader == report.rank
+        and report.binding not in switcher.target.bindings
+    ]
 
 
 def max_context_tokens(roster: Roster, alive: Collection[Rank]) -> int:
@@ -112,6 +132,10 @@ class Loads:
     def tasks(self, leader: Rank) -> int:
         """Return how many tasks the leader runs."""
         return len(self._tasks.get(leader, ()))
+
+    def of(self, leader: Rank) -> tuple[TaskId, ...]:
+        """Return the tasks that the leader runs."""
+        return tuple(self._tasks.get(leader, ()))
 
     def counted(self) -> set[tuple[Rank, TaskId]]:
         """Return every counted task with its leader."""

@@ -23,7 +23,8 @@ class Outcome(StrEnum):
 
 
 def _no_tasks() -> dict[Carry, int]:
-    return dict.fromkeys((Carry.RESHARD, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE), 0)
+    plans = (Carry.RESHARD, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE, Carry.SPECULATE)
+    return dict.fromkeys(plans, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class SwitchRecord:
     started_ms: int
     decide_ms: int
     tasks: Mapping[Carry, int] = field(default_factory=_no_tasks)
-    """Running tasks by what the switch did to them."""
+    """Running tasks by what the switch did to them; `SPECULATE` counts those begun meanwhile."""
     park_ms: float = 0.0
     swap_ms: float = 0.0
     first_step_ms: float = 0.0

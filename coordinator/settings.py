@@ -11,6 +11,24 @@ from coordinator.protocol.messages import Carry
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchSettings:
+    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
+
+    initial: Layout
+    lease_ms: int
+    lost_after_ms: int
+    recover_ms: int
+    drain_limit_ms: int
+    records_max: int
+    default_carry: Carry
+
+    def __post_init__(self) -> None:
+        """Refuse times with which two layouts could overlap."""
+        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
+            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
+
+
+@dataclass(frozen=True, slots=True)
 class CoreSettings:
     """Settings of a core; see `CoordinatorConfig` for what they mean."""
 
@@ -34,23 +52,18 @@ class CoreSettings:
     rejoins: bool = False
     """Restarted ranks may be in wide groups again: their communicators can be made anew."""
 
-
-@dataclass(frozen=True, slots=True)
-class SwitchSettings:
-    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
-
-    initial: Layout
-    lease_ms: int
-    lost_after_ms: int
-    recover_ms: int
-    drain_limit_ms: int
-    records_max: int
-    default_carry: Carry
-
-    def __post_init__(self) -> None:
-        """Refuse times with which two layouts could overlap."""
-        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
-            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
+    @property
+    def switch(self) -> SwitchSettings:
+        """What the switcher needs of them."""
+        return SwitchSettings(
+            initial=self.layout,
+            lease_ms=self.lease_ms,
+            lost_after_ms=self.lost_after_ms,
+            recover_ms=self.recover_ms,
+            drain_limit_ms=self.drain_limit_ms,
+            records_max=self.history_max,
+            default_carry=self.default_carry,
+        )
 
 
 def core_settings(config: Config) -> CoreSettings:

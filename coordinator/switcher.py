@@ -13,6 +13,7 @@ from coordinator.grants import Grants
 from coordinator.kept import KeptLeases
 from coordinator.moves import Moves
 from coordinator.protocol.messages import (
+    PLAN_BEHIND,
     Adopted,
     Binding,
     Carry,
@@ -27,6 +28,7 @@ from coordinator.records import SwitchLog, SwitchRecord
 from coordinator.recovery import Resumed, resume
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import SwitchSettings
+from coordinator.targets import bind
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
@@ -156,8 +158,8 @@ class Switcher:
         limit_ms = self._settings.lost_after_ms
         silent = [rank for rank in self.alive if self._roster.silent_since(rank, now_ms) > limit_ms]
         self._lose(silent, now_ms)
-        if self.is_draining and now_ms >= self._drain_until_ms:
-            self._set_carry(Carry.RECOMPUTE, now_ms)
+        if now_ms >= self._drain_until_ms:
+            self.end_wait(now_ms)
         self._advance(now_ms)
         return tuple(silent)
 
@@ -166,12 +168,15 @@ class Switcher:
         """Groups finish their tasks before they change."""
         return self.stage.phase is Phase.PARK and self.carry is Carry.DRAIN
 
-    def drains(self, leader: Rank) -> bool:
-        """Say whether the leader's group finishes its tasks because it is to change."""
-        report = self._roster.report_of(leader)
-        if not self.is_draining or report is None or report.binding is None:
-            return False
-        return report.binding not in self.target.bindings
+    @property
+    def is_speculating(self) -> bool:
+        """Groups that are to change serve on until their old tasks have ended."""
+        return self.stage.phase is Phase.PARK and self.carry is Carry.SPECULATE
+
+    def end_wait(self, now_ms: int) -> None:
+        """Wait no longer for tasks to end, if that is what the switch under way does."""
+        if self.stage.phase is Phase.PARK:
+            self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
 
     def retarget(
         self,
@@ -187,7 +192,10 @@ class Switcher:
 
         Groups that stay keep their formation and go on serving, except those with a `fresh` rank.
         A layout that is the target already only changes the carry plan of a switch under way.
+        Only groups that serve can speculate: behind another switch the tasks move at once.
         """
+        if carry is Carry.SPECULATE and not self.is_serving:
+            carry = PLAN_BEHIND[carry]
         if layout == self.target.layout and not fresh and self.epoch:
             if self.stage.phase is Phase.PARK:
                 self._set_carry(carry, now_ms)
@@ -241,9 +249,12 @@ class Switcher:
     def _change(
         self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
     ) -> None:
-        """Retarget for a cause that no one decided; a switch under way keeps its carry plan."""
-        if self.stage.phase is Phase.SERVE:
-            self._set_carry(self._settings.default_carry, now_ms)
+        """Retarget for a cause that no one decided; a switch under way keeps its carry plan.
+
+        Ranks that come or go end a speculation: some are parked by then.
+        """
+        plan = self._settings.default_carry if self.stage.phase is Phase.SERVE else self.carry
+        self._set_carry(Carry.RESHARD if plan is Carry.SPECULATE else plan, now_ms)
         self._set_target(layout, cause, now_ms, fresh)
 
     def _set_target(self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank]) -> None:
@@ -252,7 +263,7 @@ class Switcher:
         previous = self.target
         fresh = {*fresh, *self._half_formed()}
         self.stage = Stage(highest + 1, Phase.PARK)
-        self.target = _bind(layout, previous, self.stage.epoch, fresh)
+        self.target = bind(layout, previous, self.stage.epoch, fresh)
         self.alive = layout.ranks
         for binding in previous.bindings:
             if binding not in self.target.bindings:
@@ -387,14 +398,3 @@ class Switcher:
             fresh = [rank for binding in stopped for rank in binding.group.ranks]
             self._set_target(resumed.layout, resumed.cause, now_ms, fresh)
         self._advance(now_ms)
-
-
-def _bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
-    stays = {
-        binding.group: binding
-        for binding in previous.bindings
-        if not set(fresh).intersection(binding.group.ranks)
-    }
-    return Target(
-        tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups)
-    )

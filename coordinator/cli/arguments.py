@@ -13,7 +13,7 @@ from coordinator.cli.errors import USAGE_STATUS, CliError
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 -- it has no public name
 
-CARRIES = ("reshard", "pause", "drain", "recompute")
+CARRIES = ("reshard", "pause", "drain", "recompute", "speculate")
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
 
 

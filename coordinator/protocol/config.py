@@ -68,7 +68,7 @@ class CoordinatorConfig(_Frozen):
     """Most tasks that wait in the pool; one more is refused with 429."""
     ageing_ms: int = Field(default=30_000, ge=1)
     """Waiting this long lifts a task by one tier."""
-    default_carry: Literal["reshard", "pause", "drain", "recompute"] = "reshard"
+    default_carry: Literal["reshard", "pause", "drain", "recompute", "speculate"] = "reshard"
     """Carry plan of a switch that names none."""
     drain_limit_ms: int = Field(default=60_000, ge=0)
     """A draining group recomputes what is left after this long."""

@@ -18,6 +18,7 @@ from coordinator.protocol.task_words import (
     TaskReturned,
 )
 from coordinator.protocol.terms import (
+    PLAN_BEHIND,
     Binding,
     Carry,
     EndCause,
@@ -31,6 +32,7 @@ from coordinator.protocol.terms import (
 )
 
 __all__ = [
+    "PLAN_BEHIND",
     "PROTOCOL_VERSION",
     "Adopted",
     "Binding",

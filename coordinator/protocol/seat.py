@@ -23,6 +23,7 @@ from typing import assert_never
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
+    PLAN_BEHIND,
     Binding,
     Carry,
     Directive,
@@ -31,6 +32,9 @@ from coordinator.protocol.messages import (
     Stage,
     Target,
 )
+
+MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
+"""Plans that end in a move, for which parked tasks stay where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +300,7 @@ class Seat:
 
     def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
         is_committed = wanted.moved == epoch == self._copied
-        may_move = wanted.carry is Carry.RESHARD and wanted.stage.phase <= Phase.MOVE
+        may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
         return Resolve(epoch, is_committed, may_move, wanted)
 
     def _owes(self, promised: Binding, wanted: Directive) -> bool:
@@ -307,8 +311,9 @@ class Seat:
         gone = self._gone(wanted, binding)
         # After a lapsed lease the group can do no step, so there is nothing to wait for.
         is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
+        is_drained = wanted.carry is Carry.DRAIN and idle
         if self.is_leader:
-            may_leave = is_lost or wanted.carry is not Carry.DRAIN or idle
+            may_leave = is_lost or wanted.carry not in PLAN_BEHIND or is_drained
         else:
             may_leave = self._is_left(binding, gone)
         if not may_leave:

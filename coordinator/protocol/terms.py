@@ -43,6 +43,12 @@ class Carry(StrEnum):
     DRAIN = "drain"
     RECOMPUTE = "recompute"
     RESHARD = "reshard"
+    SPECULATE = "speculate"
+    """Groups serve on until their old tasks end, idle ones begin new tasks; then `RESHARD`."""
+
+
+PLAN_BEHIND = {Carry.DRAIN: Carry.RECOMPUTE, Carry.SPECULATE: Carry.RESHARD}
+"""Plans that wait for tasks to end, at most `drain_limit_ms`, and what is done to the rest then."""
 
 
 class Tier(IntEnum):

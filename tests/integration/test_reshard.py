@@ -79,6 +79,45 @@ async def test_running_tasks_go_on_in_every_other_layout(cell: BareCell) -> None
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(("origin", "wanted"), [("dp4", "tp4"), ("tp2+dp2", "tp4")])
+async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
+    cell: BareCell, origin: str, wanted: str
+) -> None:
+    """Soft preempt: tasks begun meanwhile keep their tokens and go on in the group."""
+    draw = random.Random(4)
+    old = [draw.choices(range(10, 4000), k=40) for _ in range(2)]
+    new = [draw.choices(range(10, 4000), k=50) for _ in range(3)]
+    tag = f"{origin}-{wanted}"
+    cell.switch(origin, "recompute")
+    client = TaskClient()
+    async with client.connected(cell):
+
+        async def tasks(turn: str, *, is_switched: bool) -> list[list[int]]:
+            for number, prompt in enumerate(old):
+                client.submit(f"{tag}-{turn}-old-{number}", prompt, max_tokens=200, seed=number)
+            streams = [client.streams[name] for name in client.streams if f"{turn}-old" in name]
+            while not all(stream.tokens for stream in streams):
+                await asyncio.sleep(0.005)
+            if is_switched:
+                await asyncio.to_thread(cell.ask, wanted, "speculate")
+            for number, prompt in enumerate(new):
+                client.submit(f"{tag}-{turn}-new-{number}", prompt, max_tokens=500, temperature=0.7)
+            begun = [client.streams[name] for name in client.streams if f"{turn}-new" in name]
+            while is_switched and not any(len(stream.tokens) > 5 for stream in begun):
+                await asyncio.sleep(0.005)
+            assert not is_switched or not all(stream.finished for stream in streams)
+            finished = await client.finish(*[n for n in client.streams if f"-{turn}-" in n])
+            return [stream.tokens for stream in finished]
+
+        expected = await tasks("calm", is_switched=False)
+        assert await tasks("switched", is_switched=True) == expected
+    (record,) = cell.get("/admin/switches?last=1")["switches"]
+    assert (record["from"], record["to"], record["outcome"]) == (origin, wanted, "served")
+    counts = {"drain": len(old), "speculate": len(new), "reshard": len(new)}
+    assert record["tasks"] == {**counts, "pause": 0, "recompute": 0}
+
+
+@pytest.mark.timeout(120)
 async def test_a_switch_pauses_clients_for_a_few_steps(pair: BareCell) -> None:
     """The step is measured in the same run: the median over both layouts."""
     cell, client = pair, TaskClient()

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 WIDTHS = (1, 2, 4, 8)
 LAYOUTS = supported_layouts(8, WIDTHS, (Mode.DP, Mode.TP))
-CARRIES = (*(Carry.RESHARD,) * 5, Carry.PAUSE, Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE)
+OFTEN = {
+    Carry.RESHARD: 5,
+    Carry.SPECULATE: 2,
+    Carry.PAUSE: 2,
+    Carry.DRAIN: 1,
+    Carry.RECOMPUTE: 1,
+}
+CARRIES = tuple(carry for carry, times in OFTEN.items() for _ in range(times))
 """What switches carry; the most intricate plan most often."""
 
 

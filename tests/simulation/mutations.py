@@ -129,7 +129,7 @@ def _any_commit(self: Seat, wanted: Directive, epoch: int) -> Resolve:
 
 def _keeps_past_the_move(self: Seat, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
-    return dataclasses.replace(resolve, is_kept=wanted.carry is Carry.RESHARD)
+    return dataclasses.replace(resolve, is_kept=wanted.carry in (Carry.RESHARD, Carry.SPECULATE))
 
 
 _resolve = Seat._resolve

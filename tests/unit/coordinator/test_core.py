@@ -105,7 +105,7 @@ def test_a_switch_is_recorded_with_what_was_measured() -> None:
     (view,) = switches(cell)[-1:]
     assert (view["park_ms"], view["swap_ms"], view["first_step_ms"]) == (1.501, 0.25, 0.9)
     assert (view["gap_ms_max"], view["reshard_ms"], view["reshard_bytes"]) == (12.5, 0.0, 0)
-    assert view["tasks"] == {"reshard": 0, "pause": 0, "drain": 0, "recompute": 0}
+    assert view["tasks"] == {"reshard": 0, "pause": 0, "drain": 0, "recompute": 0, "speculate": 0}
 
 
 def _with(rank_report: Report, times: SwitchTimes) -> Report:

@@ -125,6 +125,24 @@ def test_a_draining_leader_leaves_when_idle_or_told_otherwise() -> None:
     assert obey(seat, directive(apart, 2, PARK, carry=Carry.RECOMPUTE), idle=False) == ["Leave"]
 
 
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_leader_serves_on_while_a_switch_waits_for_stragglers(idle: bool) -> None:
+    seat = serving(0, target("tp2+dp2", 1))
+    apart = target("dp4", 2)
+    assert obey(seat, directive(apart, 2, PARK, carry=Carry.SPECULATE), idle=idle) == []
+    assert seat.may_step(0)
+    assert obey(seat, directive(apart, 2, PARK, carry=Carry.RESHARD), idle=idle) == ["Leave"]
+    assert seat.is_moving
+
+
+def test_a_group_that_lost_a_follower_waits_for_no_stragglers() -> None:
+    seat = serving(0, target("tp2+dp2", 1))
+    seat.on_directive(directive(target("dp1+off1+dp2", 2), 2, PARK, carry=Carry.SPECULATE))
+    move = seat.next_move(idle=False)
+    assert isinstance(move, Leave)
+    assert move.group_lost
+
+
 def test_a_follower_leaves_only_after_its_leader() -> None:
     seat = serving(1, target("tp2+dp2", 1))
     assert obey(seat, directive(target("dp4", 2), 2, PARK)) == []

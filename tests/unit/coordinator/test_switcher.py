@@ -142,6 +142,30 @@ def test_draining_ends_at_its_limit() -> None:
     assert ranks.switcher.version > version
 
 
+def test_a_wait_for_stragglers_ends_at_its_limit_in_a_move() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.SPECULATE, "test", 0)
+    assert ranks.switcher.is_speculating
+    ranks.tick(400)
+    assert ranks.switcher.is_speculating
+    version = ranks.switcher.version
+    ranks.tick(100)
+    assert ranks.switcher.carry is Carry.RESHARD
+    assert ranks.switcher.version > version
+
+
+def test_nothing_is_waited_for_behind_another_switch_or_when_ranks_go() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
+    ranks.switcher.retarget(layout("tp4"), Carry.SPECULATE, "test", 0)
+    assert ranks.switcher.carry is Carry.RESHARD
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.SPECULATE, "test", 0)
+    ranks.switcher.on_exited(Rank(3), 0)
+    assert ranks.switcher.carry is Carry.RESHARD
+    assert not ranks.switcher.is_speculating
+
+
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
