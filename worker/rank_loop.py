@@ -107,7 +107,10 @@ class RankLoop:
         if self._seat.may_step(now_ms()) and self._member.has_work:
             self._lead_step()
             return True
-        if self._seat.is_follower:
+        if moved:
+            # All ranks wait for this one now, and a follower may wait for its leader next.
+            self._report_if_due()
+        if self._seat.is_follower and not self._seat.is_left:
             self._follow()
             return True
         if self._seat.binding is None:
@@ -197,12 +200,11 @@ class RankLoop:
                     self._send_leave(binding.group, binding.born, lost)
                     member.unbind()
                     member.park(binding.group, carry, group_lost=lost)
-                    self._told_of(binding, move)
                 else:
                     while self._follow(wait_s=0.0):
                         pass  # A leader that is alive may wait in a step that it has sent.
                     member.unbind()
-                    self._told_of(binding, move)
+                self._keep_for_move(binding, move)
             case OweLeave(binding=binding):
                 self._send_leave(binding.group, binding.born, False)
             case Join(binding=binding):
@@ -233,11 +235,9 @@ class RankLoop:
         if binding is not None:
             self._sharers.formed(binding.group.ranks, dict(directive.members))
 
-    def _told_of(self, binding: Binding, move: Leave) -> None:
-        """Tell what may move as early as possible: peers find it when they are asked to move."""
+    def _keep_for_move(self, binding: Binding, move: Leave) -> None:
         if move.carry is Carry.RESHARD and not move.group_lost:
             self._member.moving.left(binding)
-            self._member.moving.tell(move.directive.stage.epoch)
 
     def _is_overtaken(self, directive: Directive) -> bool:
         self._take_inbox()
@@ -247,6 +247,11 @@ class RankLoop:
 
     def _after(self, move: Move) -> None:
         match move:
+            case Leave(directive=directive) if self._seat.is_moving:
+                # While the report travels, peers find here what they will ask for when they move.
+                self._changed = True
+                self._report_if_due()
+                self._member.moving.tell(directive.stage.epoch)
             case Reshard(directive=directive):
                 stats = self._member.moving.stats
                 self._clock.copied(directive.stage.epoch, stats.seconds, stats.link_bytes)

@@ -133,7 +133,9 @@ class ModeRunner(CPUModelRunner):
         return dataclasses.replace(
             step,
             finished_req_ids=step.finished_req_ids - again,
-            scheduled_new_reqs=[r for r in step.scheduled_new_reqs if r not in resumed],
+            scheduled_new_reqs=[
+                r for r in step.scheduled_new_reqs if r.req_id not in self._resuming
+            ],
             scheduled_cached_reqs=dataclasses.replace(
                 cached,
                 req_ids=cached.req_ids + [r.req_id for r in resumed],

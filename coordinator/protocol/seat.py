@@ -183,6 +183,11 @@ class Seat:
         return self.binding is not None and self.binding.group.leader != self.rank
 
     @property
+    def is_left(self) -> bool:
+        """The leader of the joined group has left it: only a directive can come next."""
+        return self.binding is not None and self.binding.born in self._leaves
+
+    @property
     def told(self) -> tuple[int, int]:
         """The last committed move that this rank was told of, and the epoch of that directive."""
         wanted = self.wanted
