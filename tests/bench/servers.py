@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from coordinator.cli.ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "worker" / "demo" / "model"
 START_LIMIT_S = 240
@@ -22,10 +23,9 @@ STOP_LIMIT_S = 30
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, and that no outgoing connection is given."""
+    (port,) = free_ports(1)
+    return port
 
 
 def vllm_metadata_folder() -> Path:
