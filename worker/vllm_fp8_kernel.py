@@ -52,6 +52,8 @@ class Tiling:
         stages: steps that are loaded ahead, plus one.
         warps: of a program.
         bulk: whether tiles are loaded by the bulk tensor copy engine (TMA) instead of cp.async.
+        early: whether the launch overlaps with the end of the kernel before (programmatic dependent
+            launch).
     """
 
     block_m: int
@@ -61,6 +63,7 @@ class Tiling:
     stages: int
     warps: int
     bulk: bool
+    early: bool = False
 
     def programs(self, tokens: int, outputs: int) -> tuple[int, int, int]:
         """The grid: tiles of tokens, tiles of outputs, parts of K."""
@@ -140,6 +143,49 @@ def workspace_of(device: torch.device) -> Workspace:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _sums(  # type: ignore[no-untyped-def]
+    a,
+    w,
+    n,
+    m,
+    tokens,
+    outputs,
+    inputs,
+    a_row,
+    w_row,
+    first_step,
+    last_step,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    even: tl.constexpr,
+    bulk: tl.constexpr,
+):
+    """fp32 (block_n, block_m): rows `n` of W times tokens `m`, over a range of steps through K."""
+    k = tl.arange(0, block_k)
+    total = tl.zeros((block_n, block_m), dtype=tl.float32)
+    for step in range(first_step, last_step):
+        first_k = step * block_k
+        if bulk:  # The copy engine fills with zeros what lies outside.
+            rows = w.load([tl.program_id(1) * block_n, first_k])
+            seen = a.load([tl.program_id(0) * block_m, first_k])
+        else:
+            # Rows past the last repeat it and are never stored.
+            row = tl.minimum(n, outputs - 1).to(tl.int64)
+            row_at = w + row[:, None] * w_row + (first_k + k)[None, :]
+            seen_at = a + m.to(tl.int64)[:, None] * a_row + (first_k + k)[None, :]
+            if even:
+                rows = tl.load(row_at)
+                seen = tl.load(seen_at, mask=(m < tokens)[:, None], other=0.0)
+            else:
+                inside = (first_k + k < inputs)[None, :]
+                rows = tl.load(row_at, mask=inside, other=0.0)
+                seen = tl.load(seen_at, mask=(m < tokens)[:, None] & inside, other=0.0)
+        total = tl.dot(rows, seen.T, total)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _store_scaled(  # type: ignore[no-untyped-def]
     total,
     by_row,
@@ -190,42 +236,28 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     even: tl.constexpr,
     bulk: tl.constexpr,
+    early: tl.constexpr,
 ):
     # Tiles of tokens are neighbours in the grid, so that they find W's rows in the cache.
-    first_m = tl.program_id(0) * block_m
-    first_n = tl.program_id(1) * block_n
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     part = tl.program_id(2)
-    m = first_m + tl.arange(0, block_m)
-    n = first_n + tl.arange(0, block_n)
-    k = tl.arange(0, block_k)
     # Loaded here, so that nobody waits for them after the last step.
     by_row = tl.load(scale_w + n * scale_w_step, mask=n < outputs, other=0.0)
-    by_token = tl.load(scale_a + m * scale_a_step, mask=m < tokens, other=0.0)
     shift = by_row
     if has_bias:
         shift = tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    if early:
+        # Weights are everybody's and constant; all that follows is of the kernels before.
+        tl.extra.cuda.gdc_wait()
+    by_token = tl.load(scale_a + m * scale_a_step, mask=m < tokens, other=0.0)
     steps = tl.cdiv(inputs, block_k)
-    part_steps = tl.cdiv(steps, split)
-    total = tl.zeros((block_n, block_m), dtype=tl.float32)
-    for step in range(part * part_steps, tl.minimum(steps, (part + 1) * part_steps)):
-        first_k = step * block_k
-        if bulk:  # The copy engine fills with zeros what lies outside.
-            rows = w.load([first_n, first_k])
-            seen = a.load([first_m, first_k])
-        else:
-            # Rows past the last repeat it and are never stored.
-            row = tl.minimum(n, outputs - 1).to(tl.int64)
-            row_at = w + row[:, None] * w_row + (first_k + k)[None, :]
-            seen_at = a + m.to(tl.int64)[:, None] * a_row + (first_k + k)[None, :]
-            if even:
-                rows = tl.load(row_at)
-                seen = tl.load(seen_at, mask=(m < tokens)[:, None], other=0.0)
-            else:
-                inside = (first_k + k < inputs)[None, :]
-                rows = tl.load(row_at, mask=inside, other=0.0)
-                seen = tl.load(seen_at, mask=(m < tokens)[:, None] & inside, other=0.0)
-        total = tl.dot(rows, seen.T, total)
-
+    share = tl.cdiv(steps, split)
+    total = _sums(
+        *(a, w, n, m, tokens, outputs, inputs, a_row, w_row),
+        *(part * share, tl.minimum(steps, (part + 1) * share)),
+        *(block_m, block_n, block_k, even, bulk),
+    )
     if is_split:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         size: tl.constexpr = block_n * block_m
@@ -295,6 +327,8 @@ def few_tokens_mm(
         has_bias=bias is not None,
         even=tiling.bulk or inputs % tiling.block_k == 0,
         bulk=tiling.bulk,
+        early=tiling.early,
+        launch_pdl=tiling.early,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )

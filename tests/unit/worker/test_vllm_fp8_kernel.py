@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ pytest.importorskip("vllm")
 
 import torch
 
+from tests.bench.kernel_fp8 import source_of
+from tests.bench.kernel_fp8_tilings import SHAPES, tilings
 from worker import vllm_fp8, vllm_fp8_kernel
 from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
 
@@ -72,6 +75,81 @@ def test_tuned_tilings_can_run() -> None:
     for (bucket, outputs, inputs), tiling in TUNED.items():
         assert bucket in BUCKETS
         check_tiling(tiling, bucket, outputs, inputs)
+
+
+def test_the_benchmark_tries_what_can_run_and_prints_what_can_be_pasted() -> None:
+    tuned = []
+    for name, (outputs, inputs, _) in SHAPES.items():
+        for bucket in BUCKETS:
+            tried = list(tilings(bucket, outputs, inputs))
+            assert tried[0] == default_tiling(bucket, outputs, inputs)
+            assert len(tried) == len(set(tried)) > 5
+            for tiling in tried:
+                check_tiling(tiling, bucket, outputs, inputs)
+            tuned.append({"shape": name, "bucket": bucket, "tiling": tried[-1]})
+    pasted: dict[str, dict[tuple[int, int, int], Tiling]] = {}
+    exec(source_of(tuned), {"Tiling": Tiling}, pasted)
+    outputs, inputs, _ = SHAPES["8b-tp2-down"]
+    assert pasted["TUNED"][BUCKETS[-1], outputs, inputs] == tuned[-1]["tiling"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_it_compiles_for_hopper(
+    bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton brings NVIDIA's assembler along, so no GPU is needed to see what it makes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_for
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # What it is by default, without a warning.
+    split = default_tiling(bucket, 4096, 14336)
+    for tiling in {split, replace(split, bulk=False), replace(split, split=1, early=True)}:
+        constants = {
+            "block_m": tiling.block_m,
+            "block_n": tiling.block_n,
+            "block_k": tiling.block_k,
+            "is_split": tiling.split > 1,
+            "has_bias": True,
+            "even": tiling.bulk,
+            "bulk": tiling.bulk,
+            "early": tiling.early,
+        }
+        a, w = (
+            f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" if tiling.bulk else "*fp8e4nv"
+            for rows in (tiling.block_m, tiling.block_n)
+        )
+        kinds = {"a": a, "w": w, "out": "*bf16", "arrivals": "*i32"}
+        kinds |= dict.fromkeys(("scale_a", "scale_w", "bias", "partials"), "*fp32")
+        kernel = vllm_fp8_kernel._few_tokens
+        source = ASTSource(
+            fn=kernel,
+            signature={
+                name: "constexpr" if name in constants else kinds.get(name, "i32")
+                for name in kernel.arg_names
+            },
+            constexprs=constants,
+            attrs={
+                (number,): [["tt.divisibility", 16]]
+                for number, name in enumerate(kernel.arg_names)
+                if name in ("inputs", "outputs", "a_row", "w_row")
+                or (name in ("a", "w") and not tiling.bulk)
+            },
+        )
+        made = compile_for(
+            source,
+            target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": tiling.warps, "num_stages": tiling.stages},
+        )
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64" in text, tiling
+        assert ("cp.async.bulk.tensor" in text) is tiling.bulk, tiling
+        assert ("cp.async.cg" in text) is not tiling.bulk, tiling
+        assert ("atom.global.gpu.acq_rel" in text) is (tiling.split > 1), tiling
+        assert ("griddepcontrol.wait" in text) is tiling.early, tiling
+        assert made.metadata.shared <= SHARED_BYTES, tiling
 
 
 def test_the_shapes_of_70b_fill_an_h200_without_parts() -> None:
