@@ -4,8 +4,12 @@ After vLLM's post-processing an fp8 weight is (K, N) with strides (1, K): in and
 out features of a column-parallel share stay one contiguous range, which vLLM's kernels take as it
 is. A row-parallel share (o_proj, down_proj) is a range of K, and vLLM's CUTLASS kernel computes
 garbage from it in silence, because it assumes packed strides. Those layers of a tp tree multiply
-with `torch._scaled_mm`, which honours strides; a replica keeps vLLM's own kernels everywhere.
+few tokens with a kernel of our own on Hopper GPUs (vllm_fp8_kernel.py), and otherwise with
+`torch._scaled_mm`, which honours strides; a replica keeps vLLM's own kernels everywhere.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -41,11 +45,16 @@ ALIGNMENT = 16
 """Elements (bytes) that fp8 tensor cores want K and N of every operand to be a multiple of."""
 
 FEW_TOKENS = 256
-"""Up to here a GEMM's fp32 result is small beside its weight, so scales are applied to it."""
+"""Up to here a GEMM is a stream of its weight: a kernel of our own reads it where it can run, and
+elsewhere scales are applied to an fp32 result, which is small beside the weight."""
 
 MANY_TOKENS = 1024
 """From here on another pass over the result costs more than torch's row-wise kernel: 239 against
 169 us for 4,096 tokens and an H200 (CUTLASS on packed weights: 161)."""
+
+PROOF_TOKENS = (8, 17, 40, 100, 256, 512, 1024)
+"""Numbers of tokens with which the self-test sees every path there is on Hopper GPUs: each bucket
+of our kernel, which it compiles thereby, and both ways for many."""
 
 
 def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
@@ -131,6 +140,11 @@ def strided_scaled_mm(
     return torch.mul(raw, scale_a, out=torch.empty_like(raw, dtype=out_dtype))
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is of compute capability 9, the only one that our kernel was made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class StridedFp8Kernel(FP8ScaledMMLinearKernel):
     """vLLM's activation quantization, then a GEMM that takes a column range of a replica's weight.
 
@@ -147,6 +161,17 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
         """`config` and `names` are those of the kernel that vLLM chose for the layer."""
         super().__init__(config, names)
         self.unit = torch.ones(1, dtype=torch.float32, device=device)
+        self.prepare(device)
+
+    def prepare(self, device: torch.device) -> None:
+        """Choose the product of up to `FEW_TOKENS` tokens, and make its workspace."""
+        self.few_tokens: Callable[..., torch.Tensor] | None = None
+        self.proof_tokens: tuple[int, ...] = ()
+        if is_hopper(device):
+            from worker.vllm_fp8_kernel import few_tokens_mm, workspace_of
+
+            self.few_tokens = partial(few_tokens_mm, workspace=workspace_of(device))
+            self.proof_tokens = PROOF_TOKENS
 
     @classmethod
     def is_supported(
@@ -176,6 +201,8 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
         output_shape: list[int],
     ) -> torch.Tensor:
         """(M, K) fp8 · (K, N) fp8 -> output_shape."""
+        if self.few_tokens is not None and A.shape[0] <= FEW_TOKENS:
+            return self.few_tokens(A, B, As, Bs, out_dtype, bias=bias).view(*output_shape)
         out = strided_scaled_mm(A, B, As, Bs, out_dtype, self.unit)
         if bias is not None:
             out = out + bias

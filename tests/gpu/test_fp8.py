@@ -1,4 +1,4 @@
-"""fp8 on two GPUs: the losses of static vLLM in dp and tp, and the kernel that tp trees need.
+"""fp8 on two GPUs: the losses of static vLLM in dp and tp, and the kernels that tp trees need.
 
 Needs two NVIDIA GPUs of compute capability 8.9 or more and vLLM's CUDA build:
 `python -m pytest -m gpu tests/gpu/test_fp8.py -s` prints what was measured.
@@ -183,3 +183,95 @@ def test_the_strided_product_is_right_where_cutlass_is_not(per_channel: bool) ->
         assert errors[0] < 5e-3
         assert errors[1] < 5e-3
         assert errors[2] > 0.5, "vLLM's kernel honours strides now: tp trees can go on using it"
+
+
+FEW = (1, 7, 16, 17, 32, 64, 100, 128, 129, 256)
+"""Tokens of both kinds, full tiles and others, in every bucket of worker.vllm_fp8_kernel."""
+
+
+def few_token_tilings(tokens: int, outputs: int, inputs: int) -> list[Any]:
+    """The one that serves, and it with other numbers of parts, another loader, an early launch."""
+    from dataclasses import replace
+
+    from worker.vllm_fp8_kernel import tiling_for
+
+    chosen = tiling_for(tokens, outputs, inputs)
+    found = [chosen, replace(chosen, bulk=not chosen.bulk), replace(chosen, early=True)]
+    found += [replace(chosen, split=split) for split in (1, 2, 3, 5)]
+    return [each for each in found if each.fits(tokens, outputs)]
+
+
+@pytest.mark.parametrize("outputs", [4096, 4112])
+@pytest.mark.parametrize("inputs", [1792, 3600])
+def test_few_tokens_are_multiplied_right_and_alike_every_time(outputs: int, inputs: int) -> None:
+    """All ways, launched alone and from a graph; also where tiles do not divide the matrix."""
+    import torch
+
+    from worker.vllm_fp8_kernel import few_tokens_mm, workspace_of
+
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("the kernel is for Hopper GPUs")
+    generator = torch.Generator("cuda").manual_seed(outputs + inputs)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator, device=device)
+
+    view = random(outputs, 4 * inputs).to(torch.float8_e4m3fn)[:, inputs : 2 * inputs].t()
+    channels, one = random(outputs, 1).abs() + 0.1, torch.full((1,), 0.25, device=device)
+    workspace = workspace_of(device)
+    for tokens in FEW:
+        a = random(tokens, inputs).to(torch.float8_e4m3fn)
+        by_token = random(tokens, 1).abs() + 0.1
+        for number, tiling in enumerate(few_token_tilings(tokens, outputs, inputs)):
+            scales = [(by_token, channels), (one, one), (one, channels), (by_token, one)]
+            scale_a, scale_b = scales[number % 4]
+            bias = random(outputs).to(torch.bfloat16) if number % 2 else None
+            run = partial(
+                few_tokens_mm,
+                *(a, view, scale_a, scale_b, torch.bfloat16),
+                workspace=workspace,
+                bias=bias,
+                tiling=tiling,
+            )
+            out = run()
+            wanted = (a.float() * scale_a) @ (view.float() * scale_b.view(1, -1))
+            wanted += 0 if bias is None else bias.float()
+            error = float((out.float() - wanted).norm() / wanted.norm())
+            assert error < 5e-3, (tokens, tiling, error)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs = [run() for _ in range(10)]
+            for _ in range(5):
+                graph.replay()
+            assert all(torch.equal(each, out) for each in outs), (tokens, tiling)
+            assert not workspace.arrivals.any(), (tokens, tiling)
+
+
+def test_few_tokens_take_about_as_long_as_cutlass_on_packed_weights() -> None:
+    """Prints the times of Llama 3 70B in tp4; weights stay in the cache here, as in no model."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    from worker.vllm_fp8_kernel import few_tokens_mm, workspace_of
+
+    current_platform.import_kernels()
+    device = torch.device("cuda", 0)
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("the kernel is for Hopper GPUs")
+    for outputs, inputs, whole in ((8192, 2048, 8192), (8192, 7168, 28672)):
+        rows = torch.randn(outputs, whole, device=device).to(torch.float8_e4m3fn)
+        views = [part.t() for part in rows.chunk(whole // inputs, 1)]
+        channels = torch.rand(outputs, 1, device=device)
+        for tokens in (1, 8, 64, 256):
+            a = torch.randn(tokens, inputs, device=device).to(torch.float8_e4m3fn)
+            by_token = torch.rand(tokens, 1, device=device)
+            rest = (by_token, channels, torch.bfloat16)
+            ours = partial(few_tokens_mm, a, views[1], *rest, workspace=workspace_of(device))
+            packed = views[1].t().contiguous().t()
+            vllms = partial(ops.cutlass_scaled_mm, a, packed, *rest)
+            times = [microseconds(each) for each in (ours, vllms)]
+            print(f"{outputs}x{inputs}, {tokens} tokens: us {times} (ours, cutlass packed)")
+            # A wide bound: the benchmark measures, this only sees that something is very wrong.
+            assert times[0] < 1.5 * times[1] + 2

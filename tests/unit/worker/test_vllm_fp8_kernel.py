@@ -1,0 +1,197 @@
+"""The fp8 GEMM of few tokens: its choice of tilings, and its results in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from tests.bench.kernel_fp8 import source_of
+from tests.bench.kernel_fp8_tilings import SHAPES, tilings
+from worker import vllm_fp8, vllm_fp8_kernel
+from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
+
+ROOT = Path(__file__).resolve().parents[3]
+CASES = Path(__file__).with_name("fp8_cases.py")
+FEWEST = 80
+"""Cases that must have passed: an empty run proves nothing."""
+SHARED_BYTES = 227 * 1024
+"""What a program may have of a Hopper SM's shared memory."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_cases_pass_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", str(CASES)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = [word for word in done.stdout.splitlines()[-1].split() if word.isdigit()]
+    assert int(passed[0]) >= FEWEST, done.stdout[-500:]
+
+
+def check_tiling(tiling: Tiling, bucket: int, outputs: int, inputs: int) -> None:
+    where = (bucket, outputs, inputs, tiling)
+    for size in (tiling.block_m, tiling.block_n, tiling.block_k):
+        assert size >= 16 and size & (size - 1) == 0, where
+    assert tiling.block_m <= bucket, where
+    assert tiling.warps in (4, 8), where
+    assert tiling.fits(bucket, outputs), where
+    loads = tiling.stages * (tiling.block_m + tiling.block_n) * tiling.block_k
+    assert loads <= SHARED_BYTES - 1024, where
+    # No part is empty: it would cost a join and no step.
+    steps = -(-inputs // tiling.block_k)
+    part = -(-steps // tiling.split)
+    assert (tiling.split - 1) * part < steps, where
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_default_tilings_can_run(bucket: int) -> None:
+    for outputs in (16, 1024, 3072, 4096, 5120, 8192, 16384, 131072):
+        for inputs in (16, 1024, 1536, 2048, 3584, 6400, 7168, 14336, 53248):
+            check_tiling(default_tiling(bucket, outputs, inputs), bucket, outputs, inputs)
+
+
+def test_tuned_tilings_can_run() -> None:
+    for (bucket, outputs, inputs), tiling in TUNED.items():
+        assert bucket in BUCKETS
+        check_tiling(tiling, bucket, outputs, inputs)
+
+
+def test_the_benchmark_tries_what_can_run_and_prints_what_can_be_pasted() -> None:
+    tuned = []
+    for name, (outputs, inputs, _) in SHAPES.items():
+        for bucket in BUCKETS:
+            tried = list(tilings(bucket, outputs, inputs))
+            assert tried[0] == default_tiling(bucket, outputs, inputs)
+            assert len(tried) == len(set(tried)) > 5
+            for tiling in tried:
+                check_tiling(tiling, bucket, outputs, inputs)
+            tuned.append({"shape": name, "bucket": bucket, "tiling": tried[-1]})
+    pasted: dict[str, dict[tuple[int, int, int], Tiling]] = {}
+    exec(source_of(tuned), {"Tiling": Tiling}, pasted)
+    outputs, inputs, _ = SHAPES["8b-tp2-down"]
+    assert pasted["TUNED"][BUCKETS[-1], outputs, inputs] == tuned[-1]["tiling"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_it_compiles_for_hopper(
+    bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton brings NVIDIA's assembler along, so no GPU is needed to see what it makes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compile_for
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # What it is by default, without a warning.
+    split = default_tiling(bucket, 4096, 14336)
+    for tiling in {split, replace(split, bulk=False), replace(split, split=1, early=True)}:
+        constants = {
+            "block_m": tiling.block_m,
+            "block_n": tiling.block_n,
+            "block_k": tiling.block_k,
+            "is_split": tiling.split > 1,
+            "has_bias": True,
+            "even": tiling.bulk,
+            "bulk": tiling.bulk,
+            "early": tiling.early,
+        }
+        a, w = (
+            f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" if tiling.bulk else "*fp8e4nv"
+            for rows in (tiling.block_m, tiling.block_n)
+        )
+        kinds = {"a": a, "w": w, "out": "*bf16", "arrivals": "*i32"}
+        kinds |= dict.fromkeys(("scale_a", "scale_w", "bias", "partials"), "*fp32")
+        kernel = vllm_fp8_kernel._few_tokens
+        source = ASTSource(
+            fn=kernel,
+            signature={
+                name: "constexpr" if name in constants else kinds.get(name, "i32")
+                for name in kernel.arg_names
+            },
+            constexprs=constants,
+            attrs={
+                (number,): [["tt.divisibility", 16]]
+                for number, name in enumerate(kernel.arg_names)
+                if name in ("inputs", "outputs", "a_row", "w_row")
+                or (name in ("a", "w") and not tiling.bulk)
+            },
+        )
+        made = compile_for(
+            source,
+            target=GPUTarget("cuda", 90, 32),
+            options={"num_warps": tiling.warps, "num_stages": tiling.stages},
+        )
+        text = made.asm["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64" in text, tiling
+        assert ("cp.async.bulk.tensor" in text) is tiling.bulk, tiling
+        assert ("cp.async.cg" in text) is not tiling.bulk, tiling
+        assert ("atom.global.gpu.acq_rel" in text) is (tiling.split > 1), tiling
+        assert ("griddepcontrol.wait" in text) is tiling.early, tiling
+        assert made.metadata.shared <= SHARED_BYTES, tiling
+
+
+def test_the_shapes_of_70b_fill_an_h200_without_parts() -> None:
+    for bucket in (16, 32, 64, 256):
+        tiling = default_tiling(bucket, 8192, 2048)
+        tiles_m, tiles_n, parts = tiling.programs(bucket, 8192)
+        assert (tiles_m * tiles_n, parts) == (128, 1)
+    assert default_tiling(16, 4096, 7168).split == 2
+    assert default_tiling(16, 4096, 1024).split == 1, "no steps to spare"
+
+
+def test_a_tuned_tiling_goes_before_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Tiling(16, 64, 512, 1, 3, 4, False)
+    monkeypatch.setitem(TUNED, (16, 96, 4096), own)
+    tiling_for.cache_clear()
+    assert tiling_for(9, 96, 4096) is own
+    assert tiling_for(17, 96, 4096) == default_tiling(32, 96, 4096)
+    tiling_for.cache_clear()
+
+
+def test_few_tokens_are_the_same_for_both_modules() -> None:
+    assert TOKENS_MAX == vllm_fp8.FEW_TOKENS
+
+
+def prepared() -> vllm_fp8.StridedFp8Kernel:
+    kernel = vllm_fp8.StridedFp8Kernel.__new__(vllm_fp8.StridedFp8Kernel)
+    kernel.prepare(torch.device("cpu"))
+    return kernel
+
+
+def test_only_hopper_gpus_have_the_kernel_and_prove_it() -> None:
+    kernel = prepared()
+    assert kernel.few_tokens is None
+    assert not kernel.proof_tokens
+
+
+def test_every_bucket_and_path_is_proved_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_fp8, "is_hopper", lambda device: True)
+    counts = prepared().proof_tokens
+    vllm_fp8_kernel.workspace_of.cache_clear()
+    few = [count for count in counts if count <= TOKENS_MAX]
+    assert {vllm_fp8_kernel.bucket_of(count) for count in few} == set(BUCKETS)
+    many = [count for count in counts if count > TOKENS_MAX]
+    assert any(count < vllm_fp8.MANY_TOKENS for count in many)
+    assert any(count >= vllm_fp8.MANY_TOKENS for count in many)
