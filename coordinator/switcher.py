@@ -28,7 +28,7 @@ from coordinator.records import SwitchLog, SwitchRecord
 from coordinator.recovery import Resumed, resume
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import SwitchSettings
-from coordinator.targets import bind
+from coordinator.targets import bind, void
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
@@ -55,7 +55,6 @@ class Switcher:
         "_recover_until_ms",
         "_roster",
         "_settings",
-        "_swapped_upto",
         "alive",
         "carry",
         "log",
@@ -71,7 +70,6 @@ class Switcher:
         self._roster = roster
         self._grants = Grants(roster)
         self._kept = KeptLeases()
-        self._swapped_upto = 0
         self._moves = Moves()
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
@@ -138,7 +136,6 @@ class Switcher:
         newest = self._roster.report_of(report.rank)
         if newest is not None and self._is_foreign(newest):
             # An earlier coordinator got further than the ranks that were heard at the start knew.
-            self._swapped_upto = max(self._swapped_upto, newest.stage.epoch)
             self._change(self.target.layout.plus((report.rank,)), "epoch overtaken", now_ms)
         elif report.rank not in self.alive:
             layout = self.target.layout.plus((report.rank,))
@@ -218,7 +215,7 @@ class Switcher:
             target=self.target,
             carry=self.carry,
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
-            swapped_upto=self._swapped_upto,
+            void=0 if self.recovering else void(report, self.target, self._roster),
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
             kept=self._kept.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
@@ -341,7 +338,6 @@ class Switcher:
             case Phase.PARK | Phase.MOVE:
                 if phase is Phase.MOVE:
                     self._decide_move()
-                self._swapped_upto = max(self._swapped_upto, self.epoch)
                 self.stage = Stage(self.epoch, Phase.SWAP)
             case _:
                 self.stage = Stage(self.epoch, Phase.SERVE)
@@ -382,8 +378,6 @@ class Switcher:
         self.alive = resumed.target.layout.ranks
         self.served_layout = resumed.target.layout
         self.stage = resumed.stage
-        # Which epochs reached SWAP is not known any more: a leave message too many does no harm.
-        self._swapped_upto = resumed.stage.epoch
         # A move that no rank was told of has not been carried out by any.
         self._moves.recover(resumed.moved)
         for binding in self.target.bindings:

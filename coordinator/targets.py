@@ -1,9 +1,13 @@
-"""How a layout becomes a target: which groups stay as they are. Called by the switcher."""
+"""How a layout becomes a target, and what becomes of groups that are in none any more.
+
+Called by the switcher.
+"""
 
 from collections.abc import Collection
 
 from comm_pool.layout import Layout, Rank
-from coordinator.protocol.messages import Binding, Target
+from coordinator.protocol.messages import Binding, Report, Target
+from coordinator.roster import Roster
 
 
 def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
@@ -19,3 +23,17 @@ def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) 
     return Target(
         tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups)
     )
+
+
+def void(report: Report, target: Target, roster: Roster) -> int:
+    """Return the formation (`born`) that a rank is joined to, if nobody will lead it; else 0.
+
+    A leader is given SERVE only after it has told that it joined. So one that is not joined, by its
+    last report, has never served the formation or has left it. Its last word is not needed then,
+    and if it never served, there will be none.
+    """
+    joined = report.binding
+    if joined is None or joined in target.bindings:
+        return 0
+    leader = roster.report_of(joined.group.leader)
+    return joined.born if leader is not None and leader.binding != joined else 0

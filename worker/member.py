@@ -382,8 +382,10 @@ class Member:
             case Step(plan=plan):
                 self._execute(mode, plan)
                 self.step_ended_ns = time.monotonic_ns()
-            case LeaveGroup():
-                pass
+            case LeaveGroup(kept=kept):
+                if kept is not None:
+                    # The coordinator tells it too; until then nobody would know of these pages.
+                    self.keep_only(binding.group.ranks, kept)
         return message
 
     def drain_queues(self) -> list[int]:

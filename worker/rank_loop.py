@@ -34,7 +34,6 @@ from coordinator.protocol.seat import (
     Join,
     Leave,
     Move,
-    OweLeave,
     Park,
     Reshard,
     Resolve,
@@ -197,16 +196,14 @@ class RankLoop:
             case Leave(binding=binding, carry=carry, is_leader=is_leader, group_lost=lost):
                 if is_leader:
                     member.settle()
-                    self._send_leave(binding.group, binding.born, lost)
                     member.unbind()
                     member.park(binding.group, carry, group_lost=lost)
+                    self._send_leave(binding, carry, lost)
                 else:
                     while self._follow(wait_s=0.0):
                         pass  # A leader that is alive may wait in a step that it has sent.
                     member.unbind()
                 self._keep_for_move(binding, move)
-            case OweLeave(binding=binding):
-                self._send_leave(binding.group, binding.born, False)
             case Join(binding=binding):
                 member.join(binding)
                 self._sharers.formed(binding.group.ranks, dict(move.directive.members))
@@ -263,12 +260,19 @@ class RankLoop:
             case _:
                 pass
 
-    def _send_leave(self, group: Group, born: int, lost: bool) -> None:
+    def _send_leave(self, binding: Binding, carry: Carry, lost: bool) -> None:
+        group = binding.group
         wait_s = 0.0 if lost else LEADER_SEND_LIMIT_S
+        told = self._member.kept.get(group.ranks)
+        has_withdrawn = lost or carry is not Carry.RESHARD
+        kept = told.indices if has_withdrawn and told is not None else None
         try:
-            self._member.tell(group, LeaveGroup(born), wait_s=wait_s)
+            self._member.tell(group, LeaveGroup(binding.born, kept), wait_s=wait_s)
         except TimeoutError:
             log.warning("leave_not_sent", group=group.name, reason="its followers do not read")
+        if kept is not None:
+            # As they do: the next grant counts what every member has free when it has left.
+            self._member.keep_only(group.ranks, kept)
 
     def _note_times(self, move: Move, took_us: int) -> None:
         match move:

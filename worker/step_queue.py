@@ -40,9 +40,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """The leader has left; so may you."""
+    """The leader has left; so may you.
+
+    `kept` are the lease indices that its tasks still hold; None: the whole lease, for a move.
+    """
 
     born: int
+    kept: tuple[int, ...] | None
 
 
 QueueMessage = Begin | Step | LeaveGroup

@@ -79,7 +79,7 @@ __all__ = [
     "Welcome",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
@@ -202,12 +202,12 @@ class Directive(Message, frozen=True):
     """The wanted state of a rank.
 
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
-    `members` gives the incarnation of each rank of the target. `swapped_upto` is the highest epoch
-    that ever reached SWAP: a leader that abandons such a target owes its followers a leave message.
-    `grants` is filled in SERVE. `kept` tells members which lease indices of unbound groups remain.
-    `movers` are the parked ranks that copy KV in MOVE. `moved` is the last committed move that this
-    rank can have taken part in: if it took part in another one, and reads of a later stage, then
-    that one was not committed.
+    `members` gives the incarnation of each rank of the target. `void` is the formation that this
+    rank is joined to, by its last report, if its leader is not joined to it and will not lead it: a
+    follower need not wait for the leader's word. `grants` is filled in SERVE. `kept` tells members
+    which lease indices of unbound groups remain. `movers` are the parked ranks that copy KV in
+    MOVE. `moved` is the last committed move that this rank can have taken part in: if it took part
+    in another one, and reads of a later stage, then that one was not committed.
     """
 
     incarnation: int
@@ -217,7 +217,7 @@ class Directive(Message, frozen=True):
     target: Target
     carry: Carry
     members: tuple[tuple[Rank, int], ...]
-    swapped_upto: int
+    void: int = 0
     grants: tuple[Grant, ...] = ()
     kept: tuple[LeaseKept, ...] = ()
     movers: tuple[Rank, ...] = ()

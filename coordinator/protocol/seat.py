@@ -14,6 +14,9 @@ or the leader is known to be gone. Called by the rank's process, which carries o
   and that may never come. `Serve` of a follower repeats the message and changes nothing.
 - A rank that is joined to nothing reads and drops what is left on the queues of its groups, so
   that they never fill; leave messages among it go to `on_leave`.
+- Where nothing is to be moved, a parked rank joins its next group at once: nobody steps before all
+  have, and until then a leave message is not needed. The directive says which formation will never
+  be led (`void`), since a leader that has not heard of it cannot say so.
 - A step that fails because a member died ends the formation: tell every survivor `on_leave`.
 - With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
 """
@@ -34,7 +37,7 @@ from coordinator.protocol.messages import (
 )
 
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
-"""Plans that end in a move, for which parked tasks stay where they are."""
+"""Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +53,6 @@ class Leave:
     carry: Carry
     is_leader: bool
     group_lost: bool
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class OweLeave:
-    """Send the leave message of a formation that this leader never joined.
-
-    A follower may have joined it already, and waits for its leader's word.
-    """
-
-    binding: Binding
     directive: Directive = field(repr=False)
 
 
@@ -118,7 +110,7 @@ class Ack:
     directive: Directive = field(repr=False)
 
 
-Move = Leave | OweLeave | Park | Reshard | Resolve | Join | Serve | Ack
+Move = Leave | Park | Reshard | Resolve | Join | Serve | Ack
 """What the shell is to do next; `directive` is the one that the move obeys."""
 
 
@@ -134,7 +126,6 @@ class Seat:
         "_leaves",
         "_members",
         "_moving",
-        "_promised",
         "binding",
         "incarnation",
         "lease_until",
@@ -169,8 +160,6 @@ class Seat:
         """The epoch whose move takes, or may take, what this rank parked for it."""
         self._copied: int | None = None
         """The last epoch whose move this rank acknowledged."""
-        self._promised: Binding | None = None
-        """A wide group to lead whose PARK was acknowledged, but which was not joined since."""
 
     @property
     def is_leader(self) -> bool:
@@ -235,9 +224,6 @@ class Seat:
         to_be = wanted.target.binding_of(self.rank)
         if self.binding is not None and self.binding != to_be:
             return self._leave(wanted, self.binding, idle)
-        owed = self._promised
-        if owed is not None and self._owes(owed, wanted):
-            return OweLeave(owed, wanted)
         if self._moving is not None and wanted.stage > Stage(self._moving, Phase.MOVE):
             return self._resolve(wanted, self._moving)
         if self.binding is not None:
@@ -247,7 +233,7 @@ class Seat:
             is_new = wanted.stage.epoch > self.stage.epoch
             return Park(wanted) if is_new else Ack(wanted.stage, wanted)
         match wanted.stage.phase:
-            case Phase.PARK:
+            case Phase.PARK if wanted.carry in MOVING:
                 return Park(wanted)
             case Phase.MOVE:
                 return Reshard(wanted) if self.rank in wanted.movers else Ack(wanted.stage, wanted)
@@ -268,8 +254,6 @@ class Seat:
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
                 self._moving = directive.stage.epoch if move.is_kept else None
-            case OweLeave():
-                self._promised = None
             case Join(binding=binding, directive=directive):
                 self._join(binding, directive)
             case Serve(directive=directive):
@@ -301,16 +285,19 @@ class Seat:
         reads this rank's report.
         """
         is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
-        return wanted.stage > self.stage and not is_foreign
+        return not is_foreign and (wanted.stage > self.stage or self._may_join_early(wanted))
+
+    def _may_join_early(self, wanted: Directive) -> bool:
+        """Say whether this rank is parked, and nothing is to be moved before it joins."""
+        is_parked = self.binding is None and self._moving is None
+        is_known = wanted.stage == self.stage == Stage(self.stage.epoch, Phase.PARK)
+        may_join = wanted.carry not in MOVING and wanted.target.binding_of(self.rank) is not None
+        return is_parked and is_known and may_join
 
     def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
         is_committed = wanted.moved == epoch == self._copied
         may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
         return Resolve(epoch, is_committed, may_move, wanted)
-
-    def _owes(self, promised: Binding, wanted: Directive) -> bool:
-        is_given_up = wanted.target.binding_of(self.rank) != promised
-        return is_given_up and wanted.swapped_upto >= promised.born
 
     def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
         gone = self._gone(wanted, binding)
@@ -320,7 +307,7 @@ class Seat:
         if self.is_leader:
             may_leave = is_lost or wanted.carry not in PLAN_BEHIND or is_drained
         else:
-            may_leave = self._is_left(binding, gone)
+            may_leave = self._is_left(binding, gone) or wanted.void == binding.born
         if not may_leave:
             return None
         return Leave(binding, wanted.carry, self.is_leader, is_lost, wanted)
@@ -351,9 +338,6 @@ class Seat:
     def _park(self, directive: Directive) -> None:
         self.binding = None
         self.serving = False
-        to_be = directive.target.binding_of(self.rank)
-        leads = to_be is not None and to_be.group.leader == self.rank and to_be.group.width > 1
-        self._promised = to_be if leads else None
         self._acknowledge(Stage(directive.stage.epoch, Phase.PARK), directive)
 
     def _join(self, binding: Binding, directive: Directive) -> None:
@@ -361,7 +345,6 @@ class Seat:
         self.binding = binding
         self.serving = False
         self._members = {rank: members.get(rank) for rank in binding.group.ranks}
-        self._promised = None
         self._leaves = {born for born in self._leaves if born >= binding.born}
         self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
 

@@ -19,7 +19,7 @@ from coordinator.protocol.messages import (
     RankHello,
     Report,
 )
-from coordinator.protocol.seat import Leave, OweLeave, Seat
+from coordinator.protocol.seat import Leave, Seat
 
 PAGES = 64
 AIO: Any = grpc.aio
@@ -85,7 +85,7 @@ class RankSessions:
     def _move(self, rank: Rank) -> None:
         seat = self.seats[rank]
         while (move := seat.next_move(idle=True)) is not None:
-            if isinstance(move, OweLeave) or (isinstance(move, Leave) and move.is_leader):
+            if isinstance(move, Leave) and move.is_leader:
                 for member in move.binding.group.ranks:
                     if member != rank:
                         self.seats[member].on_leave(move.binding.born)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator import switcher
 from coordinator.events import Effect
 from coordinator.moves import Moves
 from coordinator.protocol.messages import (
@@ -18,11 +19,12 @@ from coordinator.protocol.messages import (
     RankHello,
     Report,
     ReturnCause,
+    Target,
     TaskId,
     TaskReturned,
 )
 from coordinator.protocol.seat import Resolve, Seat
-from coordinator.roster import Arrival
+from coordinator.roster import Arrival, Roster
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
 from coordinator.tasks import Task
@@ -63,8 +65,13 @@ def _follower_leaves_alone(self: Seat, binding: Binding, gone: frozenset[Rank]) 
     return True
 
 
-def _owes_nothing(self: Seat, promised: Binding, wanted: Directive) -> bool:
-    return False
+def _nothing_is_void(report: Report, target: Target, roster: Roster) -> int:
+    return 0
+
+
+def _all_is_void(report: Report, target: Target, roster: Roster) -> int:
+    joined = report.binding
+    return 0 if joined is None or joined in target.bindings else joined.born
 
 
 def _grants_its_own(self: Holdings, begin: Begin) -> int:
@@ -171,7 +178,8 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "lease longer than patience": ((Switcher, "directive_for", _no_patience),),
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
     "follower leaves without its leader": ((Seat, "_is_left", _follower_leaves_alone),),
-    "leader forgets a leave it owes": ((Seat, "_owes", _owes_nothing),),
+    "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
+    "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
     "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
     "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),

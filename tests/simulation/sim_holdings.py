@@ -77,6 +77,8 @@ class Holdings:
         kept += self._moved_in.pop(ranks, ())
         missing = set(kept) - self.table(ranks)
         check(not missing, f"rank {self.rank} has no pages for kept {missing} of {ranks}")
+        # What a lost member had a share in may become known only now.
+        self._return_paused(ranks, frozenset(kept))
         self.pages.keep_only(ranks, kept)
         self.pages.lease(ranks, self.grant_of(begin))
         self._applied[ranks] = (binding.born, begin.version)
@@ -134,6 +136,12 @@ class Holdings:
         if remaining != held and self._return_paused(kept.ranks, remaining):
             self.withdraw(kept.ranks)
         self.pages.keep_only(kept.ranks, remaining)
+
+    def left(self, ranks: Ranks, kept: frozenset[int]) -> None:
+        """Free what the leader's tasks do not hold: it has left the group, by its last message."""
+        remaining = self.table(ranks) & kept
+        self.changed |= remaining != self.table(ranks)
+        self.pages.keep_only(ranks, remaining)
 
     def forget_lost(self, present: dict[Rank, int], bound: Ranks) -> None:
         """Leases that a lost process had a share in are worth nothing."""

@@ -21,7 +21,6 @@ from coordinator.protocol.seat import (
     Join,
     Leave,
     Move,
-    OweLeave,
     Park,
     Reshard,
     Resolve,
@@ -181,8 +180,6 @@ class SimRank:
         match move:
             case Leave():
                 return self._leave(move)
-            case OweLeave(binding):
-                return self._tell(binding, LeaveGroup(binding.born))
             case Join(binding, directive):
                 self.holdings.join(binding, dict(directive.members))
                 self.moving.group = None
@@ -208,13 +205,24 @@ class SimRank:
             self.world.check_nobody_waits_for(self, binding)
             self._left(move)
             return True
-        if not self._tell(binding, LeaveGroup(binding.born)) and not move.group_lost:
+        is_wide = binding.group.width > 1
+        if is_wide and not self._queue(binding).has_room and not move.group_lost:
             return False
         self.holdings.not_joined()
         self.holdings.park(binding, move.carry, lost=move.group_lost)
+        kept = self._kept(move)
+        self._tell(binding, LeaveGroup(binding.born, kept))
+        if kept is not None:
+            self.holdings.left(binding.group.ranks, kept)
         self._left(move)
         self._times.append(SwitchTimes(move.directive.stage.epoch, park_us=2_000))
         return True
+
+    def _kept(self, move: Leave) -> frozenset[int] | None:
+        if move.carry is Carry.RESHARD and not move.group_lost:
+            return None
+        kept = self.holdings.kept.get(move.binding.group.ranks)
+        return frozenset(kept.indices) if kept is not None else None
 
     def _left(self, move: Leave) -> None:
         self.holdings.not_joined()
@@ -286,8 +294,10 @@ class SimRank:
         match message:
             case None:
                 return
-            case LeaveGroup(born):
+            case LeaveGroup(born, kept):
                 self.seat.on_leave(born)
+                if born == binding.born and kept is not None:
+                    self.holdings.left(binding.group.ranks, kept)
             case Begin(born) if born == binding.born:
                 self.holdings.begin(binding, message)
                 self._changed = True

@@ -27,9 +27,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class LeaveGroup:
-    """The leader has left the formation."""
+    """The leader has left the formation; its tasks still hold `kept` of the lease, or all."""
 
     born: int
+    kept: frozenset[int] | None
 
 
 @dataclass(eq=False)

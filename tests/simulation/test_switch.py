@@ -43,7 +43,7 @@ def test_a_seed_can_be_replayed() -> None:
 
 
 def test_simulations_reach_what_they_are_for() -> None:
-    runs = [World(seed).run() for seed in range(40)]
+    runs = [World(seed).run() for seed in range(120)]
     assert sum(run.steps for run in runs) > 5_000
     assert sum(run.switches for run in runs) > 200
     assert sum(run.crashes for run in runs) > 10

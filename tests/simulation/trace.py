@@ -24,7 +24,6 @@ from coordinator.protocol.seat import (
     Join,
     Leave,
     Move,
-    OweLeave,
     Park,
     Reshard,
     Resolve,
@@ -69,8 +68,6 @@ def _move(move: Move) -> str:
     match move:
         case Leave(binding, carry, _, group_lost):
             return f"leave {_binding(binding)} ({carry.value}{', lost' if group_lost else ''})"
-        case OweLeave(binding):
-            return f"owe leave {_binding(binding)}"
         case Join(binding):
             return f"join {_binding(binding)}"
         case Serve(binding, pages, kept):

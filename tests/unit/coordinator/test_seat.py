@@ -4,7 +4,7 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Grant, LeaseKept, Phase, Stage, Target
-from coordinator.protocol.seat import Ack, Join, Leave, OweLeave, Park, Resolve, Seat, Serve
+from coordinator.protocol.seat import Ack, Join, Leave, Park, Resolve, Seat, Serve
 from tests.unit.coordinator.builders import LEASE_MS, directive, target
 
 PARK, MOVE, SWAP, SERVE = Phase
@@ -39,7 +39,7 @@ def test_a_rank_parks_joins_and_serves() -> None:
     seat = Seat(Rank(1), 1)
     pair = target("tp2+dp2", 1)
     assert seat.next_move(idle=True) is None
-    assert obey(seat, directive(pair, 1, PARK)) == ["Park"]
+    assert obey(seat, directive(pair, 1, PARK, carry=Carry.RESHARD)) == ["Park"]
     assert (seat.stage, seat.binding) == (Stage(1, PARK), None)
     assert obey(seat, directive(pair, 1, SWAP)) == ["Join"]
     assert seat.binding == pair.bindings[0]
@@ -122,7 +122,10 @@ def test_a_draining_leader_leaves_when_idle_or_told_otherwise() -> None:
     assert obey(seat, directive(apart, 2, PARK, carry=Carry.DRAIN), idle=False) == []
     assert seat.may_step(0)
     assert isinstance(seat.next_move(idle=True), Leave)
-    assert obey(seat, directive(apart, 2, PARK, carry=Carry.RECOMPUTE), idle=False) == ["Leave"]
+    assert obey(seat, directive(apart, 2, PARK, carry=Carry.RECOMPUTE), idle=False) == [
+        "Leave",
+        "Join",
+    ]
 
 
 @pytest.mark.parametrize("idle", [False, True])
@@ -149,23 +152,23 @@ def test_a_follower_leaves_only_after_its_leader() -> None:
     seat.on_leave(0)
     assert make_moves(seat) == [], "an older formation's leave is not this one's"
     seat.on_leave(1)
-    assert make_moves(seat) == ["Leave"]
+    assert make_moves(seat) == ["Leave", "Join"]
 
 
 def test_a_leave_heard_before_its_directive_is_remembered() -> None:
     seat = serving(1, target("tp2+dp2", 1))
     seat.on_leave(1)
     assert make_moves(seat) == []
-    assert obey(seat, directive(target("dp4", 2), 2, PARK)) == ["Leave"]
+    assert obey(seat, directive(target("dp4", 2), 2, PARK)) == ["Leave", "Join"]
 
 
 def test_a_leave_heard_while_parked_frees_a_late_joiner() -> None:
     seat = Seat(Rank(1), 1)
     pair = target("tp2+dp2", 5)
-    obey(seat, directive(pair, 5, PARK))
+    obey(seat, directive(pair, 5, PARK, carry=Carry.RESHARD))
     seat.on_leave(5)
     assert obey(seat, directive(pair, 5, SWAP)) == ["Join"]
-    assert obey(seat, directive(target("dp4", 6), 6, PARK)) == ["Leave"]
+    assert obey(seat, directive(target("dp4", 6), 6, PARK)) == ["Leave", "Join"]
 
 
 @pytest.mark.parametrize(
@@ -199,29 +202,32 @@ def test_a_rank_that_is_cut_out_leaves_and_acknowledges() -> None:
     assert obey(seat, directive(target("off1+dp1+tp2", 3), 3, SWAP)) == ["Park", "Ack"]
 
 
-def test_a_leader_owes_a_leave_to_those_who_may_have_joined() -> None:
+def test_a_follower_does_not_wait_for_a_leader_that_will_not_come() -> None:
+    seat = Seat(Rank(1), 1)
+    assert obey(seat, directive(target("tp2+dp2", 5), 5, PARK)) == ["Join"]
+    apart = target("dp4", 6)
+    assert obey(seat, directive(apart, 6, PARK)) == []
+    assert obey(seat, directive(apart, 6, PARK, void=4)) == [], "that was another formation"
+    assert obey(seat, directive(apart, 6, PARK, void=5)) == ["Leave", "Join"]
+
+
+def test_where_nothing_moves_the_next_group_is_joined_at_once() -> None:
+    seat = serving(0, target("dp4", 1))
+    pair = target("tp2+dp2", 2)
+    assert obey(seat, directive(pair, 2, PARK, carry=Carry.PAUSE)) == ["Leave", "Join"]
+    assert (seat.binding, seat.stage) == (pair.bindings[0], Stage(2, SWAP))
+    assert not seat.may_step(0)
+    assert obey(seat, directive(pair, 2, SWAP, carry=Carry.PAUSE)) == []
+    order = directive(pair, 2, SERVE, grants=[Grant((Rank(0), Rank(1)), 3)])
+    assert obey(seat, order) == ["Serve"]
+    assert seat.may_step(0)
+
+
+@pytest.mark.parametrize("carry", [Carry.RESHARD, Carry.SPECULATE])
+def test_where_something_may_move_nothing_is_joined_before(carry: Carry) -> None:
     seat = Seat(Rank(0), 1)
-    pair = target("tp2+dp2", 5)
-    obey(seat, directive(pair, 5, PARK))
-    seat.on_directive(directive(target("dp4", 6), 6, PARK, swapped_upto=5))
-    move = seat.next_move(idle=True)
-    assert isinstance(move, OweLeave)
-    assert move.binding == pair.bindings[0]
-    assert make_moves(seat) == ["OweLeave", "Park"]
-
-
-def test_a_leader_owes_nothing_if_nobody_can_have_joined() -> None:
-    seat = Seat(Rank(0), 1)
-    obey(seat, directive(target("tp2+dp2", 5), 5, PARK))
-    assert obey(seat, directive(target("dp4", 6), 6, PARK, swapped_upto=4)) == ["Park"]
-
-
-def test_a_leader_owes_nothing_for_a_formation_that_stays() -> None:
-    seat = Seat(Rank(0), 1)
-    obey(seat, directive(target("tp2+dp2", 5), 5, PARK))
-    stays = target("tp2+tp2", 5, 6)
-    assert obey(seat, directive(stays, 6, PARK, swapped_upto=5)) == ["Park"]
-    assert obey(seat, directive(target("dp4", 7), 7, PARK, swapped_upto=5)) == ["OweLeave", "Park"]
+    assert obey(seat, directive(target("tp2+dp2", 2), 2, PARK, carry=carry)) == ["Park"]
+    assert seat.binding is None
 
 
 def test_a_lapsed_lease_is_not_renewed_by_a_coordinator_that_knows_nothing() -> None:
@@ -254,14 +260,14 @@ def test_a_leader_whose_lease_lapsed_cannot_drain() -> None:
 
 def test_another_layout_of_an_acknowledged_epoch_is_not_obeyed() -> None:
     seat = Seat(Rank(0), 1)
-    obey(seat, directive(target("tp2+dp2", 5), 5, PARK))
+    obey(seat, directive(target("tp2+dp2", 5), 5, PARK, carry=Carry.RESHARD))
     assert obey(seat, directive(target("dp4", 5), 5, SWAP)) == []
     assert obey(seat, directive(target("dp4", 6), 6, SWAP)) == ["Join"]
 
 
 def test_moves_say_which_directive_they_obey() -> None:
     seat = Seat(Rank(0), 1)
-    first = directive(target("dp4", 1), 1, PARK)
+    first = directive(target("dp4", 1), 1, PARK, carry=Carry.RESHARD)
     seat.on_directive(first)
     move = seat.next_move(idle=True)
     assert move == Park(first)
@@ -300,7 +306,7 @@ PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
 def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED) -> Seat:
     """Rank 0 has left its group of one for a pair, with tasks that may move."""
     seat = serving(0, ALONE)
-    assert obey(seat, directive(wanted, 2, PARK, carry=carry)) == ["Leave"]
+    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
     return seat
 
 

@@ -72,14 +72,25 @@ def test_a_fresh_rank_needs_a_new_formation() -> None:
     assert ranks.switcher.target == target("tp2+dp2", 2, 1, 1)
 
 
-def test_swapped_upto_is_the_last_epoch_that_reached_swap() -> None:
+def test_a_formation_is_void_when_its_leader_is_not_in_it() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("tp4"), Carry.PAUSE, "test", 0)
-    ranks.acknowledge()
+    wide = ranks.switcher.target.bindings[0]
+    ranks.hear(1, Stage(2, Phase.SWAP), binding=wide)
+    assert void_of(ranks, 1) == 0, "it is wanted"
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
-    directive = ranks.switcher.directive_for(Rank(0))
+    assert void_of(ranks, 1) == 2
+    ranks.hear(0, Stage(2, Phase.SWAP), binding=wide)
+    assert void_of(ranks, 1) == 0, "its leader will say when it leaves"
+    ranks.hear(0, Stage(3, Phase.PARK))
+    assert void_of(ranks, 1) == 2
+    assert void_of(ranks, 2) == 0, "it is in no such formation"
+
+
+def void_of(ranks: Ranks, rank: int) -> int:
+    directive = ranks.switcher.directive_for(Rank(rank))
     assert directive is not None
-    assert directive.swapped_upto == 2
+    return directive.void
 
 
 def test_a_silent_rank_is_cut_out_after_its_lease_and_not_before() -> None:
@@ -115,9 +126,6 @@ def test_an_epoch_from_before_is_overtaken() -> None:
     ranks.roster.on_report(said, 1)
     ranks.switcher.on_report(said, 1)
     assert ranks.switcher.stage == Stage(10, Phase.PARK)
-    directive = ranks.switcher.directive_for(Rank(0))
-    assert directive is not None
-    assert directive.swapped_upto == 9
 
 
 def test_another_layout_of_the_same_epoch_is_overtaken() -> None:
