@@ -6,7 +6,6 @@ loop, at safe points, so nothing here needs a lock.
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,7 @@ from worker.step_queue import (
     Step,
     receive,
 )
+from worker.under_way import UnderWay
 from worker.vllm_config import ModeKey
 from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
@@ -50,14 +50,6 @@ log = structlog.get_logger()
 
 VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow over restarts of a leader: its incarnation is their high part."""
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A step that was launched and whose tokens are not taken yet."""
-
-    plan: Any
-    result: Any
 
 
 class Member:
@@ -80,7 +72,7 @@ class Member:
         """Lease indices that hold moved tasks of a group, until it begins."""
         self.moving = Moving(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
         self._epoch = 0
         self._binding: Binding | None = None
         self.step_started_ns = 0
@@ -312,17 +304,19 @@ class Member:
         mode, _ = self._joined()
         assert mode.scheduler is not None and self._binding is not None
         self._epoch = epoch
+        if self._under_way is not None and self._under_way.goes_first():
+            self.settle()
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
             self.lead(Step(self._binding.born, plan))
-            launched = _UnderWay(plan, self._execute(mode, plan))
+            launched = UnderWay(plan, self._execute(mode, plan))
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
-            if not hasattr(launched.result, "get_output"):
+            if not launched.is_asynchronous:
                 self.settle()
         else:
             self.settle()
@@ -334,12 +328,10 @@ class Member:
         if under_way is not None:
             self._finish(under_way)
 
-    def _finish(self, step: "_UnderWay") -> None:
+    def _finish(self, step: UnderWay) -> None:
         mode, _ = self._joined()
         assert mode.scheduler is not None
-        result = step.result
-        if hasattr(result, "get_output"):
-            result = result.get_output()
+        result = step.tokens()
         self.step_ended_ns = time.monotonic_ns()
         outputs = mode.scheduler.finish_step(step.plan, result)
         if outputs:

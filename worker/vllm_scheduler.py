@@ -47,6 +47,11 @@ class StepPlan:
         """Nothing is computed in it."""
         return self.output.total_num_scheduled_tokens == 0
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Some task computes more than its last token, so its first one may come out."""
+        return self.output.total_num_scheduled_tokens > len(self.output.num_scheduled_tokens)
+
     def __reduce__(self) -> Any:
         """Followers read token ids as arrays: new tasks may bring a hundred thousand at once."""
         new = self.output.scheduled_new_reqs

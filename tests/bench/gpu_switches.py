@@ -95,6 +95,8 @@ class SwitchRun:
             if self._carry != "drain":
                 await self._until(self._all_go_on, GO_ON_LIMIT_S)
             await self._top_up("all")
+            # All streams run when the next switch comes: what it costs is not a prompt's step.
+            await self._until(self._all_started("all"), START_LIMIT_S)
 
     def _begin(self) -> None:
         """What came before was preparation."""

@@ -28,6 +28,7 @@ from vllm.v1.core.sched.output import (  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
+from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
 from kvadaptor.vllm_translate import SlotTable, translate  # noqa: E402
 from kvadaptor.vllm_views import KVBuffer  # noqa: E402
@@ -264,3 +265,9 @@ def test_a_step_plan_reaches_followers_whole() -> None:
     plan = StepPlan(step, None, {"a": [2, 3]})
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert step.scheduled_new_reqs[0].prefill_token_ids == [1, 2, 3]
+
+
+def test_an_asynchronous_result_says_when_its_tokens_are_there() -> None:
+    source = inspect.getsource(AsyncOutput.__init__)
+    assert "self.copy_event.record(copy_stream)" in source
+    assert source.index("self.sampled_token_ids =") < source.index("self.copy_event.record")

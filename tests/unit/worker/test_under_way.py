@@ -1,0 +1,65 @@
+"""Whose tokens are taken before the next launch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from worker.under_way import FIRST_TOKEN_WAIT_S, UnderWay
+
+
+@dataclass
+class Plan:
+    reads_prompts: bool
+
+
+class Event:
+    """Is there at the n-th look."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks <= 0
+
+
+@dataclass
+class Result:
+    copy_event: Any
+
+    def get_output(self) -> str:
+        return "tokens"
+
+
+@pytest.mark.parametrize(
+    ("reads_prompts", "looks", "first"),
+    [(True, 1, True), (True, 3, True), (True, 10**9, False), (False, 1, False)],
+    ids=["there", "there soon", "the device is busy", "nobody waits for its first"],
+)
+def test_first_tokens_go_first_if_they_are_there(
+    reads_prompts: bool, looks: int, first: bool
+) -> None:
+    step = UnderWay(Plan(reads_prompts), Result(Event(looks)))
+    assert step.goes_first() is first
+    assert step.is_asynchronous
+    assert step.tokens() == "tokens"
+
+
+def test_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert not UnderWay(Plan(True), Result(Event(10**9))).goes_first()
+    assert now[0] < 2 * FIRST_TOKEN_WAIT_S
+
+
+def test_a_result_that_is_there_is_taken_as_it_is() -> None:
+    step = UnderWay(Plan(True), "output")
+    assert not step.is_asynchronous
+    assert not step.goes_first()
+    assert step.tokens() == "output"

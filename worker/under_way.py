@@ -1,0 +1,44 @@
+"""A step that was launched and whose tokens are not taken yet.
+
+Where steps run asynchronously the leader launches the next step before it takes the tokens of this
+one, so that the device never waits. A prompt's step is the exception: a client waits for its first
+token, and where the step was bound by its launches the device is done by the time they are over.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+FIRST_TOKEN_WAIT_S = 0.0005
+"""How long the next launch may be put off for a first token; the device idles as long at most."""
+
+POLL_S = 0.00002
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A launched step: its plan, and its result or what waits for it."""
+
+    plan: Any
+    result: Any
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether tokens are still to be waited for."""
+        return hasattr(self.result, "get_output")
+
+    def tokens(self) -> Any:
+        """Wait for the step's output."""
+        return self.result.get_output() if self.is_asynchronous else self.result
+
+    def goes_first(self) -> bool:
+        """Say whether to take its tokens before the next launch: first ones that are there."""
+        event = getattr(self.result, "copy_event", None)
+        if event is None or not self.plan.reads_prompts:
+            return False
+        deadline = time.perf_counter() + FIRST_TOKEN_WAIT_S
+        while not event.query():
+            if time.perf_counter() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
