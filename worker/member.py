@@ -245,8 +245,15 @@ class Member:
 
     def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
         """Forget tasks that another leader goes on with."""
-        for name in self._led(group).take_back(tasks):
+        self._led(group).leave_to_others(tasks)
+        for name in tasks:
             self.book.close(TaskId(name))
+
+    def tidy(self) -> None:
+        """Do what a switch has put off."""
+        for mode in self.engine.modes.values():
+            if mode.scheduler is not None:
+                mode.scheduler.tidy()
 
     def withdraw(self, group: Group) -> None:
         """Let go of the pages of a parked group that no task holds; a wide group tells which."""

@@ -105,6 +105,7 @@ class RankLoop:
         moved = self._make_moves()
         if self._seat.may_step(now_ms()) and self._member.has_work:
             self._lead_step()
+            self._member.tidy()
             return True
         if moved:
             # All ranks wait for this one now, and a follower may wait for its leader next.
@@ -120,6 +121,7 @@ class RankLoop:
     # ------------------------------------------------------------------ inbox
 
     def _wait(self) -> None:
+        self._member.tidy()
         try:
             item = self._inbox.get(timeout=IDLE_WAIT_S)
         except queue.Empty:

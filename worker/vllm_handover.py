@@ -125,21 +125,34 @@ def restore(request: Request, state: RunningState, hasher: Any) -> None:
 
 
 def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> None:
-    """Make granted blocks those of a request, with their KV in them; full ones can be hit.
+    """Make granted blocks those of a request, with their KV in them.
 
-    Blocks that a task taken before shares are touched once more.
+    Blocks that a task taken before shares are touched once more. vLLM takes the full ones for
+    registered: `register_blocks` does it later, as it costs a microsecond for each.
     """
     pool = manager.block_pool
     taken = [pool.blocks[number] for number in blocks.tolist()]
     pool.touch(taken)
     (only,) = manager.coordinator.single_type_managers
     only.req_to_blocks[request.request_id] = taken
-    hashed = 0
-    while hashed < len(taken) and taken[hashed].block_hash is not None:
-        hashed += 1
-    only.num_cached_block[request.request_id] = hashed
     if manager.enable_caching:
-        manager.cache_blocks(request, request.num_computed_tokens)
+        only.num_cached_block[request.request_id] = request.num_computed_tokens // only.block_size
+
+
+def register_blocks(manager: KVCacheManager, request: Request) -> None:
+    """Let other requests hit the full blocks that a request has brought."""
+    (only,) = manager.coordinator.single_type_managers
+    blocks = only.req_to_blocks.get(request.request_id, [])
+    # What it shares may be registered already, and what it has filled here is.
+    full = only.num_cached_block.get(request.request_id, 0)
+    first = 0
+    while first < full and blocks[first].block_hash is not None:
+        first += 1
+    last = first
+    while last < full and blocks[last].block_hash is None:
+        last += 1
+    size = only.block_size
+    manager.block_pool.cache_full_blocks(request, blocks, first, last, size, CACHE_GROUP)
 
 
 def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:

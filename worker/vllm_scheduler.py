@@ -29,9 +29,13 @@ from worker.vllm_handover import (
     cache_chain,
     can_move,
     forget_hashes,
+    register_blocks,
     running_state,
     take_blocks,
 )
+
+REGISTERED_PER_STEP = 32
+"""Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
 
 
 @dataclass(slots=True)
@@ -199,6 +203,10 @@ class ModeScheduler(Scheduler):
         self._generated: dict[str, list[int]] = {}
         self._unfed_grammars: set[str] = set()
         self._finished_chains = FinishedChains()
+        self._unregistered: list[Request] = []
+        """Tasks that a move brought, whose blocks cannot be hit yet."""
+        self._gone: set[str] = set()
+        """Tasks that a move took away, and that vLLM has not been told of yet."""
 
     def add_task(self, request: Request, generated: list[int]) -> None:
         """Take a task into the waiting queue; `generated` tokens were made by earlier attempts."""
@@ -243,6 +251,10 @@ class ModeScheduler(Scheduler):
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update all tasks of a step and return what their clients must be told."""
         by_client = self.update_from_output(plan.output, result)
+        for request in self._unregistered[:REGISTERED_PER_STEP]:
+            if self.requests.get(request.request_id) is request:
+                register_blocks(self.kv_cache_manager, request)
+        del self._unregistered[:REGISTERED_PER_STEP]
         return [output for outputs in by_client.values() for output in outputs.outputs]
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -268,12 +280,12 @@ class ModeScheduler(Scheduler):
         They run, or came from another group and have not run here yet.
         """
         held = self._manager.req_to_blocks
-        return [request_id for request_id in self.requests if held.get(request_id)]
+        return [each for each in self.requests if held.get(each) and each not in self._gone]
 
     def held_blocks(self) -> list[int]:
         """The logical blocks of all tasks that hold KV; shared ones more than once."""
         held = self._manager.req_to_blocks
-        return [block.block_id for name in self.requests for block in held.get(name, ())]
+        return [block.block_id for name in self.holding() for block in held[name]]
 
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park: returns the lease indices that the tasks which stay still hold."""
@@ -302,6 +314,7 @@ class ModeScheduler(Scheduler):
         The blocks are among those of the lease indices `granted`, free, and their KV is there.
         `chains` are oldest first; `indices` are those of a wide group that the move has filled.
         """
+        self.tidy()
         self.grants.extend(granted)
         self.grants.bundle(indices)
         pool = self.kv_cache_manager.block_pool
@@ -311,6 +324,7 @@ class ModeScheduler(Scheduler):
             forget_hashes(pool, np.unique(np.concatenate(filled)).tolist())
         for request, blocks in moved:
             take_blocks(self.kv_cache_manager, request, blocks)
+            self._unregistered.append(request)
             generated = list(request.output_token_ids)
             if generated:
                 self._generated[request.request_id] = generated
@@ -338,6 +352,7 @@ class ModeScheduler(Scheduler):
 
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
         """Bind: the pages of these lease indices are there to allocate from."""
+        self.tidy()
         self.grants.grant(indices)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
@@ -360,11 +375,22 @@ class ModeScheduler(Scheduler):
     def not_holding(self) -> list[str]:
         """Tasks that hold no KV: waiting, or preempted by vLLM."""
         held = set(self.holding())
-        return [request_id for request_id in self.requests if request_id not in held]
+        return [each for each in self.requests if each not in held and each not in self._gone]
 
     def not_movable(self) -> list[str]:
         """Tasks that hold KV with which another group could not go on."""
         return [name for name in self.holding() if not can_move(self.requests[name])]
+
+    def leave_to_others(self, request_ids: Iterable[str]) -> None:
+        """Forget tasks that go on elsewhere: at once for us, for vLLM when there is time."""
+        self._gone.update(each for each in request_ids if each in self.requests)
+
+    def tidy(self) -> None:
+        """Free what is left of tasks that have gone: some 30 microseconds for each."""
+        if self._gone:
+            gone, self._gone = self._gone, set()
+            self.take_back(gone)
+            self._finished_chains.clear()
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
         """Remove tasks, free their blocks and return the tokens each has generated so far."""

@@ -176,9 +176,69 @@ def test_a_new_request_hits_what_came_with_a_task(base: VllmConfig, hasher: Any)
     blocks = np.array([9, 10, 11])
     new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
     new.grant(np.array([2, 3]))
+    # Registered behind the first step, so that nobody waits for it.
+    assert step(new) == {"a": 1}
     new.add_task(fresh("b", [*PROMPT[:64], 1, 2, 3], hasher), [])
     assert step(new) == {"a": 1, "b": 3}
     assert ids(new, "b")[:2] == [9, 10]
+
+
+def test_blocks_that_came_with_two_tasks_are_registered_once(base: VllmConfig, hasher: Any) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    prompts = {"a": PROMPT, "b": [*PROMPT[:64], *range(900, 970)]}
+    for name, prompt in prompts.items():
+        old.add_task(fresh(name, prompt, hasher), [])
+        step(old)
+    states = told(old)
+    lie = {"a": np.array([9, 10, 11]), "b": np.array([9, 10, 12, 13, 14])}
+    tasks = [(restored(n, prompts[n], states[n], hasher), lie[n]) for n in prompts]
+    new.adopt(tasks, [], np.array([2, 3, 4]), np.array([]))
+    new.grant(np.array([2, 3, 4]))
+    for _ in range(3):
+        step(new)
+    pool = new.kv_cache_manager.block_pool
+    assert {b for b in range(len(pool.blocks)) if pool.blocks[b].block_hash} == {9, 10, 12, 13}
+    for _ in range(BLOCK):
+        step(new)
+    hashed = {b for b in range(len(pool.blocks)) if pool.blocks[b].block_hash}
+    assert hashed >= {9, 10, 11, 12, 13, 14}, "what is filled here is registered by vLLM"
+    new.add_task(fresh("again", [*prompts["b"][:128], 5], hasher), [])
+    assert step(new)["again"] == 1
+
+
+def test_a_moved_task_may_end_before_its_blocks_are_registered(
+    base: VllmConfig, hasher: Any
+) -> None:
+    old, new = scheduler_of(base, 1, 2), scheduler_of(base)
+    old.add_task(fresh("a", PROMPT, hasher), [])
+    step(old)
+    task = restored("a", PROMPT, told(old)["a"], hasher)
+    new.adopt([(task, np.array([9, 10, 11]))], [], np.array([2, 3]), np.array([]))
+    new.grant(np.array([2, 3]))
+    new.take_back(["a"])
+    new.add_task(fresh("b", [*PROMPT[:64], 1, 2, 3], hasher), [])
+    assert step(new) == {"b": 67}
+    assert new.grants.free == new.grants.total - len(ids(new, "b"))
+
+
+def test_tasks_that_go_on_elsewhere_hold_nothing_at_once(base: VllmConfig, hasher: Any) -> None:
+    scheduler = scheduler_of(base, 1, 2)
+    for name in ("a", "b"):
+        scheduler.add_task(fresh(name, [*PROMPT[:40], ord(name)], hasher), [])
+        step(scheduler)
+    scheduler.leave_to_others(["a", "never here"])
+    assert scheduler.holding() == ["b"]
+    assert scheduler.not_holding() == []
+    kept = scheduler.withdraw()
+    assert kept.tolist() == sorted({block // WIDTH for block in ids(scheduler, "b")})
+    scheduler.leave_to_others(["b"])
+    assert scheduler.withdraw().size == 0
+    scheduler.tidy()
+    assert not scheduler.requests
+    scheduler.grant(np.array([1, 2]))
+    assert scheduler.grants.free == scheduler.grants.total == 2 * WIDTH
+    scheduler.add_task(fresh("a", PROMPT, hasher), [])
+    assert step(scheduler) == {"a": 80}, "its old self and what it had cached are forgotten"
 
 
 def chain(scheduler: ModeScheduler, name: str, prompt: list[int], hasher: Any) -> CachedChain:
