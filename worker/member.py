@@ -41,7 +41,6 @@ from worker.step_queue import (
     Step,
     receive,
 )
-from worker.vllm_config import ModeKey
 from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
 from worker.vllm_scheduler import ModeScheduler
@@ -91,8 +90,8 @@ class Member:
     # ------------------------------------------------------------------ groups and pages
 
     def mode_of(self, group: Group) -> PreparedMode:
-        """The prepared mode that a group of this rank runs in."""
-        return self.engine.modes[ModeKey(group.mode, group.width)]
+        """What is prepared for a group of this rank."""
+        return self.engine.of_width(group.width)
 
     def _led(self, group: Group) -> ModeScheduler:
         scheduler = self.mode_of(group).scheduler
@@ -102,7 +101,7 @@ class Member:
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
         group = binding.group
-        self._mode = self.engine.select(ModeKey(group.mode, group.width))
+        self._mode = self.engine.select(group.width)
         self._binding = binding
         self._formed[group.ranks] = binding.born
         self.moving.joined()
@@ -280,7 +279,7 @@ class Member:
             self._withdraw_if_parked(group)
 
     def _withdraw_if_parked(self, group: Group) -> None:
-        if self._binding is None or self._binding.group != group:
+        if self._binding is None or self._binding.group.ranks != group.ranks:
             self.withdraw(group)
 
     def _give_back(
@@ -314,6 +313,7 @@ class Member:
         self._epoch = epoch
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
+            plan.mode = mode.mode_of_step(self._binding.group.mode, plan.tokens)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()

@@ -116,7 +116,7 @@ class Moving:
 
     def may_move(self, group: Group) -> bool:
         """Say whether the tasks of a group are waiting for a move."""
-        return self._group == group
+        return self._group is not None and self._group.ranks == group.ranks
 
     def tell(self, epoch: int) -> None:
         """Publish this rank's manifest for the move of `epoch`, all its steps complete."""

@@ -28,6 +28,7 @@ from coordinator.protocol.messages import (
     Report,
     Stop,
     TaskProgress,
+    WidthTimes,
 )
 from coordinator.protocol.seat import (
     Ack,
@@ -47,6 +48,7 @@ from worker.member import Member
 from worker.moving import OvertakenError
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
+from worker.step_times import StepTimes
 from worker.switch_clock import SwitchClock
 from worker.vllm_rank import RankEngine
 
@@ -351,7 +353,8 @@ class RankLoop:
         )
 
     def _is_paused(self, led: LedTask, group: Group | None) -> bool:
-        return led.group != group and not self._member.moving.may_move(led.group)
+        is_bound = group is not None and led.group.ranks == group.ranks
+        return not is_bound and not self._member.moving.may_move(led.group)
 
     def _hello(self) -> RankHello:
         engine = self._engine
@@ -377,4 +380,10 @@ class RankLoop:
             adopted=self._member.moving.adopted if self._seat.is_moving else (),
             adopted_in=self._member.moving.epoch,
             memory=engine.memory(),
+            step_times=tuple(_told(times) for times in engine.step_times()),
         )
+
+
+def _told(times: StepTimes) -> WidthTimes:
+    curves = tuple((mode, curve.points) for mode, curve in times.curves.items())
+    return WidthTimes(times.width, curves, times.sp_from_tokens)

@@ -159,10 +159,19 @@ class ShardMajorQKV(QKVParallelLinear):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T, hidden) -> (T, [q | k | v]), or (T, n·[q k v]) with `reorders` off."""
-        out, bias = super().forward(input_)
+        out, bias = self.stored(input_)
+        return self.ordered(out), bias
+
+    def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
+        """(T, hidden) -> (T, n·[q k v]): rows as they are stored."""
+        out: tuple[torch.Tensor, Parameter | None] = super().forward(input_)
+        return out
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this tree's shards as they are stored -> as what follows wants them."""
         if not self.reorders:
-            return out, bias
-        return restore_natural_order(out, self.plan.held, self.shard_sizes), bias
+            return rows
+        return restore_natural_order(rows, self.plan.held, self.shard_sizes)
 
 
 @MergedColumnParallelLinear.register_oot

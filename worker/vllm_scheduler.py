@@ -22,6 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from comm_pool.layout import Mode
 from worker.vllm_handover import (
     CachedChain,
     FinishedChains,
@@ -41,11 +42,18 @@ class StepPlan:
     output: SchedulerOutput
     grammar: GrammarOutput | None
     resuming: dict[str, list[int]] = field(default_factory=dict)
+    mode: Mode = Mode.DP
+    """How the group computes this step; its leader decides, and every member obeys."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed in it."""
+        return int(self.output.total_num_scheduled_tokens)
 
     @property
     def is_empty(self) -> bool:
         """Nothing is computed in it."""
-        return self.output.total_num_scheduled_tokens == 0
+        return not self.tokens
 
     def __reduce__(self) -> Any:
         """Followers read token ids as arrays: new tasks may bring a hundred thousand at once."""
@@ -56,7 +64,7 @@ class StepPlan:
         ]
         bare = [replace(each, prompt_token_ids=None, prefill_token_ids=None) for each in new]
         output = replace(self.output, scheduled_new_reqs=bare)
-        return _unpacked, (output, tokens, self.grammar, self.resuming)
+        return _unpacked, (output, tokens, self.grammar, self.resuming, self.mode)
 
 
 def _token_lists(request: NewRequestData) -> tuple[list[int] | None, list[int] | None]:
@@ -68,12 +76,13 @@ def _unpacked(
     tokens: list[list[npt.NDArray[np.int32] | None]],
     grammar: GrammarOutput | None,
     resuming: dict[str, list[int]],
+    mode: Mode,
 ) -> StepPlan:
     """What `StepPlan.__reduce__` was made from."""
     for request, arrays in zip(output.scheduled_new_reqs, tokens, strict=True):
         prompt, prefill = (None if each is None else each.tolist() for each in arrays)
         request.prompt_token_ids, request.prefill_token_ids = prompt, prefill
-    return StepPlan(output, grammar, resuming)
+    return StepPlan(output, grammar, resuming, mode)
 
 
 class BlockGrants:
