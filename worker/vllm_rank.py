@@ -291,7 +291,8 @@ class RankEngine:
         if refusal is not None:
             log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
         for width in self.spec.widths:
-            mover.warm(width)
+            if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
+                mover.warm(width)
         return boards, mover
 
     def synchronize(self) -> None:

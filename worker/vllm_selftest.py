@@ -168,23 +168,30 @@ def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Ten
     """Rows of the replica's stored weight (N, K) that are this rank's outputs, in natural order."""
     if isinstance(source, RowParallelLinear):
         return torch.arange(source.output_size)
-    if isinstance(source, (ShardMajorQKV, ShardMajorGateUp)):
+    if isinstance(source, ShardMajorQKV):
+        return stored_rows(source.output_partition_sizes, shards, width, rank, source.stored_copies)
+    if isinstance(source, ShardMajorGateUp):
         return stored_rows(source.output_partition_sizes, shards, width, rank)
     count = source.weight.shape[0]
     return torch.arange(rank * count // width, (rank + 1) * count // width)
 
 
-def stored_rows(parts: list[int], shards: int, width: int, rank: int) -> torch.Tensor:
+def stored_rows(
+    parts: list[int], shards: int, width: int, rank: int, copies: int = 1
+) -> torch.Tensor:
     """Where [q | k | v] (or [gate | up]) rows of one rank lie in a shard-major weight.
 
     Row i of a part with `size` rows is in shard i·shards // size; a shard has its piece of each
-    part, in order.
+    part, in order. Behind q, `copies` neighbouring shards hold the same piece, which a rank's
+    output has once.
     """
     found, start = [], 0
     stride = sum(parts) // shards
-    for size in parts:
+    for number, size in enumerate(parts):
         piece = size // shards
         natural = torch.arange(rank * size // width, (rank + 1) * size // width)
+        if number and copies > 1:
+            natural = natural.unflatten(0, (-1, piece))[:: min(copies, shards // width)].flatten()
         found.append(natural // piece * stride + start + natural % piece)
         start += piece
     return torch.cat(found)

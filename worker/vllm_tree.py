@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.utils import (
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from comm_pool.exchange import ExchangeError, HeadExchange
 from worker.vllm_fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.vllm_layers import (
     ShardMajorGateUp,
@@ -53,15 +54,14 @@ def load_replica(config: VllmConfig, shards: int) -> nn.Module:
 
 
 def check_widths(config: VllmConfig, width: int) -> None:
-    """Refuse a width whose ranks would share a KV head or split a layer unevenly."""
+    """Refuse a width whose ranks would hold uneven shares of heads or of a layer."""
     model = config.model_config
     text = model.hf_text_config
     kv_heads, heads = model.get_total_num_kv_heads(), text.num_attention_heads
-    if kv_heads % width or heads % width:
-        raise ViewError(
-            f"width {width} does not divide the model's {heads} query and {kv_heads} KV heads, "
-            f"so its weights cannot be viewed without copies: use --widths up to {kv_heads}."
-        )
+    try:
+        HeadExchange(heads, kv_heads, width)
+    except ExchangeError as error:
+        raise ViewError(f"{error} Use smaller --widths.") from None
     inner = getattr(text, "intermediate_size", None)
     if inner is not None and inner % width:
         raise ViewError(

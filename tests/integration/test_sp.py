@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config
 
 from tests.bench.servers import MODEL
 from tests.harness.static_process import run_static
 from tests.harness.step_ranks import run_steps
+from tests.integration.test_families import SIZES, make_model
 from tests.integration.test_numerics import (
     FP32_TOLERANCE,
     LOGITS_ARGS,
@@ -28,10 +30,12 @@ CHUNKS = ["--max-num-batched-tokens", "256"]
 """Prefills go in chunks, and most steps mix them with decodes."""
 
 
-def static(folder: Path, prompts: list[list[int]], text: list[int]) -> dict[str, Any]:
-    """What plain vLLM computes for the demo model in fp32."""
+def static(
+    folder: Path, prompts: list[list[int]], text: list[int], model: Path = MODEL
+) -> dict[str, Any]:
+    """What plain vLLM computes for a model in fp32."""
     spec = {
-        "model": str(MODEL),
+        "model": str(model),
         "dtype": "float32",
         "tp": 1,
         "max_model_len": 1024,
@@ -45,32 +49,33 @@ def static(folder: Path, prompts: list[list[int]], text: list[int]) -> dict[str,
         return dict(arrays)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sp_tp_and_any_mix_of_their_steps_equal_static_vllm(ranks: int, tmp_path: Path) -> None:
+def check_runs(
+    folder: Path, ranks: int, reference: dict[str, Any], model: Path, **spec: Any
+) -> None:
+    """Do all runs and compare every logit and score of each with the reference."""
     prompts, text = prompts_and_text()
-    reference = static(tmp_path, prompts, text)
-    requests = [
+    requests: list[dict[str, Any]] = [
         {"prompt": prompt, "params": {"max_tokens": NEW_TOKENS, "logprobs": -1}}
         for prompt in prompts
     ]
     requests.append({"prompt": text, "params": {"max_tokens": 1, "prompt_logprobs": 0}})
-    spec = {
-        "model": str(MODEL),
+    given = {
+        "model": str(model),
         "ranks": ranks,
         "engine_args": ["--dtype", "float32", *LOGITS_ARGS, *CHUNKS],
         "requests": requests,
         "runs": RUNS,
+        **spec,
     }
-    for run, result in run_steps(tmp_path, spec).items():
+    for run, result in run_steps(folder, given).items():
         *streams, scored = result["streams"]
         logits = largest_difference(streams, reference)
         scores = np.asarray(scored.prompt_logprobs.logprobs)[:, 0]
         worst = float(np.abs(scores - reference["scores_0"]).max())
         loss = abs(float(scores.mean() - reference["scores_0"].mean()))
         print(
-            f"{ranks} ranks, {run}: logits {logits:.2e}, score {worst:.2e}, loss {loss:.2e},"
-            f" steps {result['modes']}"
+            f"{model.name}, {ranks} ranks, {run}: logits {logits:.2e}, score {worst:.2e},"
+            f" loss {loss:.2e}, steps {result['modes']}"
         )
         for number, stream in enumerate(streams):
             assert stream.tokens == reference[f"tokens_{number}"].tolist(), (run, number)
@@ -78,3 +83,22 @@ def test_sp_tp_and_any_mix_of_their_steps_equal_static_vllm(ranks: int, tmp_path
         assert worst < FP32_TOLERANCE, run
         wanted = {"tp", "sp"} if run.startswith("random") else {run}
         assert {mode for mode, steps in result["modes"].items() if steps > 5} == wanted, run
+
+
+@pytest.mark.timeout(900)
+def test_steps_of_the_demo_model(tmp_path: Path) -> None:
+    """Four KV heads: two for each of two ranks, one for each of four."""
+    reference = static(tmp_path, *prompts_and_text())
+    for ranks in (2, 4):
+        check_runs(tmp_path, ranks, reference, MODEL)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(kv_heads: int, tmp_path: Path) -> None:
+    sizes = {**SIZES, "num_key_value_heads": kv_heads, "max_position_embeddings": 1024}
+    model = tmp_path / f"kv{kv_heads}"
+    make_model(model, Qwen3Config(**sizes, head_dim=32, initializer_range=0.05))
+    reference = static(tmp_path, *prompts_and_text(), model)
+    # Trees of two ranks hold both copies of a head, those of four hold one.
+    check_runs(tmp_path, 4, reference, model, widths=[1, 2, 4])
