@@ -202,7 +202,8 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         if plan is not None and not self.prefix.endswith("gate_up_proj"):
             raise ViewError(
                 f"layer {self.prefix} is a fused layer that is not known to be followed by a "
-                "row-wise activation: serve a model of the Llama, Qwen2 or Qwen3 family."
+                "row-wise activation: serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or "
+                "Mixtral family."
             )
         self.plan = plan or _NATURAL
         self._cpu_skip_gemm_dispatch = True

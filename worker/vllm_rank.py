@@ -131,7 +131,7 @@ class RankEngine:
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
         trees = self._build_trees(configs, progress)
-        self._add_sp(trees)
+        self._add_sp(trees, configs)
         self.other_bytes: dict[str, int] = {}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
@@ -192,7 +192,9 @@ class RankEngine:
         self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
         return {key: {key.mode: tree} for key, tree in trees.items()}
 
-    def _add_sp(self, trees: dict[ModeKey, dict[Mode, nn.Module]]) -> None:
+    def _add_sp(
+        self, trees: dict[ModeKey, dict[Mode, nn.Module]], configs: dict[ModeKey, VllmConfig]
+    ) -> None:
         """An sp tree beside the tp tree of each width, and the proof of its exchange."""
         first, *wider = self.keys
         replica = trees[first][first.mode]
@@ -205,7 +207,7 @@ class RankEngine:
                 key.width,
             )
             try:
-                tree = build_sp_tree(replica, trees[key][Mode.TP], plan, group)
+                tree = build_sp_tree(replica, trees[key][Mode.TP], plan, group, configs[key])
             except ViewError as error:
                 log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
                 continue

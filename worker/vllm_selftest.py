@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from worker.vllm_fp8 import is_quantized, kernel_of
 from worker.vllm_layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+from worker.vllm_moe import is_shared, prove_experts
 
 DECODE_TOKENS = 8
 PREFILL_TOKENS = 512
@@ -58,7 +59,7 @@ def prove_tree(
     proved: set[tuple[object, ...]] = set()
     with torch.no_grad():
         for name, layer in tree.named_modules(remove_duplicate=False):
-            if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            if not isinstance(layer, (LinearBase, ParallelLMHead)) or is_shared(layer):
                 continue
             kind = _kind(layer)
             if kind in proved:
@@ -67,7 +68,10 @@ def prove_tree(
             proved.add(kind)
     if not proved:
         raise ViewError("the model has no layer that could be tested: it is unknown.")
-    return len(proved)
+    if tree is replica:
+        return len(proved)
+    experts = prove_experts(tree, replica, width=width, rank_in_group=rank_in_group, device=device)
+    return len(proved) + experts
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

@@ -13,12 +13,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 
 from comm_pool.exchange import HeadExchange
 from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
+from worker.vllm_moe import experts_shell
 
 
 class Exchange:
@@ -136,17 +139,25 @@ class SequenceParallel(nn.Module):
 
 
 def build_sp_tree(
-    replica: nn.Module, tp_tree: nn.Module, plan: HeadExchange, group: GroupCoordinator
+    replica: nn.Module,
+    tp_tree: nn.Module,
+    plan: HeadExchange,
+    group: GroupCoordinator,
+    config: VllmConfig,
 ) -> SequenceParallel:
     """The sp tree beside a tp tree of the same width; it owns no tensor.
 
-    Raises `ViewError` for attention layers that do not go from one qkv layer to one o_proj.
+    `config` is the tp tree's, in which vLLM looks up what is called by name during a step. Raises
+    `ViewError` for attention layers that do not go from one qkv layer to one o_proj.
     """
     exchange = Exchange(plan, group)
+    context = config.compilation_config.static_forward_context
     made: dict[int, nn.Module] = {}
 
     def shell_of(full: nn.Module, own: nn.Module) -> nn.Module:
-        if not _holds_attention(full):
+        if isinstance(full, MoERunner):
+            return experts_shell(full, context)
+        if not _is_on_the_way(full):
             return full
         if id(full) in made:
             return made[id(full)]
@@ -169,8 +180,9 @@ def _shell(module: nn.Module) -> nn.Module:
     return shell
 
 
-def _holds_attention(module: nn.Module) -> bool:
-    return any(isinstance(each, Attention) for each in module.modules())
+def _is_on_the_way(module: nn.Module) -> bool:
+    """Whether something in it is called in another way than in the replica."""
+    return any(isinstance(each, (Attention, MoERunner)) for each in module.modules())
 
 
 def _attention_shell(full: nn.Module, own: nn.Module, exchange: Exchange) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
+from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.bench.servers import MODEL
 from tests.harness.static_process import run_static
@@ -94,11 +94,37 @@ def test_steps_of_the_demo_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(kv_heads: int, tmp_path: Path) -> None:
-    sizes = {**SIZES, "num_key_value_heads": kv_heads, "max_position_embeddings": 1024}
-    model = tmp_path / f"kv{kv_heads}"
+def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(tmp_path: Path) -> None:
+    sizes = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    model = tmp_path / "one-kv-head"
     make_model(model, Qwen3Config(**sizes, head_dim=32, initializer_range=0.05))
     reference = static(tmp_path, *prompts_and_text(), model)
-    # Trees of two ranks hold both copies of a head, those of four hold one.
+    # Trees of two ranks hold two copies of the head, those of four hold one.
     check_runs(tmp_path, 4, reference, model, widths=[1, 2, 4])
+
+
+MOE_SIZES: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+MOE = {
+    "qwen3-moe": Qwen3MoeConfig(
+        **MOE_SIZES,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        initializer_range=0.05,
+    ),
+    "mixtral": MixtralConfig(
+        **MOE_SIZES, num_local_experts=8, num_experts_per_tok=2, initializer_range=0.05
+    ),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "ranks"), [("mixtral", 2), ("qwen3-moe", 4)])
+def test_steps_of_models_with_experts(family: str, ranks: int, tmp_path: Path) -> None:
+    """In tp a rank holds its range of experts, in sp all of them; four ranks share two KV heads."""
+    model = tmp_path / family
+    make_model(model, MOE[family])
+    reference = static(tmp_path, *prompts_and_text(), model)
+    check_runs(tmp_path, ranks, reference, model)

@@ -1,5 +1,8 @@
 """Measured step times on their way to `aileron explain`."""
 
+from typing import Any
+
+from comm_pool.layout import Rank
 from coordinator.cli.operate import step_times_text
 from coordinator.roster import Roster
 from coordinator.views import step_times_view
@@ -13,14 +16,20 @@ def roster() -> Roster:
     return made
 
 
+def told() -> list[dict[str, Any]]:
+    view: dict[str, Any] = step_times_view(roster())
+    times: list[dict[str, Any]] = view["step_times"]
+    return times
+
+
 def test_a_rank_tells_in_which_widths_it_has_sp() -> None:
-    assert roster().has_sp(0, 4)
-    assert not roster().has_sp(0, 2)
-    assert not roster().has_sp(0, 1)
+    assert roster().has_sp(Rank(0), 4)
+    assert not roster().has_sp(Rank(0), 2)
+    assert not roster().has_sp(Rank(0), 1)
 
 
 def test_the_view_has_each_width_once() -> None:
-    one, four = step_times_view(roster())["step_times"]  # type: ignore[misc]
+    one, four = told()
     assert one == {
         "width": 1,
         "sp_from_tokens": None,
@@ -31,7 +40,7 @@ def test_the_view_has_each_width_once() -> None:
 
 
 def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
-    one, four = step_times_view(roster())["step_times"]  # type: ignore[misc]
+    one, four = told()
     text = step_times_text(four)
     assert "tp4 ms" in text
     assert "sp4 ms" in text
