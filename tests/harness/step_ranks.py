@@ -1,9 +1,10 @@
 """Ranks of one group without a cell, whose leader lets a test choose how each step is computed.
 
 Run in processes of their own: `python -m tests.harness.step_ranks SPEC.json OUT.pkl`. SPEC has the
-model folder, the number of ranks, engine arguments, `requests` (prompts and sampling parameters)
-and `runs`: names of choosers. Every run does all requests; OUT has {run: {"streams": [...],
-"modes": {mode: steps}}}. Only the choice of each step's mode is replaced; the rest is the product.
+model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
+`reshard_cases`) and `runs`: names of choosers. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}}}. Only the choice of each step's mode is replaced; the
+rest is the product.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from coordinator.protocol.config import Config, check_config
 from coordinator.protocol.messages import Binding, Place, Tier
 from tests.bench.servers import ROOT, free_port
 from tests.harness.bare_cell import Stream, encoded_request, search_path, take
+from tests.harness.reshard_cases import vllm_settings
 from worker.launcher import fork_rank
 
 Choice = Callable[[int], Mode]
@@ -78,9 +80,8 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
         for number, request in enumerate(spec["requests"]):
             name = f"{run}-{number}"
             collector.streams[name] = Stream()
-            header, payload = encoded_request(
-                name, request["prompt"], "", Tier.STANDARD, request["params"]
-            )
+            settings = vllm_settings(request["params"])
+            header, payload = encoded_request(name, request["prompt"], "", Tier.STANDARD, settings)
             member.place(Place(header, 1, binding, payload), binding)
         while member.has_work:
             member.lead_step(1)

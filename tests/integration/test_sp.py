@@ -12,6 +12,7 @@ import pytest
 from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.bench.servers import MODEL
+from tests.harness.reshard_cases import draw_case
 from tests.harness.static_process import run_static
 from tests.harness.step_ranks import run_steps
 from tests.integration.test_families import SIZES, make_model
@@ -101,6 +102,36 @@ def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(tmp_path: Path) -> None
     reference = static(tmp_path, *prompts_and_text(), model)
     # Trees of two ranks hold two copies of the head, those of four hold one.
     check_runs(tmp_path, 4, reference, model, widths=[1, 2, 4])
+
+
+@pytest.mark.timeout(300)
+def test_all_sampling_features_and_prefix_hits(tmp_path: Path) -> None:
+    """The same tokens and log-probabilities in any mix, also on KV that another mode has cached."""
+    cases = [draw_case(seed) for seed in range(1, 61)]
+    assert any("regex" in case.params for case in cases)
+    assert any("repetition_penalty" in case.params for case in cases)
+    spec = {
+        "model": str(MODEL),
+        "ranks": 2,
+        "engine_args": ["--dtype", "float32", "--max-model-len", "1024", *CHUNKS],
+        "requests": [{"prompt": case.prompt, "params": case.params} for case in cases],
+        "runs": ("tp", "sp", "random-3"),
+        "keeps_cache": True,
+    }
+    results = run_steps(tmp_path, spec)
+    for number, expected in enumerate(results["tp"]["streams"]):
+        for run in ("sp", "random-3"):
+            stream = results[run]["streams"][number]
+            assert stream.tokens == expected.tokens, (run, cases[number])
+            difference = np.abs(np.subtract(stream.logprobs, expected.logprobs))
+            assert difference.max() < FP32_TOLERANCE, (run, cases[number])
+    cached = {
+        run: sum(stream.cached_tokens for stream in result["streams"])
+        for run, result in results.items()
+    }
+    print("cached tokens hit:", cached, {run: each["modes"] for run, each in results.items()})
+    # In the first run only shared starts are hit, then what the run before has left.
+    assert cached["sp"] > 2 * cached["tp"] > 0
 
 
 MOE_SIZES: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
