@@ -137,6 +137,11 @@ class SequenceParallel(nn.Module):
         logits: torch.Tensor | None = self._tp[0].compute_logits(hidden_states)
         return logits
 
+    def compute_logits_local(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The same without the gather, for vLLM's batch-sharded sampling."""
+        logits: torch.Tensor = self._tp[0].compute_logits_local(hidden_states)
+        return logits
+
 
 def build_sp_tree(
     replica: nn.Module,

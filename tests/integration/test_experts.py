@@ -63,4 +63,9 @@ async def test_tasks_whose_kv_heads_are_replicated_are_recomputed(cell: BareCell
     assert tasks["tp2+tp2"]["reshard"] > 0
     assert tasks["tp4"]["recompute"] > 0
     assert tasks["tp4"]["reshard"] == tasks["sp4"]["reshard"] == tasks["dp4"]["reshard"] == 0
+    ways = [("tp4", "recompute"), ("sp4", "pause"), ("shift4", "pause"), ("tp4", "pause")]
+    assert await run(cell, "kept", ways) == expected
+    records = cell.get("/admin/switches?last=3")["switches"]
+    assert [record["to"] for record in records] == ["sp4", "shift4", "tp4"]
+    assert sum(record["tasks"]["recompute"] for record in records) == 0
     cell.pages()
