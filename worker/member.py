@@ -69,6 +69,7 @@ class Member:
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseKept] = {}
         self.steps = 0
+        self.sp_steps = 0
         self.intake = Intake(engine.block_hasher, engine.structured_output)
         self._outlet = outlet
         self._incarnation = incarnation
@@ -368,6 +369,7 @@ class Member:
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()
         self.steps += 1
+        self.sp_steps += plan.mode is Mode.SP
         return mode.execute(plan)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:

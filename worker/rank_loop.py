@@ -319,7 +319,8 @@ class RankLoop:
         moved, told_in = seat.told
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
-            self._gauges = (*self._engine.gauges(), ("steps", member.steps))
+            steps = ("steps", member.steps), ("steps_sp", member.sp_steps)
+            self._gauges = (*self._engine.gauges(), *steps)
         return Report(
             rank=self._rank,
             incarnation=self._incarnation,

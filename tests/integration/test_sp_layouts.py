@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -61,6 +62,39 @@ async def test_between_modes_of_one_group_no_kv_moves(cell: BareCell) -> None:
         # Paused tasks are not even counted: their pages never stop being their group's.
         moved = sum(record["tasks"]["reshard"] for record in records)
         assert moved > TASKS or carry == "pause"
+
+
+def sp_share(cell: BareCell, before: dict[str, int]) -> tuple[int, int]:
+    """Steps since `before` of rank 3, a follower, and those of them that it computed in sp."""
+    time.sleep(1.5)  # Gauges are read twice a second.
+    gauges = cell.get("/admin/ranks")["ranks"][3]["gauges"]
+    taken = gauges["steps"] - before.get("steps", 0), gauges["steps_sp"] - before.get("steps_sp", 0)
+    before.update(gauges)
+    return taken
+
+
+@pytest.mark.timeout(200)
+async def test_a_layout_pins_its_steps_and_shift_keeps_to_the_threshold(cell: BareCell) -> None:
+    times = cell.get("/admin/decisions")["step_times"][2]
+    before: dict[str, int] = {}
+    shares = {}
+    for layout in ONE_GROUP:
+        cell.switch(layout, "recompute")
+        sp_share(cell, before)
+        await run(cell, f"pinned-{layout}", [])
+        steps, in_sp = sp_share(cell, before)
+        assert steps > 50
+        shares[layout] = in_sp / steps
+    print(shares, times["sp_from_tokens"])
+    assert (shares["sp4"], shares["tp4"]) == (1, 0)
+    start = times["sp_from_tokens"]
+    # Most steps decode 16 tasks; the first ones read their prompts, 1,160 tokens in all.
+    if start is None or start > 2000:
+        assert shares["shift4"] == 0
+    elif start <= 16:
+        assert shares["shift4"] > 0.8
+    else:
+        assert 0 < shares["shift4"] < 0.5
 
 
 def test_step_times_of_every_width_are_told(cell: BareCell) -> None:
