@@ -40,11 +40,17 @@ class AbsentRankError(KeyError):
 
 
 class Mode(StrEnum):
-    """How a group computes; the order of the members is the order of enumeration."""
+    """How a group computes; the order of the members is the order of enumeration.
+
+    A `shift` group computes each step in tp or in sp, whichever is sooner done for that many tokens
+    (Shift Parallelism, algorithm 3); `tp` and `sp` pin a group to one of them. A step itself is
+    never `shift`.
+    """
 
     DP = "dp"
     TP = "tp"
     SP = "sp"
+    SHIFT = "shift"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class Group:
         if (self.mode is Mode.DP) != (width == 1):
             raise LayoutError(
                 f"mode {self.mode} does not go with width {width}: a group one rank wide is dp, "
-                f"a wider one is tp or sp."
+                f"a wider one is tp, sp or shift."
             )
 
     @property
@@ -161,11 +167,12 @@ class Layout:
 def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     """Read the notation of a layout of `world` ranks; width 1 is supported without being named.
 
-    Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK` and `spK` are
-    one group of K ranks; `offN` leaves N ranks out (lost, or not to be used). So `tp2+dp2` is ranks
-    0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without rank 2. A caller that
-    must not leave a rank out asks `Layout.covers`. Every other text raises `LayoutError`, one
-    sentence that says what is wrong and what is supported. Costs O(world), whatever the text.
+    Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
+    `shiftK` are one group of K ranks; `offN` leaves N ranks out (lost, or not to be used). So
+    `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without
+    rank 2. A caller that must not leave a rank out asks `Layout.covers`. Every other text raises
+    `LayoutError`, one sentence that says what is wrong and what is supported. Costs O(world),
+    whatever the text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")
@@ -179,7 +186,7 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     first = 0
     for token in text.split("+"):
         word, count = _read_token(token, text)
-        if word in (Mode.TP, Mode.SP):
+        if word not in (Mode.DP, _ABSENT):
             _check_wide(token, count, first, widths)
         if first + count > world:
             raise LayoutError(_coverage(text, "more than", world))

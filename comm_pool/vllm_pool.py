@@ -153,6 +153,9 @@ def activate(communicator: Communicator) -> None:
     vLLM 0.32 has no public way to swap it (`_replace_active_groups` does the same for elastic EP).
     """
     parallel_state._TP = communicator.group
+    if parallel_state._EP is not None:
+        # Only for models with experts, whose ranks share these like everything else.
+        parallel_state._EP = communicator.group
 
 
 def _warm(group: GroupCoordinator, device: torch.device) -> None:

@@ -107,7 +107,7 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
-        return _with_wall_time(core.decisions_view(last), clock())
+        return _with_wall_time(core.decisions_view(last), clock()) | core.step_times_view()
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:

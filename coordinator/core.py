@@ -174,6 +174,10 @@ class Core:
         newest = list(self._decisions)[-last:] if last > 0 else []
         return {"decisions": [views.decision_view(decision) for decision in newest]}
 
+    def step_times_view(self) -> views.View:
+        """Answer the part of `GET /admin/decisions` that was measured at start-up."""
+        return views.step_times_view(self._roster)
+
     def queue_view(self) -> views.View:
         """Return the unfinished tasks by tier and state."""
         return views.queue_view(self._pool.tasks)

@@ -4,7 +4,6 @@ Checked before anything is touched; called by the core for the admin API and the
 """
 
 from collections.abc import Collection
-from typing import assert_never
 
 from comm_pool.layout import Group, Layout, Mode, Rank
 from coordinator.roster import Roster
@@ -32,13 +31,6 @@ def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> st
 
 
 def _refuse_group(group: Group, roster: Roster) -> str | None:
-    match group.mode:
-        case Mode.DP | Mode.TP:
-            pass
-        case Mode.SP:
-            return f"mode 'sp' is not available yet: use 'tp{group.width}'."
-        case _:
-            assert_never(group.mode)
     for rank in group.ranks:
         if roster.is_degraded(rank):
             return (
@@ -47,4 +39,9 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
             )
         if not roster.supports(rank, group.width):
             return f"rank {rank} does not support groups {group.width} wide."
+        if group.mode in (Mode.SP, Mode.SHIFT) and not roster.has_sp(rank, group.width):
+            return (
+                f"rank {rank} cannot compute this model in sp {group.width} wide: "
+                f"use 'tp{group.width}'."
+            )
     return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Mode, Rank
 from coordinator.protocol.messages import RankHello, Report, Stage
 
 
@@ -147,6 +147,13 @@ class Roster:
         if width == 1:
             return True
         return width in self._seen[rank].hello.widths and not self.is_degraded(rank)
+
+    def has_sp(self, rank: Rank, width: int) -> bool:
+        """Say whether the rank can compute steps of such groups in sp."""
+        return any(
+            times.width == width and Mode.SP in dict(times.curves)
+            for times in self._seen[rank].hello.step_times
+        )
 
 
 def _order(report: Report) -> tuple[Stage, int]:

@@ -78,6 +78,24 @@ def decision_view(decision: Decision) -> View:
     }
 
 
+def step_times_view(roster: Roster) -> View:
+    """Return how long steps take by width and mode, as measured by the lowest rank there is."""
+    seen = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
+    return {
+        "step_times": [
+            {
+                "width": times.width,
+                "sp_from_tokens": times.sp_from_tokens,
+                "curves": {
+                    mode.value: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
+                    for mode, points in times.curves
+                },
+            }
+            for times in (seen.hello.step_times if seen else ())
+        ]
+    }
+
+
 def queue_view(tasks: TaskTable) -> View:
     """Return the unfinished tasks by state, and the queued ones by tier with their tokens."""
     states: Counter[State] = Counter(task.state for task in tasks)

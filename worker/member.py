@@ -41,7 +41,6 @@ from worker.step_queue import (
     receive,
 )
 from worker.under_way import UnderWay
-from worker.vllm_config import ModeKey
 from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
 from worker.vllm_scheduler import ModeScheduler
@@ -62,6 +61,7 @@ class Member:
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseKept] = {}
         self.steps = 0
+        self.sp_steps = 0
         self.intake = Intake(engine.block_hasher, engine.structured_output)
         self._outlet = outlet
         self._incarnation = incarnation
@@ -83,8 +83,8 @@ class Member:
     # ------------------------------------------------------------------ groups and pages
 
     def mode_of(self, group: Group) -> PreparedMode:
-        """The prepared mode that a group of this rank runs in."""
-        return self.engine.modes[ModeKey(group.mode, group.width)]
+        """What is prepared for a group of this rank."""
+        return self.engine.of_width(group.width)
 
     def _led(self, group: Group) -> ModeScheduler:
         scheduler = self.mode_of(group).scheduler
@@ -94,7 +94,7 @@ class Member:
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
         group = binding.group
-        self._mode = self.engine.select(ModeKey(group.mode, group.width))
+        self._mode = self.engine.select(group.width)
         self._binding = binding
         self._formed[group.ranks] = binding.born
         self.moving.joined()
@@ -279,7 +279,7 @@ class Member:
             self._withdraw_if_parked(group)
 
     def _withdraw_if_parked(self, group: Group) -> None:
-        if self._binding is None or self._binding.group != group:
+        if self._binding is None or self._binding.group.ranks != group.ranks:
             self.withdraw(group)
 
     def _give_back(
@@ -315,6 +315,7 @@ class Member:
             self.settle()
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
+            plan.mode = mode.mode_of_step(self._binding.group.mode, plan.tokens)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
@@ -367,6 +368,7 @@ class Member:
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()
         self.steps += 1
+        self.sp_steps += plan.mode is Mode.SP
         return mode.execute(plan)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
@@ -383,7 +385,7 @@ class Member:
                 self.step_ended_ns = time.monotonic_ns()
             case LeaveGroup(kept=kept):
                 if kept is not None:
-                    # The coordinator tells it too; until then nobody would know of these pages.
+                    # The coordinator tells it too, but later.
                     self.keep_only(binding.group.ranks, kept)
         return message
 

@@ -28,6 +28,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.seat import Resolve
 from kvadaptor.movers import MoveStats, PeerMover, by_source
+from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.manifest import Cargo, Ints, Manifest, Move, Ranks, plan_move
 from worker.vllm_handover import CachedChain
@@ -116,7 +117,7 @@ class Moving:
 
     def may_move(self, group: Group) -> bool:
         """Say whether the tasks of a group are waiting for a move."""
-        return self._group == group
+        return self._group is not None and self._group.ranks == group.ranks
 
     def tell(self, epoch: int) -> None:
         """Publish this rank's manifest for the move of `epoch`, all its steps complete."""
@@ -188,7 +189,7 @@ class Moving:
         except OvertakenError:
             own.finish_round(GAVE_UP)
             raise
-        except MoveFailedError as error:
+        except (MoveFailedError, ReshardError) as error:
             log.warning("move_failed", epoch=epoch, reason=str(error))
             self._fail()
         except Exception:

@@ -46,6 +46,7 @@ from worker.member import Member
 from worker.moving import OvertakenError
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
+from worker.step_times import told
 from worker.switch_clock import SwitchClock
 from worker.vllm_rank import RankEngine
 
@@ -328,7 +329,8 @@ class RankLoop:
         moved, told_in = seat.told
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
-            self._gauges = (*self._engine.gauges(), ("steps", member.steps))
+            steps = ("steps", member.steps), ("steps_sp", member.sp_steps)
+            self._gauges = (*self._engine.gauges(), *steps)
         return Report(
             rank=self._rank,
             incarnation=self._incarnation,
@@ -362,7 +364,8 @@ class RankLoop:
         )
 
     def _is_paused(self, led: LedTask, group: Group | None) -> bool:
-        return led.group != group and not self._member.moving.may_move(led.group)
+        is_bound = group is not None and led.group.ranks == group.ranks
+        return not is_bound and not self._member.moving.may_move(led.group)
 
     def _hello(self) -> RankHello:
         engine = self._engine
@@ -388,4 +391,5 @@ class RankLoop:
             adopted=self._member.moving.adopted if self._seat.is_moving else (),
             adopted_in=self._member.moving.epoch,
             memory=engine.memory(),
+            step_times=tuple(map(told, engine.step_times())),
         )

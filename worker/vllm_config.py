@@ -174,7 +174,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         (
             model.is_multimodal_model,
             "multimodal models",
-            "serve a text model of the Llama, Qwen2 or Qwen3 family",
+            "serve a text model of the Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral family",
         ),
     ]
     for refused, what, instead in refusals:
@@ -217,11 +217,15 @@ def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmCo
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
     config.parallel_config.tensor_parallel_size = key.width
+    # A rank's share of experts is a range of whole ones (worker/vllm_moe.py).
+    config.parallel_config.enable_expert_parallel = key.width > 1 and base.model_config.is_moe
     config.cache_config = copy.copy(base.cache_config)
     config.cache_config.kv_cache_layout = layout
     config.compilation_config = copy.copy(base.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
+    # It would take layers with experts in the order of the tp tree, also in sp.
+    config.compilation_config.fast_moe_cold_start = False
     sizes = config.compilation_config.cudagraph_capture_sizes
     if key.width > 1 and sizes:
         config.compilation_config.cudagraph_capture_sizes = thinned(sizes)

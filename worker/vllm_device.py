@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
+
+from comm_pool.layout import Mode
 
 NCCL_SETTINGS = {"NCCL_BUFFSIZE": 2 << 20, "NCCL_LL128_BUFFSIZE": 4915200 // 4}
 """Bytes per channel and peer of NCCL's two large protocols; half and a quarter of its own.
@@ -53,15 +55,15 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     return device
 
 
-def make_runner(config: VllmConfig, device: torch.device, tree: nn.Module) -> Any:
-    """The runner of one mode: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
+def make_runner(config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]) -> Any:
+    """The runner of one width: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
     if device.type == "cuda":
         from worker.vllm_runner_gpu import GpuModeRunner
 
-        return GpuModeRunner(config, device, tree)
+        return GpuModeRunner(config, device, trees)
     from worker.vllm_runner import ModeRunner
 
-    return ModeRunner(config, device, tree)
+    return ModeRunner(config, device, trees)
 
 
 def used_bytes(device: torch.device) -> int:

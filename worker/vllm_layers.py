@@ -4,9 +4,11 @@ A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g
 shards, so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's
 Model Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds
 n = S/k shards gives natural order back: qkv by one reorder of its output, gate_up by a free view,
-because silu-and-mul is row-wise on (tokens·n, 2I/n).
+because silu-and-mul is row-wise on (tokens·n, 2I/n). Where there are fewer KV heads than shards,
+neighbouring shards hold copies of one, because each rank's rows must be one range (docs/adr/0016).
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -54,20 +56,26 @@ def building(plan: ShardPlan) -> Iterator[None]:
         _plan.reset(token)
 
 
-def restore_natural_order(out: torch.Tensor, held: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths."""
+def restore_natural_order(
+    out: torch.Tensor, held: int, sizes: tuple[int, ...], copies: int = 1
+) -> torch.Tensor:
+    """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths.
+
+    Of `copies` neighbouring shards with equal k and v, those of the first are taken.
+    """
     if held == 1:
         return out
-    if out.is_cuda and len(sizes) == 3 and sizes[1] == sizes[2]:
+    if out.is_cuda and copies == 1 and len(sizes) == 3 and sizes[1] == sizes[2]:
         from worker.vllm_reorder import reorder_qkv
 
         return reorder_qkv(out, held, sizes[0], sizes[1])
     source = out.unflatten(-1, (held, -1))
-    natural = torch.empty_like(out)
+    steps = [1 if number == 0 else copies for number in range(len(sizes))]
+    widths = [size * held // step for size, step in zip(sizes, steps, strict=True)]
+    natural = out.new_empty((out.shape[0], sum(widths)))
     start = 0
-    for size in sizes:
-        part = natural[:, start * held : (start + size) * held]
-        part.unflatten(-1, (held, size)).copy_(source[..., start : start + size])
+    for part, size, step in zip(natural.split(widths, -1), sizes, steps, strict=True):
+        part.unflatten(-1, (-1, size)).copy_(source[:, ::step, start : start + size])
         start += size
     return natural
 
@@ -121,10 +129,17 @@ class ShardMajorQKV(QKVParallelLinear):
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.plan = _plan.get() or _NATURAL
+        self.plan = plan = _plan.get() or _NATURAL
+        given = inspect.signature(super().__init__).bind(*args, **kwargs)
+        kv_heads = given.arguments.get("total_num_kv_heads") or given.arguments["total_num_heads"]
+        given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
+        super().__init__(*given.args, **given.kwargs)
+        self.stored_copies = max(1, plan.shards // kv_heads)
+        """Neighbouring shards of the replica that hold the same KV head."""
         self._cpu_skip_gemm_dispatch = True  # vLLM's CPU prepack would empty the weight.
-        held = self.plan.held
+        held = plan.held
+        self.kv_copies = min(self.stored_copies, held)
+        """The same of the shards in this tree."""
         self.shard_sizes = (
             self.num_heads * self.head_size // held,
             self.num_kv_heads * self.head_size // held,
@@ -148,21 +163,33 @@ class ShardMajorQKV(QKVParallelLinear):
             parts = range(3) if loaded_shard_id is None else ["qkv".index(loaded_shard_id)]
             place_scales(param, loaded_weight, parts, 3)
             return
+        distinct = shards // self.stored_copies
         if loaded_shard_id is None:
-            for name, part in zip(
-                "qkv", loaded_weight.split([size * shards for size in sizes]), strict=True
-            ):
+            rows = [sizes[0] * shards, sizes[1] * distinct, sizes[2] * distinct]
+            for name, part in zip("qkv", loaded_weight.split(rows), strict=True):
                 self.weight_loader(param, part, name)
             return
         index = "qkv".index(loaded_shard_id)
+        if index and self.stored_copies > 1:
+            heads = loaded_weight.unflatten(0, (distinct, -1))
+            loaded_weight = heads.repeat_interleave(self.stored_copies, 0).flatten(0, 1)
         scatter_shards(param, loaded_weight, shards, sum(sizes[:index]), sizes[index])
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T, hidden) -> (T, [q | k | v]), or (T, n·[q k v]) with `reorders` off."""
-        out, bias = super().forward(input_)
+        out, bias = self.stored(input_)
+        return self.ordered(out), bias
+
+    def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
+        """(T, hidden) -> (T, n·[q k v]): rows as they are stored."""
+        out: tuple[torch.Tensor, Parameter | None] = super().forward(input_)
+        return out
+
+    def ordered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of this tree's shards as they are stored -> as what follows wants them."""
         if not self.reorders:
-            return out, bias
-        return restore_natural_order(out, self.plan.held, self.shard_sizes), bias
+            return rows
+        return restore_natural_order(rows, self.plan.held, self.shard_sizes, self.kv_copies)
 
 
 @MergedColumnParallelLinear.register_oot
@@ -175,7 +202,8 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         if plan is not None and not self.prefix.endswith("gate_up_proj"):
             raise ViewError(
                 f"layer {self.prefix} is a fused layer that is not known to be followed by a "
-                "row-wise activation: serve a model of the Llama, Qwen2 or Qwen3 family."
+                "row-wise activation: serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or "
+                "Mixtral family."
             )
         self.plan = plan or _NATURAL
         self._cpu_skip_gemm_dispatch = True

@@ -1,8 +1,9 @@
-"""vLLM adapter: everything a rank prepares at start-up, one set of objects per mode.
+"""vLLM adapter: everything a rank prepares at start-up, one set of objects per width.
 
-Order: communicators, replica, view trees, runners, a trial of each mode's graphs, then KV sized
+Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV sized
 from what is truly left, schedulers, and the graphs and one warm step per mode. Afterwards selecting
-a mode is two assignments: no allocation, no new process group, no collective.
+a width is two assignments: no allocation, no new process group, no collective. tp and sp of a width
+share all but the tree, so they change from one step to the next.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
+from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.movers import Mover, make_mover
@@ -28,6 +30,8 @@ from kvadaptor.pages import PagePool
 from kvadaptor.vllm_translate import SlotTable, translate
 from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
 from worker.board import Board, open_boards
+from worker.step_times import StepTimes
+from worker.vllm_calibrate import measure_steps
 from worker.vllm_config import ModeKey, mode_config
 from worker.vllm_device import (
     activation_bytes,
@@ -38,8 +42,10 @@ from worker.vllm_device import (
 )
 from worker.vllm_layers import ViewError
 from worker.vllm_rope import fuse_rope
-from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler, StepPlan
+from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler
 from worker.vllm_selftest import prove_tree
+from worker.vllm_sp import build_sp_tree, prove_exchange
+from worker.vllm_step_plan import StepPlan
 from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
 
 log = structlog.get_logger()
@@ -50,7 +56,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class PreparedMode:
-    """The ready objects of one mode on this rank; `scheduler` only where this rank leads."""
+    """The ready objects of one width on this rank; `scheduler` only where this rank leads.
+
+    `key` names the mode that runner and configuration were made for: dp, or tp for wide groups.
+    """
 
     key: ModeKey
     communicator: Communicator
@@ -58,17 +67,33 @@ class PreparedMode:
     table: SlotTable | None
     scheduler: ModeScheduler | None
     config: VllmConfig
+    times: StepTimes
+    """How long steps take; a width that is not warm yet has none."""
+    _sp_from_tokens: int | None = None
+
+    def calibrate(self, times: StepTimes) -> None:
+        """Choose by these times from now on."""
+        self.times = times
+        self._sp_from_tokens = times.sp_from_tokens
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank schedules for its group of this width."""
         return self.communicator.rank_in_group == 0
 
+    def mode_of_step(self, wanted: Mode, tokens: int) -> Mode:
+        """How to compute a step of so many tokens in a group of the mode `wanted`."""
+        if wanted is not Mode.SHIFT:
+            return wanted
+        start = self._sp_from_tokens
+        return Mode.SP if start is not None and tokens >= start else Mode.TP
+
     def execute(self, plan: StepPlan) -> Any:
-        """Run one step on this rank; the mode must be selected.
+        """Run one step on this rank; the width must be selected.
 
         On CUDA the result is still under way: `get_output` waits for it.
         """
+        self.runner.use(plan.mode)
         output = plan.output if self.table is None else translate(plan.output, self.table)
         return self.runner.run(output, plan.grammar, plan.resuming)
 
@@ -107,6 +132,7 @@ class RankEngine:
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
         trees = self._build_trees(configs, progress)
+        self._add_sp(trees, configs)
         self.other_bytes: dict[str, int] = {}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
@@ -126,7 +152,7 @@ class RankEngine:
 
     def _build_trees(
         self, configs: dict[ModeKey, VllmConfig], progress: Progress
-    ) -> dict[ModeKey, nn.Module]:
+    ) -> dict[ModeKey, dict[Mode, nn.Module]]:
         shards = max(self.spec.widths)
         first, *wider = self.keys
         activate(self.communicators.of_width(1))
@@ -165,13 +191,38 @@ class RankEngine:
         log.info("trees_proved", rank=self.spec.rank, layers=proved, fused_attentions=fused)
         self.replica_bytes = weight_bytes(replica)
         self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
-        return trees
+        return {key: {key.mode: tree} for key, tree in trees.items()}
 
-    def _build_runner(self, config: VllmConfig, key: ModeKey, tree: nn.Module) -> Any:
+    def _add_sp(
+        self, trees: dict[ModeKey, dict[Mode, nn.Module]], configs: dict[ModeKey, VllmConfig]
+    ) -> None:
+        """An sp tree beside the tp tree of each width, and the proof of its exchange."""
+        first, *wider = self.keys
+        replica = trees[first][first.mode]
+        model = self.base.model_config
+        for key in wider:
+            group = self.communicators.of_width(key.width).group
+            plan = HeadExchange(
+                model.hf_text_config.num_attention_heads,
+                model.get_total_num_kv_heads(),
+                key.width,
+            )
+            try:
+                tree = build_sp_tree(replica, trees[key][Mode.TP], plan, group, configs[key])
+            except ViewError as error:
+                log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
+                continue
+            prove_exchange(tree.exchange, self.device)
+            foreign = foreign_bytes(tree, replica)
+            if foreign:
+                raise ViewError(f"the sp{key.width} tree owns {foreign} bytes of its own.")
+            trees[key][Mode.SP] = tree
+
+    def _build_runner(self, config: VllmConfig, key: ModeKey, trees: dict[Mode, nn.Module]) -> Any:
         activate(self.communicators.of_width(key.width))
         before = used_bytes(self.device)
         with set_current_vllm_config(config):
-            runner = make_runner(config, self.device, tree)
+            runner = make_runner(config, self.device, trees)
         self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
         return runner
 
@@ -243,7 +294,8 @@ class RankEngine:
         if refusal is not None:
             log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
         for width in self.spec.widths:
-            mover.warm(width)
+            if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
+                mover.warm(width)
         return boards, mover
 
     def synchronize(self) -> None:
@@ -271,7 +323,8 @@ class RankEngine:
                 kind = AsyncModeScheduler if asynchronous else ModeScheduler
                 scheduler = kind(config, kv_config, structured, slots)
         table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
-        return PreparedMode(key, communicator, runner, table, scheduler, config)
+        times = StepTimes(key.width, {})
+        return PreparedMode(key, communicator, runner, table, scheduler, config, times)
 
     def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
         cache = self.base.cache_config
@@ -282,22 +335,30 @@ class RankEngine:
         return get_request_block_hasher(cache.block_size, hash_fn)
 
     def _warm(self, progress: Progress) -> None:
-        """Graphs and one forward pass per mode, all ranks in one order: no first step pays."""
+        """Graphs, one forward pass per mode and its step times, all ranks in one order."""
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
-            self.select(key)
+            self.select(key.width)
             mode.communicator.group.barrier()
             with set_current_vllm_config(mode.config):
                 self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
-                # Large enough for NCCL, where custom all-reduce takes the small messages.
-                mode.runner._dummy_run(mode.config.scheduler_config.max_num_batched_tokens)
+                for each in mode.runner.modes:
+                    mode.runner.use(each)
+                    # Large enough for NCCL, where custom all-reduce takes the small messages.
+                    mode.runner._dummy_run(mode.config.scheduler_config.max_num_batched_tokens)
+                mode.communicator.group.barrier()
+                mode.calibrate(measure_steps(mode.runner, key.width, self.device))
         progress("warm", len(self.modes), len(self.modes))
 
     # ------------------------------------------------------------------ serving
 
-    def select(self, key: ModeKey) -> PreparedMode:
-        """Make this the mode that vLLM's layers of this process compute in."""
-        mode = self.modes[key]
+    def of_width(self, width: int) -> PreparedMode:
+        """What is ready for groups of this width, whatever their mode."""
+        return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
+
+    def select(self, width: int) -> PreparedMode:
+        """Make this the width that vLLM's layers of this process compute in."""
+        mode = self.of_width(width)
         activate(mode.communicator)
         return mode
 
@@ -322,6 +383,10 @@ class RankEngine:
             for c in self.communicators
             if c.width > 1
         }
+
+    def step_times(self) -> tuple[StepTimes, ...]:
+        """What was measured at start-up, by width."""
+        return tuple(mode.times for mode in self.modes.values())
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
         """What a leak would show in."""

@@ -144,7 +144,7 @@ def _fuse(layer: nn.Module, config: VllmConfig) -> bool:
 
 def _row_shape(qkv: nn.Module) -> RowShape | None:
     """The shape of `qkv`'s rows; None where there is nothing to reorder or tiles do not fit."""
-    if not isinstance(qkv, ShardMajorQKV) or qkv.plan.held == 1:
+    if not isinstance(qkv, ShardMajorQKV) or qkv.plan.held == 1 or qkv.kv_copies > 1:
         return None
     head_dim = qkv.head_size
     if qkv.v_head_size != head_dim or head_dim not in HEAD_DIMS:

@@ -1,9 +1,9 @@
 """vLLM adapter: one model runner per mode, over a ready module tree and a view of the KV buffer.
 
-This is the seam for model runner V1, which vLLM uses on CPU. Three things differ from vLLM's own:
-the KV cache is adopted instead of allocated, a task that continues elsewhere enters with the tokens
-it has, and random draws depend on (seed, position) alone, so that they are the same in every mode,
-on every rank of a group and after a hand-over.
+This is the seam for model runner V1, which vLLM uses on CPU. Four things differ from vLLM's own:
+the KV cache is adopted instead of allocated, a step may be computed by one of several trees, a task
+that continues elsewhere enters with the tokens it has, and random draws depend on (seed, position)
+alone, so that they are the same in every mode, on every rank of a group and after a hand-over.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
+from comm_pool.layout import Mode
 from kvadaptor.vllm_views import KVBuffer
 
 _SEED_MASK = (1 << 63) - 1
@@ -52,11 +53,15 @@ class PositionGenerator(torch.Generator):
 
 
 class ModeRunner(CPUModelRunner):
-    """vLLM's CPU runner for one mode."""
+    """vLLM's CPU runner for the groups of one width."""
 
-    def __init__(self, config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+    def __init__(
+        self, config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]
+    ) -> None:
+        """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
         super().__init__(config, device)
-        self.model = model
+        self._trees = dict(trees)
+        self.model = next(iter(self._trees.values()))
         self._kv_views: dict[str, torch.Tensor] = {}
         self._resuming: Mapping[str, list[int]] = {}
 
@@ -76,6 +81,15 @@ class ModeRunner(CPUModelRunner):
             self._kv_views, self.compilation_config.static_forward_context, self.kv_caches
         )
         return self._kv_views
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """How a step can be computed; the first is vLLM's own way."""
+        return tuple(self._trees)
+
+    def use(self, mode: Mode) -> None:
+        """Compute in this mode from now on; two modes of a width share everything but the tree."""
+        self.model = self._trees[mode]
 
     def run(
         self,

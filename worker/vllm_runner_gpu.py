@@ -1,9 +1,11 @@
 """vLLM adapter: the runner of one mode on CUDA, vLLM's model runner V2 as it is.
 
 V2 takes a ready module, continues a task from all its tokens, and draws by (seed, position); so
-only the KV buffer needs a seam: vLLM's own allocation is answered with the rank's buffer.
+only two things need a seam: vLLM's own allocation of KV is answered with the rank's buffer, and a
+step may be computed by one of several trees, each with graphs of its own.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from comm_pool.layout import Mode
 from kvadaptor.vllm_views import KVBuffer
 
 
@@ -41,18 +45,60 @@ class _AdoptedBuffer(TorchFunctionMode):
         return func(*args, **given)
 
 
-class GpuModeRunner(GPUModelRunner):
-    """vLLM's runner V2 over a ready module tree and the rank's KV buffer."""
+SP_GRAPH_TOKENS_MIN = 64
+"""Smallest decode batch that sp gets a graph for: below it tp reads less weights per step."""
 
-    def __init__(self, config: VllmConfig, device: torch.device, model: nn.Module) -> None:
+
+def sp_graph_sizes(sizes: list[int], width: int) -> list[int]:
+    """The batch sizes, of those that tp has graphs for, that sp shares out without padding."""
+    return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % width == 0]
+
+
+class GpuModeRunner(GPUModelRunner):
+    """vLLM's runner V2 over ready module trees and the rank's KV buffer."""
+
+    def __init__(
+        self, config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]
+    ) -> None:
+        """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
         super().__init__(config, device)
-        self.load_model(model=model)
+        self._trees = dict(trees)
+        self._first = next(iter(self._trees))
+        self._graphs: dict[Mode, ModelCudaGraphManager] = {}
+        self.load_model(model=self._trees[self._first])
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
         """Use the rank's buffer as the KV cache of this width."""
         adopted = _AdoptedBuffer(kv.raw)
         self.initialize_kv_cache(config, kv_cache_allocation_context=adopted)
         assert adopted.adopted == 1, f"vLLM did not adopt the KV buffer in width {width}."
+        self._graphs = {mode: self._graph_manager(mode, width) for mode in self._trees}
+
+    def _graph_manager(self, mode: Mode, width: int) -> ModelCudaGraphManager:
+        """vLLM's own for the first tree; graphs replay without looking at `model`."""
+        own = self.cudagraph_manager
+        assert own is not None
+        if mode is self._first:
+            return own
+        config = copy.copy(self.vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        sizes = sp_graph_sizes(config.compilation_config.cudagraph_capture_sizes or [], width)
+        config.compilation_config.cudagraph_capture_sizes = sizes
+        config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
+        return ModelCudaGraphManager(
+            config, self.device, own.cudagraph_mode, decode_query_len=self.decode_query_len
+        )
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """How a step can be computed; the first is vLLM's own way."""
+        return tuple(self._trees)
+
+    def use(self, mode: Mode) -> None:
+        """Compute in this mode from now on; two modes of a width share all but tree and graphs."""
+        self.model = self._trees[mode]
+        if self._graphs:
+            self.cudagraph_manager = self._graphs[mode]
 
     def run(
         self,
@@ -74,7 +120,10 @@ class GpuModeRunner(GPUModelRunner):
         self._first_graph_bytes = 0
         expected = int(self.profile_cudagraph_memory())
         working = min(expected, self._first_graph_bytes)
-        return working, expected - working
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+        width = self.parallel_config.tensor_parallel_size
+        more = (len(self._trees) - 1) * len(sp_graph_sizes(sizes, width)) / max(1, len(sizes))
+        return working, int((expected - working) * (1 + more))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture; of a trial, remember what the first graph took."""
@@ -85,5 +134,11 @@ class GpuModeRunner(GPUModelRunner):
         return taken
 
     def prepare_graphs(self) -> int:
-        """Capture this mode's CUDA graphs with its group active; returns their bytes."""
-        return int(self.capture_model()) if self.needs_cudagraph_capture() else 0
+        """Capture the CUDA graphs of all trees with their group active; returns their bytes."""
+        taken = 0
+        for mode in self._trees:
+            self.use(mode)
+            if self.needs_cudagraph_capture():
+                taken += int(self.capture_model())
+        self.use(self._first)
+        return taken

@@ -6,7 +6,6 @@ those tasks simply stay where they are until their mode is bound again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -33,56 +31,10 @@ from worker.vllm_handover import (
     running_state,
     take_blocks,
 )
+from worker.vllm_step_plan import StepPlan
 
 REGISTERED_PER_STEP = 32
 """Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One scheduled step, as sent to followers: logical block ids, tokens that new tasks have."""
-
-    output: SchedulerOutput
-    grammar: GrammarOutput | None
-    resuming: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is computed in it."""
-        return self.output.total_num_scheduled_tokens == 0
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Some task computes more than its last token, so its first one may come out."""
-        return self.output.total_num_scheduled_tokens > len(self.output.num_scheduled_tokens)
-
-    def __reduce__(self) -> Any:
-        """Followers read token ids as arrays: new tasks may bring a hundred thousand at once."""
-        new = self.output.scheduled_new_reqs
-        tokens = [
-            [None if ids is None else np.array(ids, dtype=np.int32) for ids in _token_lists(each)]
-            for each in new
-        ]
-        bare = [replace(each, prompt_token_ids=None, prefill_token_ids=None) for each in new]
-        output = replace(self.output, scheduled_new_reqs=bare)
-        return _unpacked, (output, tokens, self.grammar, self.resuming)
-
-
-def _token_lists(request: NewRequestData) -> tuple[list[int] | None, list[int] | None]:
-    return request.prompt_token_ids, request.prefill_token_ids
-
-
-def _unpacked(
-    output: SchedulerOutput,
-    tokens: list[list[npt.NDArray[np.int32] | None]],
-    grammar: GrammarOutput | None,
-    resuming: dict[str, list[int]],
-) -> StepPlan:
-    """What `StepPlan.__reduce__` was made from."""
-    for request, arrays in zip(output.scheduled_new_reqs, tokens, strict=True):
-        prompt, prefill = (None if each is None else each.tolist() for each in arrays)
-        request.prompt_token_ids, request.prefill_token_ids = prompt, prefill
-    return StepPlan(output, grammar, resuming)
 
 
 class BlockGrants:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from worker.vllm_fp8 import is_quantized, kernel_of
 from worker.vllm_layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+from worker.vllm_moe import is_shared, prove_experts
 
 DECODE_TOKENS = 8
 PREFILL_TOKENS = 512
@@ -59,7 +60,7 @@ def prove_tree(
     proved: set[tuple[object, ...]] = set()
     with torch.no_grad():
         for name, layer in tree.named_modules(remove_duplicate=False):
-            if not isinstance(layer, (LinearBase, ParallelLMHead)):
+            if not isinstance(layer, (LinearBase, ParallelLMHead)) or is_shared(layer):
                 continue
             kind = _kind(layer)
             if kind in proved:
@@ -68,7 +69,10 @@ def prove_tree(
             proved.add(kind)
     if not proved:
         raise ViewError("the model has no layer that could be tested: it is unknown.")
-    return len(proved)
+    if tree is replica:
+        return len(proved)
+    experts = prove_experts(tree, replica, width=width, rank_in_group=rank_in_group, device=device)
+    return len(proved) + experts
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -174,23 +178,30 @@ def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Ten
     """Rows of the replica's stored weight (N, K) that are this rank's outputs, in natural order."""
     if isinstance(source, RowParallelLinear):
         return torch.arange(source.output_size)
-    if isinstance(source, (ShardMajorQKV, ShardMajorGateUp)):
+    if isinstance(source, ShardMajorQKV):
+        return stored_rows(source.output_partition_sizes, shards, width, rank, source.stored_copies)
+    if isinstance(source, ShardMajorGateUp):
         return stored_rows(source.output_partition_sizes, shards, width, rank)
     count = source.weight.shape[0]
     return torch.arange(rank * count // width, (rank + 1) * count // width)
 
 
-def stored_rows(parts: list[int], shards: int, width: int, rank: int) -> torch.Tensor:
+def stored_rows(
+    parts: list[int], shards: int, width: int, rank: int, copies: int = 1
+) -> torch.Tensor:
     """Where [q | k | v] (or [gate | up]) rows of one rank lie in a shard-major weight.
 
     Row i of a part with `size` rows is in shard i·shards // size; a shard has its piece of each
-    part, in order.
+    part, in order. Behind q, `copies` neighbouring shards hold the same piece, which a rank's
+    output has once.
     """
     found, start = [], 0
     stride = sum(parts) // shards
-    for size in parts:
+    for number, size in enumerate(parts):
         piece = size // shards
         natural = torch.arange(rank * size // width, (rank + 1) * size // width)
+        if number and copies > 1:
+            natural = natural.unflatten(0, (-1, piece))[:: min(copies, shards // width)].flatten()
         found.append(natural // piece * stride + start + natural % piece)
         start += piece
     return torch.cat(found)

@@ -7,11 +7,13 @@ Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -27,8 +29,10 @@ from vllm.model_executor.model_loader.utils import (
     initialize_model,
     process_weights_after_loading,
 )
+from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from comm_pool.exchange import ExchangeError, HeadExchange
 from worker.vllm_fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.vllm_layers import (
     ShardMajorGateUp,
@@ -37,6 +41,15 @@ from worker.vllm_layers import (
     ViewedRow,
     ViewError,
     building,
+)
+from worker.vllm_moe import (
+    bind_experts,
+    check_expert_count,
+    check_experts,
+    experts_of,
+    is_moe,
+    is_shared,
+    real_expert_maps,
 )
 
 VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
@@ -53,15 +66,15 @@ def load_replica(config: VllmConfig, shards: int) -> nn.Module:
 
 
 def check_widths(config: VllmConfig, width: int) -> None:
-    """Refuse a width whose ranks would share a KV head or split a layer unevenly."""
+    """Refuse a width whose ranks would hold uneven shares of heads or of a layer."""
     model = config.model_config
     text = model.hf_text_config
     kv_heads, heads = model.get_total_num_kv_heads(), text.num_attention_heads
-    if kv_heads % width or heads % width:
-        raise ViewError(
-            f"width {width} does not divide the model's {heads} query and {kv_heads} KV heads, "
-            f"so its weights cannot be viewed without copies: use --widths up to {kv_heads}."
-        )
+    try:
+        HeadExchange(heads, kv_heads, width)
+    except ExchangeError as error:
+        raise ViewError(f"{error} Use smaller --widths.") from None
+    check_expert_count(config, width)
     inner = getattr(text, "intermediate_size", None)
     if inner is not None and inner % width:
         raise ViewError(
@@ -79,10 +92,14 @@ def _keep_plain_head(model: nn.Module) -> None:
 def check_viewable(model: nn.Module) -> None:
     """Refuse layers whose memory is packed, transposed or unknown to us."""
     for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            check_experts(name, module)
+        if is_shared(module):
+            continue
         if isinstance(module, LinearBase) and not isinstance(module, VIEWABLE_LINEARS):
             raise ViewError(
                 f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
-                "serve a model of the Llama, Qwen2 or Qwen3 family."
+                "serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral family."
             )
         if is_quantized(module):
             check_quantized(name, module)
@@ -108,12 +125,15 @@ def build_tp_tree(
     model_config = config.model_config
     with (
         building(ShardPlan(shards, width)),
+        real_expert_maps(next(replica.parameters()).device),
         set_default_torch_dtype(model_config.dtype),
         torch.device("meta"),
     ):
         tree = initialize_model(vllm_config=config, model_config=model_config)
     adopt_methods(tree, replica)
-    process_weights_after_loading(tree, model_config, torch.device("meta"))
+    # Experts were brought into their kernel's order in the replica.
+    with weights_already_processed() if is_moe(config) else nullcontext():
+        process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
     left = [name for name, tensor in _tensors(tree) if tensor.is_meta]
     if left:
@@ -124,13 +144,16 @@ def build_tp_tree(
 def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
     sources = dict(replica.named_modules(remove_duplicate=False))
     for name, module in list(tree.named_modules(remove_duplicate=False)):
-        if type(module) is VocabParallelEmbedding:
+        if type(module) is VocabParallelEmbedding or is_shared(module):
             continue  # Its parent has taken the replica's instead.
         source = sources[name]
         for child_name, child in module._modules.items():
-            if type(child) is VocabParallelEmbedding:
+            if type(child) is VocabParallelEmbedding or is_shared(child):
                 # Every rank has the whole table: no masked look-up, no all-reduce.
                 module._modules[child_name] = source._modules[child_name]
+        if isinstance(module, RoutedExperts):
+            bind_experts(name, module, source, width, rank)
+            continue
         _adopt_meta(module, source)
         if is_quantized(source):
             bind_quantized(name, module, source, width, rank)
@@ -188,6 +211,14 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def foreign_bytes(tree: nn.Module, replica: nn.Module) -> int:
-    """Bytes that `tree` owns outside of `replica`'s storages; must be 0 for a view tree."""
+    """Bytes that `tree` owns outside of `replica`'s storages; must be 0 for a view tree.
+
+    A rank's map of its experts, some bytes per layer, is no weight and does not count.
+    """
     own = _storages(replica)
+    own |= {
+        experts._expert_map.untyped_storage().data_ptr(): 0
+        for _, experts in experts_of(tree)
+        if experts._expert_map is not None
+    }
     return sum(size for address, size in _storages(tree).items() if address not in own)

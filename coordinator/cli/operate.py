@@ -78,7 +78,6 @@ def run_explain(options: argparse.Namespace) -> int:
     print(f"layout {layout['layout']}, epoch {layout['epoch']}")
     if not answer["decisions"]:
         print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
-        return 0
     for decision in answer["decisions"]:
         print(f"\n{decision['time']}  {decision['choice']}  ({decision['carry']})")
         print(f"    because: {decision['reason']}")
@@ -86,7 +85,26 @@ def run_explain(options: argparse.Namespace) -> int:
             print(f"    inputs: {_counts(decision['inputs'])}")
         for candidate in decision["candidates"]:
             print(f"    candidate: {_counts(candidate)}")
+    for times in answer["step_times"]:
+        print("\n" + step_times_text(times))
     return 0
+
+
+def step_times_text(times: dict[str, Any]) -> str:
+    """Return the measured steps of one width, and what a shift group makes of them."""
+    width, curves = times["width"], times["curves"]
+    sizes = [point["tokens"] for point in next(iter(curves.values()))]
+    names = [f"{mode}{width} ms" for mode in curves]
+    columns = [[f"{point['ms']:.2f}" for point in points] for points in curves.values()]
+    lines = [
+        "step times measured at start",
+        format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),
+    ]
+    if "sp" in curves:
+        start = times["sp_from_tokens"]
+        chosen = f"from {start} tokens on in sp, below in tp" if start else "always in tp"
+        lines.append(f"shift{width} computes a step {chosen}.")
+    return "\n".join(lines)
 
 
 def _print_json(answer: Mapping[str, Any]) -> int:

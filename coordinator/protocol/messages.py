@@ -8,7 +8,7 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 
 import msgspec
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Mode, Rank
 from coordinator.protocol.task_words import (
     Adopted,
     HeldTask,
@@ -77,6 +77,7 @@ __all__ = [
     "TokenBatch",
     "TokenSpan",
     "Welcome",
+    "WidthTimes",
 ]
 
 PROTOCOL_VERSION = 4
@@ -85,6 +86,18 @@ PROTOCOL_VERSION = 4
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
+
+
+class WidthTimes(msgspec.Struct, frozen=True):
+    """How long steps take in groups of a width, as measured at start-up.
+
+    `curves` gives for each mode that the rank can compute in (tokens, µs) points, tokens ascending.
+    A shift group computes steps of `sp_from_tokens` tokens or more in sp; None is never.
+    """
+
+    width: int
+    curves: tuple[tuple[Mode, tuple[tuple[int, int], ...]], ...]
+    sp_from_tokens: int | None = None
 
 
 class RankHello(Message, frozen=True):
@@ -111,6 +124,7 @@ class RankHello(Message, frozen=True):
     adopted_in: int = 0
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
+    step_times: tuple[WidthTimes, ...] = ()
 
 
 class LeaseKept(msgspec.Struct, frozen=True):

@@ -35,7 +35,8 @@ from kvadaptor.vllm_views import KVBuffer  # noqa: E402
 from worker import vllm_layers  # noqa: E402
 from worker.vllm_config import thinned  # noqa: E402
 from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
-from worker.vllm_scheduler import BlockGrants, StepPlan  # noqa: E402
+from worker.vllm_scheduler import BlockGrants  # noqa: E402
+from worker.vllm_step_plan import StepPlan  # noqa: E402
 
 
 def test_version_is_the_pinned_one() -> None:
@@ -91,6 +92,33 @@ def test_shard_major_rows_give_natural_order_back(shards: int, width: int) -> No
         out = torch.nn.functional.linear(x, stored.data.chunk(width, 0)[rank])
         restored = vllm_layers.restore_natural_order(out, shards // width, sizes)
         torch.testing.assert_close(restored, torch.cat([q[rank], k[rank], v[rank]], -1))
+
+
+@pytest.mark.parametrize(
+    ("shards", "width", "kv_heads"), [(4, 1, 2), (4, 2, 2), (4, 4, 1), (8, 2, 2)]
+)
+def test_kv_heads_that_shards_share_come_out_once(shards: int, width: int, kv_heads: int) -> None:
+    copies = shards // kv_heads
+    q, k, v = torch.randn(16, 5), torch.randn(2 * kv_heads, 5), torch.randn(2 * kv_heads, 5)
+    sizes = (16 // shards, 2, 2)
+    stored = torch.nn.Parameter(torch.zeros(16 + 4 * shards, 5), requires_grad=False)
+    spread = [part.unflatten(0, (kv_heads, 2)).repeat_interleave(copies, 0) for part in (k, v)]
+    for start, part, size in zip(
+        (0, sizes[0], sizes[0] + 2),
+        (q, *(each.flatten(0, 1) for each in spread)),
+        sizes,
+        strict=True,
+    ):
+        vllm_layers.scatter_shards(stored, part, shards, start, size)
+    x = torch.randn(3, 5)
+    for rank in range(width):
+        out = torch.nn.functional.linear(x, stored.data.chunk(width, 0)[rank])
+        held = shards // width
+        restored = vllm_layers.restore_natural_order(out, held, sizes, min(copies, held))
+        first = rank * kv_heads // width
+        mine = slice(2 * first, 2 * (first + max(1, kv_heads // width)))
+        natural = torch.cat([q.chunk(width)[rank], k[mine], v[mine]])
+        torch.testing.assert_close(restored, torch.nn.functional.linear(x, natural))
 
 
 def test_a_fused_weight_that_does_not_divide_is_refused() -> None:

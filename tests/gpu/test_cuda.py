@@ -102,7 +102,7 @@ async def score(cell: BareCell, layout: str) -> Any:
 
 def test_loss_is_that_of_static_vllm(static: dict[int, Any], cell: BareCell) -> None:
     by_nature = np.abs(static[2] - static[1])
-    for layout in ("dp2", "tp2"):
+    for layout in ("dp2", "tp2", "sp2", "shift2"):
         scores = asyncio.run(score(cell, layout))
         error = np.abs(scores - static[1])
         print(layout, "loss", -scores.mean(), "static", -static[1].mean(), "largest", error.max())

@@ -240,19 +240,7 @@ class TaskClient:
                 self._take(span, output)
 
     def _take(self, span: Any, output: Any) -> None:
-        stream = self.streams[span.task]
-        assert span.first == len(stream.tokens), (span, len(stream.tokens))
-        stream.tokens += output.new_token_ids
-        stream.times.append(time.perf_counter())
-        if output.new_logprobs is not None:
-            stream.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
-            if len(output.new_logprobs.logprob_token_ids[0]) > LOGPROBS_MAX:
-                stream.logits += _rows(output.new_logprobs)
-        if output.new_prompt_logprobs_tensors is not None:
-            stream.prompt_logprobs = output.new_prompt_logprobs_tensors
-        if output.prefill_stats is not None:
-            stream.cached_tokens = output.prefill_stats.num_cached_tokens
-        stream.finished |= span.finished
+        take(self.streams[span.task], span, output)
 
     def cancel(self, name: str) -> None:
         """Say that nobody waits for this task any more, as a gateway does for a gone client."""
@@ -262,37 +250,9 @@ class TaskClient:
         self, name: str, prompt: list[int], *, tier: Tier = Tier.STANDARD, **params: Any
     ) -> Stream:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
-        from vllm.v1.serial_utils import MsgpackEncoder
-
-        settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
-        sampling = SamplingParams(**settings)
-        if sampling.structured_outputs is not None:
-            sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
-        sampling.update_from_generation_config({}, None)
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=sampling,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
-        header = TaskHeader(
-            task=TaskId(name),
-            gateway="test",
-            reply_to=self._reply_to,
-            prompt_tokens=len(prompt),
-            max_tokens=sampling.max_tokens or 16,
-            tier=tier,
-        )
+        header, payload = encoded_request(name, prompt, self._reply_to, tier, params)
         self.streams[name] = Stream()
-        self._up.put_nowait(Submit(header, wire.encode(frames)))
+        self._up.put_nowait(Submit(header, payload))
         return self.streams[name]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:
@@ -313,6 +273,58 @@ class TaskClient:
         for name in names:
             assert self.streams[name].failure is None, self.streams[name].failure
         return [self.streams[name] for name in names]
+
+
+def take(stream: Stream, span: Any, output: Any) -> None:
+    """Add one of vLLM's step outputs to a stream."""
+    assert span.first == len(stream.tokens), (span, len(stream.tokens))
+    stream.tokens += output.new_token_ids
+    stream.times.append(time.perf_counter())
+    if output.new_logprobs is not None:
+        stream.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
+        if len(output.new_logprobs.logprob_token_ids[0]) > LOGPROBS_MAX:
+            stream.logits += _rows(output.new_logprobs)
+    if output.new_prompt_logprobs_tensors is not None:
+        stream.prompt_logprobs = output.new_prompt_logprobs_tensors
+    if output.prefill_stats is not None:
+        stream.cached_tokens = output.prefill_stats.num_cached_tokens
+    stream.finished |= span.finished
+
+
+def encoded_request(
+    name: str, prompt: list[int], reply_to: str, tier: Tier, params: dict[str, Any]
+) -> tuple[TaskHeader, bytes]:
+    """What a gateway would submit for one request; greedy unless told otherwise."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
+    sampling = SamplingParams(**settings)
+    if sampling.structured_outputs is not None:
+        sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
+    sampling.update_from_generation_config({}, None)
+    request = EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
+    header = TaskHeader(
+        task=TaskId(name),
+        gateway="test",
+        reply_to=reply_to,
+        prompt_tokens=len(prompt),
+        max_tokens=sampling.max_tokens or 16,
+        tier=tier,
+    )
+    return header, wire.encode(frames)
 
 
 def _rows(lists: Any) -> list[Any]:

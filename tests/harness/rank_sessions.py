@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Mode, Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
@@ -18,6 +18,7 @@ from coordinator.protocol.messages import (
     PageReport,
     RankHello,
     Report,
+    WidthTimes,
 )
 from coordinator.protocol.seat import Leave, Seat
 
@@ -106,6 +107,7 @@ class RankSessions:
             pages_total=PAGES,
             held=(),
             memory=(("weights", 9_000_000),),
+            step_times=(WidthTimes(1, ((Mode.DP, ((1, 900), (512, 4_000))),)),),
         )
 
     def _report(self, rank: Rank) -> Report:

@@ -213,7 +213,7 @@ def test_a_gone_client_frees_everything_within_a_second(running: Product) -> Non
 
 
 def test_a_layout_that_cannot_be_is_refused_with_the_reason(running: Product) -> None:
-    for layout in ("dp3", "tp4", "sp2", "nonsense", ""):
+    for layout in ("dp3", "tp4", "sp4", "nonsense", ""):
         answer = httpx.post(running.admin + "/admin/layout", json={"layout": layout})
         assert answer.status_code == 400, layout
         assert len(answer.json()["error"]["message"]) > 10

@@ -51,7 +51,9 @@ def test_any_text_is_a_layout_of_the_world_or_refused(text: str, world: int) -> 
     assert layout.covers(world) or "off" in text
 
 
-tokens = st.tuples(st.sampled_from(["dp", "tp", "sp", "off"]), st.sampled_from([1, 2, 3, 4]))
+tokens = st.tuples(
+    st.sampled_from(["dp", "tp", "sp", "shift", "off"]), st.sampled_from([1, 2, 3, 4])
+)
 
 
 @given(st.lists(tokens, min_size=1, max_size=5))
@@ -59,7 +61,7 @@ def test_well_formed_tokens_are_taken_exactly_when_aligned(parts: list[tuple[str
     text = "+".join(f"{word}{count}" for word, count in parts)
     world, fits = 0, True
     for word, count in parts:
-        if word in ("tp", "sp"):
+        if word in ("tp", "sp", "shift"):
             fits = fits and count in (2, 4) and world % count == 0
         world += count
     try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from comm_pool.layout import Layout, Rank, parse_layout
+from comm_pool.layout import Layout, Mode, Rank, parse_layout
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     Adopted,
@@ -25,6 +25,7 @@ from coordinator.protocol.messages import (
     TaskProgress,
     TaskReturned,
     Tier,
+    WidthTimes,
 )
 
 WIDTHS = (1, 2, 4)
@@ -97,7 +98,16 @@ def hello(
         kv_heads=8,
         pages_total=pages_total,
         held=tuple(held),
+        step_times=tuple(width_times(width) for width in widths if width != 2),
     )
+
+
+def width_times(width: int) -> WidthTimes:
+    """Curves that cross at 64 tokens; tests have ranks that compute all widths but 2 in sp."""
+    if width == 1:
+        return WidthTimes(1, ((Mode.DP, ((1, 9_000), (512, 40_000))),))
+    tp, sp = ((1, 5_000), (512, 20_000)), ((1, 7_000), (512, 12_000))
+    return WidthTimes(width, ((Mode.TP, tp), (Mode.SP, sp)), 64)
 
 
 def report(

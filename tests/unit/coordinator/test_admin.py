@@ -112,7 +112,9 @@ async def test_switches_are_made_and_shown(cell: Cell) -> None:
         ]
         assert {"epoch", "cause", "tasks", "decide_ms", "park_ms", "gap_ms_max"} <= set(switches[0])
         assert switches[0]["outcome"] == "served"
-        decisions = (await cell.get("/admin/decisions?last=1"))["decisions"]
+        answer = await cell.get("/admin/decisions?last=1")
+        assert answer["step_times"][0]["curves"]["dp"][0] == {"tokens": 1, "ms": 0.9}
+        decisions = answer["decisions"]
         assert decisions[0]["choice"] == "tp4"
         assert decisions[0]["time"].endswith("+00:00")
 
@@ -162,7 +164,7 @@ async def test_a_later_switch_ends_the_wait_for_an_earlier_one(cell: Cell) -> No
         ({"layout": "dp5"}, "layout", "exactly 4"),
         ({"layout": "dp1+tp2+dp1"}, "layout", "multiple of 2"),
         ({"layout": ""}, "layout", "is empty"),
-        ({"layout": "sp4"}, "layout", "not available yet"),
+        ({"layout": "sp2+dp2"}, "layout", "cannot compute this model in sp"),
         ({"layout": "dp3+off1"}, "layout", "every rank must serve"),
         ({"layout": "tp4", "carry": "teleport"}, "carry", "is no carry plan"),
         ({"layout": 4}, "layout", "string"),

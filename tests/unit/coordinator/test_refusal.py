@@ -30,7 +30,8 @@ def test_what_can_be_is_not_refused(text: str) -> None:
     ("layout", "reason"),
     [
         (wanted("tp4"), "rank 0 does not support groups 4 wide"),
-        (wanted("sp2+dp2"), "mode 'sp' is not available yet: use 'tp2'"),
+        (wanted("sp2+dp2"), "rank 0 cannot compute this model in sp 2 wide: use 'tp2'"),
+        (wanted("dp2+shift2"), "rank 2 cannot compute this model in sp 2 wide: use 'tp2'"),
         (wanted("dp3+off1"), "rank 3 is available but not in the layout"),
         (wanted("dp8", 8), "rank 4 does not exist: the cell has ranks 0 to 3"),
     ],

@@ -229,6 +229,18 @@ def test_stored_rows_count_every_row_once() -> None:
     ]
 
 
+def test_stored_rows_of_shared_heads_are_counted_once() -> None:
+    # Four shards [4 q, 2 k, 2 v], of which two neighbours each hold the same k and v.
+    parts = [16, 8, 8]
+    assert stored_rows(parts, SHARDS, 2, 1, 2).tolist() == [
+        *[16, 17, 18, 19, 24, 25, 26, 27],
+        *[20, 21],
+        *[22, 23],
+    ]
+    assert stored_rows(parts, SHARDS, 1, 0, 2)[16:].tolist() == [4, 5, 20, 21, 6, 7, 22, 23]
+    assert stored_rows(parts, SHARDS, 4, 3, 2).tolist() == list(range(24, 32))
+
+
 def test_errors_are_judged_by_column() -> None:
     wanted = torch.randn(512, 4096, generator=torch.Generator().manual_seed(0))
     out = wanted.clone()

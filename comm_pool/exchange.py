@@ -1,0 +1,119 @@
+"""Who sends which heads of which tokens to whom, around attention in sp.
+
+Before attention a member holds all heads of its share of a step's tokens, and needs its own heads
+of all tokens: an all-to-all, and the reverse of it afterwards (Ulysses; Shift Parallelism, section
+3.2). Members hold the heads that tp of the same width would give them, so the KV is the same.
+
+KV heads fewer than members are replicated in the network (Shift Parallelism, algorithm 1): members
+that share a KV head all get it. The paper exchanges inside and then gathers across; here one even
+all-to-all sends it to each of them. The bytes are the same, (k - 1)/k of the tokens to each member
+either way, and a collective less per layer is left.
+
+Pure. Invariant: every member gets each of its heads of each token exactly once. Called by the
+worker to size its exchanges, and at start-up to prove them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+class ExchangeError(ValueError):
+    """Heads that cannot be shared out evenly; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What passes between two members: these heads of these tokens, both contiguous ranges.
+
+    After attention only query heads travel, so `kv_heads` is empty then.
+    """
+
+    source: int
+    target: int
+    tokens: range
+    heads: range
+    kv_heads: range
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The exchange of a model's attention inside a group of `width` members.
+
+    `heads` are query heads, `kv_heads` KV heads of the whole model, as config.json counts them.
+    Members are numbered by their place in the group, 0..width-1. Raises `ExchangeError` for heads
+    that members would hold unequal shares of.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+
+    def __post_init__(self) -> None:
+        """Refuse uneven shares."""
+        if min(self.heads, self.kv_heads, self.width) < 1 or self.heads % self.kv_heads:
+            raise ExchangeError(
+                f"{self.heads} query heads do not share {self.kv_heads} KV heads evenly."
+            )
+        if self.heads % self.width:
+            raise ExchangeError(
+                f"width {self.width} does not divide the model's {self.heads} query heads."
+            )
+        if self.kv_heads % self.width and self.width % self.kv_heads:
+            raise ExchangeError(
+                f"width {self.width} neither divides the model's {self.kv_heads} KV heads nor is a "
+                "multiple of them."
+            )
+
+    @property
+    def heads_each(self) -> int:
+        """Query heads of a member."""
+        return self.heads // self.width
+
+    @property
+    def kv_heads_each(self) -> int:
+        """KV heads of a member, at least one."""
+        return max(1, self.kv_heads // self.width)
+
+    @property
+    def replication(self) -> int:
+        """How many neighbouring members hold the same KV head."""
+        return max(1, self.width // self.kv_heads)
+
+    def heads_of(self, member: int) -> range:
+        """The query heads that a member attends with."""
+        return range(member * self.heads_each, (member + 1) * self.heads_each)
+
+    def kv_heads_of(self, member: int) -> range:
+        """The KV heads that a member keeps the cache of."""
+        first = member // self.replication * self.kv_heads_each
+        return range(first, first + self.kv_heads_each)
+
+    def share(self, tokens: int) -> int:
+        """Tokens of one member, equal for all: a step is padded to a multiple of the width.
+
+        Unequal shares would wait for the largest, and not be one even all-to-all (Shift
+        Parallelism, section 3.2.1, load imbalance).
+        """
+        return -(-tokens // self.width)
+
+    def tokens_of(self, member: int, tokens: int) -> range:
+        """The tokens that a member computes; those from `tokens` on are padding."""
+        share = self.share(tokens)
+        return range(member * share, (member + 1) * share)
+
+    def before(self, tokens: int) -> Iterator[Chunk]:
+        """All that is sent before attention, a member's own part included."""
+        for source in range(self.width):
+            for target in range(self.width):
+                yield Chunk(
+                    source,
+                    target,
+                    self.tokens_of(source, tokens),
+                    self.heads_of(target),
+                    self.kv_heads_of(target),
+                )
+
+    def after(self, tokens: int) -> Iterator[Chunk]:
+        """All that is sent after attention, a member's own part included."""
+        for chunk in self.before(tokens):
+            yield Chunk(chunk.target, chunk.source, chunk.tokens, chunk.heads, kv_heads=range(0))

@@ -1,0 +1,168 @@
+"""Ranks of one group without a cell, whose leader lets a test choose how each step is computed.
+
+Run in processes of their own: `python -m tests.harness.step_ranks SPEC.json OUT.pkl`. SPEC has the
+model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
+`reshard_cases`) and `runs`: names of choosers. Every run does all requests; OUT has {run:
+{"streams": [...], "modes": {mode: steps}}}. Only the choice of each step's mode is replaced; the
+rest is the product.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.config import Config, check_config
+from coordinator.protocol.messages import Binding, Place, Tier
+from tests.bench.servers import ROOT, free_port
+from tests.harness.bare_cell import Stream, encoded_request, search_path, take
+from tests.harness.reshard_cases import vllm_settings
+from worker.launcher import fork_rank
+
+Choice = Callable[[int], Mode]
+"""Tokens of a step -> how to compute it."""
+
+TIME_LIMIT_S = 300
+BORN = 1
+
+
+def chooser(run: str) -> Choice:
+    """`tp`, `sp`, or `random-SEED`: either for each step by chance."""
+    word, _, seed = run.partition("-")
+    if word != "random":
+        return lambda _tokens: Mode(word)
+    draw = random.Random(seed)
+    return lambda _tokens: draw.choice((Mode.TP, Mode.SP))
+
+
+class Collector:
+    """Stands where the outlet sends to gateways from."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+
+    def push(self, _reply_to: str, header: Any, outputs: Any) -> None:
+        """Add what the leader says to the streams."""
+        for span, output in zip(header.spans, outputs, strict=True):
+            take(self.streams[span.task], span, output)
+
+
+def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
+    """Do all runs as the group's leader, then let the followers go."""
+    from worker.step_queue import Begin, LeaveGroup
+    from worker.vllm_rank import PreparedMode
+
+    pages = member.engine.kv.num_pages - 1
+    member.lead(Begin(BORN, (), pages))
+    member.begin(pages, (), -1)
+    scheduler = member.mode_of(binding.group).scheduler
+    results = {}
+    for run in spec["runs"]:
+        choose, modes = chooser(run), Counter[str]()
+
+        def mode_of_step(
+            _self: Any, _wanted: Mode, tokens: int, choose: Choice = choose, modes: Any = modes
+        ) -> Mode:
+            mode = choose(tokens)
+            modes[mode.value] += tokens > 0
+            return mode
+
+        PreparedMode.mode_of_step = mode_of_step  # type: ignore[method-assign, assignment]
+        for number, request in enumerate(spec["requests"]):
+            name = f"{run}-{number}"
+            collector.streams[name] = Stream()
+            settings = vllm_settings(request["params"])
+            header, payload = encoded_request(name, request["prompt"], "", Tier.STANDARD, settings)
+            member.place(Place(header, 1, binding, payload), binding)
+        while member.has_work:
+            member.lead_step(1)
+        streams = [collector.streams.pop(f"{run}-{n}") for n in range(len(spec["requests"]))]
+        results[run] = {"streams": streams, "modes": dict(modes)}
+        if not spec.get("keeps_cache"):
+            assert scheduler.reset_prefix_cache()
+    member.lead(LeaveGroup(BORN, None))
+    return results
+
+
+def serve(config: Config, base: Any, rank: Rank, spec: dict[str, Any], out: Path) -> None:
+    """Build one rank and do its part."""
+    from worker.member import Member
+    from worker.rank_process import build_engine
+    from worker.step_queue import LeaveGroup
+
+    engine = build_engine(config, base, rank)
+    collector = Collector()
+    member = Member(engine, 1, collector)  # type: ignore[arg-type]
+    group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)
+    binding = Binding(group, BORN)
+    member.join(binding)
+    if rank == group.leader:
+        results = lead(member, binding, collector, spec)
+        out.write_bytes(pickle.dumps(results))
+    else:
+        while not isinstance(member.follow(binding, wait_s=1.0), LeaveGroup):
+            pass
+    engine.communicators.of_width(group.width).group.barrier()
+
+
+def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
+    """Run the ranks of SPEC; returns what stands in OUT, or fails with what they said."""
+    given, out = folder / "steps.json", folder / "steps.pkl"
+    given.write_text(json.dumps(spec))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.harness.step_ranks", str(given), str(out)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": search_path()},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return pickle.loads(out.read_bytes())
+
+
+def main() -> int:
+    """Start all ranks and wait for them."""
+    from worker.vllm_config import replica_config
+
+    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    ranks = spec["ranks"]
+    config = check_config(
+        {
+            "model": {
+                "path": spec["model"],
+                "served_name": "demo",
+                "engine_args": spec["engine_args"],
+            },
+            "cell": {
+                "ranks": ranks,
+                "device": spec.get("device", "cpu"),
+                "layout": f"dp{ranks}",
+                "widths": spec.get("widths", [1, ranks]),
+                "dist_port": free_port(),
+            },
+            "run_dir": str(out.parent),
+        }
+    )
+    base = replica_config(config)
+    pids = [
+        fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), spec, out))
+        for each in range(ranks)
+    ]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

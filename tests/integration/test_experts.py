@@ -1,0 +1,71 @@
+"""A model with experts, and with fewer KV heads than ranks, in dp, tp and sp of a real cell."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness.bare_cell import BareCell, bare_cell
+from tests.integration.test_families import make_model
+from tests.integration.test_four_ranks import run
+from tests.integration.test_numerics import (
+    FP32_TOLERANCE,
+    LOGITS_ARGS,
+    largest_difference,
+    prompts_and_text,
+    run_all,
+)
+from tests.integration.test_sp import MOE, static
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE with 16 experts and 2 KV heads."""
+    folder = tmp_path_factory.mktemp("experts") / "qwen3-moe"
+    make_model(folder, MOE["qwen3-moe"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cell(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
+    """Four ranks in fp32."""
+    arguments = ["--dtype", "float32", *LOGITS_ARGS]
+    folder = tmp_path_factory.mktemp("cell")
+    with bare_cell(folder, ranks=4, engine_args=arguments, model=model) as running:
+        yield running
+
+
+@pytest.mark.timeout(400)
+async def test_every_mode_equals_static_vllm(cell: BareCell, model: Path, tmp_path: Path) -> None:
+    reference = static(tmp_path, *prompts_and_text(), model)
+    for layout in ("dp4", "tp2+sp2", "sp4", "tp4"):
+        cell.switch(layout)
+        streams, scores = await run_all(cell, layout)
+        logits = largest_difference(streams, reference)
+        worst = np.abs(scores - reference["scores_0"]).max()
+        print(f"{layout}: logits {logits:.2e}, score {worst:.2e}")
+        assert logits < FP32_TOLERANCE, layout
+        assert worst < FP32_TOLERANCE, layout
+
+
+@pytest.mark.timeout(200)
+async def test_tasks_whose_kv_heads_are_replicated_are_recomputed(cell: BareCell) -> None:
+    """Into and out of four ranks, which share two KV heads; narrower groups move as ever."""
+    cell.switch("dp4", "recompute")
+    expected = await run(cell, "plain", [])
+    layouts = ("tp2+tp2", "tp4", "sp4", "dp4", "sp2+dp2")
+    assert await run(cell, "moved", [(layout, "reshard") for layout in layouts]) == expected
+    records = cell.get("/admin/switches?last=20")["switches"]
+    tasks = {each["to"]: each["tasks"] for each in records if each["carry"] == "reshard"}
+    assert tasks["tp2+tp2"]["reshard"] > 0
+    assert tasks["tp4"]["recompute"] > 0
+    assert tasks["tp4"]["reshard"] == tasks["sp4"]["reshard"] == tasks["dp4"]["reshard"] == 0
+    ways = [("tp4", "recompute"), ("sp4", "pause"), ("shift4", "pause"), ("tp4", "pause")]
+    assert await run(cell, "kept", ways) == expected
+    records = cell.get("/admin/switches?last=3")["switches"]
+    assert [record["to"] for record in records] == ["sp4", "shift4", "tp4"]
+    assert sum(record["tasks"]["recompute"] for record in records) == 0
+    cell.pages()

@@ -1,0 +1,51 @@
+"""Measured step times on their way to `aileron explain`."""
+
+from typing import Any
+
+from comm_pool.layout import Rank
+from coordinator.cli.operate import step_times_text
+from coordinator.roster import Roster
+from coordinator.views import step_times_view
+from tests.unit.coordinator.builders import hello
+
+
+def roster() -> Roster:
+    made = Roster(4, rejoins=False)
+    for rank in range(4):
+        made.on_hello(hello(rank), 0)
+    return made
+
+
+def told() -> list[dict[str, Any]]:
+    view: dict[str, Any] = step_times_view(roster())
+    times: list[dict[str, Any]] = view["step_times"]
+    return times
+
+
+def test_a_rank_tells_in_which_widths_it_has_sp() -> None:
+    assert roster().has_sp(Rank(0), 4)
+    assert not roster().has_sp(Rank(0), 2)
+    assert not roster().has_sp(Rank(0), 1)
+
+
+def test_the_view_has_each_width_once() -> None:
+    one, four = told()
+    assert one == {
+        "width": 1,
+        "sp_from_tokens": None,
+        "curves": {"dp": [{"tokens": 1, "ms": 9.0}, {"tokens": 512, "ms": 40.0}]},
+    }
+    assert (four["width"], four["sp_from_tokens"], set(four["curves"])) == (4, 64, {"tp", "sp"})
+    assert step_times_view(Roster(4, rejoins=False)) == {"step_times": []}
+
+
+def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
+    one, four = told()
+    text = step_times_text(four)
+    assert "tp4 ms" in text
+    assert "sp4 ms" in text
+    assert "20.00" in text
+    assert "shift4 computes a step from 64 tokens on in sp, below in tp." in text
+    assert "shift" not in step_times_text(one)
+    never = {**four, "sp_from_tokens": None}
+    assert "shift4 computes a step always in tp." in step_times_text(never)

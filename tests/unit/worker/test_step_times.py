@@ -1,0 +1,86 @@
+"""Curves of measured step times, and the number of tokens from which sp is chosen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comm_pool.layout import Mode
+from worker.step_times import StepCurve, StepTimes, crossing, fitted, sizes_to_measure
+
+
+def test_a_curve_is_straight_between_and_beyond_its_points() -> None:
+    curve = StepCurve(((1, 100), (11, 200), (21, 400)))
+    assert [curve.us(tokens) for tokens in (0, 1, 6, 11, 16, 21, 26)] == [
+        *(100, 100, 150, 200, 300, 400, 500)
+    ]
+    assert StepCurve(((8, 70),)).us(1000) == 70
+
+
+def test_a_fit_takes_medians_and_pools_what_falls() -> None:
+    curve = fitted({64: [5e-5, 9e-3, 5e-5], 1: [1e-4], 4: [9e-5], 256: [2e-4, 4e-4]})
+    assert curve.points == ((1, 80), (4, 80), (64, 80), (256, 300))
+
+
+@given(
+    st.dictionaries(
+        st.integers(1, 9000), st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=3), min_size=1
+    )
+)
+def test_a_fit_never_falls_and_keeps_the_sizes(samples: dict[int, list[float]]) -> None:
+    curve = fitted(samples)
+    assert [tokens for tokens, _ in curve.points] == sorted(samples)
+    times = [us for _, us in curve.points]
+    assert times == sorted(times)
+
+
+def test_sp_is_chosen_from_where_it_overtakes() -> None:
+    # tp: 1000 + 10 per token; sp: 2000 + 5 per token. Equal at 200, 2 % faster from about 214.
+    tp = StepCurve(((1, 1010), (1001, 11010)))
+    sp = StepCurve(((1, 2005), (1001, 7005)))
+    found = crossing(tp, sp)
+    assert found is not None
+    assert 200 < found < 220
+    assert sp.us(found) < tp.us(found)
+    assert sp.us(found - 1) >= tp.us(found - 1) * 0.98
+
+
+@pytest.mark.parametrize(
+    ("sp", "wanted"),
+    [
+        (((1, 500), (64, 900), (256, 3000)), 1),
+        (((1, 900), (64, 1100), (256, 4000)), None),
+        (((1, 990), (64, 1000), (256, 4000)), None),
+        # Faster for one token, slower for 64, faster for 256: the first is taken for noise.
+        (((1, 500), (64, 1200), (256, 3000)), 102),
+    ],
+)
+def test_crossings(sp: tuple[tuple[int, int], ...], wanted: int | None) -> None:
+    tp = StepCurve(((1, 1000), (64, 1000), (256, 4000)))
+    assert crossing(tp, StepCurve(sp)) == wanted
+
+
+curves = st.lists(st.integers(1, 10**6), min_size=4, max_size=4).map(
+    lambda times: StepCurve(tuple(zip((1, 16, 256, 4096), sorted(times), strict=True)))
+)
+
+
+@given(curves, curves, st.integers(1, 4096))
+def test_from_the_crossing_on_sp_is_never_slower(tp: StepCurve, sp: StepCurve, tokens: int) -> None:
+    found = crossing(tp, sp)
+    if found is None:
+        assert sp.us(4096) >= tp.us(4096) * 0.97
+    elif tokens >= found:
+        assert sp.us(tokens) <= tp.us(tokens)
+
+
+def test_a_width_without_sp_never_chooses_it() -> None:
+    curve = StepCurve(((1, 10), (64, 20)))
+    assert StepTimes(2, {Mode.TP: curve}).sp_from_tokens is None
+    faster = StepCurve(((1, 5), (64, 6)))
+    assert StepTimes(2, {Mode.TP: curve, Mode.SP: faster}).sp_from_tokens == 1
+
+
+def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
+    assert sizes_to_measure(2048, (Mode.TP, Mode.SP)) == (1, 4, 16, 64, 256, 1024, 2048)
+    assert sizes_to_measure(64, (Mode.TP, Mode.SP)) == (1, 4, 16, 64)
+    assert sizes_to_measure(2048, (Mode.DP,)) == (1, 2048)

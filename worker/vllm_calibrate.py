@@ -1,0 +1,60 @@
+"""vLLM adapter: how long steps take in each mode, measured at start-up on the cell that will serve.
+
+The steps are vLLM's own dummy steps, which tp and sp take alike: they leave out what both do the
+same, attention over a context. All ranks of a group must measure together; each uses its own times,
+and since a step ends for all of them at its last collective, these are the same but for noise.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+from comm_pool.layout import Mode
+from worker.step_times import StepCurve, StepTimes, fitted, sizes_to_measure
+
+REPEATS = 3
+"""Measurements of each size; the median counts."""
+
+CPU_TOKENS_MAX = 512
+"""Largest step that is timed on CPU, where one of 2,048 tokens takes seconds: beyond it the curves
+go straight on."""
+
+
+def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:
+    """Time steps in all modes of a runner, its group active and its configuration vLLM's current.
+
+    The runner must be warm: nothing is compiled or captured while a step is timed.
+    """
+    largest = int(runner.max_num_tokens)
+    if device.type == "cpu":
+        largest = min(largest, CPU_TOKENS_MAX)
+    curves: dict[Mode, StepCurve] = {}
+    for mode in runner.modes:
+        runner.use(mode)
+        sizes = sizes_to_measure(largest, runner.modes)
+        samples: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(REPEATS):
+            for size in sizes:
+                samples[size].append(_timed_step(runner, size, device))
+        curves[mode] = fitted(samples)
+    runner.use(runner.modes[0])
+    return StepTimes(width, curves)
+
+
+def _timed_step(runner: Any, tokens: int, device: torch.device) -> float:
+    """Seconds of one step: of one token per task as long as there are tasks for it, as decodes.
+
+    Random tokens, because equal ones would all go to the same experts.
+    """
+    decodes = tokens <= runner.max_num_reqs
+    _synchronize(device)
+    started = time.perf_counter()
+    runner._dummy_run(tokens, uniform_decode=decodes, randomize_inputs=True)
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,260 @@
+"""vLLM adapter: the tree that a rank of a wide group computes a step with in sp.
+
+Ulysses sequence parallelism (Shift Parallelism, section 3.2): each rank computes its share of the
+step's tokens with the replica's full weights, and around attention the ranks exchange tokens for
+heads. Nothing is built for it: the tree is made of shallow copies ("shells") of the modules on the
+way to the attention layers, the replica's own modules everywhere else, and the tp tree's attention
+with its KV. Shard-major rows make the part of each rank a plain range of columns.
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
+
+from comm_pool.exchange import HeadExchange
+from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
+from worker.vllm_moe import experts_shell
+
+
+class Exchange:
+    """The collectives of one sp tree; `tokens` are those of the step under way, unpadded."""
+
+    def __init__(self, plan: HeadExchange, group: GroupCoordinator) -> None:
+        self.plan = plan
+        self.tokens = 0
+        self._group = group
+        self.member = int(group.rank_in_group)
+        """This rank's place in the group."""
+
+    def own_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(T, ...) -> (share, ...): what this rank computes, zeros where the step ends."""
+        mine = self.plan.tokens_of(self.member, self.tokens)
+        return _padded(rows, self.plan.share(self.tokens) * self.plan.width)[mine.start : mine.stop]
+
+    def all_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(share, ...) -> (T, ...), from all ranks."""
+        gathered: torch.Tensor = self._group.all_gather(rows, 0)
+        return gathered[: self.tokens]
+
+    def to_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        """(share, k·w) -> (T, w): all tokens of this rank's columns; column range j is rank j's."""
+        sent = rows.unflatten(-1, (self.plan.width, -1)).transpose(0, 1).contiguous()
+        return self._all_to_all(sent).flatten(0, 1)[: self.tokens]
+
+    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """(T, w) -> (share, k·w): this rank's tokens of all columns, in the order of the ranks."""
+        share = self.plan.share(self.tokens)
+        sent = _padded(rows, share * self.plan.width).unflatten(0, (self.plan.width, share))
+        return self._all_to_all(sent.contiguous()).transpose(0, 1).flatten(1)
+
+    def _all_to_all(self, sent: torch.Tensor) -> torch.Tensor:
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group.device_group)
+        return received
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    missing = count - rows.shape[0]
+    if not missing:
+        return rows
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
+
+
+class ExchangedQKV(nn.Module):
+    """The replica's qkv on this rank's tokens, then all tokens of this rank's heads."""
+
+    def __init__(self, full: ShardMajorQKV, own: ShardMajorQKV, exchange: Exchange) -> None:
+        """`own` is the tp tree's layer: it says in which order attention wants the heads."""
+        super().__init__()
+        self.full = full
+        # In a tuple, so that views are not registered as parameters of this tree too.
+        self._own = (own,)
+        self._exchange = exchange
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(share, hidden) -> (T, [q | k | v]) of this rank's heads."""
+        rows, _ = self.full.stored(input_)
+        return self._own[0].ordered(self._exchange.to_heads(rows)), None
+
+
+class ExchangedOutput(nn.Module):
+    """All heads of this rank's tokens, then the replica's o_proj, whole: nothing to reduce."""
+
+    def __init__(self, full: ViewedRow, exchange: Exchange) -> None:
+        super().__init__()
+        self.full = full
+        self._exchange = exchange
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter | None]:
+        """(T, own heads) -> (share, hidden)."""
+        out: tuple[torch.Tensor, nn.Parameter | None] = self.full(self._exchange.to_tokens(input_))
+        return out
+
+
+class SequenceParallel(nn.Module):
+    """Takes the place of a group's tp tree for one step: same inputs, same outputs."""
+
+    def __init__(self, shells: nn.Module, tp_tree: nn.Module, exchange: Exchange) -> None:
+        super().__init__()
+        self.shells = shells
+        self.exchange = exchange
+        # In a tuple, so that it is not registered as a child.
+        self._tp = (tp_tree,)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids and positions (T,) -> hidden states (T, hidden) of all tokens.
+
+        Positions are needed for all tokens where RoPE is, behind the exchange.
+        """
+        assert intermediate_tensors is None, "there are no pipeline stages."
+        given = positions if input_ids is None else input_ids
+        exchange = self.exchange
+        exchange.tokens = given.shape[0]
+        hidden = self.shells(
+            input_ids if input_ids is None else exchange.own_tokens(input_ids),
+            positions,
+            None,
+            inputs_embeds if inputs_embeds is None else exchange.own_tokens(inputs_embeds),
+        )
+        return exchange.all_tokens(hidden)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """All ranks have the rows, so each computes its part of the vocabulary, as in tp."""
+        logits: torch.Tensor | None = self._tp[0].compute_logits(hidden_states)
+        return logits
+
+    def compute_logits_local(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The same without the gather, for vLLM's batch-sharded sampling."""
+        logits: torch.Tensor = self._tp[0].compute_logits_local(hidden_states)
+        return logits
+
+
+def build_sp_tree(
+    replica: nn.Module,
+    tp_tree: nn.Module,
+    plan: HeadExchange,
+    group: GroupCoordinator,
+    config: VllmConfig,
+) -> SequenceParallel:
+    """The sp tree beside a tp tree of the same width; it owns no tensor.
+
+    `config` is the tp tree's, in which vLLM looks up what is called by name during a step. Raises
+    `ViewError` for attention layers that do not go from one qkv layer to one o_proj.
+    """
+    exchange = Exchange(plan, group)
+    context = config.compilation_config.static_forward_context
+    made: dict[int, nn.Module] = {}
+
+    def shell_of(full: nn.Module, own: nn.Module) -> nn.Module:
+        if isinstance(full, MoERunner):
+            return experts_shell(full, context)
+        if not _is_on_the_way(full):
+            return full
+        if id(full) in made:
+            return made[id(full)]
+        is_attention = any(isinstance(child, Attention) for child in full.children())
+        if is_attention:
+            made[id(full)] = shell = _attention_shell(full, own, exchange)
+            return shell
+        made[id(full)] = shell = _shell(full)
+        for name, child in full.named_children():
+            shell._modules[name] = shell_of(child, own.get_submodule(name))
+        return shell
+
+    return SequenceParallel(shell_of(replica, tp_tree), tp_tree, exchange).eval()
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """A shallow copy whose children can be replaced without touching the original's."""
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    return shell
+
+
+def _is_on_the_way(module: nn.Module) -> bool:
+    """Whether something in it is called in another way than in the replica."""
+    return any(isinstance(each, (Attention, MoERunner)) for each in module.modules())
+
+
+def _attention_shell(full: nn.Module, own: nn.Module, exchange: Exchange) -> nn.Module:
+    """The tp tree's attention layer, which has this rank's heads and KV, between the exchanges."""
+    shell = _shell(own)
+    kinds: list[tuple[type[LinearBase], Callable[[str], nn.Module]]] = [
+        (
+            ShardMajorQKV,
+            lambda name: ExchangedQKV(full.get_submodule(name), own.get_submodule(name), exchange),
+        ),
+        (ViewedRow, lambda name: ExchangedOutput(full.get_submodule(name), exchange)),
+    ]
+    for kind, make in kinds:
+        names = [name for name, child in own.named_children() if isinstance(child, kind)]
+        if len(names) != 1:
+            raise ViewError(
+                f"a {type(own).__name__} has {len(names)} layers of the kind "
+                f"{kind.__name__}, so it cannot be computed in sp."
+            )
+        shell._modules[names[0]] = make(names[0])
+    return shell
+
+
+def prove_exchange(exchange: Exchange, device: torch.device) -> None:
+    """Prove against the plan that numbered rows arrive where they must; a collective of the group.
+
+    Every value tells its token and head. Raises `ViewError` where another arrives, behind the last
+    collective, so that no rank waits for one that has found a fault.
+    """
+    sizes = (1, exchange.plan.width, 2 * exchange.plan.width + 1)
+    found = [_is_right(exchange, tokens, device) for tokens in sizes]
+    if not all(found):
+        raise ViewError(
+            f"self-test: the all-to-all of {exchange.plan.width} ranks mixes up heads or tokens on "
+            "this device: leave this width out of --widths, and please report it."
+        )
+
+
+def _is_right(exchange: Exchange, tokens: int, device: torch.device) -> bool:
+    plan, member = exchange.plan, exchange.member
+    exchange.tokens = tokens
+    columns = plan.heads_each + plan.kv_heads_each
+    mine = plan.tokens_of(member, tokens)
+    sent = torch.zeros((len(mine), plan.width * columns), dtype=torch.int32)
+    wanted = torch.zeros((tokens, columns), dtype=torch.int32)
+    for chunk in plan.before(tokens):
+        heads = [*chunk.heads, *(plan.heads + head for head in chunk.kv_heads)]
+        for token in chunk.tokens:
+            values = torch.tensor([_label(token, head, plan) for head in heads])
+            if chunk.source == member:
+                start = chunk.target * columns
+                sent[token - mine.start, start : start + columns] = values
+            if chunk.target == member and token < tokens:
+                wanted[token] = values
+    back = torch.zeros((tokens, plan.heads_each), dtype=torch.int32)
+    wanted_back = torch.zeros((len(mine), plan.heads), dtype=torch.int32)
+    for chunk in plan.after(tokens):
+        for token in (each for each in chunk.tokens if each < tokens):
+            values = torch.tensor([_label(token, head, plan) for head in chunk.heads])
+            if chunk.source == member:
+                back[token] = values
+            if chunk.target == member:
+                wanted_back[token - mine.start, chunk.heads.start : chunk.heads.stop] = values
+    got = exchange.to_heads(sent.to(device)).cpu()
+    got_back = exchange.to_tokens(back.to(device)).cpu()
+    return torch.equal(got, wanted) and torch.equal(got_back, wanted_back)
+
+
+def _label(token: int, head: int, plan: HeadExchange) -> int:
+    return 1 + token * (plan.heads + plan.kv_heads) + head
