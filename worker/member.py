@@ -299,8 +299,7 @@ class Member:
     def has_work(self) -> bool:
         """Whether the led group has a step to run."""
         scheduler = self._mode.scheduler if self._mode is not None else None
-        waits = scheduler is not None and bool(scheduler.has_requests())
-        return waits or self._under_way is not None
+        return self._under_way is not None or bool(scheduler and scheduler.has_requests())
 
     def lead_step(self, epoch: int) -> int:
         """Launch one step of the led group, finish the one before; returns its microseconds.

@@ -43,7 +43,7 @@ def test_all_ranks_move_at_once_either_way(pages: list[int]) -> None:
 def test_nothing_grows_over_moves() -> None:
     for answer in run_ranks(2, move_often, 200):
         (files, regions), (files_after, regions_after) = answer["before"], answer["after"]
-        assert files_after == files
+        assert files_after <= files
         assert regions_after <= regions + 8  # the C library takes some for itself
         assert answer["named"] == []
         assert answer["shared"] == 2
