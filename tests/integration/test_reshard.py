@@ -20,7 +20,8 @@ pytestmark = pytest.mark.slow
 ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "1024")
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""
-PAUSE_ROUNDS = 6
+PAUSE_ROUNDS = 15
+PAUSE_SWITCHES = 4
 STREAMS = 8
 SCARCE_PAGES = 48
 CROWD = 24
@@ -140,7 +141,7 @@ class Pause:
         )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
     """The step is measured in the same round, as the median over both layouts.
 
@@ -169,7 +170,7 @@ async def pauses(cell: BareCell, tag: str) -> Pause:
             client.submit(name, prompt, max_tokens=900)
         streams = [client.streams[name] for name in names]
         await asyncio.sleep(1.0)
-        for layout in ("tp2", "dp2") * 6:
+        for layout in ("tp2", "dp2") * (PAUSE_SWITCHES // 2):
             started = loop.time()
             record = (await asyncio.to_thread(cell.switch, layout, "reshard"))["switch"]
             epochs.append(record["epoch"])
