@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.errors import ApiError, api_error, strip_echo
+from gateway.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
@@ -33,6 +33,9 @@ MODEL_PATH = "/v1/models/{model:path}"
 OWN_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)}
 )
+
+OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
+"""Probes, which need no key."""
 
 _MODEL = re.compile(r"/v1/models/.+")
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
@@ -55,10 +58,10 @@ def find_route(method: str, path: str) -> ApiError | None:
         path = MODEL_PATH
     methods = {known for known, route in VLLM_ROUTES | OWN_ROUTES if route == path}
     if not methods:
-        return api_error("unknown_url", f"Unknown request URL: {method} {path}.")
+        return api_error("unknown_url", "Unknown request URL: check the method and the path.")
     if method not in methods:
         allowed = ", ".join(sorted(methods))
-        return api_error("method_not_allowed", f"{method} is not allowed here; use {allowed}.")
+        return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
     return None
 
 
@@ -94,8 +97,7 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         for card in models.data:
             if card.id == name:
                 return JSONResponse(card.model_dump())
-        text = f"The model `{name}` does not exist."
-        return _respond(api_error("model_not_found", text, "model"))
+        return _respond(api_error("model_not_found", MODEL_NOT_FOUND_MESSAGE, "model"))
 
     app.router.routes += [
         Route("/health", health, methods=["GET"]),

@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from gateway import answer, edge
-from gateway.edge import Edge
+from gateway import answer, edge, intake
+from gateway.answer import STREAM_END
+from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error, current_request
 
 CHAT = "/v1/chat/completions"
@@ -59,8 +60,7 @@ async def tokenize(request: Request) -> Response:
     return JSONResponse(asked["answer"], status_code=asked["status"])
 
 
-@pytest.fixture
-def gate() -> Edge:
+def application() -> Starlette:
     routes = [
         Route(CHAT, echo, methods=["POST"]),
         Route("/v1/completions", stream, methods=["POST"]),
@@ -68,7 +68,12 @@ def gate() -> Edge:
         Route("/version", echo, methods=["GET"]),
         Route("/metrics", echo, methods=["GET"]),
     ]
-    return Edge(Starlette(routes=routes))
+    return Starlette(routes=routes)
+
+
+@pytest.fixture
+def gate() -> Edge:
+    return Edge(application())
 
 
 @pytest.fixture
@@ -157,10 +162,8 @@ async def test_other_content_types_are_refused(client: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_large_body_is_refused(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
-    monkeypatch.setattr(edge, "BODY_BYTES_MAX", 100)
+async def test_large_body_is_refused(gate: Edge, client: httpx.AsyncClient, told: bool) -> None:
+    gate._limits = EdgeLimits(body_bytes_max=100)
 
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(11):
@@ -177,7 +180,8 @@ async def test_large_body_is_refused(
 async def test_body_that_does_not_come_is_not_waited_for(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge, "BODY_WAIT_S", 0.05)
+    monkeypatch.setattr(intake, "BODY_GRACE_S", 0.05)
+    monkeypatch.setattr(intake, "BODY_WAIT_S", 0.05)
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
@@ -187,14 +191,31 @@ async def test_body_that_does_not_come_is_not_waited_for(
     assert error_of(response) == (408, "request_timeout")
 
 
-async def test_requests_are_bounded_until_their_last_byte(
-    gate: Edge, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(edge, "REQUESTS_MAX", 0)
-    response = await client.post(CHAT, json={})
-    assert error_of(response) == (429, "queue_full")
-    assert response.headers["retry-after"] == "1"
-    assert (await client.get("/version")).status_code == 200
+async def test_a_permit_is_held_until_the_last_byte() -> None:
+    """A stream that has sent its status and some events is still a request."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
+
+    gate = Edge(app, limits=EdgeLimits(requests_max=1))
+    browser = Browser({})
+    work = asyncio.create_task(gate(browser.scope(CHAT), browser.receive, browser.send))
+    while len(browser.sent) < 2:
+        await asyncio.sleep(0)
+    transport = httpx.ASGITransport(app=gate)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        response = await client.post(CHAT, json={})
+        assert error_of(response) == (429, "queue_full")
+        assert response.headers["retry-after"] in ("1", "2")
+        assert not gate.idle.is_set()
+        go_on.set()
+        await work
+        assert (await client.post(CHAT, json={})).status_code == 200
     assert gate.requests == 0
     assert gate.idle.is_set()
 
@@ -202,6 +223,15 @@ async def test_requests_are_bounded_until_their_last_byte(
 async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClient) -> None:
     gate.draining = True
     assert error_of(await client.post(CHAT, json={})) == (503, "draining")
+
+
+async def test_refused_clients_do_not_come_back_together(gate: Edge) -> None:
+    gate.draining = True
+    error = api_error("draining", "Bye.", retry_after_s=40)
+    waits = {edge._with_jitter(error).retry_after_s for _ in range(100)}
+    assert len(waits) > 5
+    assert min(waits) >= 40
+    assert max(waits) <= 60
 
 
 async def test_errors_of_the_application_are_shaped(client: httpx.AsyncClient) -> None:
@@ -267,7 +297,7 @@ class Browser:
             await asyncio.Event().wait()
 
     def scope(self, path: str) -> dict[str, Any]:
-        headers = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json"), (b"host", b"gateway")]
         return {
             "type": "http",
             "method": "POST",
@@ -298,6 +328,76 @@ async def test_client_that_leaves_before_its_body_came_costs_nothing(gate: Edge)
     assert gate.requests == 0
 
 
+@pytest.mark.parametrize("events", [["1"], ["1", "2"], ["[DONE", "1"]])
+async def test_stream_that_stops_without_its_end_ends_with_an_error(
+    client: httpx.AsyncClient, events: list[str]
+) -> None:
+    """Whatever goes wrong behind, a client is never left with a short answer that looks whole."""
+    response = await client.post("/v1/completions", json={"events": events})
+    last = response.text.rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "internal_error"
+
+
+async def test_service_tier_is_echoed_where_it_was_asked_for(client: httpx.AsyncClient) -> None:
+    body = {"status": 200, "answer": {"id": "x"}, "service_tier": "fast"}
+    response = await client.post("/tokenize", json=body)
+    assert response.json() == {"service_tier": "priority", "id": "x"}
+    assert int(response.headers["content-length"]) == len(response.content)
+    assert (await client.post("/tokenize", json={**body, "service_tier": None})).json() == {
+        "id": "x"
+    }
+    events = ['{"id": "a"}', '{"id": "b"}', "[DONE]"]
+    response = await client.post("/v1/completions", json={"events": events, "service_tier": "flex"})
+    first, second, end, _ = response.text.split("\n\n")
+    assert json.loads(first[6:]) == {"service_tier": "flex", "id": "a"}
+    assert json.loads(second[6:]) == {"service_tier": "flex", "id": "b"}
+    assert end == "data: [DONE]"
+
+
+async def test_every_answer_has_openai_s_headers(client: httpx.AsyncClient) -> None:
+    for response in (
+        await client.get("/version"),
+        await client.get("/nothing"),
+        await client.post(CHAT, json={}),
+        await client.post("/v1/completions", json={"events": ["[DONE]"]}),
+    ):
+        assert response.headers["openai-version"] == "2020-10-01"
+        assert int(response.headers["openai-processing-ms"]) >= 0
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("value", ["-1", "soon", "1e3", "9" * 30, "86400001"])
+async def test_bad_deadline_is_refused(client: httpx.AsyncClient, value: str) -> None:
+    response = await client.post(CHAT, json={}, headers={"X-Request-Deadline-Ms": value})
+    assert error_of(response) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize(
+    "header", ["Content-Type", "X-Priority-Tier", "Authorization", "X-Request-Id"]
+)
+async def test_header_that_may_come_once_is_refused_twice(
+    client: httpx.AsyncClient, header: str
+) -> None:
+    headers = [(header, "batch"), (header.lower(), "interactive")]
+    response = await client.post(CHAT, content=b"{}", headers=headers)
+    assert error_of(response) == (400, "invalid_http")
+
+
+async def test_internal_headers_of_clients_are_taken_away(client: httpx.AsyncClient) -> None:
+    spoofed = {
+        "X-Vllm-Foo": "1",
+        "X-Aileron-Tenant": "admin",
+        "X-Gateway-Inference-Fairness-Id": "other",
+        "X-Data-Parallel-Rank": "3",
+        "Authorization": "Bearer sk-secret",
+        "Proxy-Authorization": "x",
+        "Upgrade": "h2c",
+    }
+    response = await client.post(CHAT, json={}, headers=spoofed)
+    seen = set(response.json()["headers"])
+    assert not seen & {name.lower() for name in spoofed}
+
+
 async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.03)
 
@@ -307,7 +407,7 @@ async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.Monke
         await asyncio.sleep(0.1)
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
         await asyncio.sleep(0.1)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
 
     browser = Browser({})
     await Edge(app)(browser.scope(CHAT), browser.receive, browser.send)
@@ -318,8 +418,8 @@ async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.Monke
     place = bodies.index(b"data: 1\n\n")
     assert 2 <= place <= 3
     assert 2 <= len(bodies) - place - 2 <= 3
-    assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", b""}
-    assert bodies[-1] == b""
+    assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", STREAM_END}
+    assert bodies[-1] == STREAM_END
 
 
 async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
