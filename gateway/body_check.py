@@ -44,12 +44,16 @@ UNSUPPORTED: Final[tuple[str, ...]] = (
     "kv_transfer_params",
     "repetition_detection",
     "data_parallel_rank",
+    "use_beam_search",
+    "lora_request",
+    "kv_hints",
 )
-"""Parameters of vLLM with which a client would steer the server itself."""
+"""Parameters of vLLM with which a client would steer the server itself, or that it cannot run."""
 
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
+_FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
 _STRUCTURE = frozenset(b'"{}[],:')
 _NOT_STRUCTURE = bytes(set(range(256)) - _STRUCTURE)
 _STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
@@ -81,6 +85,9 @@ class _Fields(msgspec.Struct):
     kv_transfer_params: msgspec.Raw = msgspec.Raw()
     repetition_detection: msgspec.Raw = msgspec.Raw()
     data_parallel_rank: msgspec.Raw = msgspec.Raw()
+    use_beam_search: msgspec.Raw = msgspec.Raw()
+    lora_request: msgspec.Raw = msgspec.Raw()
+    kv_hints: msgspec.Raw = msgspec.Raw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,8 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
     for name in ("tools", "response_format", "structured_outputs"):
         if len(bytes(getattr(fields, name))) > SCHEMA_BYTES_MAX:
             return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
+        if _FOREIGN_SCHEMA.search(bytes(getattr(fields, name))):
+            return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
     if _count(fields.tools) > TOOLS_MAX:
         return _invalid("tools", f"may have {TOOLS_MAX} entries at most")
     return None
@@ -187,8 +196,8 @@ def _check_numbers(fields: _Fields) -> ApiError | None:
 
 def _check_unsupported(fields: _Fields) -> ApiError | None:
     for name in UNSUPPORTED:
-        if bytes(getattr(fields, name)) not in (b"", b"null"):
-            text = f"{name} is decided by this server, not by requests: leave it out."
+        if bytes(getattr(fields, name)) not in (b"", b"null", b"false"):
+            text = f"{name} is not available to requests on this server: leave it out."
             return api_error("unsupported_parameter", text, name)
     return None
 

@@ -26,7 +26,7 @@ HEADER_WAIT_S = 10.0
 LINGER_S = 1.0
 """How long what a refused client still sends is thrown away, so that it reads the answer."""
 
-LINGER_BYTES_MAX = 1024**2
+LINGER_BYTES_MAX = 8 * 1024**2
 
 
 @dataclass(slots=True)
@@ -109,6 +109,9 @@ class Connection(HttpToolsProtocol):
         """Start answering."""
         if len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > HEADER_BYTES_MAX:
             self._refusal = _headers_too_large()
+            raise httptools.HttpParserInvalidMethodError
+        if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in self.headers):
+            # The parser would notice too, but only when the request is on its way.
             raise httptools.HttpParserInvalidMethodError
         super().on_headers_complete()
         self._is_new = False

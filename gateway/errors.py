@@ -76,6 +76,14 @@ _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)
 _VALUE_ECHO = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
+_QUOTED = re.compile(r"""(?<!\w)'.*'(?!\w)|".*"|`.*`""")
+_INSIDES = re.compile(
+    r"validation errors?|input_value|Traceback|<class|0x[0-9a-f]{4}|\w+\.\w+\.\w+|\w\(\)"
+    r"|\b[A-Z]\w+(?:Error|Exception|Iterator|Param|Request|Config)\b|vllm"
+    r"|grammar|schema|regex",
+    re.IGNORECASE,
+)
+"""Words of Python, pydantic and vLLM that tell nothing to a client, or quote its grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +175,9 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
         return api_error(fields.code, str(fields.message or ""), _text(fields.param))
     if status == 500 or status > 504 or status not in _CODE_OF_STATUS:
         return api_error("internal_error", SERVER_ERROR_MESSAGE)
-    message = strip_echo(str(fields.message or "")) or "The request could not be served."
-    code = _code_for(status, message, fields.param)
+    raw = str(fields.message or "")
+    message = strip_echo(raw) or "The request is not valid: check its parameters and schemas."
+    code = _code_for(status, raw, fields.param)
     if code == "model_not_found":
         message = MODEL_NOT_FOUND_MESSAGE
     # vLLM names a field of its own for a prompt that is too long, none of the request's.
@@ -184,8 +193,13 @@ def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:
 
 
 def strip_echo(message: str) -> str:
-    """Take vLLM's echo of the refused value out of a message, and bound its length."""
-    return _VALUE_ECHO.sub("", message)[:MESSAGE_CHARS_MAX]
+    """Leave of a message of vLLM's what says nothing of the request's text or the server's inside.
+
+    May be empty. What stands in quotes is likely to be the request's.
+    """
+    first_line = _VALUE_ECHO.sub("", message).partition("\n")[0]
+    plain = _QUOTED.sub("…", first_line)
+    return "" if _INSIDES.search(plain) else plain[:MESSAGE_CHARS_MAX]
 
 
 def _code_for(status: int, message: str, param: object) -> str:

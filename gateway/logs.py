@@ -6,6 +6,38 @@ import sys
 import structlog
 
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
+QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
+"""Loggers whose lines quote requests: only those with a stack are kept, without their words."""
+
+# Without local variables, among which there are keys and prompts.
+_TRACEBACKS = structlog.processors.ExceptionRenderer(
+    structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+)
+
+QUOTED_EVENT = "vllm_failed"
+
+
+class _QuotesNothing(logging.Filter):
+    """Keeps what clients sent out of the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(QUOTING_LOGGERS):
+            return True
+        if record.exc_info is None:
+            return False
+        record.msg, record.args = QUOTED_EVENT, ()
+        return True
+
+
+def _without_words(
+    _: logging.Logger, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Leave of a request's exception its type and place: its text may quote the request."""
+    stacks = event.get("exception")
+    if event.get("event") == QUOTED_EVENT and isinstance(stacks, list):
+        for stack in stacks:
+            stack["exc_value"] = ""
+    return event
 
 
 def set_up_logging(*, json: bool) -> None:
@@ -23,7 +55,7 @@ def set_up_logging(*, json: bool) -> None:
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if json else shared,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *([structlog.processors.dict_tracebacks] if json else []),
+            *([_TRACEBACKS, _without_words] if json else []),
             renderer,
         ],
     )
@@ -34,6 +66,7 @@ def set_up_logging(*, json: bool) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(_QuotesNothing())
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)

@@ -38,6 +38,9 @@ OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
 """Probes, which need no key."""
 
 _MODEL = re.compile(r"/v1/models/.+")
+_PLAIN_ERRORS = frozenset({"literal_error", "enum"})
+"""Errors of pydantic that quote what is allowed; the others may quote the request."""
+
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _PYDANTIC_WORDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "nullable"})
 
@@ -115,7 +118,9 @@ async def _refuse_request(_: Request, error: RequestValidationError) -> Response
     first = error.errors()[0] if error.errors() else "The request is not valid."
     if not isinstance(first, dict):
         return _respond(api_error("invalid_value", str(first)))
-    text = strip_echo(str(first.get("msg", "not valid")).removeprefix("Value error, "))
+    text = str(first.get("msg", "")).removeprefix("Value error, ")
+    if first.get("type") not in _PLAIN_ERRORS:
+        text = strip_echo(text) or "the value is not valid"
     if first.get("type") == "json_invalid":
         return _respond(api_error("invalid_json", "The request's body is not valid JSON."))
     param = _param(first.get("loc", ()))
