@@ -35,6 +35,7 @@ OPENAI_VERSION = b"2020-10-01"
 
 STREAM_END = b"data: [DONE]\n\n"
 _ERROR_EVENT = b'data: {"error"'
+_NO_TIER = b'"service_tier":null'
 _CHUNK_EVENT = b"data: {"
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -184,8 +185,11 @@ class Answer:
         await self._out(message)
 
     def _with_tier(self, prefix: bytes, body: bytes) -> bytes:
-        field = b'"service_tier":"%s",' % service_tier_name(self.tier).encode()
-        return prefix + field + body[len(prefix) :]
+        field = b'"service_tier":"%s"' % service_tier_name(self.tier).encode()
+        if _NO_TIER in body:
+            # Within a string the quotes would be escaped.
+            return body.replace(_NO_TIER, field, 1)
+        return prefix + field + b"," + body[len(prefix) :]
 
     async def _begin_stream(self, message: Message) -> None:
         body = message.get("body", b"")

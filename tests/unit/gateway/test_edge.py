@@ -346,6 +346,9 @@ async def test_service_tier_is_echoed_where_it_was_asked_for(client: httpx.Async
     assert (await client.post("/tokenize", json={**body, "service_tier": None})).json() == {
         "id": "x"
     }
+    text = json.dumps({"text": '"service_tier":null', "service_tier": None}, separators=(",", ":"))
+    response = await client.post("/tokenize", json={**body, "answer": json.loads(text)})
+    assert response.json() == {"text": '"service_tier":null', "service_tier": "priority"}
     events = ['{"id": "a"}', '{"id": "b"}', "[DONE]"]
     response = await client.post("/v1/completions", json={"events": events, "service_tier": "flex"})
     first, second, end, _ = response.text.split("\n\n")
