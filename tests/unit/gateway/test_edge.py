@@ -1,4 +1,4 @@
-"""The outermost layer around small applications: what passes, what is refused, what goes out."""
+"""The outermost layer around a small application: what passes, what is refused."""
 
 import asyncio
 import json
@@ -7,68 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Message
 
-from gateway import answer, edge, intake
-from gateway.answer import STREAM_END
+from gateway import edge, intake
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error, current_request
-
-CHAT = "/v1/chat/completions"
-FAILURE = api_error("queue_full", "Full.")
-
-
-class Broken(Exception):
-    pass
-
-
-async def echo(request: Request) -> Response:
-    """Tell what reached the application."""
-    body = await request.body()
-    return JSONResponse({"headers": dict(request.headers), "body": body.decode()})
-
-
-async def stream(request: Request) -> Response:
-    """Send what the body says; `fail` notes a task's failure, `raise` is a bug."""
-
-    items = json.loads(await request.body())["events"]
-
-    async def events() -> AsyncIterator[str]:
-        for item in items:
-            if item == "fail":
-                state = current_request.get()
-                assert state is not None
-                state.failure = FAILURE
-                yield 'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
-            elif item == "raise":
-                raise Broken
-            else:
-                yield f"data: {item}\n\n"
-
-    return StreamingResponse(events(), media_type="text/event-stream")
-
-
-async def tokenize(request: Request) -> Response:
-    """Answer as the body says."""
-    asked = json.loads(await request.body())
-    if asked.get("raise"):
-        raise Broken
-    return JSONResponse(asked["answer"], status_code=asked["status"])
-
-
-def application() -> Starlette:
-    routes = [
-        Route(CHAT, echo, methods=["POST"]),
-        Route("/v1/completions", stream, methods=["POST"]),
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/version", echo, methods=["GET"]),
-        Route("/metrics", echo, methods=["GET"]),
-    ]
-    return Starlette(routes=routes)
+from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
 
 
 @pytest.fixture
@@ -81,15 +24,6 @@ async def client(gate: Edge) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app=gate)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client
-
-
-def error_of(response: httpx.Response) -> tuple[int, str]:
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error["code"], str)
-    assert response.headers["x-request-id"]
-    assert response.headers["x-priority-tier"]
-    return response.status_code, error["code"]
 
 
 @pytest.mark.parametrize(
@@ -191,35 +125,6 @@ async def test_body_that_does_not_come_is_not_waited_for(
     assert error_of(response) == (408, "request_timeout")
 
 
-async def test_a_permit_is_held_until_the_last_byte() -> None:
-    """A stream that has sent its status and some events is still a request."""
-    go_on = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        await go_on.wait()
-        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
-
-    gate = Edge(app, limits=EdgeLimits(requests_max=1))
-    browser = Browser({})
-    work = asyncio.create_task(gate(browser.scope(CHAT), browser.receive, browser.send))
-    while len(browser.sent) < 2:
-        await asyncio.sleep(0)
-    transport = httpx.ASGITransport(app=gate)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-        response = await client.post(CHAT, json={})
-        assert error_of(response) == (429, "queue_full")
-        assert response.headers["retry-after"] in ("1", "2")
-        assert not gate.idle.is_set()
-        go_on.set()
-        await work
-        assert (await client.post(CHAT, json={})).status_code == 200
-    assert gate.requests == 0
-    assert gate.idle.is_set()
-
-
 async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClient) -> None:
     gate.draining = True
     assert error_of(await client.post(CHAT, json={})) == (503, "draining")
@@ -244,98 +149,6 @@ async def test_bug_is_a_500_that_tells_nothing(client: httpx.AsyncClient) -> Non
     response = await client.post("/tokenize", json={"raise": True})
     assert error_of(response) == (500, "internal_error")
     assert "Broken" not in response.text
-
-
-async def test_stream_passes_and_is_not_cached(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={"events": ["1", "2", "[DONE]"]})
-    assert response.text == "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
-    assert response.headers["cache-control"] == "no-cache"
-    assert response.headers["x-accel-buffering"] == "no"
-
-
-async def test_failure_before_the_first_event_is_an_http_error(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={"events": ["fail", "[DONE]"]})
-    assert error_of(response) == (429, "queue_full")
-    assert response.json()["error"]["message"] == "Full."
-
-
-async def test_failure_after_the_first_event_ends_the_stream(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={"events": ["1", "fail", "[DONE]"]})
-    assert response.status_code == 200
-    assert response.text == "data: 1\n\n" + FAILURE.event().decode()
-
-
-@pytest.mark.parametrize("before", [[], ["1"]])
-async def test_bug_in_a_stream_is_never_a_clean_end(
-    client: httpx.AsyncClient, before: list[str]
-) -> None:
-    response = await client.post("/v1/completions", json={"events": [*before, "raise"]})
-    last = response.text.rpartition("data: ")[2]
-    assert json.loads(last)["error"]["code"] == "internal_error"
-    assert response.status_code == (200 if before else 500)
-
-
-class Browser:
-    """An ASGI server's side of one request, under the test's control."""
-
-    def __init__(self, body: dict[str, Any], *, reads: bool = True) -> None:
-        self.sent: list[Message] = []
-        self._body = json.dumps(body).encode()
-        self._asked = 0
-        self._reads = reads
-
-    async def receive(self) -> Message:
-        self._asked += 1
-        if self._asked == 1:
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(self, message: Message) -> None:
-        self.sent.append(message)
-        if not self._reads:
-            await asyncio.Event().wait()
-
-    def scope(self, path: str) -> dict[str, Any]:
-        headers = [(b"content-type", b"application/json"), (b"host", b"gateway")]
-        return {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": headers,
-        }
-
-
-async def test_client_that_does_not_read_is_given_up(
-    gate: Edge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer, "SEND_STALL_S", 0.05)
-    browser = Browser({"events": ["1", "2"]}, reads=False)
-    await gate(browser.scope("/v1/completions"), browser.receive, browser.send)
-    assert [message["type"] for message in browser.sent] == ["http.response.start"]
-    assert gate.requests == 0
-
-
-async def test_client_that_leaves_before_its_body_came_costs_nothing(gate: Edge) -> None:
-    async def gone() -> Message:
-        return {"type": "http.disconnect"}
-
-    browser = Browser({})
-    await gate(browser.scope(CHAT), gone, browser.send)
-    assert browser.sent == []
-    assert gate.requests == 0
-
-
-@pytest.mark.parametrize("events", [["1"], ["1", "2"], ["[DONE", "1"]])
-async def test_stream_that_stops_without_its_end_ends_with_an_error(
-    client: httpx.AsyncClient, events: list[str]
-) -> None:
-    """Whatever goes wrong behind, a client is never left with a short answer that looks whole."""
-    response = await client.post("/v1/completions", json={"events": events})
-    last = response.text.rpartition("data: ")[2]
-    assert json.loads(last)["error"]["code"] == "internal_error"
 
 
 async def test_service_tier_is_echoed_where_it_was_asked_for(client: httpx.AsyncClient) -> None:
@@ -399,52 +212,6 @@ async def test_internal_headers_of_clients_are_taken_away(client: httpx.AsyncCli
     response = await client.post(CHAT, json={}, headers=spoofed)
     seen = set(response.json()["headers"])
     assert not seen & {name.lower() for name in spoofed}
-
-
-async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.03)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await asyncio.sleep(0.1)
-        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        await asyncio.sleep(0.1)
-        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
-
-    browser = Browser({})
-    await Edge(app)(browser.scope(CHAT), browser.receive, browser.send)
-    await asyncio.sleep(0.05)
-    assert [message["type"] for message in browser.sent].count("http.response.start") == 1
-    assert browser.sent[0]["type"] == "http.response.start"
-    bodies = [message["body"] for message in browser.sent[1:]]
-    place = bodies.index(b"data: 1\n\n")
-    assert 2 <= place <= 3
-    assert 2 <= len(bodies) - place - 2 <= 3
-    assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", STREAM_END}
-    assert bodies[-1] == STREAM_END
-
-
-async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
-    """Until then nothing is sent, so that a failure can still have its status."""
-    started = asyncio.Event()
-    release = asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        started.set()
-        await release.wait()
-        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    browser = Browser({})
-    work = asyncio.create_task(Edge(app)(browser.scope(CHAT), browser.receive, browser.send))
-    await started.wait()
-    assert browser.sent == []
-    release.set()
-    await work
-    assert browser.sent[-1]["more_body"] is False
 
 
 async def test_websockets_are_closed(gate: Edge) -> None:
