@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.errors import ApiError, api_error
+from gateway.grammar_check import check_grammar
 from gateway.media import check_media
 
 JSON_DEPTH_MAX = 64
@@ -172,8 +173,11 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
     for name in ("tools", "response_format", "structured_outputs"):
         if len(bytes(getattr(fields, name))) > SCHEMA_BYTES_MAX:
             return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
-        if _FOREIGN_SCHEMA.search(bytes(getattr(fields, name))):
+        raw = bytes(getattr(fields, name))
+        if _FOREIGN_SCHEMA.search(raw):
             return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
+        if raw[:1] in (b"{", b"[") and (reason := check_grammar(raw)):
+            return _invalid(name, reason)
     if _count(fields.tools) > TOOLS_MAX:
         return _invalid("tools", f"may have {TOOLS_MAX} entries at most")
     return None
