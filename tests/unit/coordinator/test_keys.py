@@ -80,3 +80,10 @@ def test_public_address_needs_keys_or_a_word(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_loopback_needs_none(host: str) -> None:
     check_config({"model": {"path": "x"}, "gateway": {"host": host}})
+
+
+def test_up_refuses_a_public_address_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--host", "0.0.0.0", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "gateway.keys_file" in told
+    assert "--insecure-no-auth" in told
