@@ -5,11 +5,12 @@ needs the key of the environment. Bodies are small and their length is told in a
 """
 
 import hmac
-import ipaddress
 from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.protocol.config import is_loopback
 
 ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 ADMIN_KEY_CHARS_MIN = 16
@@ -26,7 +27,7 @@ def require_key(host: str, key: str) -> None:
     """Raise unless an admin port on `host` may be opened with `key` (empty: none)."""
     if key and len(key) < ADMIN_KEY_CHARS_MIN:
         raise AdminKeyError(f"{ADMIN_KEY_ENV} must have at least {ADMIN_KEY_CHARS_MIN} characters.")
-    if not key and not _is_loopback(host):
+    if not key and not is_loopback(host):
         raise AdminKeyError(
             f"admin.host {host} can be reached from other machines: set {ADMIN_KEY_ENV} to a "
             f"secret of at least {ADMIN_KEY_CHARS_MIN} characters, or bind to 127.0.0.1."
@@ -80,10 +81,3 @@ class AdminGuard:
                 413, "request_too_large", f"A body has at most {BODY_BYTES_MAX} bytes."
             )
         return None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -49,10 +49,10 @@ from coordinator.protocol.messages import (
 from coordinator.records import Decision
 from coordinator.refusal import refuse
 from coordinator.roster import Arrival, Roster
-from coordinator.settings import CoreSettings
+from coordinator.settings import CoreSettings, PoolLimits
 from coordinator.stragglers import Stragglers
 from coordinator.switcher import Switcher
-from coordinator.task_pool import PoolLimits, TaskPool
+from coordinator.task_pool import TaskPool
 
 OPERATOR = "operator"
 """The cause of a switch that an operator asked for."""
@@ -89,7 +89,7 @@ class Core:
         self._switcher = Switcher(settings.switch, self._roster, now_ms)
         self._pool = TaskPool(
             PoolLimits(
-                queue_tasks_max=settings.queue_tasks_max,
+                queue=settings.queue,
                 ageing_ms=settings.ageing_ms,
                 pause_limit_ms=settings.pause_limit_ms,
                 claim_ms=settings.claim_ms,

@@ -19,10 +19,14 @@ from coordinator.protocol.messages import Binding, TaskId, Tier
 from coordinator.roster import Roster
 from coordinator.stragglers import Stragglers
 from coordinator.switcher import Switcher
-from coordinator.tasks import Task, TaskQueue
+from coordinator.task_queue import TaskQueue
+from coordinator.tasks import Task
 
 LOOK_AHEAD_TASKS = 32
 """Tasks without room that are looked behind, per tier and round."""
+
+BATCH_RESERVE_DIVISOR = 8
+"""One in so many places of a group is kept free of batch tasks, for who comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ class OpenGroup:
     def leader(self) -> Rank:
         """The rank to send tasks to."""
         return self.binding.group.leader
+
+    def slots(self, tier: Tier) -> int:
+        """Return how many tasks it may hold when one of this tier is to be added."""
+        reserved = self.max_tasks // BATCH_RESERVE_DIVISOR if tier is Tier.BATCH else 0
+        return self.max_tasks - reserved
 
     def blocks(self, tokens: int) -> int:
         """Return the blocks that hold so many tokens."""
@@ -148,7 +157,7 @@ class Loads:
     def has_room(self, group: OpenGroup, task: Task) -> bool:
         """Say whether the group can take the task now."""
         tasks = self.tasks(group.leader)
-        if tasks >= group.max_tasks or not group.could_hold(task):
+        if tasks >= group.slots(task.header.tier) or not group.could_hold(task):
             return False
         # Each task wastes half a block on average; a block per task is on the safe side.
         used = group.blocks(self.tokens(group.leader)) + tasks

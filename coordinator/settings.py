@@ -3,11 +3,45 @@
 Taken from the cell's configuration once; the core never sees the configuration itself.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from comm_pool.layout import Layout
 from coordinator.protocol.config import Config
-from coordinator.protocol.messages import Carry
+from coordinator.protocol.messages import Carry, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierBounds:
+    """How many tasks of a tier may wait, and how long; None is unbounded."""
+
+    tasks_max: int | None = None
+    wait_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """Bounds of the whole queue and of its tiers."""
+
+    tasks_max: int
+    tiers: Mapping[Tier, TierBounds] = field(default_factory=dict)
+
+    def of(self, tier: Tier) -> TierBounds:
+        """Return the bounds of a tier."""
+        return self.tiers.get(tier, TierBounds())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Limits of the task pool, times in milliseconds.
+
+    `claim_ms` is how long a gateway may take to submit a task again.
+    """
+
+    queue: QueueBounds
+    ageing_ms: int
+    pause_limit_ms: int
+    claim_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +74,7 @@ class CoreSettings:
     """A started coordinator waits so long for ranks' reports; at most `lost_after_ms` counts."""
     pause_limit_ms: int = 2_000
     drain_limit_ms: int = 60_000
-    queue_tasks_max: int = 4_096
+    queue: QueueBounds = QueueBounds(4_096)
     ageing_ms: int = 30_000
     default_carry: Carry = Carry.RESHARD
     history_max: int = 1_000
@@ -77,8 +111,18 @@ def core_settings(config: Config) -> CoreSettings:
         recover_ms=coordinator.lost_after_ms,
         pause_limit_ms=coordinator.pause_limit_ms,
         drain_limit_ms=coordinator.drain_limit_ms,
-        queue_tasks_max=coordinator.queue_tasks_max,
+        queue=_queue_bounds(config),
         ageing_ms=coordinator.ageing_ms,
         default_carry=Carry(coordinator.default_carry),
         history_max=coordinator.history_switches_max,
     )
+
+
+def _queue_bounds(config: Config) -> QueueBounds:
+    coordinator = config.coordinator
+    tiers = {
+        tier: TierBounds(limits.queue_tasks_max, limits.wait_ms)
+        for tier in Tier
+        for limits in [getattr(coordinator.tiers, tier.name.lower())]
+    }
+    return QueueBounds(coordinator.queue_tasks_max, tiers)

@@ -8,7 +8,6 @@ the effects that come back.
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from comm_pool.layout import Rank
@@ -33,6 +32,8 @@ from coordinator.protocol.messages import (
     TaskProgress,
     TaskReturned,
 )
+from coordinator.settings import PoolLimits
+from coordinator.shedding import Shedding
 from coordinator.task_table import TaskTable
 from coordinator.tasks import HELD, State, Task, ask, dropped, new_task, too_long
 
@@ -41,16 +42,6 @@ ATTEMPTS_APART = 1_000
 
 FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
 """What the client of a task is told that its leader could not run."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """Times in milliseconds; `claim_ms` is how long a gateway may take to submit a task again."""
-
-    queue_tasks_max: int
-    ageing_ms: int
-    pause_limit_ms: int
-    claim_ms: int
 
 
 class TaskPool:
@@ -66,6 +57,7 @@ class TaskPool:
         "_deadlines",
         "_ended",
         "_limits",
+        "_shedding",
         "_tasks",
         "_unclaimed",
         "context_tokens_max",
@@ -81,6 +73,7 @@ class TaskPool:
         self._deadlines: list[tuple[int, TaskId]] = []
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
+        self._shedding = Shedding(limits.queue)
         self.context_tokens_max = 0
         """The longest context of any group that the ranks could form; 0 is unknown."""
         self.recovering = True
@@ -140,7 +133,7 @@ class TaskPool:
         if task is None:
             return []
         if code := FAILURE_CODES.get(message.cause):
-            return self._fail(task, code, message.message, told_by=rank)
+            return self._fail(TaskFailed(task.id, code, message.message), told_by=rank)
         has_tokens = message.cause is EndCause.FINISHED
         return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
 
@@ -235,7 +228,9 @@ class TaskPool:
             task = self._tasks.get(heappop(self._deadlines)[1])
             if task is not None:
                 reason = f"the request did not finish within {task.header.deadline_ms} ms."
-                effects += self._fail(task, "deadline_exceeded", reason)
+                effects += self._fail(TaskFailed(task.id, "deadline_exceeded", reason))
+        for shed in self._shedding.overdue(self._tasks, now_ms):
+            effects += self._fail(shed)
         for task in [self._tasks[task_id] for task_id in sorted(self._tasks.paused)]:
             if now_ms - task.since_ms >= self._limits.pause_limit_ms and task.leader is not None:
                 effects.append(ToRank(task.leader, GiveBack(task.id)))
@@ -246,7 +241,8 @@ class TaskPool:
 
     def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
         """Give tasks to groups that have room, in order."""
-        tasks = self._tasks
+        tasks, groups = self._tasks, tuple(groups)
+        self._shedding.has_groups = bool(groups)
         chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms)
         return [self._place(task, group, now_ms) for task, group in chosen]
 
@@ -256,7 +252,7 @@ class TaskPool:
             effect
             for task in self._tasks
             if task.state is State.QUEUED and (reason := too_long(task, self.context_tokens_max))
-            for effect in self._fail(task, "context_length_exceeded", reason)
+            for effect in self._fail(TaskFailed(task.id, "context_length_exceeded", reason))
         ]
 
     def integrity(self) -> None:
@@ -269,24 +265,21 @@ class TaskPool:
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in a task that is not known, or refuse it."""
         task = new_task(message, self._arrivals, now_ms)
-        refusal = self._refusal(task)
-        if refusal is not None:
-            return [ToGateway(task.header.gateway, refusal)]
+        if reason := too_long(task, self.context_tokens_max):
+            failure = TaskFailed(task.id, "context_length_exceeded", reason)
+            return [ToGateway(task.header.gateway, failure)]
+        # A stream that has begun is not turned away.
+        shed = None if task.told else self._shedding.make_room(self._tasks, task, now_ms)
+        if shed is not None and shed.task == task.id:
+            return [ToGateway(task.header.gateway, shed)]
+        effects = [] if shed is None else self._fail(shed)
         self._arrivals += 1
         if self.recovering or task.told:
             # A rank that is not heard yet may hold it, or have run it before it was lost.
             task.state = State.ASKED
             task.attempt += ATTEMPTS_APART
         self._add(task)
-        return [ask(task)] if task.state is State.ASKED and not self.recovering else []
-
-    def _refusal(self, task: Task) -> TaskFailed | None:
-        if reason := too_long(task, self.context_tokens_max):
-            return TaskFailed(task.id, "context_length_exceeded", reason)
-        if len(self._tasks.queue) >= self._limits.queue_tasks_max and not task.told:
-            reason = f"{len(self._tasks.queue)} requests are waiting already."
-            return TaskFailed(task.id, "queue_full", reason)
-        return None
+        return [*effects, ask(task)] if task.told and not self.recovering else effects
 
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
         """A gateway submits a task that has ended."""
@@ -326,6 +319,8 @@ class TaskPool:
     def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
         assert task.payload is not None, f"task {task.id} is placed without its payload."
         task.attempt = max(task.attempt, task.told) + 1
+        self._shedding.placed(now_ms)
+        self._tasks.queue.placed(task, now_ms)
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
         place = Place(task.header, task.attempt, group.binding, task.payload, task.tokens)
         return ToRank(group.leader, place)
@@ -391,10 +386,9 @@ class TaskPool:
         self._ended.add(task.id, ended)
         return effects
 
-    def _fail(
-        self, task: Task, code: str, message: str, *, told_by: Rank | None = None
-    ) -> list[Effect]:
+    def _fail(self, failure: TaskFailed, *, told_by: Rank | None = None) -> list[Effect]:
+        """End a task, and tell its gateway why."""
+        task = self._tasks[failure.task]
         effects = self._end(task, told_by=told_by)
-        failure = TaskFailed(task.id, code, message)
         self._ended[task.id].failure = failure
         return [*effects, ToGateway(task.header.gateway, failure)]

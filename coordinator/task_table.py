@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from comm_pool.layout import Rank
 from coordinator.placement import Loads
 from coordinator.protocol.messages import TaskId
-from coordinator.tasks import HELD, State, Task, TaskQueue
+from coordinator.task_queue import TaskQueue
+from coordinator.tasks import HELD, State, Task
 
 
 class TaskTable:

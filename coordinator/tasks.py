@@ -1,19 +1,11 @@
-"""One task as the pool knows it, and the order in which queued tasks are taken.
+"""One task as the pool knows it; called by the task pool, which owns its state. Pure."""
 
-Order: effective tier, then arrival. A task rises by one tier for each `ageing_ms` since it
-arrived, so within its own tier arrival decides, and a task that was returned stands where it
-stood before. Called by the task pool.
-"""
-
-import heapq
-from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
 from comm_pool.layout import Rank
 from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.protocol.messages import Drop, Resubmit, Submit, TaskHeader, TaskId, Tier
+from coordinator.protocol.messages import Drop, Resubmit, Submit, TaskHeader, TaskId
 
 
 class State(Enum):
@@ -60,11 +52,18 @@ class Task:
     """Leaders that gave it on, and whose last tokens may still be under way."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
+    is_charged: bool = False
+    """Its tenant's share of the tier was charged with it."""
 
     @property
     def id(self) -> TaskId:
         """The task's id."""
         return self.header.task
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no rank has had it yet, so that its client has not got anything either."""
+        return not (self.attempt or self.told or self.tokens)
 
     @property
     def context_tokens(self) -> int:
@@ -112,52 +111,3 @@ def dropped(task: Task) -> list[Effect]:
 def ask(task: Task) -> Effect:
     """Ask the task's gateway to submit it again, and to take no token of this attempt."""
     return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
-
-
-class TaskQueue:
-    """The queued tasks, by tier and arrival.
-
-    Putting and removing costs a binary search and moving pointers; taking the next task O(1).
-    """
-
-    __slots__ = ("_ageing_ms", "_lines")
-
-    def __init__(self, ageing_ms: int) -> None:
-        self._ageing_ms = ageing_ms
-        self._lines: dict[Tier, list[tuple[int, int, TaskId]]] = {tier: [] for tier in Tier}
-
-    def __len__(self) -> int:
-        """Return the number of queued tasks."""
-        return sum(map(len, self._lines.values()))
-
-    def put(self, task: Task) -> None:
-        """Queue a task at the place of its arrival."""
-        insort(self._lines[task.header.tier], _entry(task))
-
-    def remove(self, task: Task) -> None:
-        """Take a queued task out."""
-        line = self._lines[task.header.tier]
-        index = bisect_left(line, _entry(task))
-        assert index < len(line) and line[index][2] == task.id, f"task {task.id} is not queued."
-        del line[index]
-
-    def in_order(self, now_ms: int, closed: Collection[Tier]) -> Iterator[TaskId]:
-        """Yield the tasks as they are to be taken; the queue must not change meanwhile.
-
-        A tier that the caller adds to `closed` on the way ends early.
-        """
-        lines = [self._aged(tier, now_ms, closed) for tier in Tier]
-        return (task for _, _, task in heapq.merge(*lines))
-
-    def _aged(
-        self, tier: Tier, now_ms: int, closed: Collection[Tier]
-    ) -> Iterator[tuple[int, int, TaskId]]:
-        for arrival, arrived_ms, task in self._lines[tier]:
-            if tier in closed:
-                return
-            lifted = tier - (now_ms - arrived_ms) // self._ageing_ms
-            yield max(lifted, Tier.INTERACTIVE), arrival, task
-
-
-def _entry(task: Task) -> tuple[int, int, TaskId]:
-    return task.arrival, task.arrived_ms, task.id

@@ -12,6 +12,8 @@ VLLM_ENVIRONMENT = {
     # Its lines go through our logging, to one place in one form.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # A media server that is allowed may not send the fetch on to one that is not.
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     # The front end computes nothing: threads of torch would only take cores from ranks.
     "OMP_NUM_THREADS": "1",
 }

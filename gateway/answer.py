@@ -17,7 +17,7 @@ from gateway.errors import (
     failed_event,
     shape_error,
 )
-from gateway.tiers import tier_name
+from gateway.tiers import service_tier_name, tier_name
 
 KEEP_ALIVE_S = 15.0
 """Pause in a stream after which a comment is sent, so that proxies do not cut it."""
@@ -30,7 +30,13 @@ SEND_STALL_S = 60.0
 ERROR_BODY_BYTES_MAX = 1024**2
 """Most bytes of someone else's error that are read to shape it."""
 
+OPENAI_VERSION = b"2020-10-01"
+"""The version of OpenAI's API whose shapes are spoken."""
+
+STREAM_END = b"data: [DONE]\n\n"
 _ERROR_EVENT = b'data: {"error"'
+_NO_TIER = b'"service_tier":null'
+_CHUNK_EVENT = b"data: {"
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -55,10 +61,13 @@ class Answer:
     """The state of one answer."""
 
     def __init__(self, send: Send, request_id: str) -> None:
+        """`send` is the ASGI server's."""
         self._send = send
         self._lock = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
+        self._began_s = asyncio.get_running_loop().time()
         self._sent_at_s = 0.0
+        self._last: bytes = b""
         self._stalled = False
         self._phase = _Phase.BEFORE
         self._start: Message = {}
@@ -66,6 +75,10 @@ class Answer:
         self.request_id = request_id
         self.tier = Tier.STANDARD
         self.request = RequestState()
+        self.echoes_tier = False
+        """Whether the body names the tier, because the request's body did."""
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Headers of this answer besides those that every answer has."""
 
     async def send(self, message: Message) -> None:
         """Take a message of the app; raises `ClientStalledError` to end it."""
@@ -80,6 +93,11 @@ class Answer:
                 self._phase = _Phase.ERROR
             elif _is_stream(message):
                 self._keeper = asyncio.create_task(self._keep_alive())
+
+    @property
+    def elapsed_ms(self) -> int:
+        """Milliseconds since the request came."""
+        return round((asyncio.get_running_loop().time() - self._began_s) * 1_000)
 
     def close(self) -> None:
         """The app has returned: send nothing of one's own accord any more."""
@@ -111,12 +129,12 @@ class Answer:
             case _Phase.BEFORE if _is_stream(self._start):
                 await self._begin_stream(message)
             case _Phase.BEFORE:
-                await self._send_start(self._start["status"], self._start["headers"])
-                self._phase = _Phase.OPEN if more else _Phase.CLOSED
-                await self._out(message)
+                await self._begin_whole(message)
             case _Phase.STREAM if body.startswith(_ERROR_EVENT):
                 await self._send_last(failed_event(bytes(body), self.request.failure).event())
-            case _Phase.OPEN | _Phase.STREAM:
+            case _Phase.STREAM:
+                await self._send_event(message)
+            case _Phase.OPEN:
                 await self._out(message)
                 if not more:
                     self._phase = _Phase.CLOSED
@@ -138,6 +156,41 @@ class Answer:
             except ClientStalledError:
                 return
 
+    async def _begin_whole(self, message: Message) -> None:
+        headers, more = self._start["headers"], message.get("more_body", False)
+        body = message.get("body", b"")
+        if self.echoes_tier and not more and body.startswith(b"{"):
+            body = self._with_tier(b"{", body)
+            headers = [pair for pair in headers if pair[0].lower() != b"content-length"]
+            headers.append((b"content-length", str(len(body)).encode()))
+            message = {**message, "body": body}
+        await self._send_start(self._start["status"], headers)
+        self._phase = _Phase.OPEN if more else _Phase.CLOSED
+        await self._out(message)
+
+    async def _send_event(self, message: Message) -> None:
+        """Pass an event on; a stream without its last event must not look complete."""
+        body = message.get("body", b"")
+        if not message.get("more_body", False):
+            if not (body or self._last).endswith(STREAM_END):
+                await self._send_last(
+                    body + api_error("internal_error", "The stream broke off.").event()
+                )
+                return
+            self._phase = _Phase.CLOSED
+        elif self.echoes_tier and body.startswith(_CHUNK_EVENT):
+            message = {**message, "body": self._with_tier(_CHUNK_EVENT, body)}
+        if body is not KEEP_ALIVE:
+            self._last = body
+        await self._out(message)
+
+    def _with_tier(self, prefix: bytes, body: bytes) -> bytes:
+        field = b'"service_tier":"%s"' % service_tier_name(self.tier).encode()
+        if _NO_TIER in body:
+            # Within a string the quotes would be escaped.
+            return body.replace(_NO_TIER, field, 1)
+        return prefix + field + b"," + body[len(prefix) :]
+
     async def _begin_stream(self, message: Message) -> None:
         body = message.get("body", b"")
         if body.startswith(_ERROR_EVENT):
@@ -145,13 +198,18 @@ class Answer:
             return
         await self._send_start(200, self._start["headers"] + _STREAM_HEADERS)
         self._phase = _Phase.STREAM
-        await self._out(message)
+        await self._send_event(message)
 
     async def _send_error(self, error: ApiError) -> None:
         body = error.body()
         cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
-        length = (b"content-length", str(len(body)).encode())
-        await self._send_start(error.status, [*error.headers(), length, *cors])
+        headers = [*error.headers(), (b"content-length", str(len(body)).encode()), *cors]
+        if error.code == "draining":
+            headers.append((b"connection", b"close"))
+        if not any(name in dict(headers) for name, _ in self.headers):
+            headers += self.headers
+        self.headers = []
+        await self._send_start(error.status, headers)
         await self._send_last(body)
 
     async def _send_last(self, body: bytes) -> None:
@@ -162,6 +220,9 @@ class Answer:
         own = [
             (b"x-request-id", self.request_id.encode()),
             (b"x-priority-tier", tier_name(self.tier).encode()),
+            (b"openai-version", OPENAI_VERSION),
+            (b"openai-processing-ms", str(self.elapsed_ms).encode()),
+            *self.headers,
         ]
         await self._out(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}

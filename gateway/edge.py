@@ -1,69 +1,82 @@
 """The outermost ASGI layer: what every request passes before vLLM's app, and every answer after it.
 
-It opens only listed routes, bounds requests and bodies, resolves the tier and hands it to vLLM,
-names the request, and gives every error OpenAI's shape. A stream's status line is held back until
-its first event, so that a request that fails before its first token still gets a proper status.
+It opens only listed routes, knows the client by its key, bounds requests and bodies, resolves the
+tier and hands it to vLLM, names the request, and gives every error OpenAI's shape. A stream's
+status line is held back until its first event, so that a request that fails before its first token
+still gets a proper status.
 """
 
 import asyncio
-import re
-import uuid
-from typing import Any
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import structlog
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.messages import Tier
+from gateway.admission import Admission
 from gateway.answer import Answer, ClientStalledError
-from gateway.errors import ApiError, RequestState, api_error, current_request
-from gateway.routes import find_route
-from gateway.tiers import (
-    PRIORITY_OF_TIER,
-    TIER_HEADER,
-    VLLM_PRIORITY_HEADER,
-    tier_of_body,
-    tier_of_header,
+from gateway.body_check import BodyFacts, check_body
+from gateway.errors import (
+    RETRY_AFTER_MAX_S,
+    ApiError,
+    RequestState,
+    api_error,
+    current_request,
 )
+from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
+from gateway.keyring import KeyRing
+from gateway.rates import RateLimits
+from gateway.routes import OPEN_PATHS, find_route
+from gateway.tiers import TierRules, reword_service_tier
 
-REQUESTS_MAX = 4_096
-"""Most requests that are answered at once; one more is refused with 429."""
+OFF_LOOP_BYTES = 256 * 1024
+"""A larger body is checked in a thread."""
 
-BODY_BYTES_MAX = 32 * 1024**2
-"""Largest body of a request."""
-
-BODY_WAIT_S = 60.0
-"""How long a client may take to send its body."""
-
-REQUEST_ID_HEADER = "x-request-id"
-
-Headers = list[tuple[bytes, bytes]]
-
-_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_OWN_HEADERS = frozenset(
-    name.encode()
-    for name in (REQUEST_ID_HEADER, VLLM_PRIORITY_HEADER, "x-data-parallel-rank", "content-length")
-)
-"""Headers that reach vLLM only as the gateway sets them."""
+LOGGED_CHARS_MAX = 200
 
 log = structlog.get_logger(__name__)
 
 
-class ClientGoneError(Exception):
-    """The client went away before its request was complete."""
+@dataclass(frozen=True, slots=True)
+class EdgeLimits:
+    """What one gateway takes; see `GatewayConfig`."""
+
+    requests_max: int = 4_096
+    body_bytes_max: int = 8 * 1024**2
+    media_domains: frozenset[str] = frozenset()
+    objectives: Mapping[str, Tier] = field(default_factory=dict)
 
 
 class Edge:
     """Wraps vLLM's app; `uvicorn` calls it."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing | None = None,
+        rates: RateLimits | None = None,
+        limits: EdgeLimits | None = None,
+    ) -> None:
+        """Without keys everyone is let in."""
         self._app = app
-        self.requests = 0
-        """Requests with a body that are being answered, until their last byte."""
+        self._keys = keys or KeyRing("")
+        self._rates = rates or RateLimits("memory://")
+        self._limits = limits or EdgeLimits()
+        self._admission = Admission(self._limits.requests_max)
+        self._bodies = 0
         self.idle = asyncio.Event()
-        """Set while there are none of them."""
+        """Set while no request with a body is being answered."""
         self.idle.set()
         self.draining = False
         """Whether new requests are refused because the process ends."""
+
+    @property
+    def requests(self) -> int:
+        """Requests with a body that are being answered, until their last byte."""
+        return self._bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -73,128 +86,123 @@ class Edge:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1000})
             return
-        headers = _decode(scope["headers"])
-        request_id = _request_id(headers.get(REQUEST_ID_HEADER, ""))
-        answer = Answer(send, request_id)
+        head = read_head(scope)
+        answer = Answer(send, head.request_id)
         try:
-            error = await self._serve(scope, receive, answer, headers)
+            error = await self._serve(scope, receive, answer, head)
             if error is not None:
-                await answer.refuse(error)
+                await answer.refuse(_with_jitter(error))
         except (ClientGoneError, ClientStalledError) as gone:
-            log.info("client_lost", request_id=request_id, reason=type(gone).__name__)
+            log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
             # The last resort for every bug of ours and of vLLM's: the client gets a 500.
-            log.exception("request_failed", request_id=request_id, path=scope["path"])
+            path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
+            log.exception("request_failed", request_id=head.request_id, path=path)
             await answer.fail()
         finally:
             answer.close()
 
     async def _serve(
-        self, scope: Scope, receive: Receive, answer: Answer, headers: dict[str, str]
+        self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
     ) -> ApiError | None:
         """Pass the request to the app, or return why not."""
         method = scope["method"]
-        if method == "OPTIONS" and "access-control-request-method" in headers:
-            method = headers["access-control-request-method"]
-        if (error := find_route(method, scope["path"])) is not None:
+        if method == "OPTIONS" and "access-control-request-method" in head.headers:
+            method = head.headers["access-control-request-method"]
+        error = head.check(scope.get("http_version", "1.1")) or find_route(method, scope["path"])
+        if error is not None:
             return error
+        if scope["path"] in OPEN_PATHS:
+            await self._app(inner_scope(scope, answer, 0), receive, answer.send)
+            return None
+        key = await self._keys.identify(head.headers, head.address)
+        if isinstance(key, ApiError):
+            return key
         if scope["method"] != "POST":
-            await self._app(scope, receive, answer.send)
+            await self._app(inner_scope(scope, answer, 0), receive, answer.send)
             return None
         if self.draining:
             return api_error("draining", "This server is shutting down.")
-        if self.requests >= REQUESTS_MAX:
-            return api_error("queue_full", "The gateway serves as many requests as it can.")
-        self.requests += 1
+        self._bodies += 1
         self.idle.clear()
         try:
-            return await self._serve_body(scope, receive, answer, headers)
+            return await self._serve_body(scope, receive, answer, head, key)
         finally:
-            self.requests -= 1
-            if not self.requests:
+            self._bodies -= 1
+            if not self._bodies:
                 self.idle.set()
 
     async def _serve_body(
-        self, scope: Scope, receive: Receive, answer: Answer, headers: dict[str, str]
+        self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead, key: ApiKey | None
     ) -> ApiError | None:
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        """Take the request in step by step; whatever is wrong ends it before the next step."""
+        if head.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
             return api_error("unsupported_media_type", "The body must be application/json.")
-        body = await _read_body(receive, headers)
-        if isinstance(body, ApiError):
-            return body
-        resolved = _resolve_tier(headers, body)
-        if isinstance(resolved, ApiError):
-            return resolved
-        answer.tier, body = resolved
-        answer.request = RequestState()
-        inner = {**scope, "headers": _headers_for_vllm(scope["headers"], answer, len(body))}
+        deadline_ms = head.deadline_ms()
+        if isinstance(deadline_ms, ApiError):
+            return deadline_ms
+        # Before the body is there only the headers can say how urgent it is.
+        rules = self._rules(key)
+        tier = rules.resolve(head.headers, None)
+        if isinstance(tier, ApiError):
+            return tier
+        answer.tier = tier
+        if (error := self._admission.take(tier)) is not None:
+            return error
+        try:
+            body = await read_body(receive, head.headers, self._limits.body_bytes_max)
+            if isinstance(body, ApiError):
+                return body
+            facts = await self._check(body)
+            if isinstance(facts, ApiError):
+                return facts
+            resolved = rules.resolve(head.headers, facts.service_tier)
+            if isinstance(resolved, ApiError):
+                return resolved
+            answer.tier = resolved
+            answer.echoes_tier = facts.service_tier is not None
+            tenant = key.tenant if key else head.fairness_id()
+            answer.request = RequestState(tenant, deadline_ms)
+            body = reword_service_tier(body, facts.service_tier)
+            return await self._run(scope, Replay(body, receive), answer, key, facts)
+        finally:
+            self._admission.give_back(tier)
+
+    async def _check(self, body: bytes) -> BodyFacts | ApiError:
+        if len(body) <= OFF_LOOP_BYTES:
+            return check_body(body, self._limits.media_domains)
+        return await asyncio.to_thread(check_body, body, self._limits.media_domains)
+
+    async def _run(
+        self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts
+    ) -> ApiError | None:
+        if key is not None:
+            admitted = await self._rates.admit(key, facts.prompt_tokens_estimate)
+            if isinstance(admitted, ApiError):
+                return admitted
+            answer.headers = admitted
         token = current_request.set(answer.request)
         try:
-            await self._app(inner, _Replay(body, receive), answer.send)
+            await self._app(inner_scope(scope, answer, replay.length), replay, answer.send)
         finally:
             current_request.reset(token)
+            if key is not None:
+                await self._rates.charge(key, answer.request.generated_tokens)
         return None
 
-
-class _Replay:
-    """Gives the body that was read already, then what the client does next."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
-
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    def _rules(self, key: ApiKey | None) -> TierRules:
+        if key is None:
+            return TierRules(objectives=self._limits.objectives)
+        highest, default = Tier[key.max_tier.upper()], Tier[key.default_tier.upper()]
+        return TierRules(highest, max(highest, default), self._limits.objectives)
 
 
-async def _read_body(receive: Receive, headers: dict[str, str]) -> bytes | ApiError:
-    too_large = api_error(
-        "request_too_large", f"A request's body may have {BODY_BYTES_MAX} bytes at most."
-    )
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > BODY_BYTES_MAX:
-        return too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_WAIT_S):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > BODY_BYTES_MAX:
-                    return too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        return api_error("request_timeout", "The request's body did not arrive in time.")
+_JSON = "application/json"
 
 
-def _resolve_tier(headers: dict[str, str], body: bytes) -> tuple[Tier, bytes] | ApiError:
-    """The header wins over the body's `service_tier`, which must be valid all the same."""
-    of_body = tier_of_body(body)
-    if isinstance(of_body, ApiError) or TIER_HEADER not in headers:
-        return of_body
-    tier = tier_of_header(headers[TIER_HEADER])
-    return tier if isinstance(tier, ApiError) else (tier, of_body[1])
-
-
-def _headers_for_vllm(headers: Headers, answer: Answer, length: int) -> Headers:
-    kept = [(name, value) for name, value in headers if name.lower() not in _OWN_HEADERS]
-    own = {
-        REQUEST_ID_HEADER: answer.request_id,
-        VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
-        "content-length": str(length),
-    }
-    return kept + [(name.encode(), value.encode()) for name, value in own.items()]
-
-
-def _decode(headers: Any) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
-
-
-def _request_id(wanted: str) -> str:
-    return wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+def _with_jitter(error: ApiError) -> ApiError:
+    """Spread the next tries of clients that were refused together."""
+    if error.status not in (429, 503):
+        return error
+    later_s = round(error.retry_after_s * random.uniform(1.0, 1.5))
+    return replace(error, retry_after_s=min(max(later_s, 1), RETRY_AFTER_MAX_S))

@@ -12,10 +12,14 @@ from typing import Final
 import msgspec
 
 RETRY_AFTER_S = 1
-"""Seconds after which an overloaded or unavailable server is worth another try."""
+"""Seconds after which an overloaded or unavailable server is worth another try, if not known."""
+
+RETRY_AFTER_MAX_S = 60
+"""OpenAI's clients do not obey a longer wait."""
 
 MESSAGE_CHARS_MAX = 1_000
 UNKNOWN_CODE_STATUS = 500
+MODEL_NOT_FOUND_MESSAGE = "The model does not exist: GET /v1/models lists what is served."
 SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
 
 _REQUEST = "invalid_request_error"
@@ -23,6 +27,7 @@ _UNAVAILABLE = "service_unavailable_error"
 _SERVER = "server_error"
 
 CODES: Final[dict[str, tuple[int, str]]] = {
+    "invalid_http": (400, _REQUEST),
     "invalid_json": (400, _REQUEST),
     "invalid_value": (400, _REQUEST),
     "unsupported_parameter": (400, _REQUEST),
@@ -35,6 +40,7 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "request_timeout": (408, _REQUEST),
     "request_too_large": (413, _REQUEST),
     "unsupported_media_type": (415, _REQUEST),
+    "headers_too_large": (431, _REQUEST),
     "rate_limit_exceeded": (429, "rate_limit_error"),
     "queue_full": (429, "rate_limit_error"),
     "tier_capacity": (429, "rate_limit_error"),
@@ -43,6 +49,7 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "no_healthy_workers": (503, _UNAVAILABLE),
     "not_serving": (503, _UNAVAILABLE),
     "draining": (503, _UNAVAILABLE),
+    "too_many_connections": (503, _UNAVAILABLE),
     "switching_timeout": (503, _UNAVAILABLE),
     "deadline_exceeded": (504, "timeout_error"),
 }
@@ -69,6 +76,14 @@ _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)
 _VALUE_ECHO = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
+_QUOTED = re.compile(r"""(?<!\w)'.*'(?!\w)|".*"|`.*`""")
+_INSIDES = re.compile(
+    r"validation errors?|input_value|Traceback|<class|0x[0-9a-f]{4}|\w+\.\w+\.\w+|\w\(\)"
+    r"|\b[A-Z]\w+(?:Error|Exception|Iterator|Param|Request|Config)\b|vllm"
+    r"|grammar|schema|regex",
+    re.IGNORECASE,
+)
+"""Words of Python, pydantic and vLLM that tell nothing to a client, or quote its grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,8 @@ class ApiError:
     code: str
     message: str
     param: str | None = None
+    retry_after_s: int = RETRY_AFTER_S
+    extra_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def body(self) -> bytes:
         """JSON of the whole answer."""
@@ -99,28 +116,39 @@ class ApiError:
         """Headers of the answer: its type, and whether and when to try again."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (429, 503):
-            headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.code in _NO_RETRY:
             headers.append((b"x-should-retry", b"false"))
-        return headers
+        return [*headers, *self.extra_headers]
 
 
-def api_error(code: str, message: str, param: str | None = None) -> ApiError:
-    """Make an error of a known code; a code of others' making counts as a server error."""
+def api_error(
+    code: str, message: str, param: str | None = None, *, retry_after_s: int = 0
+) -> ApiError:
+    """Make an error of a known code; a code of others' making counts as a server error.
+
+    A `retry_after_s` of 0 is unknown.
+    """
     if not _CODE_TEXT.fullmatch(code):
         code = "internal_error"
     status, kind = CODES.get(code, (UNKNOWN_CODE_STATUS, _SERVER))
-    return ApiError(status, kind, code, message or SERVER_ERROR_MESSAGE, param)
+    retry_s = min(max(retry_after_s or RETRY_AFTER_S, 1), RETRY_AFTER_MAX_S)
+    return ApiError(status, kind, code, message or SERVER_ERROR_MESSAGE, param, retry_s)
 
 
 class RequestState:
     """What the HTTP side and the engine side of one request share."""
 
-    __slots__ = ("failure",)
+    __slots__ = ("deadline_ms", "failure", "generated_tokens", "tenant")
 
-    def __init__(self) -> None:
-        """Start without a failure."""
+    def __init__(self, tenant: str = "", deadline_ms: int = 0) -> None:
+        """Start without a failure; a deadline of 0 is none."""
         self.failure: ApiError | None = None
+        self.tenant = tenant
+        self.deadline_ms = deadline_ms
+        self.generated_tokens = 0
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)
@@ -147,8 +175,11 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
         return api_error(fields.code, str(fields.message or ""), _text(fields.param))
     if status == 500 or status > 504 or status not in _CODE_OF_STATUS:
         return api_error("internal_error", SERVER_ERROR_MESSAGE)
-    message = strip_echo(str(fields.message or "")) or "The request could not be served."
-    code = _code_for(status, message, fields.param)
+    raw = str(fields.message or "")
+    message = strip_echo(raw) or "The request is not valid: check its parameters and schemas."
+    code = _code_for(status, raw, fields.param)
+    if code == "model_not_found":
+        message = MODEL_NOT_FOUND_MESSAGE
     # vLLM names a field of its own for a prompt that is too long, none of the request's.
     param = None if code == "context_length_exceeded" else _text(fields.param)
     return api_error(code, message, param)
@@ -162,8 +193,13 @@ def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:
 
 
 def strip_echo(message: str) -> str:
-    """Take vLLM's echo of the refused value out of a message, and bound its length."""
-    return _VALUE_ECHO.sub("", message)[:MESSAGE_CHARS_MAX]
+    """Leave of a message of vLLM's what says nothing of the request's text or the server's inside.
+
+    May be empty. What stands in quotes is likely to be the request's.
+    """
+    first_line = _VALUE_ECHO.sub("", message).partition("\n")[0]
+    plain = _QUOTED.sub("…", first_line)
+    return "" if _INSIDES.search(plain) else plain[:MESSAGE_CHARS_MAX]
 
 
 def _code_for(status: int, message: str, param: object) -> str:

@@ -6,6 +6,39 @@ import sys
 import structlog
 
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
+QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
+"""Loggers whose lines quote requests: only those with a stack are kept, without their words."""
+
+FAILED_EVENTS = frozenset({"vllm_failed", "request_failed"})
+"""Events whose exception may quote a request: its type and place are logged, its text is not."""
+
+
+class RequestFailure(Exception):  # noqa: N818 -- stands in a log for an error of any name
+    """Stands for an exception whose text is not to be logged."""
+
+
+class _QuotesNothing(logging.Filter):
+    """Keeps what clients sent out of the log."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(QUOTING_LOGGERS):
+            return True
+        if record.exc_info is None:
+            return False
+        record.msg, record.args = "vllm_failed", ()
+        return True
+
+
+def _without_words(
+    _: logging.Logger, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Leave of an exception that may quote a request its type and its place."""
+    info = event.get("exc_info")
+    if event.get("event") in FAILED_EVENTS and info:
+        kind, _value, place = sys.exc_info() if info is True else info
+        name = getattr(kind, "__name__", "unknown")
+        event["exc_info"] = (RequestFailure, RequestFailure(name), place)
+    return event
 
 
 def set_up_logging(*, json: bool) -> None:
@@ -17,13 +50,20 @@ def set_up_logging(*, json: bool) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=False)
+        structlog.processors.JSONRenderer()
+        if json
+        else structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        )
     )
+    # Stacks without local variables, among which there are keys and prompts.
+    stacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if json else shared,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            *([structlog.processors.dict_tracebacks] if json else []),
+            _without_words,
+            *([structlog.processors.ExceptionRenderer(stacks)] if json else []),
             renderer,
         ],
     )
@@ -34,6 +74,7 @@ def set_up_logging(*, json: bool) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(_QuotesNothing())
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO)

@@ -13,16 +13,22 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import structlog
 import uvicorn
 
-from coordinator.protocol.config import Config
+from coordinator.protocol.config import Config, GatewayConfig
+from coordinator.protocol.messages import Tier
 from gateway import vllm_app, vllm_engine_wire
-from gateway.edge import Edge
+from gateway.connection import Connection, ConnectionLimits
+from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error
+from gateway.keyring import KeyRing
+from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.session import CoordinatorSession
@@ -40,6 +46,12 @@ SHUTDOWN_S = 1
 
 KEEP_ALIVE_S = 65
 """Idle time of a kept-open connection; more than the usual 60 s of a load balancer before it."""
+
+BACKLOG = 4_096
+"""Connections that the kernel holds until they are accepted."""
+
+FILES_SPARE = 512
+"""File descriptors that are not for connections of clients."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -62,6 +74,8 @@ class Gateway:
             gateway=name,
             reply_to=self._sockets.token_address,
         )
+        self._keys = KeyRing(config.gateway.keys_file)
+        self._rates = RateLimits(config.gateway.rate_limit_storage)
         self._edge: Edge | None = None
         self._server: uvicorn.Server | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -81,11 +95,17 @@ class Gateway:
         )
         close_other_routes(app)
         add_own_routes(app, self.readiness)
-        self._edge = Edge(app)
+        gateway = self._config.gateway
+        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway))
+        limits = ConnectionLimits(
+            _connections_max(gateway.connections_max), gateway.connections_per_address_max
+        )
         self._server = _Server(
             self._announce,
             uvicorn.Config(
                 self._edge,
+                http=cast(type[Connection], partial(Connection, limits=limits)),
+                backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -99,6 +119,7 @@ class Gateway:
         work = [
             asyncio.create_task(self._session.run(self._relay)),
             asyncio.create_task(self._tick(llm)),
+            asyncio.create_task(_forever(self._keys.watch())),
         ]
         for task in work:
             task.add_done_callback(self._work_ended)
@@ -206,6 +227,30 @@ class _Server(uvicorn.Server):
             self._tell_started()
 
 
+def _edge_limits(config: GatewayConfig) -> EdgeLimits:
+    return EdgeLimits(
+        requests_max=config.requests_max,
+        body_bytes_max=config.body_bytes_max,
+        media_domains=frozenset(config.media_domains),
+        objectives={name: Tier[tier.upper()] for name, tier in config.objectives.items()},
+    )
+
+
+def _connections_max(wanted: int) -> int:
+    """Return how many connections this process has files for, up to as many as are wanted."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = max(files - FILES_SPARE, 1)
+    if possible < wanted:
+        log.warning("connections_bounded_by_files", connections=possible, wanted=wanted)
+    return min(wanted, possible)
+
+
+async def _forever(work: Awaitable[None]) -> None:
+    """Wait for work that may have nothing to do, without ending."""
+    await work
+    await asyncio.Event().wait()
+
+
 def _unready(code: str, reason: str) -> Readiness:
     return Readiness(ready=False, reason=api_error(code, reason))
 
@@ -232,7 +277,10 @@ def serve(config: Config, token: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
-        config.model.path, config.served_model_name, config.model.engine_args
+        config.model.path,
+        config.served_model_name,
+        config.model.engine_args,
+        config.gateway.media_domains,
     )
     if config.gateway.loop == "uvloop":
         import uvloop

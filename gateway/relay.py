@@ -98,8 +98,8 @@ class Relay:
         match message:
             case CellState():
                 self.cell = message
-            case TaskFailed(task, code, text):
-                self._fail(task, api_error(code, text))
+            case TaskFailed(task, code, text, retry_after_s):
+                self._fail(task, api_error(code, text, retry_after_s=retry_after_s))
             case Resubmit(task, attempt):
                 self._session.send(self.book.resubmit(task, attempt))
             case Welcome():
@@ -159,6 +159,8 @@ class Relay:
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
             tier=tier_of_priority(request.priority),
+            deadline_ms=request.deadline_ms,
+            tenant=request.tenant,
         )
         payload = wire.encode(request.frames)
         if len(payload) > PAYLOAD_BYTES_MAX:

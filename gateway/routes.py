@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.errors import ApiError, api_error, strip_echo
+from gateway.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
@@ -34,7 +34,13 @@ OWN_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)}
 )
 
+OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
+"""Probes, which need no key."""
+
 _MODEL = re.compile(r"/v1/models/.+")
+_PLAIN_ERRORS = frozenset({"literal_error", "enum"})
+"""Errors of pydantic that quote what is allowed; the others may quote the request."""
+
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _PYDANTIC_WORDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "nullable"})
 
@@ -55,10 +61,10 @@ def find_route(method: str, path: str) -> ApiError | None:
         path = MODEL_PATH
     methods = {known for known, route in VLLM_ROUTES | OWN_ROUTES if route == path}
     if not methods:
-        return api_error("unknown_url", f"Unknown request URL: {method} {path}.")
+        return api_error("unknown_url", "Unknown request URL: check the method and the path.")
     if method not in methods:
         allowed = ", ".join(sorted(methods))
-        return api_error("method_not_allowed", f"{method} is not allowed here; use {allowed}.")
+        return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
     return None
 
 
@@ -94,8 +100,7 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         for card in models.data:
             if card.id == name:
                 return JSONResponse(card.model_dump())
-        text = f"The model `{name}` does not exist."
-        return _respond(api_error("model_not_found", text, "model"))
+        return _respond(api_error("model_not_found", MODEL_NOT_FOUND_MESSAGE, "model"))
 
     app.router.routes += [
         Route("/health", health, methods=["GET"]),
@@ -113,7 +118,9 @@ async def _refuse_request(_: Request, error: RequestValidationError) -> Response
     first = error.errors()[0] if error.errors() else "The request is not valid."
     if not isinstance(first, dict):
         return _respond(api_error("invalid_value", str(first)))
-    text = strip_echo(str(first.get("msg", "not valid")).removeprefix("Value error, "))
+    text = str(first.get("msg", "")).removeprefix("Value error, ")
+    if first.get("type") not in _PLAIN_ERRORS:
+        text = strip_echo(text) or "the value is not valid"
     if first.get("type") == "json_invalid":
         return _respond(api_error("invalid_json", "The request's body is not valid JSON."))
     param = _param(first.get("loc", ()))

@@ -34,6 +34,9 @@ PAYLOAD_BYTES_MAX = 2 * 1024**3
 SUBMIT_WAIT_S = 30.0
 """How long a new task waits for the coordinator before it is refused with 503."""
 
+DEADLINE_GRACE_S = 1.0
+"""How long after a task's deadline the coordinator may take to say so, before it is said here."""
+
 GAP_WAIT_S = 20.0
 """How long a stream waits for a token that is missing in its middle before it is failed."""
 
@@ -187,7 +190,11 @@ class TaskBook:
         """Tasks that have waited too long for the coordinator or for a missing token."""
         out = []
         for task in self:
-            if not task.submitted and now_s - task.opened_at_s > SUBMIT_WAIT_S:
+            deadline_ms = task.header.deadline_ms
+            if deadline_ms and now_s - task.opened_at_s > deadline_ms / 1_000 + DEADLINE_GRACE_S:
+                text = f"The request did not finish within {deadline_ms} ms."
+                out.append((task.id, api_error("deadline_exceeded", text)))
+            elif not task.submitted and now_s - task.opened_at_s > SUBMIT_WAIT_S:
                 text = "The cell's coordinator cannot be reached."
                 out.append((task.id, api_error("no_healthy_workers", text)))
             elif task.held_since_s is not None and now_s - task.held_since_s > GAP_WAIT_S:

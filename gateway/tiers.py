@@ -4,6 +4,8 @@ vLLM hands a request's `priority` from its HTTP header `X-Vllm-Priority` to the 
 The gateway alone sets that header, so the relay can read the tier from the priority. Pure.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -13,6 +15,8 @@ from gateway.errors import ApiError, api_error
 
 TIER_HEADER = "x-priority-tier"
 VLLM_PRIORITY_HEADER = "x-vllm-priority"
+OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
+"""Headers of inference gateways in front; a configured name stands for a tier."""
 VLLM_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 """The values of `service_tier` that vLLM itself accepts."""
 
@@ -31,6 +35,13 @@ _TIER_OF_SERVICE_TIER: Final[dict[str, Tier]] = {
     "auto": Tier.STANDARD,
     "default": Tier.STANDARD,
     "flex": Tier.BATCH,
+}
+
+
+_SERVICE_TIER_OF_TIER: Final[dict[Tier, str]] = {
+    Tier.INTERACTIVE: "priority",
+    Tier.STANDARD: "default",
+    Tier.BATCH: "flex",
 }
 
 
@@ -56,28 +67,53 @@ def tier_of_header(value: str) -> Tier | ApiError:
     return tier
 
 
-class _ServiceTier(msgspec.Struct):
-    service_tier: object = None
-
-
-def tier_of_body(body: bytes) -> tuple[Tier, bytes] | ApiError:
-    """Read `service_tier`; also return the body with the value put into words that vLLM knows.
-
-    A body that is not a JSON object is left for vLLM to refuse.
-    """
-    if b'"service_tier"' not in body:
-        return Tier.STANDARD, body
-    try:
-        value = msgspec.json.decode(body, type=_ServiceTier).service_tier
-    except msgspec.MsgspecError:
-        return Tier.STANDARD, body
+def tier_of_service_tier(value: object) -> Tier | ApiError | None:
+    """Read a body's `service_tier`; None if it names none."""
     if value is None:
-        return Tier.STANDARD, body
+        return None
     tier = _TIER_OF_SERVICE_TIER.get(value) if isinstance(value, str) else None
     if tier is None:
         names = ", ".join(_TIER_OF_SERVICE_TIER)
         return api_error("invalid_value", f"service_tier must be one of: {names}.", "service_tier")
-    if value not in VLLM_SERVICE_TIERS:
-        fields = msgspec.json.decode(body)
-        body = msgspec.json.encode({**fields, "service_tier": "priority"})
-    return tier, body
+    return tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """What a client's requests may ask for, and what they get if they ask for nothing."""
+
+    highest: Tier = Tier.INTERACTIVE
+    default: Tier = Tier.STANDARD
+    objectives: Mapping[str, Tier] = field(default_factory=dict)
+
+    def resolve(self, headers: Mapping[str, str], service_tier: object) -> Tier | ApiError:
+        """Return a request's tier: header, objective, body, default; never above the highest.
+
+        Whatever decides, the others must be valid all the same.
+        """
+        wanted: Tier | ApiError | None = tier_of_service_tier(service_tier)
+        for name in OBJECTIVE_HEADERS:
+            if isinstance(wanted, ApiError) or name not in headers or not self.objectives:
+                continue
+            wanted = self.objectives.get(headers[name].strip())
+            if wanted is None:
+                text = f"{name} must be one of: {', '.join(sorted(self.objectives))}."
+                return api_error("invalid_value", text, name)
+        if not isinstance(wanted, ApiError) and TIER_HEADER in headers:
+            wanted = tier_of_header(headers[TIER_HEADER])
+        if isinstance(wanted, ApiError):
+            return wanted
+        return max(self.default if wanted is None else wanted, self.highest)
+
+
+def reword_service_tier(body: bytes, service_tier: object) -> bytes:
+    """Put a `service_tier` that is newer than vLLM into words that it knows."""
+    if service_tier is None or service_tier in VLLM_SERVICE_TIERS:
+        return body
+    fields = msgspec.json.decode(body)
+    return msgspec.json.encode({**fields, "service_tier": "priority"})
+
+
+def service_tier_name(tier: Tier) -> str:
+    """Name of a tier in answers, in OpenAI's words."""
+    return _SERVICE_TIER_OF_TIER[tier]

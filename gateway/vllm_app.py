@@ -24,10 +24,15 @@ from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from gateway.errors import ApiError, current_request
-from gateway.vllm_engine_wire import failure_of
+from gateway.errors import ApiError, RequestState, current_request
+from gateway.vllm_engine_wire import failure_of, write_note
 
 _FAILED = ("error", "abort")
+_OPENAI_REASON = {"repetition": "stop"}
+"""Finish reasons that only vLLM knows, in OpenAI's words."""
+
+NO_MEDIA_DOMAIN = "media.invalid"
+"""An empty list would allow every domain."""
 
 
 class TaskFailedError(GenerationError):
@@ -46,12 +51,21 @@ class RelayedLLM(AsyncLLM):
     """AsyncLLM whose engine is the relay."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task."""
-        async with aclosing(super().generate(*args, **kwargs)) as outputs:
+        """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
+
+        What the relay must know of the request travels to it as the session's name.
+        """
+        request = current_request.get() or RequestState()
+        note = write_note(request.tenant, request.deadline_ms, kwargs.get("session_id"))
+        async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
-                    if choice.finish_reason in _FAILED:
+                    reason = choice.finish_reason
+                    request.generated_tokens += len(choice.token_ids)
+                    if reason in _FAILED:
                         raise TaskFailedError(failure_of(choice.stop_reason))
+                    if reason is not None:
+                        choice.finish_reason = _OPENAI_REASON.get(reason, reason)
                 yield output
 
 
@@ -63,7 +77,12 @@ class FrontEndConfig:
     vllm: VllmConfig
 
 
-def configure(model: str, served_name: str, engine_args: Sequence[str]) -> FrontEndConfig:
+def configure(
+    model: str,
+    served_name: str,
+    engine_args: Sequence[str],
+    media_domains: Sequence[str] = (),
+) -> FrontEndConfig:
     """Read vLLM's options as `vllm serve` does; raises ValueError with a sentence for bad ones."""
     parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
     args = parser.parse_args(
@@ -75,6 +94,10 @@ def configure(model: str, served_name: str, engine_args: Sequence[str]) -> Front
     )
     # The layout decides how ranks compute; the front end sees one engine.
     args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
+    # The edge has checked every URL; this is the second lock on the same door.
+    args.allowed_media_domains = list(media_domains) or [NO_MEDIA_DOMAIN]
+    args.allowed_local_media_path = ""
+    args.trust_request_chat_template = False
     return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 

@@ -34,6 +34,9 @@ SEED_BITS = 63
 FAILURE_MARK = "aileron-failure:"
 """Start of a `stop_reason` that carries an `ApiError` to `vllm_app`."""
 
+NOTE_MARK = "aileron-note:"
+"""Start of a `session_id` that carries what the gateway knows of a request."""
+
 Frames = Sequence[bytes | memoryview]
 Output = EngineCoreOutput
 
@@ -46,6 +49,8 @@ class AddRequest:
     prompt_tokens: int
     max_tokens: int
     priority: int
+    tenant: str
+    deadline_ms: int
     frames: tuple[bytes, ...]
 
 
@@ -157,6 +162,7 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
         return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
     if request.resumable:
         return UnfitRequest(request.request_id, "Streamed input is not supported.")
+    tenant, deadline_ms, request.session_id = _read_note(request.session_id)
     if params.seed is None:
         # All ranks of a group must draw the same tokens, and so must a later attempt.
         params.seed = secrets.randbits(SEED_BITS)
@@ -169,8 +175,21 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
         prompt_tokens=prompt_tokens,
         max_tokens=params.max_tokens or 0,
         priority=request.priority,
+        tenant=tenant,
+        deadline_ms=deadline_ms,
         frames=_encode(request),
     )
+
+
+def write_note(tenant: str, deadline_ms: int, session_id: str | None) -> str:
+    """Put what the gateway knows of a request into the name of its session."""
+    return NOTE_MARK + msgspec.json.encode([tenant, deadline_ms, session_id]).decode()
+
+
+def _read_note(session_id: str | None) -> tuple[str, int, str | None]:
+    if session_id is None or not session_id.startswith(NOTE_MARK):
+        return "", 0, session_id
+    return msgspec.json.decode(session_id.removeprefix(NOTE_MARK), type=tuple[str, int, str | None])
 
 
 def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
@@ -197,7 +216,7 @@ def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
 
 def encode_failure(request_ids: Sequence[str], error: ApiError) -> tuple[bytes, ...]:
     """Outputs that end these requests with an error; `failure_of` reads it at the other side."""
-    reason = FAILURE_MARK + msgspec.json.encode([error.code, error.message]).decode()
+    reason = FAILURE_MARK + _encode_failure_note(error)
     outputs = [
         EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
         for request_id in request_ids
@@ -205,11 +224,15 @@ def encode_failure(request_ids: Sequence[str], error: ApiError) -> tuple[bytes, 
     return _encode(EngineCoreOutputs(outputs=outputs))
 
 
+def _encode_failure_note(error: ApiError) -> str:
+    return msgspec.json.encode([error.code, error.message, error.retry_after_s]).decode()
+
+
 def failure_of(stop_reason: int | str | None) -> ApiError:
     """The error in the `stop_reason` of an output that ended with an error."""
     if isinstance(stop_reason, str) and stop_reason.startswith(FAILURE_MARK):
-        code, message = msgspec.json.decode(stop_reason.removeprefix(FAILURE_MARK))
-        return api_error(code, message)
+        code, message, retry_s = msgspec.json.decode(stop_reason.removeprefix(FAILURE_MARK))
+        return api_error(code, message, retry_after_s=retry_s)
     return api_error("internal_error", "The request failed while text was generated.")
 
 

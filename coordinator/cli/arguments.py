@@ -13,6 +13,7 @@ from coordinator.cli.errors import USAGE_STATUS, CliError
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["_Parser"]  # noqa: SLF001 -- it has no public name
 
+TIERS = ("interactive", "standard", "batch")
 CARRIES = ("reshard", "pause", "drain", "recompute", "speculate")
 ADMIN_URL_HELP = "admin API; default: the one of the last `aileron up`, else http://127.0.0.1:8001"
 
@@ -85,6 +86,12 @@ def _add_up(commands: "Commands") -> None:
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
     add("--admin-port", type=int, help="admin port, 0 for any free one; default: 8001")
+    add("--keys", type=Path, metavar="FILE", help="require the API keys of this file (aileron key)")
+    add(
+        "--insecure-no-auth",
+        action="store_true",
+        help="serve without API keys on an address that other machines reach",
+    )
     add("--config", type=Path, metavar="FILE", help="start from this file; options override it")
     add("--verbose", action="store_true", help="show the processes' logs as well")
 
@@ -102,8 +109,25 @@ def _add_operator_commands(commands: "Commands") -> None:
     for each in (status, switch, explain):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
+    _add_key(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.set_defaults(command=_doctor)
+
+
+def _add_key(commands: "Commands") -> None:
+    key = commands.add_parser(
+        "key",
+        help="make an API key",
+        description="Make an API key. It is printed once; files hold its hash alone.",
+    )
+    key.set_defaults(command=_key)
+    add = key.add_argument
+    add("--tenant", required=True, metavar="NAME", help="whom its requests are charged to")
+    add("--file", type=Path, metavar="FILE", help="add it to this file; default: print the entry")
+    add("--max-tier", choices=TIERS, default="interactive", help="default: interactive")
+    add("--default-tier", choices=TIERS, help="default: standard, or lower if --max-tier is")
+    add("--requests-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
+    add("--tokens-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
 
 
 class _Version(argparse.Action):
@@ -148,6 +172,12 @@ def _explain(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_explain
 
     return run_explain(options)
+
+
+def _key(options: argparse.Namespace) -> int:
+    from coordinator.cli.keys import run_key
+
+    return run_key(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:

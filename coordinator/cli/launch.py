@@ -149,6 +149,10 @@ def _set_addresses(
     base["cell"]["dist_port"] = base["cell"].get("dist_port") or rendezvous
     if options.host is not None:
         base["gateway"]["host"] = options.host
+    if options.keys is not None:
+        base["gateway"]["keys_file"] = str(options.keys.absolute())
+    if options.insecure_no_auth:
+        base["gateway"]["insecure_no_auth"] = True
     for section, wanted, any_free in (
         ("gateway", options.port, serving),
         ("admin", options.admin_port, admin),

@@ -5,6 +5,7 @@ with a configuration that another one would refuse. Secrets come from the enviro
 Names end in their unit. `helm/values.schema.json` is to be generated from these models.
 """
 
+import ipaddress
 import os
 from pathlib import Path
 from typing import Literal, Self
@@ -53,6 +54,23 @@ class CellConfig(_Frozen):
     """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
 
 
+class TierLimits(_Frozen):
+    """How much of a tier may wait for its first placement."""
+
+    queue_tasks_max: int = Field(ge=1)
+    """Most waiting tasks of the tier; one more is refused with 429."""
+    wait_ms: int = Field(ge=1)
+    """A task that has waited for so long is refused, with 429 or, if no group serves, with 503."""
+
+
+class TiersConfig(_Frozen):
+    """The bounds of each tier's queue."""
+
+    interactive: TierLimits = TierLimits(queue_tasks_max=64, wait_ms=10_000)
+    standard: TierLimits = TierLimits(queue_tasks_max=2_048, wait_ms=120_000)
+    batch: TierLimits = TierLimits(queue_tasks_max=4_096, wait_ms=3_600_000)
+
+
 class CoordinatorConfig(_Frozen):
     """Heartbeats, leases and the task pool."""
 
@@ -65,9 +83,10 @@ class CoordinatorConfig(_Frozen):
     pause_limit_ms: int = Field(default=2_000, ge=0)
     """A task paused for longer is resumed elsewhere by recompute."""
     queue_tasks_max: int = Field(default=4_096, ge=1)
-    """Most tasks that wait in the pool; one more is refused with 429."""
+    """Most tasks that wait in the pool; the lowest tier then gives way, or one more gets 429."""
+    tiers: TiersConfig = TiersConfig()
     ageing_ms: int = Field(default=30_000, ge=1)
-    """Waiting this long lifts a task by one tier."""
+    """A task that has waited this long may take one placement in eight before more urgent ones."""
     default_carry: Literal["reshard", "pause", "drain", "recompute", "speculate"] = "reshard"
     """Carry plan of a switch that names none."""
     drain_limit_ms: int = Field(default=60_000, ge=0)
@@ -83,6 +102,24 @@ class GatewayConfig(_Frozen):
     token_listen: str = "tcp://127.0.0.1:0"
     """ZeroMQ address that leaders push tokens to; port 0 means any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
+    keys_file: str = ""
+    """YAML file with the hashes of API keys (`aileron key`); empty lets everyone in."""
+    insecure_no_auth: bool = False
+    """Serve without keys on an address that other machines reach."""
+    rate_limit_storage: str = "memory://"
+    """Where requests and tokens per minute are counted; a redis:// URL for several gateways."""
+    objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
+    """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
+    media_domains: tuple[str, ...] = ()
+    """Domains whose media requests may name; inline media are always allowed."""
+    requests_max: int = Field(default=4_096, ge=1)
+    """Most requests that are answered at once; the lowest tiers get a part of them only."""
+    body_bytes_max: int = Field(default=8 * 1024**2, ge=1_024, le=32 * 1024**2)
+    """Largest body of a request."""
+    connections_max: int = Field(default=16_384, ge=1)
+    """Most open connections; one more is answered with 503 at once."""
+    connections_per_address_max: int = Field(default=0, ge=0)
+    """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
 
 
 class AdminConfig(_Frozen):
@@ -111,6 +148,13 @@ class Config(_Frozen):
                 "stopped by itself before it is cut out."
             )
         self.initial_layout()
+        gateway = self.gateway
+        if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
+            raise ValueError(
+                f"gateway.host {gateway.host} can be reached from other machines: set "
+                "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or say "
+                "gateway.insecure_no_auth: true (--insecure-no-auth)."
+            )
         return self
 
     def initial_layout(self) -> Layout:
@@ -124,6 +168,14 @@ class Config(_Frozen):
     def served_model_name(self) -> str:
         """The model's name on the API."""
         return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_config(path: Path) -> Config:

@@ -326,11 +326,15 @@ class CellState(Message, frozen=True):
 
 
 class TaskFailed(Message, frozen=True):
-    """The task will produce no more tokens; `code` is an OpenAI-style error code."""
+    """The task will produce no more tokens; `code` is an OpenAI-style error code.
+
+    `retry_after_s` is when another try is likely to be served; 0 where that is not known.
+    """
 
     task: TaskId
     code: str
     message: str
+    retry_after_s: int = 0
 
 
 class Resubmit(Message, frozen=True):

@@ -13,7 +13,8 @@ class TaskHeader(msgspec.Struct, frozen=True):
     """What the coordinator knows of a request; the payload stays opaque to it.
 
     `reply_to` is the ZeroMQ address that leaders push tokens to. `deadline_ms` counts from the
-    task's arrival at the coordinator; 0 means none.
+    task's arrival at the coordinator; 0 means none. `tenant` is whom its share of a tier is charged
+    to.
     """
 
     task: TaskId
@@ -23,6 +24,7 @@ class TaskHeader(msgspec.Struct, frozen=True):
     max_tokens: int
     tier: Tier = Tier.STANDARD
     deadline_ms: int = 0
+    tenant: str = ""
 
 
 class HeldTask(msgspec.Struct, frozen=True):

@@ -33,11 +33,13 @@ from coordinator.protocol.messages import (
     TaskReturned,
     Tier,
 )
-from coordinator.task_pool import PoolLimits, TaskPool
+from coordinator.settings import PoolLimits, QueueBounds, TierBounds
+from coordinator.task_pool import TaskPool
 from coordinator.tasks import State
 
 TASKS = [TaskId(name) for name in "abc"]
 RANKS = [Rank(rank) for rank in range(3)]
+BOUNDS = QueueBounds(2, {Tier.STANDARD: TierBounds(1, 70), Tier.BATCH: TierBounds(wait_ms=90)})
 tasks = st.sampled_from(TASKS)
 ranks = st.sampled_from(RANKS)
 
@@ -50,9 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_ms = 0
-        self.pool = TaskPool(
-            PoolLimits(queue_tasks_max=2, ageing_ms=50, pause_limit_ms=30, claim_ms=40)
-        )
+        self.pool = TaskPool(PoolLimits(queue=BOUNDS, ageing_ms=50, pause_limit_ms=30, claim_ms=40))
         self.pool.context_tokens_max = 90
         self.pool.recovered(0)
         self.held: dict[TaskId, tuple[Rank, Place, list[int]]] = {}
@@ -99,7 +99,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.perform(self.pool.release(task))
 
     def submission(self, task: TaskId, tier: Tier = Tier.STANDARD, deadline_ms: int = 0) -> Submit:
-        header = TaskHeader(task, "g", "tcp://g", 10, 20, tier, deadline_ms)
+        tenant = "one" if task < "c" else "other"
+        header = TaskHeader(task, "g", "tcp://g", 10, 20, tier, deadline_ms, tenant)
         told = max(self.fence.get(task, 0), self.attempts.get(task, 0))
         return Submit(header, b"payload", tuple(self.pushed.get(task, ())), told)
 

@@ -4,8 +4,8 @@ import random
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
-from coordinator.protocol.messages import Carry, Phase
-from coordinator.settings import CoreSettings
+from coordinator.protocol.messages import Carry, Phase, Tier
+from coordinator.settings import CoreSettings, QueueBounds, TierBounds
 from tests.simulation.network import Weather
 
 if TYPE_CHECKING:
@@ -164,6 +164,17 @@ class Faults:
             world.start_core()
 
 
+def draw_bounds(rng: random.Random) -> QueueBounds:
+    """Bounds that some runs meet all the time and others never."""
+    own = random.Random(str(rng.getstate()))
+    tiers = {
+        tier: TierBounds(own.choice((2, 4, None)), own.choice((300, 2_000, None)))
+        for tier in Tier
+        if own.random() < 0.3
+    }
+    return QueueBounds(rng.choice((4, 4_096)), tiers)
+
+
 def draw_settings(rng: random.Random, world: int) -> CoreSettings:
     """The times and limits of one run."""
     lease_ms = rng.choice((200, 300))
@@ -175,7 +186,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         recover_ms=lease_ms,
         pause_limit_ms=rng.choice((100, 800)),
         drain_limit_ms=rng.choice((0, 200, 600)),
-        queue_tasks_max=rng.choice((4, 4_096)),
+        queue=draw_bounds(rng),
         ageing_ms=500,
         default_carry=rng.choice(CARRIES),
         history_max=100,

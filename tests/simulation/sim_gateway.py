@@ -26,7 +26,12 @@ from tests.simulation.network import Session
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-EXPECTED_FAILURES = frozenset({"queue_full", "deadline_exceeded", "context_length_exceeded"})
+EXPECTED_FAILURES = frozenset(
+    {
+        *("queue_full", "tier_capacity", "no_healthy_workers"),
+        *("deadline_exceeded", "context_length_exceeded"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class SimGateway:
             max_tokens=self.world.max_tokens,
             tier=rng.choice(tuple(Tier)),
             deadline_ms=rng.choice((0, 0, 0, 900)),
+            tenant="other" if self._count % 4 == 0 else "one",
         )
         stream = Stream(header.task, length)
         self.streams.append(stream)

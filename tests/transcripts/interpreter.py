@@ -22,6 +22,7 @@ import json
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from comm_pool.layout import Rank, format_layout
 from coordinator.events import (
@@ -58,6 +59,7 @@ from coordinator.protocol.messages import (
     Tier,
     Welcome,
 )
+from coordinator.settings import QueueBounds
 from coordinator.views import View
 from tests.transcripts.cell import Cell
 
@@ -121,7 +123,11 @@ class Interpreter:
         return act_on
 
     def _cell(self, words: list[str]) -> None:
-        settings = {name: int(value) for name, value in (word.split("=") for word in words[1:])}
+        settings: dict[str, Any] = {
+            name: int(value) for name, value in (word.split("=") for word in words[1:])
+        }
+        if "queue_tasks_max" in settings:
+            settings["queue"] = QueueBounds(settings.pop("queue_tasks_max"))
         self.cell = Cell(words[0], **settings)
         self._silent.clear()
 

@@ -158,8 +158,10 @@ def header(
     tier: Tier = Tier.STANDARD,
     gateway: str = "g",
     deadline_ms: int = 0,
+    tenant: str = "",
 ) -> TaskHeader:
-    return TaskHeader(TaskId(task), gateway, "tcp://g", prompt, max_tokens, tier, deadline_ms)
+    sizes = (prompt, max_tokens)
+    return TaskHeader(TaskId(task), gateway, "tcp://g", *sizes, tier, deadline_ms, tenant)
 
 
 def submit(

@@ -14,13 +14,14 @@ from coordinator.protocol.messages import (
     TaskId,
     TaskReturned,
 )
-from coordinator.task_pool import PoolLimits, TaskPool
+from coordinator.settings import PoolLimits, QueueBounds
+from coordinator.task_pool import TaskPool
 from coordinator.tasks import State
 from tests.unit.coordinator.builders import submit
 
 ZERO, TWO = Rank(0), Rank(2)
 A, B = TaskId("a"), TaskId("b")
-LIMITS = PoolLimits(queue_tasks_max=3, ageing_ms=1_000, pause_limit_ms=100, claim_ms=50)
+LIMITS = PoolLimits(queue=QueueBounds(3), ageing_ms=1_000, pause_limit_ms=100, claim_ms=50)
 
 
 def group(leader: Rank = ZERO, *, blocks: int = 10, max_tasks: int = 4) -> OpenGroup:

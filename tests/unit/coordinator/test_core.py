@@ -35,7 +35,7 @@ from coordinator.protocol.messages import (
     TaskFailed,
 )
 from coordinator.records import Outcome
-from coordinator.settings import CoreSettings, core_settings
+from coordinator.settings import CoreSettings, QueueBounds, core_settings
 from tests.transcripts.cell import Cell
 from tests.unit.coordinator.builders import hello, layout, report, submit
 
@@ -229,7 +229,7 @@ def test_a_second_hello_within_a_session_is_noted() -> None:
 
 
 def test_ten_thousand_tasks_are_no_burden() -> None:
-    cell = serving("dp2", queue_tasks_max=20_000)
+    cell = serving("dp2", queue=QueueBounds(20_000))
     messages = [submit(str(number)) for number in range(10_000)]
     for message in messages:
         cell.core.handle(GatewaySaid("g", message), 0)

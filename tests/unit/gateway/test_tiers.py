@@ -7,10 +7,12 @@ from coordinator.protocol.messages import Tier
 from gateway.errors import ApiError
 from gateway.tiers import (
     PRIORITY_OF_TIER,
+    TierRules,
+    reword_service_tier,
     tier_name,
-    tier_of_body,
     tier_of_header,
     tier_of_priority,
+    tier_of_service_tier,
 )
 
 
@@ -44,33 +46,62 @@ def test_unknown_header_is_refused() -> None:
     ("value", "tier"),
     [
         ("priority", Tier.INTERACTIVE),
+        ("fast", Tier.INTERACTIVE),
         ("scale", Tier.INTERACTIVE),
         ("auto", Tier.STANDARD),
         ("default", Tier.STANDARD),
         ("flex", Tier.BATCH),
-        (None, Tier.STANDARD),
+        (None, None),
     ],
 )
-def test_service_tier(value: str | None, tier: Tier) -> None:
-    body = msgspec.json.encode({"service_tier": value, "prompt": "x"})
-    assert tier_of_body(body) == (tier, body)
+def test_service_tier(value: str | None, tier: Tier | None) -> None:
+    assert tier_of_service_tier(value) is tier
 
 
 def test_service_tier_that_vllm_does_not_know_is_reworded() -> None:
-    resolved = tier_of_body(b'{"prompt": "x", "service_tier": "fast"}')
-    assert not isinstance(resolved, ApiError)
-    tier, body = resolved
-    assert tier is Tier.INTERACTIVE
-    assert msgspec.json.decode(body) == {"prompt": "x", "service_tier": "priority"}
+    body = b'{"prompt": "x", "service_tier": "fast"}'
+    reworded = reword_service_tier(body, "fast")
+    assert msgspec.json.decode(reworded) == {"prompt": "x", "service_tier": "priority"}
+    assert reword_service_tier(body, "flex") is body
 
 
 @pytest.mark.parametrize("value", ["gold", 3, ["flex"]])
 def test_unknown_service_tier_is_refused(value: object) -> None:
-    error = tier_of_body(msgspec.json.encode({"service_tier": value}))
+    error = tier_of_service_tier(value)
     assert isinstance(error, ApiError)
     assert (error.status, error.param) == (400, "service_tier")
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'"service_tier"', b'{"service_tier": ', b'{"a": 1}'])
-def test_body_without_service_tier_is_standard(body: bytes) -> None:
-    assert tier_of_body(body) == (Tier.STANDARD, body)
+OBJECTIVES = {"chat": Tier.INTERACTIVE, "night": Tier.BATCH}
+OBJECTIVE = "x-gateway-inference-objective"
+
+
+@pytest.mark.parametrize(
+    ("headers", "service_tier", "tier"),
+    [
+        ({}, None, Tier.STANDARD),
+        ({}, "flex", Tier.BATCH),
+        ({OBJECTIVE: "chat"}, "flex", Tier.INTERACTIVE),
+        ({"x-llm-d-inference-objective": "night"}, None, Tier.BATCH),
+        ({"x-priority-tier": "standard", OBJECTIVE: "chat"}, "flex", Tier.STANDARD),
+    ],
+)
+def test_header_objective_body_default_in_that_order(
+    headers: dict[str, str], service_tier: str | None, tier: Tier
+) -> None:
+    assert TierRules(objectives=OBJECTIVES).resolve(headers, service_tier) is tier
+
+
+@pytest.mark.parametrize("highest", list(Tier))
+@pytest.mark.parametrize("wanted", list(Tier))
+def test_no_request_gets_above_its_key(highest: Tier, wanted: Tier) -> None:
+    rules = TierRules(highest, default=highest)
+    assert rules.resolve({"x-priority-tier": tier_name(wanted)}, None) == max(highest, wanted)
+    assert rules.resolve({}, None) is highest
+
+
+def test_unknown_objective_is_refused_and_an_unconfigured_one_ignored() -> None:
+    error = TierRules(objectives=OBJECTIVES).resolve({OBJECTIVE: "day"}, None)
+    assert isinstance(error, ApiError)
+    assert (error.code, error.param) == ("invalid_value", OBJECTIVE)
+    assert TierRules().resolve({OBJECTIVE: "day"}, None) is Tier.STANDARD

@@ -1,0 +1,58 @@
+"""`aileron key`: make an API key, print it once, and write its hash into the key file."""
+
+import argparse
+import os
+from pathlib import Path
+
+from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.protocol.config import ConfigError
+from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of, load_keys, new_secret
+
+
+def run_key(options: argparse.Namespace) -> int:
+    """Make a key; raises `CliError` with one sentence for what the user must change."""
+    secret = new_secret()
+    try:
+        key = ApiKey(
+            hash=hash_of(secret),
+            tenant=options.tenant,
+            max_tier=options.max_tier,
+            default_tier=options.default_tier or _default_tier(options.max_tier),
+            requests_per_minute=options.requests_per_minute,
+            tokens_per_minute=options.tokens_per_minute,
+        )
+    except ValueError as error:
+        raise CliError(
+            f"--tenant '{options.tenant[:64]}': use 1 to 64 letters, digits, dots, dashes and "
+            "underscores, and no limit below 0.",
+            USAGE_STATUS,
+        ) from error
+    if options.file is None:
+        print(f"# add this to gateway.keys_file, below `keys:`\n{dump_key(key)}", end="")
+    else:
+        _append(options.file, key)
+        print(f"# its hash is in {options.file}; gateways read it within seconds")
+    print(f"# the key, which is shown this once:\n{secret}")
+    return 0
+
+
+def _default_tier(max_tier: TierName) -> TierName:
+    return "batch" if max_tier == "batch" else "standard"
+
+
+def _append(path: Path, key: ApiKey) -> None:
+    """Add an entry; the file is replaced as a whole, so that no reader sees half of it."""
+    try:
+        if path.exists():
+            load_keys(path)
+        text = path.read_text() if path.exists() else "keys:\n"
+        text = text.replace("keys: []", "keys:").rstrip("\n") + "\n" + dump_key(key)
+        fresh = path.with_name(f".{path.name}.new")
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            out.write(text)
+        load_keys(fresh)
+        fresh.replace(path)
+    except ConfigError as error:
+        raise CliError(str(error), USAGE_STATUS) from error
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}.", USAGE_STATUS) from error

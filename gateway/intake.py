@@ -1,0 +1,180 @@
+"""A request on its way in: its headers, read once, and its body, read within limits.
+
+Called by the edge. What a request says that is wrong comes back as an `ApiError`.
+"""
+
+import asyncio
+import re
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.types import Message, Receive, Scope
+
+from gateway.answer import Answer
+from gateway.errors import ApiError, api_error
+from gateway.tiers import PRIORITY_OF_TIER, VLLM_PRIORITY_HEADER
+
+BODY_WAIT_S = 30.0
+"""How long a client may take to send its body."""
+
+BODY_GRACE_S = 5.0
+BODY_RATE_MIN = 1_024
+"""Bytes per second that a body must average once the grace is over."""
+
+DEADLINE_MS_MAX = 86_400_000
+
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_REQUEST_ID_HEADER = "x-client-request-id"
+DEADLINE_HEADER = "x-request-deadline-ms"
+FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
+
+SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
+    {
+        *("host", "content-type", "content-length", "authorization", "transfer-encoding"),
+        *("x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER, *FAIRNESS_HEADERS),
+        *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
+    }
+)
+"""Headers that two readers would understand differently if they came twice."""
+
+_INNER_PREFIXES = (b"x-vllm-", b"x-aileron-", b"x-gateway-", b"x-llm-d-", b"x-data-parallel-")
+"""Headers that steer what is behind the gateway: no client's are passed on."""
+
+_DROPPED = frozenset(
+    {
+        *(REQUEST_ID_HEADER.encode(), b"content-length", b"authorization", b"x-priority-tier"),
+        *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"proxy-authorization", b"proxy-connection", b"expect"),
+    }
+)
+"""Headers for the gateway alone, and those that concern one connection only."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_FAIRNESS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client went away before its request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The headers of a request, by lower-case name."""
+
+    headers: Mapping[str, str]
+    repeated: frozenset[str]
+    request_id: str
+    address: str
+    """The client's IP address, or that of the proxy in front."""
+
+    def check(self, http_version: str) -> ApiError | None:
+        """Return what is wrong with the headers as such."""
+        if self.repeated & SINGLE_HEADERS:
+            return api_error("invalid_http", "A header came twice that may come once.")
+        if http_version == "1.1" and not self.headers.get("host"):
+            return api_error("invalid_http", "HTTP/1.1 requests need a Host header.")
+        return None
+
+    def deadline_ms(self) -> int | ApiError:
+        """Return after how many milliseconds the answer is of no use; 0 is never."""
+        value = self.headers.get(DEADLINE_HEADER, "0").strip()
+        if not (value.isascii() and value.isdecimal()) or len(value) > len(str(DEADLINE_MS_MAX)):
+            return _bad_deadline()
+        return _bad_deadline() if int(value) > DEADLINE_MS_MAX else int(value)
+
+    def fairness_id(self) -> str:
+        """Return the tenant that a proxy in front names; only to be believed without keys."""
+        for name in FAIRNESS_HEADERS:
+            if _FAIRNESS_ID.fullmatch(self.headers.get(name, "")):
+                return self.headers[name]
+        return ""
+
+
+def read_head(scope: Scope) -> RequestHead:
+    """Read the headers of an ASGI scope."""
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    headers = {name.lower(): value for name, value in pairs}
+    counts = Counter(name.lower() for name, _ in pairs) if len(headers) < len(pairs) else {}
+    client = scope.get("client")
+    return RequestHead(
+        headers=headers,
+        repeated=frozenset(name for name, count in counts.items() if count > 1),
+        request_id=_request_id(headers),
+        address=client[0] if client else "",
+    )
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes | ApiError:
+    """Read a body of at most `most` bytes; raises `ClientGoneError`."""
+    too_large = api_error("request_too_large", f"A request's body may have {most} bytes at most.")
+    length = headers.get("content-length", "")
+    if length and (len(length) > 15 or not length.isdecimal() or int(length) > most):
+        return too_large
+    body = bytearray()
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    try:
+        async with asyncio.timeout_at(began_s + BODY_GRACE_S) as limit:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > most:
+                    return too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
+                earned_s = BODY_GRACE_S + len(body) / BODY_RATE_MIN
+                limit.reschedule(began_s + min(earned_s, BODY_WAIT_S))
+    except TimeoutError:
+        text = f"The body must arrive within {BODY_WAIT_S:.0f} s, at {BODY_RATE_MIN} bytes/s."
+        return api_error("request_timeout", text)
+
+
+class Replay:
+    """Gives the body that was read already, then what the client does next."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+        self.length = len(body)
+
+    async def __call__(self) -> Message:
+        """Stand in for ASGI's `receive`."""
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def inner_scope(scope: Scope, answer: Answer, length: int) -> dict[str, Any]:
+    """Return the scope as vLLM is to see it."""
+    kept: Headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name.lower() not in _DROPPED and not name.lower().startswith(_INNER_PREFIXES)
+    ]
+    own = {
+        REQUEST_ID_HEADER: answer.request_id,
+        VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
+        "content-length": str(length),
+    }
+    headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
+    return {**scope, "headers": headers}
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    for name in (REQUEST_ID_HEADER, CLIENT_REQUEST_ID_HEADER):
+        if _REQUEST_ID.fullmatch(headers.get(name, "")):
+            return headers[name]
+    return uuid.uuid4().hex
+
+
+def _bad_deadline() -> ApiError:
+    text = f"X-Request-Deadline-Ms must be milliseconds, {DEADLINE_MS_MAX} at most."
+    return api_error("invalid_value", text, DEADLINE_HEADER)

@@ -1,0 +1,116 @@
+"""Requests that try to break something: each should be refused with a 4xx, or served."""
+
+import json
+from typing import Any
+
+CANARY = "kanarienvogel"
+"""Stands in every field that an error could quote."""
+
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": CANARY}],
+    "max_tokens": 2,
+}
+
+
+def _schema(schema: Any) -> dict[str, Any]:
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    }
+
+
+def _content(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "negative temperature": {"temperature": -3},
+    "infinite temperature": {"temperature": 1e308},
+    "text for a number": {"temperature": CANARY},
+    "no choices": {"n": 0},
+    "many choices": {"n": 10**9},
+    "many tokens": {"max_tokens": 100_000},
+    "negative tokens": {"max_tokens": -1},
+    "many stops": {"stop": [CANARY] * 100},
+    "empty stop": {"stop": ["", CANARY]},
+    "large bias": {"logit_bias": {str(n): 1 for n in range(5_000)}},
+    "strange bias": {"logit_bias": {CANARY: 1}},
+    "unknown token biased": {"logit_bias": {"999999999": 100}},
+    "many logprobs": {"logprobs": True, "top_logprobs": 999},
+    "negative prompt logprobs": {"prompt_logprobs": -2},
+    "large seed": {"seed": 2**70},
+    "bad tool": {"tools": [{"type": CANARY}]},
+    "tool with a bad schema": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": CANARY}}}],
+        "tool_choice": "required",
+    },
+    "unknown tool wanted": {"tool_choice": {"type": "function", "function": {"name": CANARY}}},
+    "bad schema": _schema({"type": CANARY}),
+    "recursive schema": _schema({"$ref": "#"}),
+    "foreign schema": _schema({"$ref": "http://10.0.0.1/" + CANARY}),
+    "schema of many items": _schema({"type": "array", "minItems": 10**5, "maxItems": 10**6}),
+    "schema of a long string": _schema({"type": "string", "minLength": 10**6}),
+    "large schema": _schema({"enum": [CANARY * 10] * 1_000}),
+    "nested regex": {"structured_outputs": {"regex": "((a{1,500}){1,500}){1,500}"}},
+    "backtracking regex": {"structured_outputs": {"regex": "(a+)+$"}},
+    "broken regex": {"structured_outputs": {"regex": "(" + CANARY}},
+    "deep grammar": {"structured_outputs": {"grammar": "root ::= " + "(" * 20_000}},
+    "broken grammar": {"structured_outputs": {"grammar": CANARY}},
+    "two grammars": {"structured_outputs": {"regex": "a", "choice": [CANARY]}},
+    "chat template": {"chat_template": "{{ " + CANARY + " }}"},
+    "template arguments": {"chat_template_kwargs": {"messages": [CANARY]}},
+    "processor arguments": {"mm_processor_kwargs": {"a": CANARY}},
+    "file": _content([{"type": "image_url", "image_url": {"url": "file:///etc/" + CANARY}}]),
+    "metadata service": _content(
+        [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/" + CANARY}}]
+    ),
+    "image for a model of text": _content(
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+    ),
+    "content of no kind": _content([{"type": CANARY}]),
+    "content that is a number": _content(5),
+    "no messages": {"messages": []},
+    "role of no kind": {"messages": [{"role": CANARY + "\u202e", "content": "x"}]},
+    "broken tool call": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
+                ],
+            }
+        ]
+    },
+    "beam search": {"use_beam_search": True, "n": 4},
+    "unknown model": {"model": CANARY},
+    "model that is no text": {"model": {"a": CANARY}},
+    "unknown tier": {"service_tier": CANARY},
+    "stream options without a stream": {"stream_options": {"include_usage": True}},
+    "stream that is no truth": {"stream": CANARY},
+    "unknown token ids": {"allowed_token_ids": [-1, 10**9]},
+    "unknown stop ids": {"stop_token_ids": [-1, 2**40]},
+    "empty salt": {"cache_salt": ""},
+    "both ends": {"add_generation_prompt": True, "continue_final_message": True},
+    "long prompt": _content(CANARY * 20_000),
+    "logits processor": {"logits_processors": ["os.system"]},
+    "adapter": {"lora_request": {"path": CANARY}},
+}
+
+BODIES: dict[str, bytes] = {
+    "nothing": b"",
+    "no json": CANARY.encode(),
+    "half": b'{"model": "demo", "messages": [{"role": "user", "content": "kanarienvogel',
+    "list": b"[]",
+    "null": b"null",
+    "not a number": b'{"model": "demo", "temperature": NaN}',
+    "byte order mark": b"\xef\xbb\xbf" + json.dumps(CHAT).encode(),
+    "utf-16": json.dumps(CHAT).encode("utf-16"),
+    "invalid utf-8": b'{"model": "demo", "prompt": "kanarienvogel\xff"}',
+    "lone surrogate": b'{"model": "demo", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "control character": b'{"model": "demo\x00", "messages": []}',
+    "deep": b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+    "deep list": b"[" * 100_000,
+    "long number": b'{"model": "demo", "n": ' + b"9" * 10_000 + b"}",
+    "many keys": b"{" + b",".join(b'"k%d":1' % n for n in range(500_000)) + b"}",
+    "same key": b'{"model": "demo", "model": "kanarienvogel", "messages": []}',
+}

@@ -1,0 +1,336 @@
+"""A real gateway process and clients that mean it no good. What is measured is printed (`-s`)."""
+
+import asyncio
+import json
+import select
+import socket
+import statistics
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, cast
+
+import httpx
+import psutil
+import pytest
+
+from coordinator.protocol.messages import Cancel, Done, Submit
+from gateway.connection import HEADER_WAIT_S
+from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.integration.hostile_requests import BODIES, CANARY, CHAT, PARAMETERS
+from worker.demo import MODEL_DIR
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+MIB = 1024**2
+PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+ERROR_BYTES_MAX = 8 * 1024
+IDLE_CONNECTIONS = 10_000
+SLOW_CLIENTS = 1_000
+SLOW_READERS = 8
+
+
+@pytest.fixture(scope="module")
+def shared_cell() -> Iterator[FakeCell]:
+    cell = FakeCell()
+    yield cell
+    cell.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("hostile"), MODEL_DIR, shared_cell)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
+    shared_cell.reset()
+    shared_cell.behave = answer_shortly
+    return shared_cell
+
+
+@pytest.fixture
+async def client(gateway: GatewayProcess) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as made:
+        yield made
+
+
+async def answer_shortly(ran: Ran) -> None:
+    ran.tokens(0, [300, 301], "length")
+
+
+def rss_mib(gateway: GatewayProcess) -> float:
+    return float(psutil.Process(gateway.process.pid).memory_info().rss / MIB)
+
+
+async def worst_health_ms(client: httpx.AsyncClient, during: Awaitable[Any]) -> float:
+    """Longest answer time of `/health` while something else goes on."""
+    work, worst_s = asyncio.ensure_future(during), 0.0
+    while not work.done():
+        began = time.perf_counter()
+        assert (await client.get("/health")).status_code == 200
+        worst_s = max(worst_s, time.perf_counter() - began)
+        await asyncio.sleep(0.005)
+    await work
+    return worst_s * 1_000
+
+
+def check_refusal(response: httpx.Response) -> None:
+    assert len(response.content) < ERROR_BYTES_MAX
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
+    assert error["message"]
+    assert response.headers["x-request-id"]
+    assert CANARY not in response.text
+    for word in ("vllm", "pydantic", "jinja2", "Traceback", "input_value"):
+        assert word not in response.text
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_bad_parameters_are_refused_or_served(
+    client: httpx.AsyncClient, cell: FakeCell, name: str
+) -> None:
+    response = await client.post(PATH, json={**CHAT, **PARAMETERS[name]})
+    assert response.status_code in (200, 400, 404)
+    if response.status_code != 200:
+        check_refusal(response)
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_bad_bodies_are_refused(client: httpx.AsyncClient, cell: FakeCell, name: str) -> None:
+    began = time.perf_counter()
+    response = await client.post(PATH, content=BODIES[name], headers=JSON)
+    took_ms = (time.perf_counter() - began) * 1_000
+    assert response.status_code in (400, 404)
+    check_refusal(response)
+    print(f"{name}: {took_ms:.0f} ms")
+    assert cell.of(Submit) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "//v1/models"),
+        ("GET", "/v1/../admin/layout"),
+        ("GET", "/v1/%2e%2e/admin/layout"),
+        ("GET", "/admin/layout"),
+        ("GET", "/metrics"),
+        ("GET", "/v1%2fmodels"),
+        ("GET", "/v1/models/" + CANARY),
+        ("GET", "/" + CANARY),
+        ("PUT", PATH),
+        ("HEAD", "/v1/models"),
+        ("OPTIONS", PATH),
+        ("TRACE", "/"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/sleep"),
+    ],
+)
+async def test_path_tricks_lead_nowhere(
+    gateway: GatewayProcess, cell: FakeCell, method: str, path: str
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    assert answer.split()[1] in (b"404", b"405") or (method == "GET" and "v1%2f" in path)
+    assert CANARY.encode() not in answer
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def send_too_much(port: int, *, told: bool) -> tuple[bytes, float, float]:
+    """Send a body until an answer comes: the answer, milliseconds until then, MiB sent."""
+    length = "Content-Length: 4000000000" if told else "Transfer-Encoding: chunked"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+    part, sent, answer = b"10000\r\n" + b"a" * 65_536 + b"\r\n", 0, b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        began = time.perf_counter()
+        client.sendall(head.encode())
+        while not told and sent < 64 * MIB and not select.select([client], [], [], 0)[0]:
+            client.sendall(part)
+            sent += len(part)
+        answer = client.recv(65_536)
+        took_ms = (time.perf_counter() - began) * 1_000
+        while not answer.endswith(b"}}") and (more := client.recv(65_536)):
+            answer += more
+    return answer, took_ms, sent / MIB
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_oversize_body_is_refused_at_once(
+    gateway: GatewayProcess, cell: FakeCell, told: bool
+) -> None:
+    """By its length before a byte of it is read, or as soon as it is longer than it may be."""
+    before_mib = rss_mib(gateway)
+    answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b'"code":"request_too_large"' in answer
+    grown_mib = rss_mib(gateway) - before_mib
+    print(f"413 after {took_ms:.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
+    assert grown_mib <= 16
+    assert sent_mib <= 20
+    if told:
+        assert took_ms < 250
+
+
+LONG = {"role": "user", "content": "a b " * 1_900_000}
+LARGE_BODIES: dict[str, Callable[[], bytes]] = {
+    "text": lambda: json.dumps({**CHAT, "messages": [LONG]}).encode(),
+    "numbers": lambda: b'{"model": "demo", "prompt": [' + b"1," * 4_000_000 + b"1]}",
+    "keys": lambda: b"{" + b",".join(b'"%06d":1' % n for n in range(700_000)) + b"}",
+    "brackets": lambda: b"[" * 8_000_000,
+    "messages": lambda: json.dumps({**CHAT, "messages": CHAT["messages"] * 100_000}).encode(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE_BODIES)
+async def test_large_bodies_do_not_hold_up_others(
+    client: httpx.AsyncClient, cell: FakeCell, name: str
+) -> None:
+    body = LARGE_BODIES[name]()
+    assert len(body) <= 8 * MIB
+
+    async def send() -> None:
+        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
+            for _ in range(3):
+                response = await other.post("/v1/chat/completions", content=body, headers=JSON)
+                assert response.status_code == 400
+                check_refusal(response)
+
+    worst_ms = await worst_health_ms(client, send())
+    print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health {worst_ms:.0f} ms")
+    assert worst_ms < 1_000
+
+
+async def open_idle(gateway: GatewayProcess, number: int, say: bytes) -> list[Any]:
+    """Connections that have said something; a hundred are opened at a time."""
+    made: list[Any] = []
+    for _ in range(number // 100):
+        some = await asyncio.gather(
+            *(asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(100))
+        )
+        for _, writer in some:
+            writer.write(say)
+        made += some
+    return made
+
+
+async def p99_ms(client: httpx.AsyncClient, number: int = 200) -> float:
+    """99th percentile of answer times, of requests one after another."""
+    times = []
+    for _ in range(number):
+        began = time.perf_counter()
+        assert (await client.get("/health")).status_code == 200
+        times.append((time.perf_counter() - began) * 1_000)
+    return statistics.quantiles(times, n=100)[98]
+
+
+async def test_slow_clients_are_cut_off_and_hold_nobody_up(
+    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
+) -> None:
+    before_ms = await p99_ms(client)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
+    length = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    slow = await open_idle(gateway, SLOW_CLIENTS // 2, head + b"X-Slow: ")
+    slow += await open_idle(gateway, SLOW_CLIENTS // 2, head + length)
+    during_ms = await p99_ms(client)
+    print(f"{SLOW_CLIENTS} slow clients: p99 {before_ms:.1f} -> {during_ms:.1f} ms")
+    began = time.monotonic()
+    answers = await asyncio.gather(*(reader.read() for reader, _ in slow))
+    took_s = time.monotonic() - began
+    print(f"all cut off after another {took_s:.1f} s")
+    assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
+    assert took_s < HEADER_WAIT_S + 5
+    for _, writer in slow:
+        writer.close()
+    assert during_ms < max(2 * before_ms, 50)
+
+
+async def test_ten_thousand_idle_connections(
+    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
+) -> None:
+    before_mib, process = rss_mib(gateway), psutil.Process(gateway.process.pid)
+    files = process.num_fds()
+    say = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    idle = await open_idle(gateway, IDLE_CONNECTIONS, say)
+    await asyncio.gather(*(reader.readuntil(b"}") for reader, _ in idle))
+    grown_mib, health_ms = rss_mib(gateway) - before_mib, await p99_ms(client)
+    assert process.num_fds() >= files + IDLE_CONNECTIONS
+    print(f"{IDLE_CONNECTIONS} idle: RSS +{grown_mib:.0f} MiB, /health p99 {health_ms:.1f} ms")
+    assert grown_mib < 1_024
+    assert health_ms < 250
+    response = await client.post(PATH, json=CHAT)
+    assert response.status_code == 200
+    for _, writer in idle:
+        writer.transport.abort()
+    for _ in range(500):
+        if process.num_fds() < files + 50:
+            break
+        await asyncio.sleep(0.02)
+    assert process.num_fds() < files + 50
+
+
+async def test_slow_readers_are_bounded(
+    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
+) -> None:
+    async def long(ran: Ran) -> None:
+        for index in range(400):
+            ran.tokens(index, [300 + index], "length" if index == 399 else None, logprobs=20)
+            await asyncio.sleep(0.005)
+
+    wanted = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
+
+    async def stream_s() -> float:
+        began = time.perf_counter()
+        response = await client.post(PATH, json=wanted)
+        assert response.text.endswith("data: [DONE]\n\n")
+        return time.perf_counter() - began
+
+    cell.behave = long
+    body = json.dumps(wanted).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+    async def beside(*, reads: bool) -> tuple[float, float]:
+        """Time of a stream beside others that are read or not, and the memory that took."""
+        before_mib = rss_mib(gateway)
+        pairs = []
+        for _ in range(SLOW_READERS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+            if not reads:
+                cast(asyncio.Transport, writer.transport).pause_reading()
+            writer.write(request)
+            pairs.append((reader, writer))
+        work = [asyncio.create_task(reader.read(-1)) for reader, _ in pairs if reads]
+        took_s = await stream_s()
+        grown_mib = rss_mib(gateway) - before_mib
+        for task in work:
+            task.cancel()
+        for _, writer in pairs:
+            writer.transport.abort()
+        return took_s, grown_mib
+
+    read_s, _ = await beside(reads=True)
+    await cell.until(lambda: len(cell.of(Submit)) == len(cell.of(Done)) + len(cell.of(Cancel)))
+    unread_s, grown_mib = await beside(reads=False)
+    print(f"{SLOW_READERS} readers that do not read: RSS +{grown_mib:.1f} MiB, ", end="")
+    print(f"a stream beside them takes {unread_s:.2f} s, beside readers {read_s:.2f} s")
+    assert grown_mib < SLOW_READERS * 1.5
+    assert unread_s < 1.5 * read_s + 0.5
+
+
+def test_nothing_of_requests_is_in_the_log(gateway: GatewayProcess, cell: FakeCell) -> None:
+    """Runs last: everything above has been sent."""
+    log = gateway.log.read_text()
+    assert CANARY not in log
+    for line in log.splitlines():
+        if line.startswith("{"):
+            assert isinstance(json.loads(line), dict)
+    assert "request_failed" not in log

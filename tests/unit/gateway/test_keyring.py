@@ -1,0 +1,94 @@
+"""Who a client is."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.protocol.config import ConfigError
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of
+from gateway import keyring
+from gateway.errors import ApiError
+from gateway.keyring import WRONG_KEYS_PER_MINUTE, KeyRing
+
+HERE = "127.0.0.1"
+
+
+def write(path: Path, *secrets: str) -> Path:
+    keys = [ApiKey(hash=hash_of(each), tenant=each) for each in secrets]
+    fresh = path.with_suffix(".new")
+    fresh.write_text("keys:\n" + "".join(map(dump_key, keys)) if keys else "keys: []\n")
+    fresh.replace(path)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "keys.yaml", "one", "two")
+
+
+async def who(ring: KeyRing, header: str, address: str = HERE) -> str:
+    found = await ring.identify({"authorization": header}, address)
+    assert found is not None
+    return f"{found.status} {found.code}" if isinstance(found, ApiError) else found.tenant
+
+
+async def test_without_a_file_everyone_is_anonymous() -> None:
+    assert await KeyRing("").identify({}, HERE) is None
+
+
+async def test_right_keys_are_known(path: Path) -> None:
+    ring = KeyRing(str(path))
+    assert await who(ring, "Bearer one") == "one"
+    assert await who(ring, "bearer  two ") == "two"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", "Bearer", "Bearer ", "Bearer three", "Basic one", "one", "Bearer one two"),
+        *("Bearer \xff", "Bearer " + "x" * 10_000, "Bearer " + hash_of("one")),
+    ],
+)
+async def test_anything_else_is_refused(path: Path, header: str) -> None:
+    ring = KeyRing(str(path))
+    assert await who(ring, header) == "401 invalid_api_key"
+    found = await ring.identify({"authorization": header}, "other")
+    assert isinstance(found, ApiError)
+    assert (b"www-authenticate", b"Bearer") in found.headers()
+    assert "three" not in found.message
+
+
+async def test_an_address_that_guesses_is_slowed_down_and_right_keys_are_not(path: Path) -> None:
+    ring = KeyRing(str(path))
+    for number in range(WRONG_KEYS_PER_MINUTE):
+        assert await who(ring, f"Bearer {number}") == "401 invalid_api_key"
+    assert await who(ring, "Bearer x") == "429 rate_limit_exceeded"
+    assert await who(ring, "Bearer x", "10.0.0.2") == "401 invalid_api_key"
+    assert await who(ring, "Bearer one") == "one"
+
+
+async def test_file_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyring, "RELOAD_S", 0.01)
+    ring = KeyRing(str(path))
+    watch = asyncio.create_task(ring.watch())
+    write(path, "two", "three")
+    while await who(ring, "Bearer three", os.urandom(4).hex()) != "three":
+        await asyncio.sleep(0.01)
+    assert await who(ring, "Bearer one") == "401 invalid_api_key"
+    path.write_text("keys: 7")
+    await asyncio.sleep(0.1)
+    assert await who(ring, "Bearer three") == "three", "a broken file changes nothing"
+    path.unlink()
+    await asyncio.sleep(0.1)
+    assert await who(ring, "Bearer three") == "three"
+    write(path)
+    while await who(ring, "Bearer three", os.urandom(4).hex()) == "three":
+        await asyncio.sleep(0.01)
+    watch.cancel()
+
+
+def test_missing_file_is_a_mistake_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the keys"):
+        KeyRing(str(tmp_path / "none.yaml"))

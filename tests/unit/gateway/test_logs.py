@@ -1,0 +1,56 @@
+"""What reaches the log of what clients send: nothing."""
+
+import json as json_module
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from gateway.logs import set_up_logging
+
+SECRET = "a secret prompt"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def fail() -> None:
+    local = SECRET
+    raise ValueError(f"cannot read {local}")
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_failures_are_logged_without_the_request(
+    capsys: pytest.CaptureFixture[str], json: bool
+) -> None:
+    set_up_logging(json=json)
+    vllm = logging.getLogger("vllm.entrypoints.openai.serving")
+    own = structlog.get_logger("gateway.edge")
+    vllm.warning("Error with %s", SECRET)
+    try:
+        fail()
+    except ValueError:
+        vllm.exception("Error in %s", SECRET)
+        own.exception("request_failed", request_id="r1")
+    logged = capsys.readouterr().err
+    assert SECRET not in logged
+    assert logged.count("ValueError") >= 2, "the type is told"
+    assert "r1" in logged
+    assert "test_logs.py" in logged
+    if json:
+        assert all(isinstance(json_module.loads(line), dict) for line in logged.splitlines())
+
+
+def test_own_lines_and_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging(json=True)
+    structlog.get_logger("gateway.edge").info("client_lost", reason='a\n{"event": "forged"}')
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    lines = [json_module.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in lines] == ["client_lost", "Invalid HTTP request received."]

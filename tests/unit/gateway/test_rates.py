@@ -1,0 +1,106 @@
+"""Requests and tokens per minute, whatever becomes of the shared counters."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.protocol.keys import ApiKey, hash_of
+from gateway import rates
+from gateway.errors import ApiError
+from gateway.rates import RateLimits, duration
+
+
+def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
+    return ApiKey(
+        hash=hash_of(name), tenant="t", requests_per_minute=requests, tokens_per_minute=tokens
+    )
+
+
+@pytest.fixture
+def limits() -> RateLimits:
+    return RateLimits("memory://")
+
+
+async def test_without_limits_there_are_no_headers(limits: RateLimits) -> None:
+    assert await limits.admit(key(), 10**9) == []
+
+
+async def test_requests_are_counted_per_key(limits: RateLimits) -> None:
+    first = await limits.admit(key(requests=2), 5)
+    assert dict(first)[b"x-ratelimit-limit-requests"] == b"2"  # type: ignore[arg-type]
+    assert dict(first)[b"x-ratelimit-remaining-requests"] == b"1"  # type: ignore[arg-type]
+    await limits.admit(key(requests=2), 5)
+    refused = await limits.admit(key(requests=2), 5)
+    assert isinstance(refused, ApiError)
+    assert refused.code == "rate_limit_exceeded"
+    assert 1 <= refused.retry_after_s <= 60
+    headers = dict(refused.headers())
+    assert headers[b"x-ratelimit-remaining-requests"] == b"0"
+    assert headers[b"retry-after"] == str(refused.retry_after_s).encode()
+    assert isinstance(await limits.admit(key("b", requests=2), 5), list)
+
+
+async def test_tokens_are_charged_before_and_after(limits: RateLimits) -> None:
+    mine = key(tokens=100)
+    headers = await limits.admit(mine, 30)
+    assert dict(headers)[b"x-ratelimit-remaining-tokens"] == b"70"  # type: ignore[arg-type]
+    await limits.charge(mine, 50)
+    assert isinstance(await limits.admit(mine, 30), ApiError)
+    assert isinstance(await limits.admit(mine, 10), list)
+    await limits.charge(mine, 10**6)
+    assert isinstance(await limits.admit(mine, 1), ApiError)
+
+
+async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
+    limits: RateLimits,
+) -> None:
+    mine = key(requests=10, tokens=100)
+    for _ in range(5):
+        assert isinstance(await limits.admit(mine, 101), ApiError)
+    headers = await limits.admit(mine, 1)
+    assert dict(headers)[b"x-ratelimit-remaining-requests"] == b"9"  # type: ignore[arg-type]
+
+
+class Broken:
+    """Shared counters that fail or hang."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+        self.asked = 0
+
+    async def test(self, *args: Any, **kwargs: Any) -> bool:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.sleep(60)
+        raise ConnectionError
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> None:
+    now = 100.0
+    limits = RateLimits("memory://", clock=lambda: now)
+    broken: Any = Broken(hangs=hangs)
+    limits._shared = broken
+    began = time.perf_counter()
+    assert isinstance(await limits.admit(key(requests=1), 1), list)
+    assert time.perf_counter() - began < rates.STORAGE_WAIT_S + 0.1
+    assert isinstance(await limits.admit(key(requests=1), 1), ApiError), "each counts for itself"
+    assert broken.asked == 1, "it is left alone for a while"
+    now += rates.STORAGE_RETRY_S + 1
+    await limits.admit(key(requests=1), 1)
+    assert broken.asked == 2
+
+
+@pytest.mark.parametrize("url", ["redish://x", "http://x", ""])
+def test_other_storages_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="rate_limit_storage"):
+        RateLimits(url)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.012, "12ms"), (1.5, "1.5s"), (59, "59s"), (360, "6m0s"), (-1, "0ms")]
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
