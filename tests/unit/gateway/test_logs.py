@@ -14,10 +14,14 @@ SECRET = "a secret prompt"
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    root = logging.getLogger()
+    root, vllm = logging.getLogger(), logging.getLogger("vllm")
     handlers, level = root.handlers, root.level
+    # Where vLLM is imported it has given its logger a handler; gateways switch that off.
+    own = vllm.handlers, vllm.propagate
+    vllm.handlers, vllm.propagate = [], True
     yield
     root.handlers, root.level = handlers, level
+    vllm.handlers, vllm.propagate = own
     structlog.reset_defaults()
 
 
