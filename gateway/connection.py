@@ -28,6 +28,9 @@ LINGER_S = 1.0
 
 LINGER_BYTES_MAX = 8 * 1024**2
 
+REST_BYTES_MAX = 256 * 1024
+"""Most bytes of a body that are read behind its answer to keep the connection."""
+
 
 @dataclass(slots=True)
 class ConnectionLimits:
@@ -53,6 +56,9 @@ class Connection(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._discarded_bytes: int | None = None
         """Bytes thrown away since the answer was complete; None while bytes are wanted."""
+        self._rest_timer: asyncio.TimerHandle | None = None
+        """Runs while an answer is complete and its request's body is not."""
+        self._rest_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or refuse it if there are too many."""
@@ -73,6 +79,7 @@ class Connection(HttpToolsProtocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self._stop_header_timer()
+        self._stop_rest_timer()
         self._limits.addresses[self._address] -= 1
         if not self._limits.addresses[self._address]:
             del self._limits.addresses[self._address]
@@ -84,11 +91,15 @@ class Connection(HttpToolsProtocol):
             if self._discarded_bytes > LINGER_BYTES_MAX:
                 self.transport.abort()
             return
+        if self._rest_timer is not None:
+            self._rest_bytes += len(data)
         if self._in_headers:
             self._header_bytes += len(data)
             if self._header_timer is None:
                 self._start_header_timer()
         super().data_received(data)
+        if self._rest_timer is not None and self._rest_bytes > REST_BYTES_MAX:
+            self._rest_is_too_much()
         if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
             self._refuse(_headers_too_large())
 
@@ -124,17 +135,33 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Take note that the body is complete."""
         super().on_message_complete()
+        self._stop_rest_timer()
         self._in_headers, self._in_body = True, False
 
     def on_response_complete(self) -> None:
-        """Keep the connection for the next request only if this one was read to its end."""
+        """Keep the connection for the next request, if this one comes to its end soon.
+
+        A client that was not told that the connection ends may reuse it: closing it because its
+        body came in later than the answer went out would fail that request.
+        """
         if self._discarded_bytes is not None:
             # It is being closed already; nothing more is read from it.
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
         if self._in_body and not self.transport.is_closing():
+            self._rest_bytes = 0
+            self._rest_timer = self.loop.call_later(LINGER_S, self._rest_is_too_much)
+
+    def _rest_is_too_much(self) -> None:
+        self._stop_rest_timer()
+        if not self.transport.is_closing():
             self.close_gently()
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
         """Answer what is no HTTP, or cut off an answer whose client has gone out of step."""

@@ -215,6 +215,21 @@ async def test_refused_client_that_is_still_sending_gets_the_answer(talk: Talk) 
     assert answer.endswith(b'{"refused":true}')
 
 
+async def test_a_body_behind_its_answer_does_not_cost_the_connection(talk: Talk) -> None:
+    """A client that was not told of an end sends its next request on the same connection."""
+    head = b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+    last = GET + b"Connection: close\r\n\r\n"
+    answer = await talk(head, b"ab", b"cd", head, b"abcd", last, pause_s=0.1)
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"413", b"413", b"200"]
+
+
+async def test_a_body_that_does_not_end_behind_its_answer_does(talk: Talk) -> None:
+    head = b"POST /refuse HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+    answer = await talk(head, b"ab")
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert not answer.endswith(b"<open>")
+
+
 async def test_refused_client_that_never_stops_sending_is_cut_off(
     talk: Talk, served: Served
 ) -> None:
