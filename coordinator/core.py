@@ -238,8 +238,10 @@ class Core:
         """Say whether a task of this leader was one that a switch let finish first."""
         if self._switcher.is_speculating:
             return was_waited_for
+        if not self._switcher.is_draining:
+            return False
         changing = changing_groups(self._switcher, self._roster)
-        return self._switcher.is_draining and leader in {each.group.leader for each in changing}
+        return leader in {each.group.leader for each in changing}
 
     def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
         self._roster.on_exited(rank)

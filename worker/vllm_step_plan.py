@@ -33,7 +33,7 @@ class StepPlan:
     @property
     def reads_prompts(self) -> bool:
         """Some task computes more than its last token, so its first one may come out."""
-        return self.output.total_num_scheduled_tokens > len(self.output.num_scheduled_tokens)
+        return self.tokens > len(self.output.num_scheduled_tokens)
 
     def __reduce__(self) -> Any:
         """Followers read token ids as arrays: new tasks may bring a hundred thousand at once."""

@@ -314,7 +314,7 @@ class Seat:
 
     def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
         """The leader will send no further step of the formation."""
-        return binding.born in self._leaves or binding.group.leader in gone
+        return self.is_left or binding.group.leader in gone
 
     def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
         """Members of the joined group that are cut out, or are new processes."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.protocol import wire
-from coordinator.protocol.messages import Cancel, Submit, TaskFailed, TaskHeader, TaskId
+from coordinator.protocol.messages import Cancel, Submit, TaskFailed, TaskId, Tier
 from tests.bench.gpu_load import GREEDY, MEASURES, LoadClient, calm_collector, merged
 from tests.bench.gpu_servers import LOG_CHARS, ServerError
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.bare_cell import BareCell, TaskClient, bare_cell, encoded_request
 
 PAUSE_LIMIT_MS = 600_000
 """Longer than any run, so that paused tasks stay paused."""
@@ -39,32 +39,9 @@ class CellClient(LoadClient):
 
     def prepare(self, name: str, prompt: list[int], tokens: int) -> Submit:
         """Build the message that a gateway would send."""
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
-        from vllm.v1.serial_utils import MsgpackEncoder
-
-        sampling = SamplingParams(max_tokens=tokens, **GREEDY)
-        sampling.update_from_generation_config({}, None)
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=sampling,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
-        header = TaskHeader(
-            task=TaskId(name),
-            gateway="test",
-            reply_to=self._session.reply_to,
-            prompt_tokens=len(prompt),
-            max_tokens=tokens,
-        )
-        return Submit(header, wire.encode(frames))
+        params = {**GREEDY, "max_tokens": tokens}
+        reply_to = self._session.reply_to
+        return Submit(*encoded_request(name, prompt, reply_to, Tier.STANDARD, params))
 
     async def _send(self, prepared: Submit) -> None:
         self._session.post(prepared)

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import psutil
 
 from tests.bench.gpu_load import GREEDY, MEASURES, LoadClient, calm_collector
+from tests.harness.engine_request import engine_request
 
 
 class EngineClient(LoadClient):
@@ -37,21 +38,9 @@ class EngineClient(LoadClient):
     def prepare(self, name: str, prompt: list[int], tokens: int) -> Any:
         """Build the engine core's request."""
         from vllm.sampling_params import SamplingParams
-        from vllm.v1.engine import EngineCoreRequest
 
         sampling = SamplingParams(max_tokens=tokens, **GREEDY)
-        sampling.update_from_generation_config({}, None)
-        return EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=sampling,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        return engine_request(name, prompt, sampling)
 
     async def _send(self, prepared: Any) -> None:
         await self._core.add_request_async(prepared)

@@ -35,6 +35,7 @@ from coordinator.protocol.messages import (
 )
 from tests.bench.servers import MODEL, ROOT, free_port
 from tests.harness.admin import ask, get_json, switch
+from tests.harness.engine_request import engine_request
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -296,25 +297,13 @@ def encoded_request(
 ) -> tuple[TaskHeader, bytes]:
     """What a gateway would submit for one request; greedy unless told otherwise."""
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackEncoder
 
     settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
     sampling = SamplingParams(**settings)
     if sampling.structured_outputs is not None:
         sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
-    sampling.update_from_generation_config({}, None)
-    request = EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=sampling,
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    request = engine_request(name, prompt, sampling)
     frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
     header = TaskHeader(
         task=TaskId(name),

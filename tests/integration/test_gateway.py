@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,6 @@ pytestmark = pytest.mark.timeout(240)
 
 WORDS = "the quick brown fox jumps over the lazy dog"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "say it"}]}
-
-
-@pytest.fixture(scope="module")
-def shared_cell() -> Iterator[FakeCell]:
-    cell = FakeCell()
-    yield cell
-    cell.close()
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), MODEL_DIR, shared_cell)
-    yield process
-    process.close()
 
 
 @pytest.fixture

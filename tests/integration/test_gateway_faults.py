@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -26,22 +26,6 @@ pytestmark = pytest.mark.timeout(240)
 
 WORDS = "one small step for a man is one giant leap for all of us"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "say it"}]}
-
-
-@pytest.fixture(scope="module")
-def shared_cell() -> Iterator[FakeCell]:
-    cell = FakeCell()
-    yield cell
-    cell.close()
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), MODEL_DIR, shared_cell)
-    yield process
-    process.close()
 
 
 @pytest.fixture

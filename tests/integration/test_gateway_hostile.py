@@ -6,7 +6,7 @@ import select
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
 
 import httpx
@@ -17,7 +17,6 @@ from coordinator.protocol.messages import Cancel, Done, Submit
 from gateway.connection import HEADER_WAIT_S
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.integration.hostile_requests import BODIES, CANARY, CHAT, PARAMETERS
-from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -28,22 +27,6 @@ ERROR_BYTES_MAX = 8 * 1024
 IDLE_CONNECTIONS = 10_000
 SLOW_CLIENTS = 1_000
 SLOW_READERS = 8
-
-
-@pytest.fixture(scope="module")
-def shared_cell() -> Iterator[FakeCell]:
-    cell = FakeCell()
-    yield cell
-    cell.close()
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path_factory.mktemp("hostile"), MODEL_DIR, shared_cell)
-    yield process
-    process.close()
 
 
 @pytest.fixture

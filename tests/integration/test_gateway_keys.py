@@ -101,13 +101,6 @@ def redis() -> Iterator[Redis]:
 
 
 @pytest.fixture(scope="module")
-def shared_cell() -> Iterator[FakeCell]:
-    cell = FakeCell()
-    yield cell
-    cell.close()
-
-
-@pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, *KEYS)

@@ -1,12 +1,11 @@
 """The fp8 GEMM of few tokens: its choice of tilings, and its results in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from tests.harness.interpreted import run_cases
 
 pytest.importorskip("vllm")
 
@@ -17,7 +16,6 @@ from tests.bench.kernel_fp8_tilings import SHAPES, tilings
 from worker import vllm_fp8, vllm_fp8_kernel
 from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
 
-ROOT = Path(__file__).resolve().parents[3]
 CASES = Path(__file__).with_name("fp8_cases.py")
 FEWEST = 80
 """Cases that must have passed: an empty run proves nothing."""
@@ -28,25 +26,7 @@ SHARED_BYTES = 227 * 1024
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_cases_pass_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", str(CASES)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    passed = [word for word in done.stdout.splitlines()[-1].split() if word.isdigit()]
-    assert int(passed[0]) >= FEWEST, done.stdout[-500:]
+    run_cases(CASES, FEWEST)
 
 
 def check_tiling(tiling: Tiling, bucket: int, outputs: int, inputs: int) -> None:
