@@ -146,6 +146,7 @@ def send_too_much(port: int, *, told: bool) -> tuple[bytes, float, float]:
     return answer, took_ms, sent / MIB
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("told", [True, False])
 async def test_oversize_body_is_refused_at_once(
     gateway: GatewayProcess, cell: FakeCell, told: bool
@@ -173,6 +174,7 @@ LARGE_BODIES: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", LARGE_BODIES)
 async def test_large_bodies_do_not_hold_up_others(
     client: httpx.AsyncClient, cell: FakeCell, name: str
@@ -215,6 +217,7 @@ async def p99_ms(client: httpx.AsyncClient, number: int = 200) -> float:
     return statistics.quantiles(times, n=100)[98]
 
 
+@pytest.mark.timing
 async def test_slow_clients_are_cut_off_and_hold_nobody_up(
     gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
 ) -> None:
@@ -236,6 +239,7 @@ async def test_slow_clients_are_cut_off_and_hold_nobody_up(
     assert during_ms < max(2 * before_ms, 50)
 
 
+@pytest.mark.timing
 async def test_ten_thousand_idle_connections(
     gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
 ) -> None:
@@ -260,6 +264,7 @@ async def test_ten_thousand_idle_connections(
     assert process.num_fds() < files + 50
 
 
+@pytest.mark.timing
 async def test_slow_readers_are_bounded(
     gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
 ) -> None:

@@ -188,6 +188,7 @@ def test_errors_have_openais_shape(client: openai.OpenAI, running: Product) -> N
         assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
 
 
+@pytest.mark.timing
 def test_a_gone_client_frees_everything_within_a_second(running: Product) -> None:
     running.switch("dp2", "recompute")
 

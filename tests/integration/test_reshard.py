@@ -141,6 +141,7 @@ class Pause:
         )
 
 
+@pytest.mark.timing
 @pytest.mark.timeout(240)
 async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
     """The step is measured in the same round, as the median over both layouts.

@@ -88,13 +88,15 @@ async def test_a_layout_pins_its_steps_and_shift_keeps_to_the_threshold(cell: Ba
     print(shares, times["sp_from_tokens"])
     assert (shares["sp4"], shares["tp4"]) == (1, 0)
     start = times["sp_from_tokens"]
-    # Most steps decode 16 tasks; the first ones read their prompts, 1,160 tokens in all.
+    # Most steps decode 16 tasks; the first ones read their prompts, 1,160 tokens in all, in steps
+    # whose sizes depend on when the tasks arrive.
     if start is None or start > 2000:
         assert shares["shift4"] == 0
     elif start <= 16:
         assert shares["shift4"] > 0.8
     else:
-        assert 0 < shares["shift4"] < 0.5
+        assert shares["shift4"] < 0.5
+        assert shares["shift4"] > 0 or start > 100
 
 
 def test_step_times_of_every_width_are_told(cell: BareCell) -> None:

@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from gateway import connection
 from gateway.connection import HEADER_BYTES_MAX, HEADERS_MAX, Connection, ConnectionLimits
 
+pytestmark = pytest.mark.timing
+
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
 Talk = Callable[..., Awaitable[bytes]]

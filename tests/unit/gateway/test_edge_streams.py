@@ -15,6 +15,8 @@ from gateway.edge import Edge, EdgeLimits
 from gateway.errors import current_request
 from tests.unit.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.fixture
 def gate() -> Edge:

@@ -77,6 +77,7 @@ class Broken:
         raise ConnectionError
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> None:
     now = 100.0
