@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.gpu_report import write_report
-from tests.bench.gpu_run import PARTS, Run, Setup, prepare_environment
+from tests.bench.gpu_run import MODES, PARTS, Run, Setup, prepare_environment
 from tests.bench.gpu_servers import nvidia_smi
 from tests.bench.gpu_shapes import DEMO, SHAPES, plan_for
 from tests.bench.servers import ROOT
@@ -79,6 +79,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", default="llama-3-8b", help=f"of {', '.join(SHAPES)}; several with commas")
     add("--ranks", type=int, default=default_ranks(), help="GPUs to use; default: up to 4")
+    add("--modes", default="dp,tp", help=f"of aileron: {', '.join(MODES)}; see --only comm")
+    add("--slow-link", action="store_true", help="without peer access, as between PCIe cards")
     add("--only", default=",".join(PARTS[:3]), help=f"parts of {', '.join(PARTS)}")
     add("--static-default", action="store_true", help="one more static engine, compiled")
     add("--quick", action="store_true", help="fewer repeats")
@@ -110,7 +112,12 @@ def plan_of(options: argparse.Namespace, shape: str) -> Any:
         )
         if value is not None
     }
-    return dataclasses.replace(plan, **changes)
+    plan = dataclasses.replace(plan, **changes)
+    if "shift" in options.modes and shape != DEMO:
+        # Steps of every size, and as many requests for one wide engine as dp's engines get.
+        more = {32: 5, 64: 5, 128: 5, 256: 5, 1024: 5, 2048: 5, 8192: 3}
+        plan = dataclasses.replace(plan, ttft={**more, **plan.ttft}, saturated_tp=plan.saturated_dp)
+    return plan
 
 
 def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s: float) -> Setup:
@@ -119,12 +126,18 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
     parts = tuple(options.only.split(","))
     if options.static_default and "static-default" not in parts:
         parts += ("static-default",)
-    name = f"{today}-gpu-{shape}-{options.ranks}"
+    modes = tuple(options.modes.split(","))
+    kind = ("-" + "-".join(modes) if modes != MODES[:2] else "") + (
+        "-slow-link" if options.slow_link else ""
+    )
+    name = f"{today}-gpu-{shape}-{options.ranks}{kind}"
     return Setup(
         shape=shape,
         ranks=options.ranks,
         device=options.device,
         parts=parts,
+        modes=modes,
+        has_slow_link=options.slow_link,
         carries=tuple(options.carry.split(",")),
         plan=plan_of(options, shape),
         memory_share=options.gpu_memory_utilization,
@@ -148,6 +161,8 @@ async def run_all(options: argparse.Namespace) -> bool:
     started_s = time.monotonic()
     idle = Path(tempfile.mkdtemp(prefix="gpu-idle-")) if options.idle else None
     prepare_environment(idle, options.device, ROOT)
+    if options.slow_link:
+        os.environ["NCCL_P2P_DISABLE"] = "1"
     whole = True
     for shape in options.shape.split(","):
         run = Run(setup := set_up(options, shape, idle, started_s))
@@ -176,6 +191,8 @@ def main() -> None:
     known = {*SHAPES, DEMO}
     if unknown := set(options.shape.split(",")) - known:
         sys.exit(f"unknown shape {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    if unknown := set(options.modes.split(",")) - set(MODES):
+        sys.exit(f"unknown mode {', '.join(unknown)}; known: {', '.join(MODES)}")
     if unknown := set(options.only.split(",")) - set(PARTS):
         sys.exit(f"unknown part {', '.join(unknown)}; known: {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,22 @@ from typing import Any
 
 from loadgen.stats import percentile
 
+Results = dict[str, Any]
+"""One JSON file of the benchmark."""
+
+
+def find(results: Results, *path: str) -> Any:
+    """What stands at a path of keys, or None."""
+    found: Any = results
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def ratio(ours: float | None, theirs: float | None) -> float | None:
+    """ours / theirs, if both were measured."""
+    return ours / theirs if ours is not None and theirs else None
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-Results = dict[str, Any]
+from tests.bench import gpu_report_sp
+from tests.bench.gpu_numbers import Results, find, ratio
+from tests.bench.gpu_verdict import Verdict
 
 SAME_SPEED_MAX = 1.02
 """aileron's time over static vLLM's in tp."""
@@ -16,33 +16,6 @@ CUT_OVER_MS_MAX = 5.0
 SWAP_MS_MAX = 0.1
 KV_BYTES_LESS_MAX = 2.5e9
 """Below static vLLM's, per GPU and at the same memory share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """One target beside what was measured; `met` is None where nothing was."""
-
-    target: str
-    measured: str
-    met: bool | None
-
-    @property
-    def word(self) -> str:
-        """How a table says it."""
-        return {True: "met", False: "**missed**", None: "not measured"}[self.met]
-
-
-def find(results: Results, *path: str) -> Any:
-    """What stands at a path of keys, or None."""
-    found: Any = results
-    for key in path:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
-
-
-def ratio(ours: float | None, theirs: float | None) -> float | None:
-    """ours / theirs, if both were measured."""
-    return ours / theirs if ours is not None and theirs else None
 
 
 def sizes(results: Results, kind: str) -> list[str]:
@@ -141,6 +114,14 @@ def verdicts(results: Results) -> list[Verdict]:
     return judged
 
 
+def all_verdicts(results: Results) -> list[Verdict]:
+    """Of the modes that were measured."""
+    if not gpu_report_sp.is_measured(results):
+        return verdicts(results)
+    judged = gpu_report_sp.verdicts(results)
+    return judged + [one for one in verdicts(results) if one.met is not None]
+
+
 def _at_most(target: str, value: float | None, limit: float, shown: str) -> Verdict:
     if value is None:
         return Verdict(target, "–", None)
@@ -149,7 +130,7 @@ def _at_most(target: str, value: float | None, limit: float, shown: str) -> Verd
 
 def verdict_table(results: Results) -> list[str]:
     """Targets."""
-    rows = [f"| {v.target} | {v.measured} | {v.word} |" for v in verdicts(results)]
+    rows = [f"| {v.target} | {v.measured} | {v.word} |" for v in all_verdicts(results)]
     return ["| target | measured | |", "|---|---|---|", *rows]
 
 
@@ -248,6 +229,7 @@ def document(results: Results) -> list[str]:
         "",
         *load_table(results),
         *default_table(results),
+        *(gpu_report_sp.table(results) if gpu_report_sp.is_measured(results) else []),
         *memory_lines(results),
         *start_lines(results),
         *switch_tables(results),

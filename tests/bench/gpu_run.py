@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Awaitable
@@ -31,13 +32,16 @@ from tests.bench.gpu_shapes import (
     Plan,
     as_arguments,
     engine_options,
+    hidden_size,
     kv_bytes_per_token,
+    layers,
     write_shape,
 )
 from tests.bench.gpu_switches import SwitchRun
 
-PARTS = ("aileron", "static-dp", "static-tp", "static-default")
+PARTS = ("aileron", "static-dp", "static-tp", "static-default", "comm")
 """In this order: while the first is measured, the processes of the others import."""
+MODES = ("dp", "tp", "sp", "shift")
 START_LIMIT_S = 240
 DEFAULT_START_LIMIT_S = 420
 """vLLM's own compilation takes minutes."""
@@ -64,6 +68,10 @@ class Setup:
     ranks: int
     device: str
     parts: tuple[str, ...]
+    modes: tuple[str, ...]
+    """Of aileron, each over all ranks."""
+    has_slow_link: bool
+    """NCCL may not use peer access, and vLLM's all-reduce over it is off."""
     carries: tuple[str, ...]
     plan: Plan
     memory_share: float
@@ -85,6 +93,8 @@ class Run:
         self._engine = engine_options(setup.shape, setup.device, setup.memory_share)
         if setup.quantization:
             self._engine["quantization"] = setup.quantization
+        if setup.has_slow_link:
+            self._engine["disable_custom_all_reduce"] = True
         self._static: dict[str, StaticServers] = {}
         self._baseline_mib: list[int] = []
         self.results: dict[str, Any] = {
@@ -115,14 +125,13 @@ class Run:
         self._baseline_mib = gpu_memory_mib()
         self.say(f"{self._setup.shape} on {self._setup.ranks}, GPU memory {self._baseline_mib} MiB")
         try:
-            for part in PARTS[1:]:
+            for part in PARTS[1:-1]:
                 if part in self._setup.parts:
                     self._static[part] = self._static_servers(part)
                     await self._static[part].spawn()
             for part in PARTS:
                 if part in self._setup.parts:
-                    work = self._aileron() if part == "aileron" else self._measure_static(part)
-                    await self._guard(part, work)
+                    await self._guard(part, self._part(part))
                     waited_s = await wait_gpus_free(self._baseline_mib)
                     self.say(f"{part} is gone after {waited_s:.1f} s")
         finally:
@@ -130,6 +139,11 @@ class Run:
                 servers.kill()
             self.save()
             self._save_logs()
+
+    def _part(self, part: str) -> Awaitable[None]:
+        if part == "comm":
+            return self._measure_all_reduce()
+        return self._aileron() if part == "aileron" else self._measure_static(part)
 
     def _save_logs(self) -> None:
         """After a failure: the ends of all servers' logs beside the results, in one file."""
@@ -261,6 +275,25 @@ class Run:
         finally:
             servers.kill()
 
+    async def _measure_all_reduce(self) -> None:
+        """What one all-reduce of a full prefill step takes over NCCL, in a group of all ranks."""
+        tokens = int(self._engine["max_num_batched_tokens"])
+        size_mib = max(1, tokens * hidden_size(self._model) * 2 >> 20)
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.bench.kernel_comm", "--ranks", str(self._setup.ranks)),
+            *("--only", "default", "--sizes-mib", str(size_mib)),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        out, _ = await asyncio.wait_for(child.communicate(), PHASE_LIMIT_S)
+        found = json.loads(out)
+        self.results["all_reduce"] = {
+            "tokens": tokens,
+            "mib": size_mib,
+            "us": found[f"width_{self._setup.ranks}"]["all_reduce_us"][str(size_mib)],
+            "per_step": 2 * layers(self._model),
+        }
+        self.say(f"all-reduce: {self.results['all_reduce']}")
+
     # ------------------------------------------------------------------ aileron
 
     async def _aileron(self) -> None:
@@ -276,10 +309,11 @@ class Run:
             engine_args=as_arguments(self._engine),
         ) as cell:
             await self._note_cell(cell)
-            for layout, engines in ((f"dp{ranks}", ranks), (f"tp{ranks}", 1)):
+            for mode in setup.modes:
+                layout = f"{mode}{ranks}"
                 await self._guard(f"aileron to {layout}", cell.switch(layout))
-                cell.engines = engines
-                await self._measure_load(f"aileron {layout}", cell, is_dp=layout.startswith("dp"))
+                cell.engines = ranks if mode == "dp" else 1
+                await self._measure_load(f"aileron {layout}", cell, is_dp=mode == "dp")
             for carry in setup.carries if self._plan.switches else ():
                 await self._measure_switches(cell, carry)
             self.results["aileron"]["at_end"] = await cell.facts()
@@ -291,11 +325,12 @@ class Run:
         facts = await cell.facts()
         kv_bytes = min(memory.get("kv", 0) for memory in facts["memory"])
         tokens = kv_bytes // self.results["kv_bytes_per_token"]
-        self.results["aileron"] |= {"start_s": cell.start_s, **facts}
-        for layout, width in ((f"dp{ranks}", 1), (f"tp{ranks}", ranks)):
-            self.results["servers"][f"aileron {layout}"] = {
+        step_times = (await cell.get("/admin/decisions"))["step_times"]
+        self.results["aileron"] |= {"start_s": cell.start_s, **facts, "step_times": step_times}
+        for mode in self._setup.modes:
+            self.results["servers"][f"aileron {mode}{ranks}"] = {
                 "start_s": cell.start_s,
-                "kv_tokens": tokens * width,
+                "kv_tokens": tokens * (1 if mode == "dp" else ranks),
                 "kv_bytes_per_gpu": kv_bytes,
                 "gpu_memory_mib": gpu_memory_mib(),
             }

@@ -197,3 +197,13 @@ def kv_bytes_per_token(model: Path) -> int:
     config = json.loads((model / "config.json").read_text())
     heads, size = config["num_key_value_heads"], config["head_dim"]
     return int(2 * config["num_hidden_layers"] * heads * size * 2)
+
+
+def hidden_size(model: Path) -> int:
+    """Numbers per token between layers."""
+    return int(json.loads((model / "config.json").read_text())["hidden_size"])
+
+
+def layers(model: Path) -> int:
+    """Of the decoder."""
+    return int(json.loads((model / "config.json").read_text())["num_hidden_layers"])

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.queues import Queue as ResultQueue
 from typing import Any
@@ -62,13 +63,15 @@ def _time_us(tensor: torch.Tensor, group: Any) -> float:
     return float((time.perf_counter() - started) / REPEATS * 1e6)
 
 
-def measure(rank: int, world: int, port: int, setting: Setting) -> dict[str, Any]:
+def measure(
+    rank: int, world: int, port: int, setting: Setting, sizes_mib: Sequence[int]
+) -> dict[str, Any]:
     """Create the groups in this process and measure them; a collective call of all ranks."""
     os.environ.update(setting.environment)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     tensors = {
-        size: torch.zeros(size << 19, dtype=torch.bfloat16, device=device) for size in SIZES_MIB
+        size: torch.zeros(size << 19, dtype=torch.bfloat16, device=device) for size in sizes_mib
     }
     before = _used_mib()
     started = time.perf_counter()
@@ -88,7 +91,7 @@ def measure(rank: int, world: int, port: int, setting: Setting) -> dict[str, Any
             ranks = list(range(first, first + width))
             group = dist.new_group(ranks, backend="nccl")
             own = group if rank in ranks else own
-        times = {size: round(_time_us(tensors[size], own), 1) for size in SIZES_MIB}
+        times = {size: round(_time_us(tensors[size], own), 1) for size in sizes_mib}
         result[f"width_{width}"] = {"mib": round(_used_mib() - before, 1), "all_reduce_us": times}
         width *= 2
     result["seconds"] = round(time.perf_counter() - started, 2)
@@ -97,9 +100,14 @@ def measure(rank: int, world: int, port: int, setting: Setting) -> dict[str, Any
 
 
 def _child(
-    rank: int, world: int, port: int, setting: Setting, results: "ResultQueue[dict[str, Any]]"
+    rank: int,
+    world: int,
+    port: int,
+    setting: Setting,
+    sizes_mib: Sequence[int],
+    results: "ResultQueue[dict[str, Any]]",
 ) -> None:
-    result = measure(rank, world, port, setting)
+    result = measure(rank, world, port, setting, sizes_mib)
     if rank == 0:
         results.put(result)
         results.close()
@@ -111,13 +119,18 @@ def main() -> None:
     """Measure every setting and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--only", choices=[each.name for each in SETTINGS], help="one setting")
+    parser.add_argument("--sizes-mib", default=",".join(map(str, SIZES_MIB)))
     options = parser.parse_args()
+    sizes = [int(size) for size in options.sizes_mib.split(",")]
     context = multiprocessing.get_context("fork")
-    for setting in SETTINGS:
+    for setting in (each for each in SETTINGS if options.only in (None, each.name)):
         results: ResultQueue[dict[str, Any]] = context.Queue()
         port = free_port()
         children = [
-            context.Process(target=_child, args=(rank, options.ranks, port, setting, results))
+            context.Process(
+                target=_child, args=(rank, options.ranks, port, setting, sizes, results)
+            )
             for rank in range(options.ranks)
         ]
         for child in children:

@@ -1,0 +1,131 @@
+"""Sequence parallelism beside tp and dp: one table of all modes, and its targets.
+
+Shift Parallelism (section 4) compares latency and throughput of the same modes; the targets here
+are tighter where the link is fast, since there is less communication to save.
+"""
+
+from typing import Any
+
+from tests.bench.gpu_numbers import Results, find, ratio
+from tests.bench.gpu_verdict import Verdict, at_least, at_most
+
+LONG_PROMPT = "32768"
+COMMUNICATION_SAVED_MIN = 0.75
+"""Of what tp's all-reduces take, at least so much must be gone from the TTFT of a long prompt."""
+THROUGHPUT_OF_DP_MIN = 0.92
+TPOT_OF_TP_MAX = 1.03
+CHOICE_MAX = 1.03
+"""The chosen mode's time over the better one's, at any size."""
+SLOW_LINK_TTFT_MIN = 1.5
+SLOW_LINK_THROUGHPUT_MIN = 1.4
+
+
+def is_measured(results: Results) -> bool:
+    """Whether this run has anything of sp."""
+    ranks = results["ranks"]
+    return any(f"aileron {mode}{ranks}" in results["servers"] for mode in ("sp", "shift"))
+
+
+def communication_ms(results: Results, tokens: int) -> float | None:
+    """What the all-reduces of a prompt of so many tokens take in tp, from the measured one."""
+    measured = results.get("all_reduce")
+    if not measured:
+        return None
+    steps = tokens / measured["tokens"]
+    return float(measured["us"]) * int(measured["per_step"]) * steps / 1e3
+
+
+def _value(results: Results, server: str, kind: str, size: str) -> float | None:
+    name = "tokens_per_s" if kind == "saturated" else "median_ms"
+    found = find(results, "servers", server, kind, size, name)
+    return None if found is None else float(found)
+
+
+def _sizes(results: Results, kind: str) -> list[str]:
+    servers = results["servers"].values()
+    found = {size for server in servers for size in server.get(kind, {}) if size.isdigit()}
+    return sorted(found, key=int)
+
+
+def table(results: Results) -> list[str]:
+    """Every size in every mode that was measured."""
+    ranks = results["ranks"]
+    names = [f"aileron {mode}{ranks}" for mode in ("shift", "sp", "tp", "dp")]
+    names += [f"static {mode}{ranks}" for mode in ("tp", "dp")]
+    names = [name for name in names if name in results["servers"]]
+    lines = ["", "### Sequence parallelism", "", "| | " + " | ".join(names) + " |"]
+    lines += ["|---" * (len(names) + 1) + "|"]
+    rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in _sizes(results, "ttft")]
+    rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in _sizes(results, "tpot")]
+    rows += [("saturated", "all", "saturated, output tokens/s")]
+    for kind, size, label in rows:
+        values = [_value(results, name, kind, size) for name in names]
+        cells = ["–" if value is None else f"{value:,.2f}" for value in values]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    if (saved := communication_ms(results, int(LONG_PROMPT))) is not None:
+        lines += ["", f"All-reduces of {int(LONG_PROMPT):,} tokens in tp{ranks}: {saved:.1f} ms."]
+    return lines
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """The targets of sequence parallelism, of a fast or of a slow link."""
+    ranks = results["ranks"]
+    shift, tp, dp = f"aileron shift{ranks}", f"static tp{ranks}", f"static dp{ranks}"
+    ttft = [_value(results, server, "ttft", LONG_PROMPT) for server in (shift, tp)]
+    rate = [_value(results, server, "saturated", "all") for server in (shift, tp, dp)]
+    if find(results, "engine", "disable_custom_all_reduce"):
+        return [
+            at_least(
+                f"slow link: TTFT {LONG_PROMPT} sooner than tp{ranks}'s",
+                ratio(ttft[1], ttft[0]),
+                SLOW_LINK_TTFT_MIN,
+            ),
+            at_least(
+                f"slow link: saturated over tp{ranks}'s",
+                ratio(rate[0], rate[1]),
+                SLOW_LINK_THROUGHPUT_MIN,
+            ),
+        ]
+    return [
+        _long_prompt(results, ttft),
+        at_least(f"saturated over dp{ranks}'s", ratio(rate[0], rate[2]), THROUGHPUT_OF_DP_MIN),
+        at_least(f"saturated over tp{ranks}'s", ratio(rate[0], rate[1]), 1.0),
+        at_most(
+            f"shift{ranks} TPOT 1 over tp{ranks}'s",
+            ratio(*(_value(results, server, "tpot", "1") for server in (shift, tp))),
+            TPOT_OF_TP_MAX,
+        ),
+        _choice(results),
+    ]
+
+
+def _long_prompt(results: Results, ttft: list[Any]) -> Verdict:
+    """TTFT of a long prompt against tp's less most of its communication."""
+    communication = communication_ms(results, int(LONG_PROMPT))
+    limit = None
+    if ttft[1] is not None and communication is not None:
+        limit = ttft[1] - COMMUNICATION_SAVED_MIN * communication
+    target = f"TTFT {LONG_PROMPT}: tp's less {COMMUNICATION_SAVED_MIN:.0%} of its all-reduces"
+    if limit is None or ttft[0] is None:
+        return Verdict(target, "–", None)
+    return Verdict(target, f"{ttft[0]:.1f} ms; limit {limit:.1f} ms", ttft[0] <= limit)
+
+
+def _choice(results: Results) -> Verdict:
+    """The worst ratio of the chosen mode to the better of sp and tp, over all sizes."""
+    ranks = results["ranks"]
+    worst: tuple[float, str] | None = None
+    for kind in ("ttft", "tpot"):
+        for size in _sizes(results, kind):
+            shift, sp, tp = (
+                _value(results, f"aileron {mode}{ranks}", kind, size)
+                for mode in ("shift", "sp", "tp")
+            )
+            if shift is None or sp is None or tp is None:
+                continue
+            found = (shift / min(sp, tp), f"{kind} {size}")
+            worst = found if worst is None else max(worst, found)
+    target = f"shift{ranks} over the better of sp{ranks} and tp{ranks}: at most {CHOICE_MAX}"
+    if worst is None:
+        return Verdict(target, "–", None)
+    return Verdict(target, f"{worst[0]:.3f} at {worst[1]}", worst[0] <= CHOICE_MAX)
