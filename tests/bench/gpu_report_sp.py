@@ -31,8 +31,9 @@ def communication_ms(results: Results, tokens: int) -> float | None:
     measured = results.get("all_reduce")
     if not measured:
         return None
-    steps = tokens / measured["tokens"]
-    return float(measured["us"]) * int(measured["per_step"]) * steps / 1e3
+    steps = tokens / int(measured["tokens"])
+    us, count = float(measured["us"]), int(measured["per_step"])
+    return us * count * steps / 1e3
 
 
 def _value(results: Results, server: str, kind: str, size: str) -> float | None:
