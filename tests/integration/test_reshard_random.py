@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 SEEDS = 320
 AT_ONCE = 60
 """Requests under way; more would wait in line."""
+SILENT_MAX_S = 60.0
+"""A stream that has neither a token nor an end for so long hangs."""
 TOLERANCE = 1e-4
 ENGINE_ARGS = [
     *("--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "96"),
@@ -84,12 +86,15 @@ async def run_case(client: TaskClient, tag: str, case: Case, places: asyncio.Sem
         name = f"{tag}-{case.seed}"
         stream = client.submit(name, case.prompt, **vllm_settings(case.params))
         leaves_after = case.leaves_after if tag != "alone" else None
-        started = time.monotonic()
+        had, since = 0, time.monotonic()
         while not stream.finished:
             if leaves_after is not None and len(stream.tokens) >= leaves_after:
                 client.cancel(name)
                 break
-            assert time.monotonic() - started < 90, f"seed {case.seed} hangs: {stream.tokens}"
+            if len(stream.tokens) != had:
+                had, since = len(stream.tokens), time.monotonic()
+            silent_s = time.monotonic() - since
+            assert silent_s < SILENT_MAX_S, f"seed {case.seed} hangs: {stream.tokens}"
             await asyncio.sleep(0.003)
         assert stream.failure is None, f"seed {case.seed}: {stream.failure}"
         return stream
@@ -156,7 +161,11 @@ async def run_switching(cell: BareCell, tag: str, cases: list[Case], switch: Any
         while not running.done():
             await switch()
             cell.pages()
-        streams = await running
+        try:
+            streams = await running
+        except AssertionError:
+            print(cell.get("/admin/layout"), cell.get("/admin/status"))
+            raise
     return streams, records_after(cell, epoch)
 
 
