@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -32,6 +32,7 @@ from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.session import CoordinatorSession
+from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets
 
 DRAIN_S = 30.0
@@ -61,11 +62,19 @@ log = structlog.get_logger(__name__)
 class Gateway:
     """The parts of a running gateway."""
 
-    def __init__(self, config: Config, token: str, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        token: str,
+        run_dir: Path,
+        listener: socket.socket,
+        announce: Announce,
+    ) -> None:
         """Bind the token socket and connect the rest; must be called in the event loop."""
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._listener = _listen(config.gateway.host, config.gateway.port)
+        self._listener = listener
+        self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._session = CoordinatorSession(config.coordinator.listen, token, name)
         self._relay = Relay(
@@ -98,7 +107,8 @@ class Gateway:
         gateway = self._config.gateway
         self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway))
         limits = ConnectionLimits(
-            _connections_max(gateway.connections_max), gateway.connections_per_address_max
+            _connections_max(max(1, gateway.connections_max // gateway.processes)),
+            gateway.connections_per_address_max,
         )
         self._server = _Server(
             self._announce,
@@ -153,7 +163,7 @@ class Gateway:
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
 
     def _announce(self) -> None:
-        """Print one line of JSON on stdout: requests are accepted from now on."""
+        """Tell in one line of JSON that requests are accepted from now on."""
         host, port = self._listener.getsockname()[:2]
         facts = {
             "event": "gateway_ready",
@@ -164,7 +174,7 @@ class Gateway:
             "model": self._config.served_model_name,
             "pid": os.getpid(),
         }
-        print(json.dumps(facts), flush=True)
+        self._tell(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
         while True:
@@ -229,7 +239,7 @@ class _Server(uvicorn.Server):
 
 def _edge_limits(config: GatewayConfig) -> EdgeLimits:
     return EdgeLimits(
-        requests_max=config.requests_max,
+        requests_max=max(1, config.requests_max // config.processes),
         body_bytes_max=config.body_bytes_max,
         media_domains=frozenset(config.media_domains),
         objectives={name: Tier[tier.upper()] for name, tier in config.objectives.items()},
@@ -255,10 +265,13 @@ def _unready(code: str, reason: str) -> Readiness:
     return Readiness(ready=False, reason=api_error(code, reason))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind the serving port; a shared one can be bound by siblings as well."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -267,13 +280,31 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(config: Config, token: str, front_end: vllm_app.FrontEndConfig) -> None:
+async def _run(
+    config: Config,
+    token: str,
+    front_end: vllm_app.FrontEndConfig,
+    listener: socket.socket,
+    announce: Announce,
+) -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
-        await Gateway(config, token, Path(run_dir)).run(front_end)
+        await Gateway(config, token, Path(run_dir), listener, announce).run(front_end)
 
 
-def serve(config: Config, token: str) -> None:
-    """Run a gateway; raises ValueError or OSError with a sentence if it cannot start."""
+def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
+    if loop == "uvloop":
+        import uvloop
+
+        uvloop.run(work)
+    else:
+        asyncio.run(work)
+
+
+def serve(config: Config, token: str) -> int:
+    """Run a gateway; returns its exit code.
+
+    Raises ValueError or OSError with a sentence if it cannot start.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
@@ -282,9 +313,24 @@ def serve(config: Config, token: str) -> None:
         config.model.engine_args,
         config.gateway.media_domains,
     )
-    if config.gateway.loop == "uvloop":
-        import uvloop
+    gateway = config.gateway
+    # Another server on the port is found before siblings agree to share it.
+    listener = _listen(gateway.host, gateway.port)
 
-        uvloop.run(_run(config, token, front_end))
-    else:
-        asyncio.run(_run(config, token, front_end))
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    if gateway.processes == 1:
+        _run_loop(gateway.loop, _run(config, token, front_end, listener, say))
+        return 0
+    address = listener.getsockname()[:2]
+    listener.close()
+    # Held by this process, which never listens: the port stays ours while siblings come and go.
+    keeper = _listen(*address, shared=True)
+
+    def run_one(announce: Announce) -> None:
+        keeper.close()
+        own = _listen(*address, shared=True)
+        _run_loop(gateway.loop, _run(config, token, front_end, own, announce))
+
+    return Siblings(gateway.processes, run_one).run(say)

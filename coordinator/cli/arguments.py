@@ -86,6 +86,7 @@ def _add_up(commands: "Commands") -> None:
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
     add("--admin-port", type=int, help="admin port, 0 for any free one; default: 8001")
+    add("--gateways", type=int, metavar="N", help="gateway processes on that port; default: 1")
     add("--keys", type=Path, metavar="FILE", help="require the API keys of this file (aileron key)")
     add(
         "--insecure-no-auth",

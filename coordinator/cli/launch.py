@@ -149,6 +149,8 @@ def _set_addresses(
     base["cell"]["dist_port"] = base["cell"].get("dist_port") or rendezvous
     if options.host is not None:
         base["gateway"]["host"] = options.host
+    if options.gateways is not None:
+        base["gateway"]["processes"] = options.gateways
     if options.keys is not None:
         base["gateway"]["keys_file"] = str(options.keys.absolute())
     if options.insecure_no_auth:

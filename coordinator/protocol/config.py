@@ -99,6 +99,8 @@ class GatewayConfig(_Frozen):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    processes: int = Field(default=1, ge=1, le=64)
+    """Gateway processes that share the port; one serves several thousand tokens a second."""
     token_listen: str = "tcp://127.0.0.1:0"
     """ZeroMQ address that leaders push tokens to; port 0 means any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
@@ -113,11 +115,11 @@ class GatewayConfig(_Frozen):
     media_domains: tuple[str, ...] = ()
     """Domains whose media requests may name; inline media are always allowed."""
     requests_max: int = Field(default=4_096, ge=1)
-    """Most requests that are answered at once; the lowest tiers get a part of them only."""
+    """Most requests that are answered at once, over all processes; the lowest tiers get a part."""
     body_bytes_max: int = Field(default=8 * 1024**2, ge=1_024, le=32 * 1024**2)
     """Largest body of a request."""
     connections_max: int = Field(default=16_384, ge=1)
-    """Most open connections; one more is answered with 503 at once."""
+    """Most open connections over all processes; one more is answered with 503 at once."""
     connections_per_address_max: int = Field(default=0, ge=0)
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
 
@@ -155,7 +157,24 @@ class Config(_Frozen):
                 "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or say "
                 "gateway.insecure_no_auth: true (--insecure-no-auth)."
             )
+        self._check_processes(gateway)
         return self
+
+    @staticmethod
+    def _check_processes(gateway: GatewayConfig) -> None:
+        """What several processes cannot do without a common place, or at one address."""
+        if gateway.processes == 1:
+            return
+        if gateway.keys_file and gateway.rate_limit_storage.startswith("memory"):
+            raise ValueError(
+                "gateway.processes above 1 with gateway.keys_file: each process would count "
+                "requests per minute for itself; set gateway.rate_limit_storage to a redis:// URL."
+            )
+        if not gateway.token_listen.endswith(":0"):
+            raise ValueError(
+                "gateway.token_listen must end in :0 (any free port) where gateway.processes is "
+                "above 1: every process listens on its own."
+            )
 
     def initial_layout(self) -> Layout:
         """The layout to start in; raises ValueError for one that the cell cannot form."""
