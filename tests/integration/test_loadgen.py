@@ -222,7 +222,7 @@ def test_the_report_says_what_was_done_and_never_the_key(
     assert report["command"][:4] == ["python", "-m", "loadgen", "run"]
     assert report["config"]["concurrency"] == 4
     assert report["environment"]["python"]
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
 
 
 def test_a_picture_is_drawn_with_errors_and_phases(load: Load, tmp_path: Path) -> None:
@@ -253,7 +253,9 @@ def test_two_runs_are_compared_and_thresholds_decide(
     assert main(["compare", *files, "--fail-if", "max_gap_p50_ms>2"]) == 1
     assert "broken: max_gap_p50_ms>2" in capsys.readouterr().out
     assert main(["compare", *files, "--fail-if", "latency>2"]) == 2
-    metrics = {row["metric"]: row for row in json.loads(table.read_text())["metrics"]}
+    metrics = {
+        row["metric"]: row for row in json.loads(table.read_text())["comparisons"][0]["metrics"]
+    }
     assert metrics["max_gap_p50_ms"]["ratio"] > 3
 
 
