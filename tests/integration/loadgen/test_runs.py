@@ -47,7 +47,7 @@ def once_in_time(measure: Callable[[], list[tuple[float, float]]]) -> None:
 
 def best(report: dict[str, Any], key: str) -> float:
     """The smallest of a latency over all requests: the one that the machine held up least."""
-    return min(record[key] for record in report["records"])
+    return float(min(record[key] for record in report["records"]))
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
