@@ -29,7 +29,7 @@ from loadgen.load import ClosedLoad, Load, OpenLoad, TraceLoad
 from loadgen.loops import Bench, run_closed, run_open
 from loadgen.meter import Meter
 from loadgen.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
-from loadgen.payload import BodyStyle, request_body
+from loadgen.payload import BodyStyle, made_ahead, request_body
 from loadgen.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
 from loadgen.progress import show_progress
 from loadgen.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
@@ -37,6 +37,8 @@ from loadgen.switches import SwitchWatch
 
 DISCOVERY_TIMEOUT_S = 10.0
 SPARE_FILES = 64
+AHEAD_BYTES_MAX = 256 * 1024 * 1024
+"""Request bodies made before the run; those after them are made when they are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ async def _run(
     if watch is not None:
         await watch.begin()
 
-    bench = _bench(session, config, server.model, len(plan))
+    prepare = made_ahead(plan, bench.prepare, AHEAD_BYTES_MAX)
+    bench = replace(_bench(session, config, server.model, len(plan)), prepare=prepare)
     started_at = datetime.now(UTC)
     probe.start()
     async with _beside(_observers(bench, probe, watch, quiet=config.outputs.quiet)):

@@ -10,6 +10,7 @@ import pytest
 from coordinator.protocol.messages import Carry
 from coordinator.records import SwitchRecord
 from coordinator.views import switch_view
+from loadgen import runner
 from loadgen.cli import main
 from tests.integration.loadgen.loadgen_server import PAUSE_S, FakeServer
 
@@ -107,7 +108,10 @@ def test_an_admin_api_that_fails_is_said(
     assert "does not answer as an admin API: status 404" in capsys.readouterr().err
 
 
-def test_a_client_that_is_held_up_says_so_and_counts_it(load: Load) -> None:
+def test_a_client_that_is_held_up_says_so_and_counts_it(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "AHEAD_BYTES_MAX", 0)
     # The body of every request is slow to make: sends come late, one after another.
     report = load(
         "--rate", "40", "--duration", "0.5", "--arrivals", "burst", "--burst-size", "20",
