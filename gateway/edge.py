@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.messages import Tier
-from gateway.admission import Admission
+from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError
 from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
 from gateway.body_check import BodyFacts, check_body
@@ -32,7 +32,7 @@ from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, re
 from gateway.keyring import KeyRing
 from gateway.rates import RateLimits
 from gateway.routes import OPEN_PATHS, find_route, takes_no_json
-from gateway.tiers import TierRules, reword_service_tier
+from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
@@ -68,6 +68,7 @@ class Edge:
         self._rates = rates or RateLimits("memory://")
         self._limits = limits or EdgeLimits()
         self._admission = Admission(self._limits.requests_max)
+        self._refusals = Refusals()
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -201,6 +202,10 @@ class Edge:
         if isinstance(tier, ApiError):
             return tier
         answer.tier = tier
+        clock = asyncio.get_running_loop().time
+        tenant = scope[TENANT_KEY]
+        if TIER_HEADER in head.headers and (full := self._refusals.find(tier, tenant, clock())):
+            return full
         if (error := self._admission.take(tier)) is not None:
             return error
         try:
@@ -215,9 +220,13 @@ class Edge:
                 return resolved
             answer.tier = resolved
             answer.echoes_tier = facts.service_tier is not None
-            answer.request = RequestState(scope[TENANT_KEY], deadline_ms)
+            if (full := self._refusals.find(resolved, tenant, clock())) is not None:
+                return full
+            answer.request = RequestState(tenant, deadline_ms)
             body = reword_service_tier(body, facts.service_tier)
-            return await self._run(scope, Replay(body, receive), answer, key, facts)
+            error = await self._run(scope, Replay(body, receive), answer, key, facts)
+            self._refusals.note(resolved, tenant, answer.request.failure, clock())
+            return error
         finally:
             self._admission.give_back(tier)
 
