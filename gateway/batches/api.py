@@ -278,7 +278,7 @@ def _guarded(answer: Answer) -> Answer:
             error = api_error("quota_exceeded", text)
         except StorageFullError:
             text = "The server has no room left for files and batches; try again later."
-            error = api_error("storage_full", text, retry_after_s=30)
+            error = api_error("storage_full", text, retry_after_s=5)
         except StorageError as failure:
             log.warning("storage_failed", reason=str(failure))
             text = "Files and batches cannot be reached now; try again later."

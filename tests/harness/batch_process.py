@@ -32,6 +32,8 @@ from gateway.routes import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
+OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+"""Runs a command that may mount what nobody else sees."""
 
 
 class Application:
@@ -130,10 +132,17 @@ async def _serve(config: BatchesConfig, delay_s: float, keys: str) -> None:
 class BatchProcess:
     """The process, from a test."""
 
-    def __init__(self, folder: Path, keys: str = "", **settings: object) -> None:
+    def __init__(
+        self, folder: Path, keys: str = "", *, disk_bytes: int = 0, **settings: object
+    ) -> None:
+        """With `disk_bytes` the folder is a disk of that size, which only the process sees."""
         words = [f"{name}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", __name__, str(folder), keys, *words]
+        if disk_bytes:
+            mount = f'mount -t tmpfs -o size={disk_bytes} none "$0" && exec "$@"'
+            command = [*OWN_MOUNTS, "sh", "-c", mount, str(folder), *command]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder), keys, *words],
+            command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

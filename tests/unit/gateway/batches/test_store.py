@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakeredis
 import pytest
+import redis
+from fakeredis import FakeServer
 
 from gateway.batches import sqlite_store, terms
 from gateway.batches.lines import Result
+from gateway.batches.redis_store import RedisStore
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import (
     BatchStore,
@@ -32,9 +36,16 @@ from gateway.batches.terms import (
 )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BatchStore]:
-    made = SqliteStore(tmp_path / "data" / "batches.sqlite3")
+@pytest.fixture(params=["sqlite", "redis"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[BatchStore]:
+    made: BatchStore
+    if request.param == "sqlite":
+        made = SqliteStore(tmp_path / "data" / "batches.sqlite3")
+    else:
+        made = RedisStore("redis://127.0.0.1:1")
+        monkeypatch.setattr(made._link, "redis", fakeredis.FakeRedis(server=FakeServer()))
     yield made
     made.close()
 
@@ -275,3 +286,40 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         SqliteStore(blocker / "batches.sqlite3")
     assert sqlite_store.SCHEMA_VERSION == 1
+
+
+def test_a_redis_that_is_away_or_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RedisStore("redis://127.0.0.1:1")
+    with pytest.raises(StorageError):
+        store.file("acme", "file-1")
+    with pytest.raises(StorageError):
+        store.add_file(a_file())
+
+    def full(*_: Any) -> None:
+        raise redis.exceptions.OutOfMemoryError("OOM command not allowed")
+
+    monkeypatch.setattr(store._link.redis, "get", full)
+    with pytest.raises(StorageFullError):
+        store.file("acme", "file-1")
+    store.close()
+
+
+def test_two_claims_at_once_get_one_batch() -> None:
+    """The second one looked before the first one took it."""
+    server = FakeServer()
+    one, two = RedisStore("redis://127.0.0.1:1"), RedisStore("redis://127.0.0.1:1")
+    for each in (one, two):
+        each._link.redis = fakeredis.FakeRedis(server=server)
+    with_batch(one)
+    look = two._claimable
+    taken: list[Any] = []
+
+    def look_and_be_late(now_s: float) -> str | None:
+        found = look(now_s)
+        if not taken:
+            taken.append(one.claim("one", now_s, 10))
+        return found
+
+    two._claimable = look_and_be_late  # type: ignore[method-assign]
+    assert two.claim("two", 0, 10) is None
+    assert taken[0] is not None
