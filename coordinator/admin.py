@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -117,8 +118,19 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             **core.layout_view(),
             **core.ranks_view(clock()),
             "queue": core.queue_view(),
+            "batches": batches_view(context.owner),
             **core.switches_view(1),
         }
+
+
+def batches_view(owner: CoreOwner) -> list[dict[str, Any]]:
+    """Return the batches that run, with the gateway that runs each."""
+    return [
+        {"gateway": gateway, **msgspec.to_builtins(batch)}
+        for gateway, batches in owner.batches.items()
+        if gateway in owner.gateway_outboxes
+        for batch in batches
+    ]
 
 
 async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from coordinator.protocol.messages import (
     Done,
     EndCause,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankHello,
     Report,
     StreamGap,
@@ -259,7 +259,7 @@ class Core:
             effects.append(ToGateway(hello.gateway, self._cell))
         return effects
 
-    def _gateway_said(self, gateway: str, message: GatewayUp, now_ms: int) -> list[Effect]:
+    def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
         # Whoever is heard is there, whatever was believed.
         self._gateways.setdefault(gateway, _Gateway()).closed_ms = None
         match message:

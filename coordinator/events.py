@@ -13,7 +13,7 @@ from coordinator.protocol.messages import (
     Carry,
     GatewayDown,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankDown,
     RankHello,
     Report,
@@ -63,7 +63,7 @@ class GatewaySaid:
     """A message came in over the gateway's current session."""
 
     gateway: str
-    message: GatewayUp
+    message: GatewayToCore
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from coordinator.events import (
     ToRank,
 )
 from coordinator.outbox import Outbox
+from coordinator.protocol.messages import BatchProgress
 from coordinator.records import SwitchRecord
 
 log = structlog.get_logger()
@@ -63,6 +64,8 @@ class CoreOwner:
         self._inbox: asyncio.Queue[_Posted] = asyncio.Queue()
         self.rank_outboxes: dict[Rank, Outbox] = {}
         self.gateway_outboxes: dict[str, Outbox] = {}
+        self.batches: dict[str, tuple[BatchProgress, ...]] = {}
+        """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,8 +22,11 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
 from gateway import vllm_app, vllm_engine_wire
+from gateway.batches.api import batch_routes
+from gateway.batches.line_call import LineAnswer, LineCall
+from gateway.batches.setup import set_up_batches
 from gateway.connection import Connection, ConnectionLimits
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error
@@ -85,6 +88,8 @@ class Gateway:
         )
         self._keys = KeyRing(config.gateway.keys_file)
         self._rates = RateLimits(config.gateway.rate_limit_storage)
+        self._batches = set_up_batches(config.batches, name, self._answer_line)
+        self._told: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
         self._server: uvicorn.Server | None = None
         self._drain: asyncio.Task[None] | None = None
@@ -104,6 +109,7 @@ class Gateway:
         )
         close_other_routes(app)
         add_own_routes(app, self.readiness)
+        app.router.routes += batch_routes(self._batches)
         gateway = self._config.gateway
         self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway))
         limits = ConnectionLimits(
@@ -131,6 +137,9 @@ class Gateway:
             asyncio.create_task(self._tick(llm)),
             asyncio.create_task(_forever(self._keys.watch())),
         ]
+        if self._batches is not None:
+            desk = self._batches.desk
+            work.append(asyncio.create_task(desk.run(self._is_ready, self._tell_batches)))
         for task in work:
             task.add_done_callback(self._work_ended)
         try:
@@ -140,6 +149,9 @@ class Gateway:
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+            if self._batches is not None:
+                await self._batches.desk.close()
+                await self._batches.store.close()
             llm.shutdown()
             for inbox in inboxes:
                 inbox.close()
@@ -161,6 +173,19 @@ class Gateway:
             text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
+
+    def _is_ready(self) -> bool:
+        return self.readiness().ready
+
+    async def _answer_line(self, call: LineCall) -> LineAnswer:
+        assert self._edge is not None, "batches begin behind the edge."
+        return await self._edge.answer_line(call)
+
+    def _tell_batches(self, batches: Sequence[BatchProgress]) -> None:
+        """Say again and again what runs, and once that nothing does."""
+        if batches or self._told:
+            self._session.send(BatchesRun(tuple(batches)))
+        self._told = tuple(batches)
 
     def _announce(self) -> None:
         """Tell in one line of JSON that requests are accepted from now on."""
@@ -207,6 +232,8 @@ class Gateway:
     async def _drain_requests(self) -> None:
         assert self._edge is not None
         assert self._server is not None
+        if self._batches is not None:
+            await self._batches.desk.close()
         try:
             async with asyncio.timeout(DRAIN_S):
                 await self._edge.idle.wait()

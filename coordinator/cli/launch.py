@@ -5,6 +5,7 @@ options override it, and what neither says gets the defaults of this machine.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ class Machine:
     free_ports: tuple[int, int, int, int]
     """For gRPC, torch's rendezvous, and serving and admin where 0 asks for any free one."""
     run_dir: str
+    state_dir: str
+    """Folder of this user for what outlives a run."""
 
 
 def build_config(options: argparse.Namespace, machine: Machine) -> Config:
@@ -60,9 +63,20 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     _set_addresses(base, options, machine.free_ports)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
-        return check_config(base)
+        return _with_data_dir(check_config(base), machine.state_dir)
     except ConfigError as error:
         raise CliError(str(error), USAGE_STATUS) from error
+
+
+def _with_data_dir(config: Config, state_dir: str) -> Config:
+    if config.batches.data_dir:
+        return config
+    # By model, because a batch can only be run by a cell that serves its model.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", config.served_model_name)
+    batches = config.batches.model_copy(
+        update={"data_dir": str(Path(state_dir) / "batches" / name)}
+    )
+    return config.model_copy(update={"batches": batches})
 
 
 def require_policy(name: str) -> None:
@@ -76,7 +90,9 @@ def require_policy(name: str) -> None:
 
 
 def _empty() -> dict[str, Any]:
-    return {"model": {}, "cell": {}, "coordinator": {}, "gateway": {}, "admin": {}}
+    return {
+        section: {} for section in ("model", "cell", "coordinator", "gateway", "batches", "admin")
+    }
 
 
 def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:

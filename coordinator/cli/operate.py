@@ -40,6 +40,8 @@ def run_status(options: argparse.Namespace) -> int:
     print("\n" + _groups_table(status["groups"]))
     print("\n" + _ranks_table(status["ranks"]))
     print("\n" + _queue_table(status["queue"]))
+    if status["batches"]:
+        print("\n" + _batches_table(status["batches"]))
     if status["switches"]:
         print("\nlast switch\n" + switches_table(status["switches"]))
     return 0
@@ -153,6 +155,11 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
 def _queue_table(queue: dict[str, Any]) -> str:
     rows = [(tier, each["queued"], each["tokens"]) for tier, each in queue["tiers"].items()]
     return format_table(("tier", "queued", "tokens"), rows) + f"\ntasks {_counts(queue['tasks'])}"
+
+
+def _batches_table(batches: list[dict[str, Any]]) -> str:
+    columns = ("batch", "status", "total", "completed", "failed")
+    return format_table(columns, [[batch[column] for column in columns] for batch in batches])
 
 
 def switches_table(switches: list[dict[str, Any]]) -> str:

@@ -124,6 +124,19 @@ class GatewayConfig(_Frozen):
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
 
 
+class BatchesConfig(_Frozen):
+    """Files and batches of the OpenAI API."""
+
+    data_dir: str = ""
+    """Folder for files and, by default, the store; the same for all gateways. Empty: no batches."""
+    storage: str = "sqlite://"
+    """Where records and results are kept: sqlite:// in the folder, or a redis:// URL."""
+    lines_at_once: int = Field(default=64, ge=1, le=4_096)
+    """Most lines of all batches that one gateway runs at once."""
+    lease_ms: int = Field(default=15_000, ge=100)
+    """A batch whose gateway was not heard for so long is taken over by another one."""
+
+
 class AdminConfig(_Frozen):
     """The admin port: admin API and metrics."""
 
@@ -138,6 +151,7 @@ class Config(_Frozen):
     cell: CellConfig = CellConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
     gateway: GatewayConfig = GatewayConfig()
+    batches: BatchesConfig = BatchesConfig()
     admin: AdminConfig = AdminConfig()
     run_dir: str = ""
     """Folder for sockets and logs; empty means a fresh temporary one."""

@@ -35,6 +35,8 @@ __all__ = [
     "PLAN_BEHIND",
     "PROTOCOL_VERSION",
     "Adopted",
+    "BatchProgress",
+    "BatchesRun",
     "Binding",
     "Cancel",
     "Carry",
@@ -46,6 +48,7 @@ __all__ = [
     "Epoch",
     "GatewayDown",
     "GatewayHello",
+    "GatewayToCore",
     "GatewayUp",
     "GiveBack",
     "Grant",
@@ -307,6 +310,22 @@ class StreamGap(Message, frozen=True):
     gap_ms: float
 
 
+class BatchProgress(msgspec.Struct, frozen=True):
+    """How far a batch is, in the words of the OpenAI API; counts are lines."""
+
+    batch: str
+    status: str
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchesRun(Message, frozen=True):
+    """The batches that this gateway runs now; replaces what it said before. For people only."""
+
+    batches: tuple[BatchProgress, ...]
+
+
 class Welcome(Message, frozen=True):
     """Answer to `GatewayHello`; a changed `coordinator` means it restarted."""
 
@@ -351,7 +370,8 @@ class Resubmit(Message, frozen=True):
 
 RankUp = RankHello | Report
 RankDown = Directive | Place | Drop | GiveBack | Stop
-GatewayUp = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayToCore = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayUp = GatewayToCore | BatchesRun
 GatewayDown = Welcome | CellState | TaskFailed | Resubmit
 
 

@@ -33,7 +33,7 @@ from coordinator.protocol.messages import (
     Carry,
     Directive,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankHello,
     Report,
 )
@@ -261,7 +261,7 @@ class World:
         if core is self.core and not self.faults.is_cut(rank):
             self.core_event(RankSaid(rank, report))
 
-    def to_core(self, session: Session, gateway: str, message: GatewayUp) -> None:
+    def to_core(self, session: Session, gateway: str, message: GatewayToCore) -> None:
         if isinstance(message, GatewayHello):
             opened = GatewayOpened(message)
             self.network.in_order(session, "up", lambda: self._open(gateway, session, opened))

@@ -36,7 +36,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def build(*arguments: str, gpus: int = 0) -> Config:
-    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run")
+    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run", "/tmp/state")
     return build_config(options(*arguments), machine)
 
 
@@ -57,6 +57,7 @@ def test_defaults_are_two_cpu_ranks_with_the_demo_model() -> None:
     assert config.cell.dist_port == 20_002
     assert (config.gateway.port, config.admin.port) == (8000, 8001)
     assert config.run_dir == "/tmp/run"
+    assert config.batches.data_dir == f"/tmp/state/batches/{DEMO_NAME}"
 
 
 def test_every_gpu_is_used_by_default() -> None:
