@@ -25,9 +25,11 @@ from coordinator.events import (
     RankOpened,
     RankSaid,
 )
+from coordinator.gathered import Gathered
 from coordinator.outbox import ENDED, Closing, Outbox
 from coordinator.owner import CoreOwner
 from coordinator.protocol import wire
+from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     GatewayHello,
@@ -85,6 +87,8 @@ class CellServer:
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
+        self.gathered = Gathered()
+        """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -200,8 +204,11 @@ class CellServer:
                 f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
             )
 
-        def read(message: bytes) -> Event:
+        def read(message: bytes) -> Event | None:
             said = _decode(wire.decode_gateway_up, message)
+            if isinstance(said, Measures):
+                self.gathered.take(gateway, said)
+                return None
             if isinstance(said, GatewayHello):
                 raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
             return GatewaySaid(gateway, said)
@@ -214,7 +221,7 @@ class CellServer:
         outboxes: dict[Key, Outbox],
         key: Key,
         opened: Event,
-        read: Callable[[bytes], Event],
+        read: Callable[[bytes], Event | None],
         closed: Event,
     ) -> _Session:
         """Make a fresh outbox the one of `key`, in the step in which the core hears `opened`."""
@@ -234,7 +241,8 @@ class CellServer:
             return is_current() and outboxes.pop(key) is outbox
 
         async def hear(message: bytes) -> None:
-            await owner.post(read(message), is_current)
+            if (event := read(message)) is not None:
+                await owner.post(event, is_current)
 
         await owner.post(opened, take_over)
         return _Session(outbox, hear, lambda: owner.post_soon(closed, give_up))

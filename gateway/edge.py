@@ -28,8 +28,9 @@ from gateway.errors import (
 )
 from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
 from gateway.keyring import KeyRing
+from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
-from gateway.routes import OPEN_PATHS, find_route
+from gateway.routes import OPEN_PATHS, find_route, route_name
 from gateway.tiers import TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
@@ -59,12 +60,14 @@ class Edge:
         keys: KeyRing | None = None,
         rates: RateLimits | None = None,
         limits: EdgeLimits | None = None,
+        meter: RequestMeter | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
         self._keys = keys or KeyRing("")
         self._rates = rates or RateLimits("memory://")
         self._limits = limits or EdgeLimits()
+        self._meter = meter or RequestMeter()
         self._admission = Admission(self._limits.requests_max)
         self._bodies = 0
         self.idle = asyncio.Event()
@@ -93,6 +96,7 @@ class Edge:
             if error is not None:
                 await answer.refuse(_with_jitter(error))
         except (ClientGoneError, ClientStalledError) as gone:
+            answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
             # The last resort for every bug of ours and of vLLM's: the client gets a 500.
@@ -101,6 +105,12 @@ class Edge:
             await answer.fail()
         finally:
             answer.close()
+            self._count(answer, scope)
+
+    def _count(self, answer: Answer, scope: Scope) -> None:
+        status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
+        route = route_name(scope["method"], scope["path"])
+        self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
@@ -164,7 +174,9 @@ class Edge:
             tenant = key.tenant if key else head.fairness_id()
             answer.request = RequestState(tenant, deadline_ms)
             body = reword_service_tier(body, facts.service_tier)
-            return await self._run(scope, Replay(body, receive), answer, key, facts)
+            return await self._run(
+                scope, Replay(body, receive, answer.client_gone), answer, key, facts
+            )
         finally:
             self._admission.give_back(tier)
 

@@ -68,6 +68,13 @@ def find_route(method: str, path: str) -> ApiError | None:
     return None
 
 
+def route_name(method: str, path: str) -> str:
+    """Name the route in metrics: one of those that exist, or "other"."""
+    if find_route(method, path) is not None:
+        return "other"
+    return MODEL_PATH if _MODEL.fullmatch(path) else path
+
+
 def close_other_routes(app: FastAPI) -> None:
     """Leave only vLLM's listed routes in the application; raises if one of them is missing."""
     plain = [route for route in app.router.routes if isinstance(route, Route)]
