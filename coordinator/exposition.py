@@ -52,14 +52,14 @@ def layout_metrics(layout: View) -> Iterator[Metric]:
     )
     yield _plain("aileron_serving", "1 if every rank serves the wanted layout.", layout["serving"])
     yield _plain("aileron_epoch", "The epoch of the wanted layout.", layout["epoch"])
-    for name, text in (
-        ("running", "Tasks that the group runs."),
-        ("waiting", "Tasks that wait inside the group."),
-        ("paused", "Tasks that the group holds paused."),
-        ("pages_free", "Free KV pages of each member."),
-        ("pages_total", "KV pages of each member."),
+    for name, text, field in (
+        ("running", "Tasks that the group runs.", "running"),
+        ("waiting", "Tasks that wait inside the group.", "waiting"),
+        ("paused", "Tasks that the group holds paused.", "paused"),
+        ("pages_free", "Free KV pages of each member.", "pages_free"),
+        ("pages", "KV pages of each member.", "pages_total"),
     ):
-        rows = [((str(group["leader"]), group["mode"]), group[name]) for group in layout["groups"]]
+        rows = [((str(group["leader"]), group["mode"]), group[field]) for group in layout["groups"]]
         yield _gauge(f"aileron_group_{name}", text, ("leader", "mode"), rows)
     yield _gauge(
         "aileron_rank_group_info",

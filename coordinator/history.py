@@ -109,6 +109,6 @@ def _counts(tally: Tally) -> _Counts:
 
 
 def _letter(rank: View) -> str:
-    if not rank["available"]:
-        return AWAY
-    return STATES.get(rank["phase"], STARTING)
+    if rank["available"] or rank["phase"].startswith("never"):
+        return STATES.get(rank["phase"], STARTING)
+    return AWAY

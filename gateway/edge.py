@@ -105,7 +105,8 @@ class Edge:
             await answer.fail()
         finally:
             answer.close()
-            self._count(answer, scope)
+            if scope["path"] not in OPEN_PATHS:
+                self._count(answer, scope)
 
     def _count(self, answer: Answer, scope: Scope) -> None:
         status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status

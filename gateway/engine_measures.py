@@ -13,8 +13,12 @@ from prometheus_client.samples import Sample
 from coordinator.protocol.measures import VLLM_PREFIX, Family, Series
 
 ADDED_LABELS = frozenset({"model_name", "engine"})
-TOLD_BY_RANKS = frozenset(
+LEFT_OUT = frozenset(
     {
+        # Only counted where vLLM runs the model in the same process.
+        *("vllm:estimated_flops_per_gpu", "vllm:estimated_read_bytes_per_gpu"),
+        "vllm:estimated_write_bytes_per_gpu",
+        # Told by the ranks.
         *("vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"),
         *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
     }
@@ -24,7 +28,7 @@ TOLD_BY_RANKS = frozenset(
 def engine_families(registry: CollectorRegistry = REGISTRY) -> Iterator[Family]:
     """Return vLLM's counters and histograms as they stand."""
     for metric in registry.collect():
-        if metric.name.startswith(VLLM_PREFIX) and metric.name not in TOLD_BY_RANKS:
+        if metric.name.startswith(VLLM_PREFIX) and metric.name not in LEFT_OUT:
             if metric.type == "counter":
                 yield _counter(metric)
             elif metric.type == "histogram":

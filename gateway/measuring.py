@@ -85,7 +85,10 @@ class RequestMeter:
         self.tally.count(SLO_GOOD, tier, by=is_good)
 
     def answered(self, route: str, tier: Tier, status: int, reason: str, took_s: float) -> None:
-        """Count an answer that has ended; `reason` is its error's code, or empty."""
+        """Count an answer that has ended; `reason` is its error's code, or empty.
+
+        Probes are not counted: what an operator asks every second says nothing of clients.
+        """
         name = tier_name(tier)
         self.tally.count(REQUESTS, route, name, str(status))
         if status == CLIENT_GONE_STATUS:
