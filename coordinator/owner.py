@@ -40,6 +40,16 @@ def _always() -> bool:
     return True
 
 
+class Watcher(Protocol):
+    """Sees what goes through the core, to measure it; decides nothing."""
+
+    def saw_event(self, event: Event, now_ms: int) -> None:
+        """The core was handed an event."""
+
+    def saw_effect(self, effect: Effect, now_ms: int) -> None:
+        """The core asked for something."""
+
+
 class Decider(Protocol):
     """The part of the core that its owner needs."""
 
@@ -67,6 +77,7 @@ class CoreOwner:
         self.batches: dict[str, tuple[BatchProgress, ...]] = {}
         """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
+        self.watcher: Watcher | None = None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
         """Hand over `event` and wait until it was handled.
@@ -88,8 +99,7 @@ class CoreOwner:
             while True:
                 posted = await self._inbox.get()
                 if posted.admit():
-                    for effect in self._core.handle(posted.event, self._clock()):
-                        self._perform(effect)
+                    self._handle(posted.event, self._clock())
                 if posted.handled is not None and not posted.handled.done():
                     posted.handled.set_result(None)
         finally:
@@ -99,6 +109,15 @@ class CoreOwner:
         while True:
             await asyncio.sleep(self._tick_s)
             await self.post(Tick())
+
+    def _handle(self, event: Event, now_ms: int) -> None:
+        effects = self._core.handle(event, now_ms)
+        if self.watcher is not None:
+            self.watcher.saw_event(event, now_ms)
+        for effect in effects:
+            if self.watcher is not None:
+                self.watcher.saw_effect(effect, now_ms)
+            self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:

@@ -25,9 +25,11 @@ from coordinator.events import (
     RankOpened,
     RankSaid,
 )
+from coordinator.gathered import Gathered
 from coordinator.outbox import ENDED, Closing, Outbox
 from coordinator.owner import CoreOwner
 from coordinator.protocol import wire
+from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     BatchesRun,
@@ -86,6 +88,8 @@ class CellServer:
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
+        self.gathered = Gathered()
+        """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -205,6 +209,9 @@ class CellServer:
 
         def read(message: bytes) -> Event | None:
             said = _decode(wire.decode_gateway_up, message)
+            if isinstance(said, Measures):
+                self.gathered.take(gateway, said)
+                return None
             if isinstance(said, GatewayHello):
                 raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
             if isinstance(said, BatchesRun):

@@ -73,6 +73,12 @@ class Answer:
         self._start: Message = {}
         self._error_body = bytearray()
         self.request_id = request_id
+        self.status = 0
+        """The status that was sent; 0 before that."""
+        self.error_code = ""
+        """The code of the error that the answer is, or ended with."""
+        self.is_abandoned = False
+        """Whether the client left before the answer was complete."""
         self.tier = Tier.STANDARD
         self.request = RequestState()
         self.echoes_tier = False
@@ -95,9 +101,13 @@ class Answer:
                 self._keeper = asyncio.create_task(self._keep_alive())
 
     @property
-    def elapsed_ms(self) -> int:
-        """Milliseconds since the request came."""
-        return round((asyncio.get_running_loop().time() - self._began_s) * 1_000)
+    def elapsed_s(self) -> float:
+        """Seconds since the request came."""
+        return asyncio.get_running_loop().time() - self._began_s
+
+    def client_gone(self) -> None:
+        """Take note that nobody reads any more."""
+        self.is_abandoned |= self._phase is not _Phase.CLOSED
 
     def close(self) -> None:
         """The app has returned: send nothing of one's own accord any more."""
@@ -113,7 +123,7 @@ class Answer:
         """End the answer after a bug, as well as what was sent so far allows."""
         error = api_error("internal_error", SERVER_ERROR_MESSAGE)
         if self._phase is _Phase.STREAM:
-            await self._send_last(error.event())
+            await self._send_error_event(error)
         else:
             await self.refuse(error)
 
@@ -131,7 +141,7 @@ class Answer:
             case _Phase.BEFORE:
                 await self._begin_whole(message)
             case _Phase.STREAM if body.startswith(_ERROR_EVENT):
-                await self._send_last(failed_event(bytes(body), self.request.failure).event())
+                await self._send_error_event(failed_event(bytes(body), self.request.failure))
             case _Phase.STREAM:
                 await self._send_event(message)
             case _Phase.OPEN:
@@ -173,9 +183,8 @@ class Answer:
         body = message.get("body", b"")
         if not message.get("more_body", False):
             if not (body or self._last).endswith(STREAM_END):
-                await self._send_last(
-                    body + api_error("internal_error", "The stream broke off.").event()
-                )
+                error = api_error("internal_error", "The stream broke off.")
+                await self._send_error_event(error, body)
                 return
             self._phase = _Phase.CLOSED
         elif self.echoes_tier and body.startswith(_CHUNK_EVENT):
@@ -200,7 +209,12 @@ class Answer:
         self._phase = _Phase.STREAM
         await self._send_event(message)
 
+    async def _send_error_event(self, error: ApiError, behind: bytes = b"") -> None:
+        self.error_code = error.code
+        await self._send_last(behind + error.event())
+
     async def _send_error(self, error: ApiError) -> None:
+        self.error_code = error.code
         body = error.body()
         cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
         headers = [*error.headers(), (b"content-length", str(len(body)).encode()), *cors]
@@ -221,9 +235,10 @@ class Answer:
             (b"x-request-id", self.request_id.encode()),
             (b"x-priority-tier", tier_name(self.tier).encode()),
             (b"openai-version", OPENAI_VERSION),
-            (b"openai-processing-ms", str(self.elapsed_ms).encode()),
+            (b"openai-processing-ms", str(round(self.elapsed_s * 1_000)).encode()),
             *self.headers,
         ]
+        self.status = status
         await self._out(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )

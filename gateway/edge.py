@@ -30,8 +30,9 @@ from gateway.errors import (
 )
 from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
 from gateway.keyring import KeyRing
+from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
-from gateway.routes import OPEN_PATHS, find_route, takes_no_json
+from gateway.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
@@ -61,12 +62,14 @@ class Edge:
         keys: KeyRing | None = None,
         rates: RateLimits | None = None,
         limits: EdgeLimits | None = None,
+        meter: RequestMeter | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
         self._keys = keys or KeyRing("")
         self._rates = rates or RateLimits("memory://")
         self._limits = limits or EdgeLimits()
+        self._meter = meter or RequestMeter()
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._bodies = 0
@@ -96,6 +99,7 @@ class Edge:
             if error is not None:
                 await answer.refuse(_with_jitter(error))
         except (ClientGoneError, ClientStalledError) as gone:
+            answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
             # The last resort for every bug of ours and of vLLM's: the client gets a 500.
@@ -104,6 +108,13 @@ class Edge:
             await answer.fail()
         finally:
             answer.close()
+            if scope["path"] not in OPEN_PATHS:
+                self._count(answer, scope)
+
+    def _count(self, answer: Answer, scope: Scope) -> None:
+        status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
+        route = route_name(scope["method"], scope["path"])
+        self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
@@ -184,7 +195,7 @@ class Edge:
             return facts
         answer.request = RequestState(call.tenant, call.deadline_ms)
         body = reword_service_tier(call.body, facts.service_tier)
-        replay = Replay(body, never)
+        replay = Replay(body, never, answer.client_gone)
         return await self._run(line_scope(call), replay, answer, None, facts)
 
     async def _serve_body(
@@ -224,7 +235,9 @@ class Edge:
                 return full
             answer.request = RequestState(tenant, deadline_ms)
             body = reword_service_tier(body, facts.service_tier)
-            error = await self._run(scope, Replay(body, receive), answer, key, facts)
+            error = await self._run(
+                scope, Replay(body, receive, answer.client_gone), answer, key, facts
+            )
             self._refusals.note(resolved, tenant, answer.request.failure, clock())
             return error
         finally:

@@ -7,7 +7,7 @@ import asyncio
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -170,15 +170,20 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
 class Replay:
     """Gives the body that was read already, then what the client does next."""
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
+    def __init__(self, body: bytes, receive: Receive, gone: Callable[[], None]) -> None:
+        """`gone` is called when the client leaves."""
         self._body: bytes | None = body
         self._receive = receive
+        self._gone = gone
         self.length = len(body)
 
     async def __call__(self) -> Message:
         """Stand in for ASGI's `receive`."""
         if self._body is None:
-            return await self._receive()
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone()
+            return message
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 

@@ -6,6 +6,7 @@ flight finish for `DRAIN_S`; the second one ends it at once.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -29,8 +30,10 @@ from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
 from gateway.connection import Connection, ConnectionLimits
 from gateway.edge import Edge, EdgeLimits
+from gateway.engine_measures import engine_families
 from gateway.errors import api_error
 from gateway.keyring import KeyRing
+from gateway.measuring import RequestMeter, Telling
 from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
@@ -42,6 +45,10 @@ DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
 
 TICK_S = 0.25
+TELL_TICKS = 4
+"""Ticks between two messages with what was measured."""
+ENGINE_TELL_TICKS = 20
+"""The same for vLLM's own metrics, which take a millisecond to read."""
 FLUSH_S = 1.0
 """How long the last messages may take to reach the coordinator."""
 
@@ -80,11 +87,15 @@ class Gateway:
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._session = CoordinatorSession(config.coordinator.listen, token, name)
+        self._meter = RequestMeter(
+            {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
+        )
         self._relay = Relay(
             self._session,
             self._sockets.send_outputs,
             gateway=name,
             reply_to=self._sockets.token_address,
+            meter=self._meter,
         )
         self._keys = KeyRing(config.gateway.keys_file)
         self._rates = RateLimits(config.gateway.rate_limit_storage)
@@ -111,7 +122,7 @@ class Gateway:
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
         gateway = self._config.gateway
-        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway))
+        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway), self._meter)
         limits = ConnectionLimits(
             _connections_max(max(1, gateway.connections_max // gateway.processes)),
             gateway.connections_per_address_max,
@@ -202,9 +213,16 @@ class Gateway:
         self._tell(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        while True:
+        telling, engine_telling = Telling(), Telling()
+        for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
             self._relay.tick()
+            if tick % TELL_TICKS == 0 and self._session.up:
+                families = self._meter.tally.families()
+                self._session.send(telling.message(self._session.coordinator, families))
+            if tick % ENGINE_TELL_TICKS == 0 and self._session.up:
+                said = engine_telling.message(self._session.coordinator, engine_families())
+                self._session.send(said)
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped, see the log above.")
 

@@ -80,9 +80,7 @@ def takes_no_json(path: str) -> bool:
 
 def find_route(method: str, path: str) -> ApiError | None:
     """None if the route exists, else the error that says what is wrong with it."""
-    for pattern, named in _PATTERNS:
-        if found := pattern.fullmatch(path):
-            path = named + (found.group(1) or "")
+    path = _named(path)
     methods = {known for known, route in _ROUTES if route == path}
     if not methods:
         return api_error("unknown_url", "Unknown request URL: check the method and the path.")
@@ -90,6 +88,21 @@ def find_route(method: str, path: str) -> ApiError | None:
         allowed = ", ".join(sorted(methods))
         return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
     return None
+
+
+def route_name(method: str, path: str) -> str:
+    """Name the route in metrics: one of those that exist, or "other"."""
+    if find_route(method, path) is not None:
+        return "other"
+    return _named(path)
+
+
+def _named(path: str) -> str:
+    """Put the route's own words where the path has a name."""
+    for pattern, named in _PATTERNS:
+        if found := pattern.fullmatch(path):
+            return named + (found.group(1) or "")
+    return path
 
 
 def close_other_routes(app: FastAPI) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import structlog
 import torch
 import torch.distributed as dist
@@ -33,6 +32,7 @@ from worker.board import Board, open_boards
 from worker.step_times import StepTimes
 from worker.vllm_calibrate import measure_steps
 from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_counts import engine_totals, process_gauges
 from worker.vllm_device import (
     activation_bytes,
     kv_budget_bytes,
@@ -389,12 +389,10 @@ class RankEngine:
         return tuple(mode.times for mode in self.modes.values())
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
-        """What a leak would show in."""
-        process = psutil.Process()
+        """What a leak would show in, and what vLLM's schedulers counted."""
         return (
-            ("rss_bytes", process.memory_info().rss),
-            ("open_files", process.num_fds()),
-            ("threads", process.num_threads()),
+            *process_gauges(),
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
+            *engine_totals(mode.scheduler for mode in self.modes.values()),
         )

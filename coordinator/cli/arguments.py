@@ -99,6 +99,7 @@ def _add_up(commands: "Commands") -> None:
 
 def _add_operator_commands(commands: "Commands") -> None:
     status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
+    status.add_argument("--once", action="store_true", help="do not refresh; so it is in a pipe")
     status.set_defaults(command=_status)
     switch = commands.add_parser("switch", help="change the layout and wait until it serves")
     switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")

@@ -29,8 +29,13 @@ SWITCH_COLUMNS = (
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show what the cell is doing."""
-    status = AdminClient(find_admin_url(options.admin_url)).get("/admin/status")
+    """Show what the cell is doing: on a terminal until Ctrl-C, else once."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    if sys.stdout.isatty() and not (options.json or options.once):
+        from coordinator.cli.watch import watch
+
+        return watch(client)
+    status = client.get("/admin/status")
     if options.json:
         return _print_json(status)
     serving = "serving" if status["serving"] else f"on the way to {status['target']}"
@@ -153,8 +158,14 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
 
 
 def _queue_table(queue: dict[str, Any]) -> str:
-    rows = [(tier, each["queued"], each["tokens"]) for tier, each in queue["tiers"].items()]
-    return format_table(("tier", "queued", "tokens"), rows) + f"\ntasks {_counts(queue['tasks'])}"
+    rows = [
+        (tier, each["queued"], each["tokens"], each["placed"])
+        for tier, each in queue["tiers"].items()
+    ]
+    return (
+        format_table(("tier", "queued", "tokens", "placed"), rows)
+        + f"\ntasks {_counts(queue['tasks'])}"
+    )
 
 
 def _batches_table(batches: list[dict[str, Any]]) -> str:

@@ -71,6 +71,23 @@ class TiersConfig(_Frozen):
     batch: TierLimits = TierLimits(queue_tasks_max=4_096, wait_ms=3_600_000)
 
 
+class SloTarget(_Frozen):
+    """The objective of a tier, by which its tasks are judged in the metrics."""
+
+    ttft_ms: int = Field(ge=1)
+    """Longest time to the first token."""
+    tpot_ms: int = Field(ge=1)
+    """Longest mean time per output token of one stream."""
+
+
+class SloConfig(_Frozen):
+    """The objectives of all tiers."""
+
+    interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=50)
+    standard: SloTarget = SloTarget(ttft_ms=2_000, tpot_ms=100)
+    batch: SloTarget = SloTarget(ttft_ms=60_000, tpot_ms=1_000)
+
+
 class CoordinatorConfig(_Frozen):
     """Heartbeats, leases and the task pool."""
 
@@ -153,6 +170,7 @@ class Config(_Frozen):
     gateway: GatewayConfig = GatewayConfig()
     batches: BatchesConfig = BatchesConfig()
     admin: AdminConfig = AdminConfig()
+    slo: SloConfig = SloConfig()
     run_dir: str = ""
     """Folder for sockets and logs; empty means a fresh temporary one."""
 

@@ -83,7 +83,7 @@ __all__ = [
     "WidthTimes",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
