@@ -32,6 +32,20 @@ class Result:
         return "tokens"
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that only sleeping moves."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("time.sleep", sleep)
+    return now
+
+
+@pytest.mark.usefixtures("now")
 @pytest.mark.parametrize(
     ("reads_prompts", "looks", "first"),
     [(True, 1, True), (True, 3, True), (True, 10**9, False), (False, 1, False)],
@@ -46,14 +60,7 @@ def test_first_tokens_go_first_if_they_are_there(
     assert step.tokens() == "tokens"
 
 
-def test_the_wait_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr("time.sleep", sleep)
+def test_the_wait_is_bounded(now: list[float]) -> None:
     assert not UnderWay(Plan(True), Result(Event(10**9))).goes_first()
     assert now[0] < 2 * FIRST_TOKEN_WAIT_S
 
