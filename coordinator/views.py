@@ -87,8 +87,9 @@ def step_times_view(roster: Roster) -> View:
             {
                 "width": times.width,
                 "sp_from_tokens": times.sp_from_tokens,
+                "mixed_from_tokens": dict(times.mixed_from_tokens),
                 "curves": {
-                    mode.value: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
+                    mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
                     for mode, points in times.curves
                 },
             }
@@ -128,6 +129,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         "ranks": list(group.ranks),
         "mode": group.mode.value,
         "width": group.width,
+        "name": group.name,
         "leader": group.leader,
         "born": binding.born,
     }

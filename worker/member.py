@@ -314,7 +314,7 @@ class Member:
             self.settle()
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
-            plan.mode = mode.mode_of_step(self._binding.group.mode, plan.tokens)
+            plan.mode = mode.mode_of_step(self._binding.group, plan.tokens)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
@@ -367,7 +367,7 @@ class Member:
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()
         self.steps += 1
-        self.sp_steps += plan.mode is Mode.SP
+        self.sp_steps += plan.mode not in (Mode.DP, Mode.TP)
         return mode.execute(plan)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:

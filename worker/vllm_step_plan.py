@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class StepPlan:
     output: SchedulerOutput
     grammar: GrammarOutput | None
     resuming: dict[str, list[int]] = field(default_factory=dict)
-    mode: Mode = Mode.DP
+    mode: StepMode = Mode.DP
     """How the group computes this step; its leader decides, and every member obeys."""
 
     @property
@@ -56,7 +56,7 @@ def _unpacked(
     tokens: list[list[npt.NDArray[np.int32] | None]],
     grammar: GrammarOutput | None,
     resuming: dict[str, list[int]],
-    mode: Mode,
+    mode: StepMode,
 ) -> StepPlan:
     """What `StepPlan.__reduce__` was made from."""
     for request, arrays in zip(output.scheduled_new_reqs, tokens, strict=True):

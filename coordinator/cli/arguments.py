@@ -82,6 +82,11 @@ def _add_up(commands: "Commands") -> None:
     add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     add("--widths", metavar="1,2,4", help="group widths; default: powers of two up to --ranks")
     add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
+    add(
+        "--mixed",
+        metavar="sp2tp2",
+        help="mixed groups to prepare, separated by commas; default: those of --layout",
+    )
     add("--policy", choices=("adaptive", "fixed"), default="fixed", help="default: fixed")
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")

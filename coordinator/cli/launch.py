@@ -145,11 +145,21 @@ def _set_cell(
             f"{ranks} ranks need {ranks} GPUs, but nvidia-smi lists {machine.gpus}: lower --ranks.",
             USAGE_STATUS,
         )
-    changed = ranks != ranks_before
+    _set_groups(cell, options, ranks, changed=ranks != ranks_before)
+
+
+def _set_groups(
+    cell: dict[str, Any], options: argparse.Namespace, ranks: int, *, changed: bool
+) -> None:
+    """Set which groups there may be; those of a file hold for its number of ranks."""
     if options.widths is not None:
         cell["widths"] = _read_widths(options.widths, ranks)
     elif changed:
         cell["widths"] = _powers_of_two(ranks)
+    if options.mixed is not None:
+        cell["mixed"] = options.mixed.split(",")
+    elif changed:
+        cell["mixed"] = ()
     if options.layout is not None:
         cell["layout"] = options.layout
     elif changed:

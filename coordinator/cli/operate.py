@@ -99,19 +99,24 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def step_times_text(times: dict[str, Any]) -> str:
     """Return the measured steps of one width, and what a shift group makes of them."""
-    width, curves = times["width"], times["curves"]
+    width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
     sizes = [point["tokens"] for point in next(iter(curves.values()))]
-    names = [f"{mode}{width} ms" for mode in curves]
+    names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
     columns = [[f"{point['ms']:.2f}" for point in points] for points in curves.values()]
     lines = [
         "step times measured at start",
         format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),
     ]
     if "sp" in curves:
-        start = times["sp_from_tokens"]
-        chosen = f"from {start} tokens on in sp, below in tp" if start else "always in tp"
-        lines.append(f"shift{width} computes a step {chosen}.")
+        lines.append(_choice(f"shift{width}", "sp", times["sp_from_tokens"]))
+    for shape, start in mixed.items():
+        lines.append(_choice(f"shift{shape.removeprefix('sp')}", shape, start))
     return "\n".join(lines)
+
+
+def _choice(group: str, mode: str, start: int | None) -> str:
+    chosen = f"from {start} tokens on in {mode}, below in tp" if start else "always in tp"
+    return f"{group} computes a step {chosen}."
 
 
 def _print_json(answer: Mapping[str, Any]) -> int:
@@ -126,7 +131,7 @@ def _groups_table(groups: list[dict[str, Any]]) -> str:
         [
             (
                 _span(group["ranks"]),
-                f"{group['mode']}{group['width']}",
+                group["name"],
                 group["running"],
                 group["waiting"],
                 group["paused"],

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from comm_pool.layout import Layout, LayoutError, parse_layout
+from comm_pool.mixed import Mixed, MixedError, read_mixed
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the secret that the processes of a cell share."""
@@ -48,6 +49,8 @@ class CellConfig(_Frozen):
     device: Literal["cpu", "cuda"] = "cpu"
     widths: tuple[int, ...] = (1, 2)
     layout: str = "dp2"
+    mixed: tuple[str, ...] = ()
+    """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     threads_per_rank: int = Field(default=0, ge=0)
     """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
@@ -182,6 +185,7 @@ class Config(_Frozen):
                 "stopped by itself before it is cut out."
             )
         self.initial_layout()
+        self.mixed_groups()
         gateway = self.gateway
         if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
             raise ValueError(
@@ -214,6 +218,23 @@ class Config(_Frozen):
             return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
         except LayoutError as error:
             raise ValueError(f"cell.layout: {error}") from error
+
+    def mixed_groups(self) -> tuple[Mixed, ...]:
+        """The mixed shapes that ranks prepare; raises ValueError for one that they cannot."""
+        named = {each.mixed for each in self.initial_layout().groups if each.mixed is not None}
+        for text in self.cell.mixed:
+            try:
+                mixed = read_mixed(text)
+            except MixedError as error:
+                raise ValueError(f"cell.mixed: {error}") from error
+            missing = {mixed.width, mixed.sp}.difference(self.cell.widths)
+            if missing:
+                raise ValueError(
+                    f"cell.mixed: {mixed} needs groups {min(missing)} wide: add that to "
+                    "cell.widths (--widths), or leave it out."
+                )
+            named.add(mixed)
+        return tuple(sorted(named))
 
     @property
     def served_model_name(self) -> str:

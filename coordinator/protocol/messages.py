@@ -8,7 +8,7 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 
 import msgspec
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Rank
 from coordinator.protocol.task_words import (
     Adopted,
     HeldTask,
@@ -94,13 +94,16 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class WidthTimes(msgspec.Struct, frozen=True):
     """How long steps take in groups of a width, as measured at start-up.
 
-    `curves` gives for each mode that the rank can compute in (tokens, µs) points, tokens ascending.
-    A shift group computes steps of `sp_from_tokens` tokens or more in sp; None is never.
+    `curves` gives for each mode that the rank can compute a step in (`dp`, `tp`, `sp`, or mixed
+    ones as layouts write them) its (tokens, µs) points, tokens ascending. A shift group computes
+    steps of `sp_from_tokens` tokens or more in sp; None is never. `mixed_from_tokens` has the same
+    for each mixed shape.
     """
 
     width: int
-    curves: tuple[tuple[Mode, tuple[tuple[int, int], ...]], ...]
+    curves: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
     sp_from_tokens: int | None = None
+    mixed_from_tokens: tuple[tuple[str, int | None], ...] = ()
 
 
 class RankHello(Message, frozen=True):

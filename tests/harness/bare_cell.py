@@ -133,6 +133,7 @@ def bare_cell(
     engine_args: list[str],
     model: Path = MODEL,
     device: str = "cpu",
+    mixed: tuple[str, ...] = (),
     **coordinator: Any,
 ) -> Iterator[BareCell]:
     """Run a cell for the length of the block."""
@@ -144,6 +145,7 @@ def bare_cell(
                 "device": device,
                 "layout": f"dp{ranks}",
                 "widths": [width for width in (1, 2, 4) if width <= ranks],
+                "mixed": mixed,
                 "dist_port": free_port(),
             },
             "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},

@@ -78,6 +78,12 @@ def test_options_are_taken() -> None:
     assert (config.gateway.host, config.gateway.port, config.admin.port) == ("::1", 20_003, 20_004)
 
 
+def test_mixed_groups_are_those_named_and_those_of_the_layout() -> None:
+    assert build("--ranks", "8").mixed_groups() == ()
+    config = build("--ranks", "8", "--layout", "shift2tp2+dp4", "--mixed", "sp4tp2,sp2tp4")
+    assert [str(each) for each in config.mixed_groups()] == ["sp2tp2", "sp2tp4", "sp4tp2"]
+
+
 def test_options_override_a_file(tmp_path: Path) -> None:
     file = tmp_path / "cell.yaml"
     file.write_text(
@@ -111,6 +117,9 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--widths", "1,x"], "no list of numbers"),
         (["--widths", "1,3"], "3 is no power of two"),
         (["--widths", "4"], "between 1 and 2"),
+        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is no mixed group"),
+        (["--mixed", "sp2tp2"], "cell.mixed: sp2tp2 needs groups 4 wide"),
+        (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
         (["--port", "70000"], "gateway.port"),
         (["--device", "cuda"], "nvidia-smi lists no GPU"),
         (["--config", "absent.yaml"], "cannot read absent.yaml"),
