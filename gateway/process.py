@@ -48,7 +48,7 @@ TICK_S = 0.25
 TELL_TICKS = 4
 """Ticks between two messages with what was measured."""
 ENGINE_TELL_TICKS = 20
-"""The same for vLLM's own metrics, which take a millisecond to read."""
+"""The same for vLLM's own metrics, which take 3 ms to read."""
 FLUSH_S = 1.0
 """How long the last messages may take to reach the coordinator."""
 

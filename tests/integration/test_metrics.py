@@ -148,7 +148,11 @@ def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product)
     }
     assert len(added) <= 5, added
     assert len(found) < SERIES_MAX
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
     for family in families(cell).values():
+        if family.name.startswith(("aileron_", "gen_ai_")):
+            name = family.name + "_total" * (family.type == "counter")
+            assert name in documented, "docs/metrics.md lists every name of ours"
         assert re.fullmatch(r"(aileron_|gen_ai_server_|vllm:|process_)[a-z0-9_]+", family.name)
         assert family.documentation and family.type in ("counter", "gauge", "histogram")
         for each in family.samples:
