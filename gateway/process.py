@@ -23,7 +23,7 @@ import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
 from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
-from gateway import vllm_app, vllm_engine_wire
+from gateway import vllm_app, vllm_engine_wire, vllm_grammar
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
@@ -34,6 +34,7 @@ from gateway.keyring import KeyRing
 from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
+from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
 from gateway.sockets import Inbox, Sockets
 
@@ -86,8 +87,9 @@ class Gateway:
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
 
-    async def run(self, front_end: vllm_app.FrontEndConfig) -> None:
+    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: Nursery) -> None:
         """Serve until a signal ends it."""
+        sandbox = Sandbox(nursery)
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_said),
@@ -98,6 +100,7 @@ class Gateway:
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )
+        llm.use_sandbox(sandbox)
         close_other_routes(app)
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
@@ -143,6 +146,7 @@ class Gateway:
                 await self._batches.desk.close()
                 await self._batches.store.close()
             llm.shutdown()
+            sandbox.close()
             for inbox in inboxes:
                 inbox.close()
             self._sockets.close()
@@ -294,9 +298,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(config: Config, token: str, front_end: vllm_app.FrontEndConfig) -> None:
+async def _run(
+    config: Config, token: str, front_end: vllm_app.FrontEndConfig, nursery: Nursery
+) -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
-        await Gateway(config, token, Path(run_dir)).run(front_end)
+        await Gateway(config, token, Path(run_dir)).run(front_end, nursery)
 
 
 def serve(config: Config, token: str) -> None:
@@ -309,9 +315,11 @@ def serve(config: Config, token: str) -> None:
         config.model.engine_args,
         config.gateway.media_domains,
     )
+    # Forked before there are threads and sockets, none of which a child should have.
+    nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
     if config.gateway.loop == "uvloop":
         import uvloop
 
-        uvloop.run(_run(config, token, front_end))
+        uvloop.run(_run(config, token, front_end, nursery))
     else:
-        asyncio.run(_run(config, token, front_end))
+        asyncio.run(_run(config, token, front_end, nursery))
