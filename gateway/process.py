@@ -24,7 +24,7 @@ import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
 from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
-from gateway import vllm_app, vllm_engine_wire
+from gateway import vllm_app, vllm_engine_wire, vllm_grammar
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
@@ -37,6 +37,7 @@ from gateway.measuring import RequestMeter, Telling
 from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
+from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
 from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets
@@ -106,8 +107,9 @@ class Gateway:
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
 
-    async def run(self, front_end: vllm_app.FrontEndConfig) -> None:
+    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: Nursery) -> None:
         """Serve until a signal ends it."""
+        sandbox = Sandbox(nursery)
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_said),
@@ -118,6 +120,7 @@ class Gateway:
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )
+        llm.use_sandbox(sandbox)
         close_other_routes(app)
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
@@ -164,6 +167,7 @@ class Gateway:
                 await self._batches.desk.close()
                 await self._batches.store.close()
             llm.shutdown()
+            sandbox.close()
             for inbox in inboxes:
                 inbox.close()
             self._sockets.close()
@@ -329,11 +333,13 @@ async def _run(
     config: Config,
     token: str,
     front_end: vllm_app.FrontEndConfig,
+    nursery: Nursery,
     listener: socket.socket,
     announce: Announce,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
-        await Gateway(config, token, Path(run_dir), listener, announce).run(front_end)
+        gateway = Gateway(config, token, Path(run_dir), listener, announce)
+        await gateway.run(front_end, nursery)
 
 
 def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
@@ -359,23 +365,27 @@ def serve(config: Config, token: str) -> int:
         config.gateway.media_domains,
     )
     gateway = config.gateway
-    # Another server on the port is found before siblings agree to share it.
-    listener = _listen(gateway.host, gateway.port)
 
     def say(line: str) -> None:
         print(line, flush=True)
 
+    def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
+        # Forked before there are threads and sockets, none of which a child should have.
+        nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
+        own = _listen(host, port, shared=shared)
+        _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
+
     if gateway.processes == 1:
-        _run_loop(gateway.loop, _run(config, token, front_end, listener, say))
+        run(say, gateway.host, gateway.port, shared=False)
         return 0
-    address = listener.getsockname()[:2]
-    listener.close()
+    # Another server on the port is found before siblings agree to share it.
+    with _listen(gateway.host, gateway.port) as probe:
+        address = probe.getsockname()[:2]
     # Held by this process, which never listens: the port stays ours while siblings come and go.
     keeper = _listen(*address, shared=True)
 
     def run_one(announce: Announce) -> None:
         keeper.close()
-        own = _listen(*address, shared=True)
-        _run_loop(gateway.loop, _run(config, token, front_end, own, announce))
+        run(announce, *address, shared=True)
 
     return Siblings(gateway.processes, run_one).run(say)
