@@ -29,10 +29,10 @@ def server() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=live)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield fake
     loop.call_soon_threadsafe(stop.set)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
