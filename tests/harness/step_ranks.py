@@ -32,7 +32,7 @@ from worker.launcher import fork_rank
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
 
-TIME_LIMIT_S = 300
+TIME_LIMIT_S = 450
 BORN = 1
 
 
