@@ -17,6 +17,7 @@ from gateway.errors import (
     failed_event,
     shape_error,
 )
+from gateway.replays import KeptAnswer
 from gateway.tiers import service_tier_name, tier_name
 
 KEEP_ALIVE_S = 15.0
@@ -83,6 +84,8 @@ class Answer:
         self.request = RequestState()
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
+        self.kept: KeptAnswer | None = None
+        """The whole answer, once it was sent in one piece and is no error."""
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of this answer besides those that every answer has."""
 
@@ -118,6 +121,11 @@ class Answer:
         """Answer with an error, unless an answer has begun."""
         if self._phase in (_Phase.BEFORE, _Phase.ERROR):
             await self._send_error(error)
+
+    async def repeat(self, kept: KeptAnswer) -> None:
+        """Answer as another request was answered before."""
+        await self._send_start(kept.status, [*kept.headers, (b"idempotent-replayed", b"true")])
+        await self._send_last(kept.body)
 
     async def fail(self) -> None:
         """End the answer after a bug, as well as what was sent so far allows."""
@@ -174,6 +182,8 @@ class Answer:
             headers = [pair for pair in headers if pair[0].lower() != b"content-length"]
             headers.append((b"content-length", str(len(body)).encode()))
             message = {**message, "body": body}
+        if not more:
+            self.kept = KeptAnswer(self._start["status"], headers, message.get("body", b""))
         await self._send_start(self._start["status"], headers)
         self._phase = _Phase.OPEN if more else _Phase.CLOSED
         await self._out(message)

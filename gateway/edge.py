@@ -32,6 +32,7 @@ from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, re
 from gateway.keyring import KeyRing
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
+from gateway.replays import IDEMPOTENCY_HEADER, Replays
 from gateway.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
@@ -72,6 +73,7 @@ class Edge:
         self._meter = meter or RequestMeter()
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
+        self._replays = Replays()
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -235,13 +237,39 @@ class Edge:
                 return full
             answer.request = RequestState(tenant, deadline_ms)
             body = reword_service_tier(body, facts.service_tier)
-            error = await self._run(
-                scope, Replay(body, receive, answer.client_gone), answer, key, facts
-            )
+            replay = Replay(body, receive, answer.client_gone)
+            if IDEMPOTENCY_HEADER in head.headers:
+                error = await self._run_once(scope, head, replay, answer, key, facts)
+            else:
+                error = await self._run(scope, replay, answer, key, facts)
             self._refusals.note(resolved, tenant, answer.request.failure, clock())
             return error
         finally:
             self._admission.give_back(tier)
+
+    async def _run_once(
+        self,
+        scope: Scope,
+        head: RequestHead,
+        replay: Replay,
+        answer: Answer,
+        key: ApiKey | None,
+        facts: BodyFacts,
+    ) -> ApiError | None:
+        """Run a request unless the same one was answered before."""
+        name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
+        request = scope["path"].encode() + b"\0" + replay.digest()
+        now_s = asyncio.get_running_loop().time()
+        known = self._replays.begin(tenant, name, request, now_s)
+        if isinstance(known, ApiError):
+            return known
+        if known is not None:
+            await answer.repeat(known)
+            return None
+        try:
+            return await self._run(scope, replay, answer, key, facts)
+        finally:
+            self._replays.end(tenant, name, answer.kept)
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:

@@ -4,6 +4,7 @@ Called by the edge. What a request says that is wrong comes back as an `ApiError
 """
 
 import asyncio
+import hashlib
 import re
 import uuid
 from collections import Counter
@@ -176,6 +177,10 @@ class Replay:
         self._receive = receive
         self._gone = gone
         self.length = len(body)
+
+    def digest(self) -> bytes:
+        """Return what tells this body from others, before it was given."""
+        return hashlib.sha256(self._body or b"").digest()
 
     async def __call__(self) -> Message:
         """Stand in for ASGI's `receive`."""

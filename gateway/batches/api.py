@@ -48,9 +48,10 @@ from gateway.intake import BodyReader
 
 UPLOADS_MAX = 16
 """Most uploads at once."""
-FILES_PAGE_MAX = 10_000
-BATCHES_PAGE_MAX = 100
-PAGE_DEFAULT = 20
+FILES_PAGE = (10_000, 10_000)
+"""Files in one answer: unless asked otherwise, and at most."""
+BATCHES_PAGE = (20, 100)
+"""The same for batches."""
 UPLOAD_PURPOSE: Final = "batch"
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -163,7 +164,7 @@ class _Api:
         return record.view()
 
     async def list_files(self, request: Request) -> Response:
-        tenant, wanted = tenant_of(request), _page_wanted(request.query_params, FILES_PAGE_MAX)
+        tenant, wanted = tenant_of(request), _page_wanted(request.query_params, FILES_PAGE)
         page = await self._store.call(lambda store: store.files(tenant, wanted))
         return _list([record.view() for record in page.records], has_more=page.has_more)
 
@@ -216,7 +217,7 @@ class _Api:
         return JSONResponse(record.view())
 
     async def list_batches(self, request: Request) -> Response:
-        tenant, wanted = tenant_of(request), _page_wanted(request.query_params, BATCHES_PAGE_MAX)
+        tenant, wanted = tenant_of(request), _page_wanted(request.query_params, BATCHES_PAGE)
         page = await self._store.call(lambda store: store.batches(tenant, wanted))
         return _list([record.view() for record in page.records], has_more=page.has_more)
 
@@ -340,8 +341,9 @@ def _expires_after_s(fields: Mapping[str, str]) -> int:
         raise _invalid("expires_after", _RULES["output_expires_after"]) from None
 
 
-def _page_wanted(query: Mapping[str, str], most: int) -> PageWanted:
-    limit = query.get("limit", str(PAGE_DEFAULT))
+def _page_wanted(query: Mapping[str, str], bounds: tuple[int, int]) -> PageWanted:
+    usual, most = bounds
+    limit = query.get("limit", str(usual))
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 7 and 1 <= int(limit) <= most):
         raise _invalid("limit", f"must be a number from 1 to {most}")
     order = query.get("order", "desc")

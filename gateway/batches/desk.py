@@ -14,7 +14,7 @@ import structlog
 from coordinator.protocol.messages import BatchProgress
 from gateway.batches.content import Content
 from gateway.batches.runner import AnswerLine, BatchRun
-from gateway.batches.store import Claim, LeaseLostError, StorageError, StoreCalls
+from gateway.batches.store import Claim, FileInUseError, LeaseLostError, StorageError, StoreCalls
 from gateway.batches.terms import KEPT_S, BatchRecord
 
 RUNS_MAX = 8
@@ -169,8 +169,12 @@ class BatchDesk:
                 await asyncio.to_thread(self._content.delete, name)
 
     async def _delete(self, tenant: str, file_id: str) -> None:
+        try:
+            await self._store.call(lambda store: store.delete_file(tenant, file_id))
+        except FileInUseError:
+            # A client has made a batch of it in the last moment: it goes when that has ended.
+            return
         await asyncio.to_thread(self._content.delete, file_id)
-        await self._store.call(lambda store: store.delete_file(tenant, file_id))
 
     async def _is_known(self, file_id: str) -> bool:
         return await self._store.call(lambda store: store.knows_file(file_id))
