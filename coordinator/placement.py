@@ -11,7 +11,7 @@ close their tier for the round. Called by the task pool and the core.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
@@ -37,6 +37,9 @@ class OpenGroup:
     max_tasks: int
     blocks_total: int
     block_tokens: int
+
+    tiers_kept: int = 0
+    """It is kept for so many of the most urgent tiers; 0 takes every task."""
 
     @property
     def leader(self) -> Rank:
@@ -117,6 +120,21 @@ def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank
     return min(limit, pages * slots * hellos[0].tokens_per_slot)
 
 
+def _for_tier(
+    free: Sequence[OpenGroup], groups: Sequence[OpenGroup], task: Task
+) -> Sequence[OpenGroup]:
+    """Return those of the `free` groups that may take the task.
+
+    One that fits nowhere else goes to a group that is kept for more urgent tiers.
+    """
+    tier = task.header.tier
+    if not any(tier >= group.tiers_kept > 0 for group in groups):
+        return free
+    if not any(group.could_hold(task) for group in groups if not tier >= group.tiers_kept > 0):
+        return free
+    return [group for group in free if not tier >= group.tiers_kept > 0]
+
+
 class Loads:
     """The context tokens of the tasks that each leader runs; paused ones do not count."""
 
@@ -171,17 +189,19 @@ class Loads:
         now_ms: int,
     ) -> list[tuple[Task, OpenGroup]]:
         """Go one round through the queue; the chosen tasks are counted, but still queued."""
+        groups = tuple(groups)
         free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
         closed: set[Tier] = set()
         blocked: Counter[Tier] = Counter()
         chosen: list[tuple[Task, OpenGroup]] = []
         for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
-            group = self._least_loaded(group for group in free if self.has_room(group, task))
+            groups_for = _for_tier(free, groups, task)
+            group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:
                 self.count(group.leader, task.id, task.context_tokens)
                 chosen.append((task, group))
                 continue
-            claimed = self._least_loaded(group for group in free if group.could_hold(task))
+            claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
             free = [group for group in free if group is not claimed]
             blocked[task.header.tier] += 1
             if blocked[task.header.tier] >= LOOK_AHEAD_TASKS:
@@ -189,6 +209,11 @@ class Loads:
             if not free:
                 break
         return chosen
+
+    def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
+        """Return the least loaded of those that are kept for the task's tier, else of the rest."""
+        kept = [group for group in groups if task.header.tier < group.tiers_kept]
+        return self._least_loaded(kept or groups)
 
     def _least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
         """Return the group with the fewest tokens per rank."""

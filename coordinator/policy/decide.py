@@ -1,0 +1,178 @@
+"""The decision: a pure function of an observation, with the reason in words.
+
+An arrangement is left only for one that raises the predicted goodput by more than the switch
+costs, or that is as good for the goals and has looked faster for a while. A layout is kept for a
+minimum stay, never left for the one before it sooner, and switches per minute are bounded. Called
+on a clock by `steering`, and offline by `aileron replay` and the simulator.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from comm_pool.layout import Layout, Rank, diff
+from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.demand import demands_of
+from coordinator.policy.observation import Observation
+from coordinator.policy.predict import Demand
+from coordinator.policy.score import Score, score
+from coordinator.policy.settings import PolicySettings
+
+AS_GOOD = 0.985
+"""Arrangements that keep so much of the best goodput are as good for the goals."""
+
+MINUTE_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the policy remembers between decisions: what has looked better, since when."""
+
+    preferred: str = ""
+    since_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An arrangement with its score; `goodput` counts what getting there costs."""
+
+    arrangement: Arrangement
+    score: Score
+    goodput: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wanted, and why; `changes` says whether it is something else than what is there."""
+
+    choice: Arrangement
+    reason: str
+    changes: bool
+    candidates: tuple[Judged, ...] = ()
+    demands: tuple[Demand, ...] = field(default=())
+
+
+def decide(
+    seen: Observation,
+    current: Layout,
+    space: LayoutSpace,
+    costs: CostModel,
+    settings: PolicySettings,
+    state: State,
+) -> tuple[Verdict, State]:
+    """Return the verdict and what to remember; `current` is the layout of the observation."""
+    here = Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
+    if seen.is_switching:
+        return Verdict(here, "a switch is under way", changes=False), state
+    if seen.pinned_ms:
+        seconds = -(-seen.pinned_ms // 1000)
+        reason = f"an operator chose this layout: it is left alone for {seconds} s more"
+        return Verdict(here, reason, changes=False), State()
+    demands = demands_of(seen, settings)
+    judged = _judge(seen, here, space, costs, settings, demands)
+    best = _best(judged)
+    now = next(each for each in judged if each.arrangement == here)
+    state = _remember(state, best, here, seen.time_ms)
+    verdict = _choose(seen, now, best, settings, state)
+    return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
+
+
+def _judge(
+    seen: Observation,
+    here: Arrangement,
+    space: LayoutSpace,
+    costs: CostModel,
+    settings: PolicySettings,
+    demands: list[Demand],
+) -> list[Judged]:
+    tiers = {demand.tier for demand in demands}
+    wanted = [here]
+    for layout in space.layouts(here.layout):
+        wanted += [each for each in arrangements(layout, tiers) if each != here]
+    context = sum(demand.context for demand in demands)
+    world = max(1, len(here.layout.ranks))
+    judged = []
+    for each in wanted:
+        found = score(each, seen, demands, costs, settings, here.layout)
+        moved = len(diff(here.layout, each.layout)) / world
+        lost_s = costs.switch.seconds(context * moved) * moved if moved else 0.0
+        kept = max(0.0, 1 - lost_s * 1000 / settings.horizon_ms)
+        judged.append(Judged(each, found, found.goodput * kept))
+    return judged
+
+
+def _best(judged: list[Judged]) -> Judged:
+    possible = [each for each in judged if not each.score.refused] or judged
+    top = max(each.goodput for each in possible)
+    good = [each for each in possible if each.goodput >= top * AS_GOOD]
+    return min(good, key=lambda each: each.score.cost)
+
+
+def _remember(state: State, best: Judged, here: Arrangement, now_ms: int) -> State:
+    name = best.arrangement.name
+    if best.arrangement == here:
+        return State()
+    return state if state.preferred == name else State(name, now_ms)
+
+
+def _choose(
+    seen: Observation, now: Judged, best: Judged, settings: PolicySettings, state: State
+) -> Verdict:
+    here, there = now.arrangement, best.arrangement
+
+    def stay(reason: str) -> Verdict:
+        return Verdict(here, reason, changes=False)
+
+    if there == here:
+        return stay(_words_for_best(now))
+    reason = _why(now, best, settings)
+    if reason is None:
+        return stay(f"{there.name} would be little better")
+    if not reason.urgent and seen.time_ms - state.since_ms < settings.settle_ms:
+        return stay(f"{there.name} has looked better for too short a time")
+    if there.layout != here.layout and (held := _held_back(seen, settings)):
+        return stay(f"{held}; otherwise {there.name}, because {reason.words}")
+    return Verdict(there, reason.words, changes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    words: str
+    urgent: bool
+
+
+def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
+    """Return why `best` is worth the change, if it is."""
+    if now.score.refused and not best.score.refused:
+        return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
+    if best.goodput > now.score.goodput * (1 + settings.gain_min):
+        words = (
+            f"{best.score.attainment:.0%} of requests would meet their goals, "
+            f"{now.score.attainment:.0%} here"
+        )
+        return _Reason(words, urgent=True)
+    if best.score.cost < now.score.cost * (1 - settings.latency_gain_min):
+        faster = 1 - best.score.cost / now.score.cost
+        words = f"it meets the goals as well, and costs {faster:.0%} less time"
+        return _Reason(words, urgent=False)
+    return None
+
+
+def _held_back(seen: Observation, settings: PolicySettings) -> str:
+    """Return why no switch may be made now, or nothing."""
+    last = seen.switches[-1] if seen.switches else None
+    if last is not None and last.ago_ms < settings.stay_ms:
+        return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
+    own = [each for each in seen.switches if each.ago_ms < MINUTE_MS]
+    if len(own) >= settings.switches_per_minute_max:
+        return f"{len(own)} switches in a minute are enough"
+    return ""
+
+
+def _words_for_best(now: Judged) -> str:
+    if now.score.refused:
+        return f"no layout is better, though {now.score.refused}"
+    return f"it is the best: {now.score.attainment:.0%} of requests would meet their goals"
+
+
+def _leaders(ranks: tuple[int, ...]) -> tuple[Rank, ...]:
+    return tuple(Rank(rank) for rank in ranks)
