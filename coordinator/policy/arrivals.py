@@ -1,6 +1,7 @@
 """How often tasks come and how long they are, by tier; called by `steering` and the simulator.
 
-Rates are exponential windows: an arrival counts 1/window at once, and fades.
+Rates are exponential windows: an arrival counts 1/window at once, and fades. A window that is not
+yet as long as it is to be is scaled up, so that a first burst is not taken for little.
 """
 
 import math
@@ -15,19 +16,32 @@ LENGTHS_KEPT = 64
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
+AGE_MIN_S = 1.0
+"""Of a younger window nothing is concluded beyond what came."""
+
+
 class _Window:
-    __slots__ = ("_at_s", "_rate", "_span_s")
+    __slots__ = ("_at_s", "_first_s", "_rate", "_span_s")
 
     def __init__(self, span_s: float) -> None:
         self._span_s = span_s
         self._rate = 0.0
         self._at_s = 0.0
+        self._first_s: float | None = None
 
     def add(self, now_s: float) -> None:
-        self._rate = self.rate(now_s) + 1 / self._span_s
+        if self._first_s is None:
+            self._first_s = now_s
+        self._rate = self._faded(now_s) + 1 / self._span_s
         self._at_s = now_s
 
     def rate(self, now_s: float) -> float:
+        if self._first_s is None:
+            return 0.0
+        age_s = max(AGE_MIN_S, now_s - self._first_s)
+        return self._faded(now_s) / (1 - math.exp(-age_s / self._span_s))
+
+    def _faded(self, now_s: float) -> float:
         return self._rate * math.exp(-max(0.0, now_s - self._at_s) / self._span_s)
 
 

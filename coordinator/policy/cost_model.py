@@ -32,7 +32,7 @@ class GroupCost:
     decode: StepLine
     prefill: StepLine
     capacity_tokens: int
-    tasks_max: int = 256
+    tasks_max: int = 1_024
     chunk_tokens: int = CHUNK_TOKENS
 
     def step_s(self, tokens: float, context: float) -> float:

@@ -6,9 +6,10 @@ minimum stay, never left for the one before it sooner, and switches per minute a
 on a clock by `steering`, and offline by `aileron replay` and the simulator.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
-from comm_pool.layout import Layout, Rank, diff
+from comm_pool.layout import Layout, Rank, diff, format_layout
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
 from coordinator.policy.cost_model import CostModel
 from coordinator.policy.demand import demands_of
@@ -19,6 +20,15 @@ from coordinator.policy.settings import PolicySettings
 
 AS_GOOD = 0.985
 """Arrangements that keep so much of the best goodput are as good for the goals."""
+
+STRESS = 1.5
+"""A layout should also stand a rate that is so many standard deviations higher."""
+
+URGENT_GAIN = 0.25
+"""A gain of such a part does not wait for the minimum stay, only for a third of it."""
+
+IN_QUESTION = 0.7
+"""Only layouts that reach such a part of the best are tried with a busier time as well."""
 
 MINUTE_MS = 60_000
 
@@ -33,11 +43,11 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An arrangement with its score; `goodput` counts what getting there costs."""
+    """An arrangement with its score; `worth` counts what getting there costs and a busier time."""
 
     arrangement: Arrangement
     score: Score
-    goodput: float
+    worth: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +94,40 @@ def _judge(
     settings: PolicySettings,
     demands: list[Demand],
 ) -> list[Judged]:
+    busier = [_busier(demand, settings.horizon_ms / 1000) for demand in demands]
     tiers = {demand.tier for demand in demands}
     wanted = [here]
     for layout in space.layouts(here.layout):
         wanted += [each for each in arrangements(layout, tiers) if each != here]
     context = sum(demand.context for demand in demands)
+    # Groups that change wait for the longest step under way.
+    first = score(here, seen, demands, costs, settings, here.layout)
+    step_s = max((tier.tpot_s for tier in first.tiers), default=0.0)
     world = max(1, len(here.layout.ranks))
+    scores = [score(each, seen, demands, costs, settings, here.layout) for each in wanted]
+    top = max(found.worth for found in scores)
     judged = []
-    for each in wanted:
-        found = score(each, seen, demands, costs, settings, here.layout)
+    for each, found in zip(wanted, scores, strict=True):
         moved = len(diff(here.layout, each.layout)) / world
-        lost_s = costs.switch.seconds(context * moved) * moved if moved else 0.0
+        lost_s = (costs.switch.seconds(context * moved) + step_s) * moved if moved else 0.0
         kept = max(0.0, 1 - lost_s * 1000 / settings.horizon_ms)
-        judged.append(Judged(each, found, found.goodput * kept))
+        worth = found.worth
+        if not found.refused and (worth >= top * IN_QUESTION or each == here):
+            stressed = score(each, seen, busier, costs, settings, here.layout)
+            worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
+        judged.append(Judged(each, found, worth * kept))
     return judged
+
+
+def _busier(demand: Demand, horizon_s: float) -> Demand:
+    """Return a demand as high as chance makes it now and then, with the rate that it has."""
+    return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
 
 
 def _best(judged: list[Judged]) -> Judged:
     possible = [each for each in judged if not each.score.refused] or judged
-    top = max(each.goodput for each in possible)
-    good = [each for each in possible if each.goodput >= top * AS_GOOD]
+    top = max(each.worth for each in possible)
+    good = [each for each in possible if each.worth >= top * AS_GOOD]
     return min(good, key=lambda each: each.score.cost)
 
 
@@ -129,7 +153,7 @@ def _choose(
         return stay(f"{there.name} would be little better")
     if not reason.urgent and seen.time_ms - state.since_ms < settings.settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
-    if there.layout != here.layout and (held := _held_back(seen, settings)):
+    if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
         return stay(f"{held}; otherwise {there.name}, because {reason.words}")
     return Verdict(there, reason.words, changes=True)
 
@@ -144,12 +168,12 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     """Return why `best` is worth the change, if it is."""
     if now.score.refused and not best.score.refused:
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
-    if best.goodput > now.score.goodput * (1 + settings.gain_min):
+    if best.worth > now.worth * (1 + settings.gain_min):
         words = (
             f"{best.score.attainment:.0%} of requests would meet their goals, "
             f"{now.score.attainment:.0%} here"
         )
-        return _Reason(words, urgent=True)
+        return _Reason(words, urgent=best.worth > now.worth * (1 + URGENT_GAIN))
     if best.score.cost < now.score.cost * (1 - settings.latency_gain_min):
         faster = 1 - best.score.cost / now.score.cost
         words = f"it meets the goals as well, and costs {faster:.0%} less time"
@@ -157,11 +181,16 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     return None
 
 
-def _held_back(seen: Observation, settings: PolicySettings) -> str:
+def _held_back(
+    seen: Observation, now: Judged, best: Judged, settings: PolicySettings
+) -> str:
     """Return why no switch may be made now, or nothing."""
     last = seen.switches[-1] if seen.switches else None
     if last is not None and last.ago_ms < settings.stay_ms:
-        return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
+        is_urgent = best.worth > now.worth * (1 + URGENT_GAIN) or bool(now.score.refused)
+        returns = format_layout(best.arrangement.layout) == last.from_layout
+        if returns or not is_urgent or last.ago_ms * 3 < settings.stay_ms:
+            return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
     own = [each for each in seen.switches if each.ago_ms < MINUTE_MS]
     if len(own) >= settings.switches_per_minute_max:
         return f"{len(own)} switches in a minute are enough"

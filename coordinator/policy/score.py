@@ -24,6 +24,7 @@ class Score:
     """`goodput` of `asked`, in requests per second by weight; `refused` says what it cannot do."""
 
     goodput: float
+    worth: float
     asked: float
     cost: float
     tiers: tuple[TierForecast, ...] = ()
@@ -45,7 +46,7 @@ def score(
 ) -> Score:
     """Predict what the arrangement would make of the demands."""
     if reason := _refuse(arrangement, seen, costs, settings):
-        return Score(0.0, 1.0, 0.0, refused=reason)
+        return Score(0.0, 0.0, 1.0, 0.0, refused=reason)
     horizon_s = settings.horizon_ms / 1000
     reserved = [g for g in arrangement.layout.groups if g.leader in arrangement.reserved]
     others = [g for g in arrangement.layout.groups if g.leader not in arrangement.reserved]
@@ -64,6 +65,7 @@ def score(
     asked = sum(each.asked for each in forecasts)
     return Score(
         goodput=sum(each.good for each in forecasts),
+        worth=sum(each.worth for each in forecasts),
         asked=asked,
         cost=sum(each.cost * each.asked for each in forecasts) / asked if asked else 0.0,
         tiers=tuple(forecasts),
