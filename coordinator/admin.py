@@ -188,7 +188,10 @@ def _with_wall_time(view: dict[str, Any], now_ms: int) -> dict[str, Any]:
         moment = datetime.fromtimestamp(now_s - (now_ms - time_ms) / 1000, UTC)
         return moment.isoformat(timespec="milliseconds")
 
-    decisions = [{**each, "time": of_day(each["time"])} for each in view["decisions"]]
+    decisions = [
+        {**each, "time": of_day(each["time"]), "since": of_day(each["since"])}
+        for each in view["decisions"]
+    ]
     return {"decisions": decisions}
 
 

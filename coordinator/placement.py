@@ -11,7 +11,7 @@ close their tier for the round. Called by the task pool and the core.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
@@ -61,9 +61,14 @@ class OpenGroup:
 
 
 def open_groups(
-    switcher: Switcher, roster: Roster, stragglers: Stragglers
+    switcher: Switcher,
+    roster: Roster,
+    stragglers: Stragglers,
+    kept: Mapping[Rank, int] | None = None,
 ) -> tuple[OpenGroup, ...]:
     """Return the groups to place into: granted, in the target, and serving by leaders' reports.
+
+    `kept` gives the leaders of groups that take only so many of the most urgent tiers.
 
     While a switch waits for stragglers, also groups that are to change and have none.
     """
@@ -79,9 +84,14 @@ def open_groups(
         report = seen.report
         if report is not None and report.binding == binding and report.blocks_total > 0:
             hello = seen.hello
-            groups.append(
-                OpenGroup(binding, hello.max_tasks, report.blocks_total, hello.tokens_per_slot)
+            group = OpenGroup(
+                binding,
+                hello.max_tasks,
+                report.blocks_total,
+                hello.tokens_per_slot,
+                kept.get(binding.group.leader, 0) if kept else 0,
             )
+            groups.append(group)
     return tuple(groups)
 
 

@@ -24,6 +24,7 @@ from coordinator.admin_guard import ADMIN_KEY_ENV, AdminGuard, require_key
 from coordinator.core import Core
 from coordinator.metrics import Metrics, Views
 from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer, ListenError
@@ -50,12 +51,17 @@ def admin_key(host: str) -> str:
 async def serve(config: Config, token: str, key: str) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
     coordinator_id = secrets.token_hex(ID_BYTES)
-    core = Core(core_settings(config), coordinator_id, monotonic_ms())
+    step_times = read_step_times(config.policy.step_times)
+    core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
     metrics = Metrics(
         Views(core.layout_view, lambda: core.ranks_view(monotonic_ms()), core.queue_view)
     )
     owner.on_switch = metrics.switch_ended
+    policy = config.policy
+    owner.on_observation = ObservationLog(
+        policy.observation_log, policy.observation_log_bytes_max
+    ).write
     context = AdminContext(
         core=core,
         owner=owner,
@@ -156,7 +162,7 @@ def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "model": config.served_model_name,
         "device": config.cell.device,
-        "policy": "fixed",
+        "policy": config.policy.name,
         "default_carry": config.coordinator.default_carry,
     }
 

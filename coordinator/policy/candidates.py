@@ -55,7 +55,7 @@ class LayoutSpace:
         absent: Collection[Rank] = (),
         alone: Collection[Rank] = (),
     ) -> None:
-        """Take the mode of each width that is supported; `alone` are ranks that only serve in dp."""
+        """Take the mode of each supported width; `alone` are ranks that serve in dp only."""
         self._by_shape: dict[Shape, list[Layout]] = {}
         for layout in _layouts(world, sorted(modes)):
             present = _in_modes(layout, modes).without(absent)

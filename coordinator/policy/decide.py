@@ -18,10 +18,13 @@ from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
 from coordinator.policy.settings import PolicySettings
 
-AS_GOOD = 0.985
+POLICY = "policy"
+"""The cause of a switch that the policy asked for."""
+
+AS_GOOD = 0.99
 """Arrangements that keep so much of the best goodput are as good for the goals."""
 
-STRESS = 1.5
+STRESS = 2.0
 """A layout should also stand a rate that is so many standard deviations higher."""
 
 URGENT_GAIN = 0.25
@@ -78,6 +81,8 @@ def decide(
         reason = f"an operator chose this layout: it is left alone for {seconds} s more"
         return Verdict(here, reason, changes=False), State()
     demands = demands_of(seen, settings)
+    if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
+        return Verdict(here, f"the steps of {unknown[0]} were not measured", changes=False), state
     judged = _judge(seen, here, space, costs, settings, demands)
     best = _best(judged)
     now = next(each for each in judged if each.arrangement == here)
@@ -181,9 +186,7 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     return None
 
 
-def _held_back(
-    seen: Observation, now: Judged, best: Judged, settings: PolicySettings
-) -> str:
+def _held_back(seen: Observation, now: Judged, best: Judged, settings: PolicySettings) -> str:
     """Return why no switch may be made now, or nothing."""
     last = seen.switches[-1] if seen.switches else None
     if last is not None and last.ago_ms < settings.stay_ms:
@@ -191,7 +194,7 @@ def _held_back(
         returns = format_layout(best.arrangement.layout) == last.from_layout
         if returns or not is_urgent or last.ago_ms * 3 < settings.stay_ms:
             return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
-    own = [each for each in seen.switches if each.ago_ms < MINUTE_MS]
+    own = [each for each in seen.switches if each.cause == POLICY and each.ago_ms < MINUTE_MS]
     if len(own) >= settings.switches_per_minute_max:
         return f"{len(own)} switches in a minute are enough"
     return ""

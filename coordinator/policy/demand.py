@@ -12,7 +12,7 @@ SHORT_WINDOW_S = 2.0
 LONG_WINDOW_S = 15.0
 
 DEVIATIONS = 2.0
-"""The short window is believed where it differs by so many standard deviations from the long one."""
+"""The short window is believed where it differs by so many deviations from the long one."""
 
 PROMPTS_ASSUMED = (512,)
 OUTPUT_ASSUMED = 128.0

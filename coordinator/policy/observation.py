@@ -51,7 +51,7 @@ class SwitchSeen(msgspec.Struct, frozen=True):
     cause: str
 
 
-class Observation(msgspec.Struct, frozen=True, omit_defaults=True):
+class Observation(msgspec.Struct, frozen=True, omit_defaults=True, tag="observation"):
     """One look at the cell."""
 
     time_ms: int
@@ -69,13 +69,3 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Leaders of the groups that take only the most urgent tiers."""
     reserved_tiers: int = 0
     """How many tiers, from interactive down, those groups take."""
-
-
-def encode(observation: Observation) -> bytes:
-    """Return one line of an observation log, without its newline."""
-    return msgspec.json.encode(observation)
-
-
-def decode(line: bytes) -> Observation:
-    """Read one line; raises `msgspec.ValidationError` or `DecodeError`."""
-    return msgspec.json.decode(line, type=Observation)

@@ -78,9 +78,7 @@ class Demand:
     def without_running(self, share: float) -> "Demand":
         """Return all but a part of what runs."""
         part = self.part(1 - share)
-        return replace(
-            self, running=part.running, context=part.context, to_come=part.to_come
-        )
+        return replace(self, running=part.running, context=part.context, to_come=part.to_come)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +278,7 @@ class _Load:
         In seconds; what chance adds is a mean.
         """
         demand = self._demands[index]
-        ahead = [each for each in self._demands[: index + 1]]
+        ahead = list(self._demands[: index + 1])
         cost = self.cost
         backlog = sum(each.unstarted_tokens for each in ahead)
         decode_s = max(0.0, self._step_s - cost.decode.base_s) / 2

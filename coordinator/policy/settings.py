@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from coordinator.policy.step_line import StepLine
 from coordinator.protocol.terms import Tier
 
 
@@ -47,3 +48,12 @@ class PolicySettings:
     switches_per_minute_max: int = 12
     pin_ms: int = 600_000
     """An operator's layout is left alone for so long; 0 pins nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStart:
+    """What the policy of a cell is told at its start; `step_times` replace measured ones."""
+
+    settings: PolicySettings
+    widths: tuple[int, ...]
+    step_times: Mapping[str, StepLine] = field(default_factory=dict)

@@ -8,7 +8,8 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 
 import msgspec
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Rank
+from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
 from coordinator.protocol.task_words import (
     Adopted,
     HeldTask,
@@ -61,7 +62,9 @@ __all__ = [
     "Report",
     "Resubmit",
     "ReturnCause",
+    "ServedSteps",
     "Stage",
+    "StepSums",
     "Stop",
     "StreamGap",
     "Submit",
@@ -80,24 +83,12 @@ __all__ = [
     "WidthTimes",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
-
-
-class WidthTimes(msgspec.Struct, frozen=True):
-    """How long steps take in groups of a width, as measured at start-up.
-
-    `curves` gives for each mode that the rank can compute in (tokens, µs) points, tokens ascending.
-    A shift group computes steps of `sp_from_tokens` tokens or more in sp; None is never.
-    """
-
-    width: int
-    curves: tuple[tuple[Mode, tuple[tuple[int, int], ...]], ...]
-    sp_from_tokens: int | None = None
 
 
 class RankHello(Message, frozen=True):
@@ -125,6 +116,8 @@ class RankHello(Message, frozen=True):
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
     step_times: tuple[WidthTimes, ...] = ()
+    tokens_per_step_max: int = 0
+    """Most tokens that a step computes; 0 is unknown."""
 
 
 class LeaseKept(msgspec.Struct, frozen=True):
@@ -203,6 +196,8 @@ class Report(Message, frozen=True):
     has_failed: bool = False
     moved: int = 0
     told_in: int = 0
+    served: tuple[ServedSteps, ...] = ()
+    """How long the led group's steps took since the last report; filled by leaders."""
 
 
 class Grant(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """A modelled group: continuous batching, step by step, as vLLM's scheduler does it.
 
 A step decodes one token of every running task and fills the rest of its token budget with prompts,
-the most urgent first. Decodes in between that nothing can disturb are taken in one go. Called by the
-simulated cell.
+the most urgent first. Decodes in between that nothing can disturb are taken in one go. Called by
+the simulated cell.
 """
 
 from dataclasses import dataclass, field

@@ -19,9 +19,7 @@ BANDWIDTH = 4.0e12
 """Bytes per second that a decode reads, of an H200's 4.8e12."""
 
 
-def box(
-    measured: dict[int, tuple[float, float]], capacity_tokens: int, kv_bytes: int
-) -> CostModel:
+def box(measured: dict[int, tuple[float, float]], capacity_tokens: int, kv_bytes: int) -> CostModel:
     """The cost model of a box; `measured` gives per width the ms of 1 and of 4,096 tokens."""
     groups = {}
     for width, (one_ms, many_ms) in measured.items():
