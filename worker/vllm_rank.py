@@ -266,11 +266,13 @@ class RankEngine:
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
             pages = config.cache_config.num_gpu_blocks_override
-        need = geometry.pages_for_tokens(config.model_config.max_model_len, 1) + 1
-        if pages < need:
+        # What no rank holds alone is served by a group that is wide enough.
+        widest = max(self.spec.widths)
+        longest = config.model_config.max_model_len
+        if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
             raise ViewError(
-                f"{budget} bytes of KV memory hold {pages} pages, but one task of "
-                f"{config.model_config.max_model_len} tokens needs {need}: raise "
+                f"{budget} bytes of KV memory hold {pages} pages, but one task of {longest} tokens "
+                f"needs {need} of them in a group {widest} wide: raise "
                 "--kv-cache-memory-bytes or lower --max-model-len."
             )
         return KVBuffer(specs, pages, self.device)

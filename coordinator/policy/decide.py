@@ -30,6 +30,12 @@ STRESS = 2.0
 URGENT_GAIN = 0.25
 """A gain of such a part does not wait for the minimum stay, only for a third of it."""
 
+RESERVED_WORTH = 0.94
+"""Groups that are kept for some tiers idle while others wait, more than a forecast of means says."""
+
+STAY_ASSUMED_S = 20.0
+"""A layout that is taken for its speed alone is likely to stay so long, which pays for the switch."""
+
 IN_QUESTION = 0.7
 """Only layouts that reach such a part of the best are tried with a busier time as well."""
 
@@ -46,11 +52,16 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An arrangement with its score; `worth` counts what getting there costs and a busier time."""
+    """An arrangement with its score; `worth` counts a busier time, `lost_s` is to get there."""
 
     arrangement: Arrangement
     score: Score
     worth: float
+    lost_s: float = 0.0
+
+    def after_switch(self, horizon_ms: int) -> float:
+        """What it is worth over a horizon that begins with the switch."""
+        return self.worth * max(0.0, 1 - self.lost_s * 1000 / horizon_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,8 @@ def decide(
     if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
         return Verdict(here, f"the steps of {unknown[0]} were not measured", changes=False), state
     judged = _judge(seen, here, space, costs, settings, demands)
-    best = _best(judged)
     now = next(each for each in judged if each.arrangement == here)
+    best = _best(judged, now, settings)
     state = _remember(state, best, here, seen.time_ms)
     verdict = _choose(seen, now, best, settings, state)
     return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
@@ -115,12 +126,13 @@ def _judge(
     for each, found in zip(wanted, scores, strict=True):
         moved = len(diff(here.layout, each.layout)) / world
         lost_s = (costs.switch.seconds(context * moved) + step_s) * moved if moved else 0.0
-        kept = max(0.0, 1 - lost_s * 1000 / settings.horizon_ms)
         worth = found.worth
         if not found.refused and (worth >= top * IN_QUESTION or each == here):
             stressed = score(each, seen, busier, costs, settings, here.layout)
             worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
-        judged.append(Judged(each, found, worth * kept))
+        if each.reserved:
+            worth *= RESERVED_WORTH
+        judged.append(Judged(each, found, worth, lost_s))
     return judged
 
 
@@ -129,10 +141,20 @@ def _busier(demand: Demand, horizon_s: float) -> Demand:
     return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
 
 
-def _best(judged: list[Judged]) -> Judged:
+def _best(judged: list[Judged], now: Judged, settings: PolicySettings) -> Judged:
+    """Return what is to be preferred: the most goodput, and among what has as much the fastest.
+
+    If nothing has more than what is there, after its switch, then what getting there costs counts
+    for little: the layout would stay.
+    """
     possible = [each for each in judged if not each.score.refused] or judged
-    top = max(each.worth for each in possible)
-    good = [each for each in possible if each.worth >= top * AS_GOOD]
+    after = {id(each): each.after_switch(settings.horizon_ms) for each in possible}
+    top = max(after.values())
+    if now.score.refused or top > now.worth * (1 + settings.gain_min):
+        good = [each for each in possible if after[id(each)] >= top * AS_GOOD]
+    else:
+        top = max(each.worth for each in possible)
+        good = [each for each in possible if each.worth >= top * AS_GOOD]
     return min(good, key=lambda each: each.score.cost)
 
 
@@ -156,7 +178,9 @@ def _choose(
     reason = _why(now, best, settings)
     if reason is None:
         return stay(f"{there.name} would be little better")
-    if not reason.urgent and seen.time_ms - state.since_ms < settings.settle_ms:
+    # Even what is urgent is looked at twice: one look in a row of many is off by chance.
+    settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
+    if seen.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
     if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
         return stay(f"{held}; otherwise {there.name}, because {reason.words}")
@@ -173,13 +197,15 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     """Return why `best` is worth the change, if it is."""
     if now.score.refused and not best.score.refused:
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
-    if best.worth > now.worth * (1 + settings.gain_min):
+    gained = best.after_switch(settings.horizon_ms)
+    if gained > now.worth * (1 + settings.gain_min):
         words = (
             f"{best.score.attainment:.0%} of requests would meet their goals, "
             f"{now.score.attainment:.0%} here"
         )
-        return _Reason(words, urgent=best.worth > now.worth * (1 + URGENT_GAIN))
-    if best.score.cost < now.score.cost * (1 - settings.latency_gain_min):
+        return _Reason(words, urgent=gained > now.worth * (1 + URGENT_GAIN))
+    needed = max(settings.latency_gain_min, best.lost_s / STAY_ASSUMED_S)
+    if best.score.cost < now.score.cost * (1 - needed):
         faster = 1 - best.score.cost / now.score.cost
         words = f"it meets the goals as well, and costs {faster:.0%} less time"
         return _Reason(words, urgent=False)

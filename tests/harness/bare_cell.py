@@ -133,6 +133,7 @@ def bare_cell(
     engine_args: list[str],
     model: Path = MODEL,
     device: str = "cpu",
+    policy: dict[str, Any] | None = None,
     **coordinator: Any,
 ) -> Iterator[BareCell]:
     """Run a cell for the length of the block."""
@@ -147,6 +148,7 @@ def bare_cell(
                 "dist_port": free_port(),
             },
             "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
+            "policy": policy or {},
             "admin": {"port": free_port()},
             "run_dir": str(folder),
         }
