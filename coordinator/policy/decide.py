@@ -31,10 +31,10 @@ URGENT_GAIN = 0.25
 """A gain of such a part does not wait for the minimum stay, only for a third of it."""
 
 RESERVED_WORTH = 0.94
-"""Groups that are kept for some tiers idle while others wait, more than a forecast of means says."""
+"""Groups that are kept for some tiers idle while others wait, more than means can say."""
 
 STAY_ASSUMED_S = 20.0
-"""A layout that is taken for its speed alone is likely to stay so long, which pays for the switch."""
+"""A layout that is taken for its speed alone is likely to stay so long, and pays for its switch."""
 
 IN_QUESTION = 0.7
 """Only layouts that reach such a part of the best are tried with a busier time as well."""

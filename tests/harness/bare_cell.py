@@ -117,7 +117,8 @@ class BareCell:
             try:
                 answer = self.get("/admin/layout")
                 # A rank that is slow to start comes into a layout that serves without it.
-                if answer["serving"] and answer["layout"] == self.config.cell.layout:
+                is_own = self.config.policy.name == "adaptive" and "off" not in answer["layout"]
+                if answer["serving"] and (is_own or answer["layout"] == self.config.cell.layout):
                     return
             except OSError:
                 pass

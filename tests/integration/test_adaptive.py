@@ -19,7 +19,7 @@ from coordinator.policy.replay import replay
 from coordinator.protocol.messages import Tier
 from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PAGES = 24
 """Of 32 tokens: a rank alone holds less than the longest context of 1,024."""
@@ -28,9 +28,9 @@ LIMIT_S = 90
 """For a decision to come; it takes a second or two on a machine with nothing else to do."""
 
 STEP_TIMES = """
-dp1: {points: [[1, 40.0], [4096, 4680]]}
-tp2: {points: [[1, 26.0], [4096, 2950]]}
-tp4: {points: [[1, 18.0], [4096, 1960]]}
+dp1: {points: [[1, 40.0], [4096, 3600]]}
+tp2: {points: [[1, 19.0], [4096, 2950]]}
+tp4: {points: [[1, 17.0], [4096, 1960]]}
 """
 
 
@@ -43,7 +43,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         "name": "adaptive",
         "step_times": str(times),
         "observation_log": str(folder / "seen.jsonl"),
-        "interactive": {"ttft_ms": 1_000, "tpot_ms": 32},
+        "interactive": {"ttft_ms": 1_000, "tpot_ms": 24},
         "stay_ms": 1_000,
         "settle_ms": 500,
         "pin_ms": 2_000,
