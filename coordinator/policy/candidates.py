@@ -94,11 +94,11 @@ def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
 
 
 def _reservations(widths: list[int]) -> list[int]:
-    """Return how many of the groups, widest first, may be kept."""
+    """Return how many of the groups, widest first, may be kept: one or half, or all wide ones."""
+    widest = widths.count(widths[0]) if widths else 0
     if len(widths) < 2:
         return []
-    widest = widths.count(widths[0])
-    return sorted({1, widest // 2, widest, (len(widths) + 1) // 2} - {0, len(widths)})
+    return [widest] if widest < len(widths) else sorted({1, widest // 2})
 
 
 def _layouts(world: int, widths: list[int]) -> list[Layout]:

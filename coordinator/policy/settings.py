@@ -23,9 +23,10 @@ class TierGoal:
 
 
 DEFAULT_GOALS = {
-    Tier.INTERACTIVE: TierGoal(0.5, 0.05),
+    Tier.INTERACTIVE: TierGoal(0.5, 0.05, weight=2.0),
     Tier.STANDARD: TierGoal(2.0, 0.1),
-    Tier.BATCH: TierGoal(),
+    # Batch work that waits is not lost.
+    Tier.BATCH: TierGoal(weight=0.25),
 }
 
 

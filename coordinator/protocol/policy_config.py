@@ -26,9 +26,9 @@ class PolicyConfig(_Frozen):
     """Who chooses the layout. With `fixed` only an operator does."""
 
     name: Literal["fixed", "adaptive"] = "fixed"
-    interactive: GoalConfig = GoalConfig(ttft_ms=500, tpot_ms=50)
+    interactive: GoalConfig = GoalConfig(ttft_ms=500, tpot_ms=50, weight=2.0)
     standard: GoalConfig = GoalConfig(ttft_ms=2_000, tpot_ms=100)
-    batch: GoalConfig = GoalConfig()
+    batch: GoalConfig = GoalConfig(weight=0.25)
     decide_every_ms: int = Field(default=250, ge=10)
     """How often the load is looked at."""
     stay_ms: int = Field(default=3_000, ge=0)

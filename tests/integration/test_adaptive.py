@@ -43,7 +43,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         "name": "adaptive",
         "step_times": str(times),
         "observation_log": str(folder / "seen.jsonl"),
-        "interactive": {"ttft_ms": 1_000, "tpot_ms": 24},
+        "interactive": {"ttft_ms": 1_000, "tpot_ms": 24, "weight": 4},
         "stay_ms": 1_000,
         "settle_ms": 500,
         "pin_ms": 2_000,
