@@ -85,7 +85,7 @@ def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
     """Return a layout with no group kept for anyone, and with some, if several tiers are there."""
     found = [Arrangement(layout)]
     present = sorted(tiers)
-    cuts = [cut for cut in (1, 2) if any(t < cut for t in present) and present[-1] >= cut]
+    cuts = [cut for cut in (1, 2) if cut - 1 in present and present[-1] >= cut]
     groups = sorted(layout.groups, key=lambda group: (-group.width, group.leader))
     for count in _reservations([group.width for group in groups]):
         leaders = tuple(sorted(group.leader for group in groups[:count]))
