@@ -114,7 +114,8 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
         decisions: Any = core.decisions_view(last)["decisions"]
-        return {"decisions": _of_day(decisions, "time", clock()), **core.step_times_view()}
+        shown = _of_day(_of_day(decisions, "time", clock()), "since", clock())
+        return {"decisions": shown, **core.step_times_view()}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:

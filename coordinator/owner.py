@@ -19,12 +19,14 @@ from coordinator.events import (
     Event,
     Level,
     Note,
+    Observed,
     SwitchRecorded,
     Tick,
     ToGateway,
     ToRank,
 )
 from coordinator.outbox import Outbox
+from coordinator.policy.log import Line
 from coordinator.protocol.messages import BatchProgress
 from coordinator.records import SwitchRecord
 
@@ -78,6 +80,7 @@ class CoreOwner:
         """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
         self.watcher: Watcher | None = None
+        self.on_observation: Callable[[Line], None] = lambda _: None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
         """Hand over `event` and wait until it was handled.
@@ -129,6 +132,8 @@ class CoreOwner:
                     outbox.put(message)
             case SwitchRecorded(record):
                 self.on_switch(record)
+            case Observed(line):
+                self.on_observation(line)
             case Note(Level.INFO, event, fields):
                 log.info(event, **fields)
             case Note(Level.WARNING, event, fields):

@@ -26,6 +26,7 @@ from coordinator.core import Core
 from coordinator.history import INTERVAL_S, History
 from coordinator.metrics import Facts, Metrics, Views
 from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer, ListenError
@@ -52,11 +53,16 @@ def admin_key(host: str) -> str:
 async def serve(config: Config, token: str, key: str) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
     coordinator_id = secrets.token_hex(ID_BYTES)
-    core = Core(core_settings(config), coordinator_id, monotonic_ms())
+    step_times = read_step_times(config.policy.step_times)
+    core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
     server = CellServer(owner, token, config.cell.ranks)
     metrics = build_metrics(core, owner, server, config)
     history = History(server.gathered.tally)
+    policy = config.policy
+    owner.on_observation = ObservationLog(
+        policy.observation_log, policy.observation_log_bytes_max
+    ).write
     context = AdminContext(
         core=core,
         owner=owner,
@@ -194,7 +200,7 @@ def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "model": config.served_model_name,
         "device": config.cell.device,
-        "policy": "fixed",
+        "policy": config.policy.name,
         "default_carry": config.coordinator.default_carry,
     }
 

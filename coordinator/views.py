@@ -76,6 +76,9 @@ def decision_view(decision: Decision) -> View:
         "choice": decision.choice,
         "carry": decision.carry.value,
         "reason": decision.reason,
+        "cause": decision.cause,
+        "changes": decision.changes,
+        "since": decision.since_ms,
     }
 
 

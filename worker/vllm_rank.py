@@ -204,12 +204,12 @@ class RankEngine:
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
             pages = config.cache_config.num_gpu_blocks_override
-        need = geometry.pages_for_tokens(config.model_config.max_model_len, 1) + 1
-        if pages < need:
+        widest = max(self.spec.widths)  # It serves what no rank holds alone.
+        longest = config.model_config.max_model_len
+        if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
             raise ViewError(
-                f"{budget} bytes of KV memory hold {pages} pages, but one task of "
-                f"{config.model_config.max_model_len} tokens needs {need}: raise "
-                "--kv-cache-memory-bytes or lower --max-model-len."
+                f"{pages} pages of KV memory, but a group {widest} wide needs {need} for a task of "
+                f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
             )
         return KVBuffer(specs, pages, self.device)
 

@@ -26,6 +26,12 @@ class StepPlan:
         return int(self.output.total_num_scheduled_tokens)
 
     @property
+    def context(self) -> int:
+        """Tokens before those, whose KV is read."""
+        new = sum(each.num_computed_tokens for each in self.output.scheduled_new_reqs)
+        return int(new + sum(self.output.scheduled_cached_reqs.num_computed_tokens))
+
+    @property
     def is_empty(self) -> bool:
         """Nothing is computed in it."""
         return not self.tokens

@@ -60,6 +60,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
         raise CliError(f"{options.config}: {error}", USAGE_STATUS) from error
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
+    _set_policy(base["policy"], options)
     _set_addresses(base, options, machine.free_ports)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
@@ -79,20 +80,9 @@ def _with_data_dir(config: Config, state_dir: str) -> Config:
     return config.model_copy(update={"batches": batches})
 
 
-def require_policy(name: str) -> None:
-    """Refuse what is not built yet."""
-    if name == "adaptive":
-        raise CliError(
-            "the adaptive policy is not in this version: leave --policy out (fixed) and change "
-            "the layout with `aileron switch`.",
-            USAGE_STATUS,
-        )
-
-
 def _empty() -> dict[str, Any]:
-    return {
-        section: {} for section in ("model", "cell", "coordinator", "gateway", "batches", "admin")
-    }
+    names = ("model", "cell", "coordinator", "policy", "gateway", "batches", "admin")
+    return {section: {} for section in names}
 
 
 def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
@@ -164,6 +154,20 @@ def _set_groups(
         cell["layout"] = options.layout
     elif changed:
         cell["layout"] = f"dp{ranks}"
+
+
+def _set_policy(policy: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.policy is not None:
+        policy["name"] = options.policy
+    if options.step_times is not None:
+        policy["step_times"] = str(options.step_times.absolute())
+    if options.observation_log is not None:
+        policy["observation_log"] = str(options.observation_log.absolute())
+    name = policy.get("name", "fixed")
+    if name == "fixed" and (options.step_times or options.observation_log):
+        raise CliError(
+            "--step-times and --observation-log belong to --policy adaptive: add it.", USAGE_STATUS
+        )
 
 
 def _set_addresses(

@@ -86,15 +86,37 @@ def run_explain(options: argparse.Namespace) -> int:
     if not answer["decisions"]:
         print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
     for decision in answer["decisions"]:
-        print(f"\n{decision['time']}  {decision['choice']}  ({decision['carry']})")
-        print(f"    because: {decision['reason']}")
-        if decision["inputs"]:
-            print(f"    inputs: {_counts(decision['inputs'])}")
-        for candidate in decision["candidates"]:
-            print(f"    candidate: {_counts(candidate)}")
+        print("\n" + decision_text(decision))
     for times in answer["step_times"]:
         print("\n" + step_times_text(times))
     return 0
+
+
+def decision_text(decision: dict[str, Any]) -> str:
+    """Return one decision: what, why, from what, and what else there was."""
+    kept = "" if decision.get("changes", True) else "  kept"
+    lines = [
+        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){kept}",
+        f"    because: {decision['reason']}",
+    ]
+    lines += [f"    {tier}: {_counts(each)}" for tier, each in decision["inputs"].items()]
+    rows = [_candidate_row(each) for each in decision["candidates"]]
+    if rows:
+        header = ("candidate", "goals met", "worth", "cost", "ttft ms / tpot ms")
+        table = format_table(header, rows)
+        lines += [f"    {line}" for line in table.splitlines()]
+    return "\n".join(lines)
+
+
+def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
+    if "refused" in candidate:
+        return candidate["layout"], "-", "-", "-", candidate["refused"]
+    seen = ", ".join(
+        f"{tier} {each['ttft_ms']:.0f} / {each['tpot_ms']:.1f}"
+        for tier, each in candidate["tiers"].items()
+    )
+    met = f"{candidate['goals_met']:.0%}"
+    return candidate["layout"], met, candidate["worth"], candidate["cost"], seen
 
 
 def step_times_text(times: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from comm_pool.layout import Layout, LayoutError, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed
+from coordinator.protocol.policy_config import PolicyConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the secret that the processes of a cell share."""
@@ -170,6 +171,7 @@ class Config(_Frozen):
     model: ModelConfig
     cell: CellConfig = CellConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    policy: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
     batches: BatchesConfig = BatchesConfig()
     admin: AdminConfig = AdminConfig()
@@ -186,6 +188,13 @@ class Config(_Frozen):
             )
         self.initial_layout()
         self.mixed_groups()
+        for tier in ("interactive", "standard", "batch"):
+            width = getattr(self.policy, tier).width_min
+            if width > max(self.cell.widths, default=1):
+                raise ValueError(
+                    f"policy.{tier}.width_min is {width}, but the widest group of cell.widths is "
+                    f"{max(self.cell.widths, default=1)}: lower it, or add the width."
+                )
         gateway = self.gateway
         if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
             raise ValueError(

@@ -9,6 +9,7 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
 from coordinator.protocol.task_words import (
     Adopted,
     HeldTask,
@@ -64,7 +65,9 @@ __all__ = [
     "Report",
     "Resubmit",
     "ReturnCause",
+    "ServedSteps",
     "Stage",
+    "StepSums",
     "Stop",
     "StreamGap",
     "Submit",
@@ -89,21 +92,6 @@ PROTOCOL_VERSION = 5
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
-
-
-class WidthTimes(msgspec.Struct, frozen=True):
-    """How long steps take in groups of a width, as measured at start-up.
-
-    `curves` gives for each mode that the rank can compute a step in (`dp`, `tp`, `sp`, or mixed
-    ones as layouts write them) its (tokens, µs) points, tokens ascending. A shift group computes
-    steps of `sp_from_tokens` tokens or more in sp; None is never. `mixed_from_tokens` has the same
-    for each mixed shape.
-    """
-
-    width: int
-    curves: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    sp_from_tokens: int | None = None
-    mixed_from_tokens: tuple[tuple[str, int | None], ...] = ()
 
 
 class RankHello(Message, frozen=True):
@@ -131,6 +119,8 @@ class RankHello(Message, frozen=True):
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
     step_times: tuple[WidthTimes, ...] = ()
+    tokens_per_step_max: int = 0
+    """Most tokens that a step computes; 0 is unknown."""
 
 
 class LeaseKept(msgspec.Struct, frozen=True):
@@ -209,6 +199,8 @@ class Report(Message, frozen=True):
     has_failed: bool = False
     moved: int = 0
     told_in: int = 0
+    served: tuple[ServedSteps, ...] = ()
+    """How long the led group's steps took since the last report; filled by leaders."""
 
 
 class Grant(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from coordinator.events import (
     GatewayOpened,
     GatewaySaid,
     Note,
+    Observed,
     RankClosed,
     RankExited,
     RankOpened,
@@ -304,7 +305,7 @@ class World:
                     self.network.in_order(session, "down", lambda: gateway.on_message(answer))
             case SwitchRecorded():
                 self.stats.switches += 1
-            case Note():
+            case Note() | Observed():
                 pass
 
     def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:

@@ -164,9 +164,15 @@ def test_bad_command_lines_end_with_status_2(
     assert said.count("\n") == 1
 
 
-def test_adaptive_policy_is_refused_for_now(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--policy", "adaptive"]) == 2
-    assert "not in this version" in capsys.readouterr().err
+def test_policy_is_fixed_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert build().policy.name == "fixed"
+    log, times = tmp_path / "seen.jsonl", tmp_path / "times.yaml"
+    adaptive = ("--policy", "adaptive", "--observation-log", str(log), "--step-times", str(times))
+    policy = build(*adaptive).policy
+    assert (policy.name, policy.observation_log) == ("adaptive", str(log))
+    assert policy.step_times == str(times)
+    with pytest.raises(CliError, match="belong to --policy adaptive"):
+        build("--observation-log", str(log))
 
 
 def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
