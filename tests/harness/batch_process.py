@@ -32,6 +32,7 @@ from gateway.routes import OPEN_PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
+FOREVER_S = 3_600
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 """Runs a command that may mount what nobody else sees."""
 
@@ -39,14 +40,14 @@ OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 class Application:
     """Answers completions; the prompt says how, see `complete`."""
 
-    def __init__(self, *, delay_s: float) -> None:
-        self._delay_s = delay_s
+    def __init__(self, *, slow_s: float) -> None:
+        self._slow_s = slow_s
         self.running = 0
         self.running_max = 0
         self._tries: dict[str, int] = {}
 
     async def complete(self, request: Request) -> Response:
-        """`bad` is a 400, `full-N` is refused N times, `broken` a 500, `slow` never ends."""
+        """`bad` is a 400, `full-N` is refused N times, `broken` a 500, `slow` waits."""
         self.running += 1
         self.running_max = max(self.running_max, self.running)
         try:
@@ -56,7 +57,7 @@ class Application:
 
     async def _complete(self, body: dict[str, str]) -> Response:
         prompt = body["prompt"]
-        await asyncio.sleep(3_600 if prompt == "slow" else self._delay_s)
+        await asyncio.sleep(self._slow_s if prompt.startswith("slow") else 0)
         tries = self._tries[prompt] = self._tries.get(prompt, 0) + 1
         if prompt == "bad":
             return _refuse("invalid_value")
@@ -90,8 +91,8 @@ def _refuse(code: str) -> Response:
 class Served:
     """The application behind the product's parts."""
 
-    def __init__(self, config: BatchesConfig, delay_s: float, keys: str = "") -> None:
-        own = Application(delay_s=delay_s)
+    def __init__(self, config: BatchesConfig, slow_s: float, keys: str = "") -> None:
+        own = Application(slow_s=slow_s)
         app = Starlette(
             routes=[
                 Route("/v1/completions", own.complete, methods=["POST"]),
@@ -118,8 +119,8 @@ class Served:
         await self.parts.store.close()
 
 
-async def _serve(config: BatchesConfig, delay_s: float, keys: str) -> None:
-    served = Served(config, delay_s, keys)
+async def _serve(config: BatchesConfig, slow_s: float, keys: str) -> None:
+    served = Served(config, slow_s, keys)
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(served.edge, log_config=None, lifespan="off"))
     desk = asyncio.create_task(served.parts.desk.run(lambda: True, served.tell))
@@ -173,9 +174,9 @@ def main() -> None:
     assert "/health" in OPEN_PATHS
     folder, keys, *words = sys.argv[1:]
     settings = dict(word.split("=", 1) for word in words)
-    delay_s = float(settings.pop("delay_s", "0"))
+    slow_s = float(settings.pop("slow_s", str(FOREVER_S)))
     config = BatchesConfig.model_validate({"data_dir": folder, **settings})
-    asyncio.run(_serve(config, delay_s, keys))
+    asyncio.run(_serve(config, slow_s, keys))
 
 
 if __name__ == "__main__":

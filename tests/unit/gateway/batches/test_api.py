@@ -19,7 +19,7 @@ from gateway.batches.api import batch_routes
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import StorageFullError
 from gateway.edge import Edge
-from tests.harness.batch_process import Served
+from tests.harness.batch_process import FOREVER_S, Served
 
 URL = "/v1/completions"
 LIMIT_S = 60.0
@@ -31,7 +31,7 @@ def served(tmp_path: Path) -> Served:
     keys = [{"hash": hash_of(f"key-{name}"), "tenant": name} for name in ("acme", "other")]
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": keys}))
     config = BatchesConfig(data_dir=str(tmp_path / "data"))
-    return Served(config, 0, str(tmp_path / "keys.yaml"))
+    return Served(config, FOREVER_S, str(tmp_path / "keys.yaml"))
 
 
 @pytest.fixture
