@@ -73,7 +73,7 @@ class StepLog:
             return
         w = 1 / (seconds * seconds)
         t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT
-        found = (w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c)
+        found: tuple[float, ...] = (w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c)
         found += (w * t * seconds, w * c * seconds, 1.0)
         sums = self._sums.setdefault((mode, width), [0.0] * len(found))
         for index, value in enumerate(found):
