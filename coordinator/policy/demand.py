@@ -11,7 +11,7 @@ from coordinator.protocol.terms import Tier
 SHORT_WINDOW_S = 2.0
 LONG_WINDOW_S = 15.0
 
-DEVIATIONS = 2.0
+DEVIATIONS = 3.0
 """The short window is believed where it differs by so many deviations from the long one."""
 
 PROMPTS_ASSUMED = (512,)
