@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,11 +48,8 @@ def test_what_is_no_log_is_refused_in_a_sentence(
 def test_a_decision_is_shown_with_what_it_was_chosen_from() -> None:
     cell = serving()
     wait(cell, 3_000)
-    view = next(
-        each
-        for each in cell.core.decisions_view(9)["decisions"]
-        if each["changes"]  # type: ignore[attr-defined]
-    )
+    views: Any = cell.core.decisions_view(9)["decisions"]
+    view = next(each for each in views if each["changes"])
     text = decision_text(view)
     assert "because: it meets the goals as well" in text
     assert "candidate" in text
