@@ -1,4 +1,4 @@
-"""The policy over random loads in a simulated cell of four H200s: never far from the best layout.
+"""The policy over random loads in a simulated cell of four H200s, beside layouts that stay.
 
 The best fixed layout of a load is known only afterwards. `python -m tests.simulation.policy_runs`
 does the same for as many loads as wanted; what it found for 200 is in ADR 0024.

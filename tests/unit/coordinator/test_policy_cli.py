@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from coordinator.policy.log import encode
 from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import ConfigError
 from tests.unit.coordinator.test_policy import log_of, observation
-from tests.unit.coordinator.test_policy_core import serving, wait
+from tests.unit.coordinator.test_policy_core import decisions, serving, wait
 
 
 def test_a_log_is_printed_as_it_would_have_gone(
@@ -48,8 +47,7 @@ def test_what_is_no_log_is_refused_in_a_sentence(
 def test_a_decision_is_shown_with_what_it_was_chosen_from() -> None:
     cell = serving()
     wait(cell, 3_000)
-    views: Any = cell.core.decisions_view(9)["decisions"]
-    view = next(each for each in views if each["changes"])
+    view = next(each for each in decisions(cell) if each["changes"])
     text = decision_text(view)
     assert "because: it meets the goals as well" in text
     assert "candidate" in text
