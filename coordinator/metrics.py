@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from coordinator import exposition
 from coordinator.gathered import Gathered
-from coordinator.protocol.config import SloConfig
 from coordinator.protocol.measures import DURATION, TPOT, TTFT
+from coordinator.protocol.policy_config import SloConfig
 from coordinator.records import SwitchRecord
 from coordinator.watching import CoreWatcher
 
@@ -115,6 +115,7 @@ class _CellCollector(Collector):
             "aileron_slo_target_seconds", "The objectives of each tier.", labels=("tier", "measure")
         )
         for tier, target in self._facts.slo:
-            targets.add_metric((tier, "ttft"), target.ttft_ms / 1_000)
-            targets.add_metric((tier, "tpot"), target.tpot_ms / 1_000)
+            for measure, value_ms in (("ttft", target.ttft_ms), ("tpot", target.tpot_ms)):
+                if value_ms is not None:
+                    targets.add_metric((tier, measure), value_ms / 1_000)
         yield targets

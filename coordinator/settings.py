@@ -11,7 +11,7 @@ from coordinator.policy.settings import PolicySettings, PolicyStart, TierGoal
 from coordinator.policy.step_line import StepLine
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry, Tier
-from coordinator.protocol.policy_config import GoalConfig
+from coordinator.protocol.policy_config import SloTarget, TierConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,10 @@ def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart |
     if policy.name == "fixed":
         return None
     settings = PolicySettings(
-        goals={tier: _goal(getattr(policy, tier.name.lower())) for tier in Tier},
+        goals={
+            tier: _goal(getattr(config.slo, tier.name.lower()), getattr(policy, tier.name.lower()))
+            for tier in Tier
+        },
         decide_every_ms=policy.decide_every_ms,
         stay_ms=policy.stay_ms,
         settle_ms=policy.settle_ms,
@@ -143,12 +146,12 @@ def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart |
     return PolicyStart(settings, config.cell.widths, step_times)
 
 
-def _goal(goal: GoalConfig) -> TierGoal:
+def _goal(target: SloTarget, tier: TierConfig) -> TierGoal:
     return TierGoal(
-        None if goal.ttft_ms is None else goal.ttft_ms / 1000,
-        None if goal.tpot_ms is None else goal.tpot_ms / 1000,
-        goal.weight,
-        goal.width_min,
+        None if target.ttft_ms is None else target.ttft_ms / 1000,
+        None if target.tpot_ms is None else target.tpot_ms / 1000,
+        tier.weight,
+        tier.width_min,
     )
 
 

@@ -6,9 +6,9 @@ known error codes: nothing that a client chooses. Called by the relay and the ed
 clock's time in seconds; pure.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
-from coordinator.protocol.config import SloTarget
 from coordinator.protocol.measures import (
     DISCONNECTS,
     DURATION,
@@ -26,6 +26,7 @@ from coordinator.protocol.measures import (
     Tally,
 )
 from coordinator.protocol.messages import Tier
+from coordinator.protocol.policy_config import SloTarget
 from gateway.errors import CODES
 from gateway.tasks import Task, family
 from gateway.tiers import tier_name
@@ -72,14 +73,15 @@ class RequestMeter:
         target = self._targets.get(task.header.tier)
         if target is None:
             return
+        ttft_ms, tpot_ms = target.ttft_ms or math.inf, target.tpot_ms or math.inf
         waited_ms = (now_s - task.opened_at_s) * 1_000
-        if not (count or failed or waited_ms > target.ttft_ms):
+        if not (count or failed or waited_ms > ttft_ms):
             return
         is_good = (
             not failed
             and count > 0
-            and (task.first_token_at_s - task.opened_at_s) * 1_000 <= target.ttft_ms
-            and (count == 1 or _mean_s(task) * 1_000 <= target.tpot_ms)
+            and (task.first_token_at_s - task.opened_at_s) * 1_000 <= ttft_ms
+            and (count == 1 or _mean_s(task) * 1_000 <= tpot_ms)
         )
         self.tally.count(SLO_TOTAL, tier)
         self.tally.count(SLO_GOOD, tier, by=is_good)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from comm_pool.layout import Layout, LayoutError, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed
-from coordinator.protocol.policy_config import PolicyConfig
+from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the secret that the processes of a cell share."""
@@ -73,23 +73,6 @@ class TiersConfig(_Frozen):
     interactive: TierLimits = TierLimits(queue_tasks_max=64, wait_ms=10_000)
     standard: TierLimits = TierLimits(queue_tasks_max=2_048, wait_ms=120_000)
     batch: TierLimits = TierLimits(queue_tasks_max=4_096, wait_ms=3_600_000)
-
-
-class SloTarget(_Frozen):
-    """The objective of a tier, by which its tasks are judged in the metrics."""
-
-    ttft_ms: int = Field(ge=1)
-    """Longest time to the first token."""
-    tpot_ms: int = Field(ge=1)
-    """Longest mean time per output token of one stream."""
-
-
-class SloConfig(_Frozen):
-    """The objectives of all tiers."""
-
-    interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=50)
-    standard: SloTarget = SloTarget(ttft_ms=2_000, tpot_ms=100)
-    batch: SloTarget = SloTarget(ttft_ms=60_000, tpot_ms=1_000)
 
 
 class CoordinatorConfig(_Frozen):

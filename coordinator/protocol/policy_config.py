@@ -1,4 +1,4 @@
-"""Configuration of the policy: what each tier is to see, and how soon layouts may change."""
+"""Configuration of objectives and policy: what tiers are to see, how soon layouts may change."""
 
 from typing import Literal
 
@@ -9,15 +9,28 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class GoalConfig(_Frozen):
-    """What requests of a tier are to see; a goal left out (null) does not count."""
+class SloTarget(_Frozen):
+    """What requests of a tier are to see; what is left out (null) does not count."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     """Longest time to the first token."""
     tpot_ms: float | None = Field(default=None, gt=0)
-    """Longest mean time per token behind the first."""
+    """Longest mean time per output token of one stream."""
+
+
+class SloConfig(_Frozen):
+    """The objectives of all tiers: metrics judge by them, and the adaptive policy aims at them."""
+
+    interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=50)
+    standard: SloTarget = SloTarget(ttft_ms=2_000, tpot_ms=100)
+    batch: SloTarget = SloTarget()
+
+
+class TierConfig(_Frozen):
+    """What a tier is to the policy."""
+
     weight: float = Field(default=1.0, gt=0)
-    """What a request that sees both is worth, beside one of another tier."""
+    """What a request that sees its objectives is worth, beside one of another tier."""
     width_min: int = Field(default=1, ge=1)
     """Narrowest group for the tier's requests; needs a layout that has one."""
 
@@ -26,9 +39,9 @@ class PolicyConfig(_Frozen):
     """Who chooses the layout. With `fixed` only an operator does."""
 
     name: Literal["fixed", "adaptive"] = "fixed"
-    interactive: GoalConfig = GoalConfig(ttft_ms=500, tpot_ms=50, weight=2.0)
-    standard: GoalConfig = GoalConfig(ttft_ms=2_000, tpot_ms=100)
-    batch: GoalConfig = GoalConfig(weight=0.25)
+    interactive: TierConfig = TierConfig(weight=2.0)
+    standard: TierConfig = TierConfig()
+    batch: TierConfig = TierConfig(weight=0.25)
     decide_every_ms: int = Field(default=250, ge=10)
     """How often the load is looked at."""
     stay_ms: int = Field(default=3_000, ge=0)

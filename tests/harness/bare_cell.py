@@ -136,6 +136,7 @@ def bare_cell(
     device: str = "cpu",
     mixed: tuple[str, ...] = (),
     policy: dict[str, Any] | None = None,
+    slo: dict[str, Any] | None = None,
     **coordinator: Any,
 ) -> Iterator[BareCell]:
     """Run a cell for the length of the block."""
@@ -152,6 +153,7 @@ def bare_cell(
             },
             "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
             "policy": policy or {},
+            "slo": slo or {},
             "admin": {"port": free_port()},
             "run_dir": str(folder),
         }

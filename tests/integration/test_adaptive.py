@@ -43,7 +43,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         "name": "adaptive",
         "step_times": str(times),
         "observation_log": str(folder / "seen.jsonl"),
-        "interactive": {"ttft_ms": 1_000, "tpot_ms": 24, "weight": 4},
+        "interactive": {"weight": 4},
         "stay_ms": 1_000,
         "settle_ms": 500,
         "pin_ms": 2_000,
@@ -57,6 +57,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
             *("--num-gpu-blocks-override", str(PAGES), "--max-num-seqs", "32"),
         ],
         policy=policy,
+        slo={"interactive": {"ttft_ms": 1_000, "tpot_ms": 24}},
     ) as running:
         # Whatever test comes first finds what an idle cell is laid out as.
         asyncio.run(serves(running, "tp4"))

@@ -3,7 +3,6 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from coordinator.protocol.config import SloTarget
 from coordinator.protocol.measures import (
     DISCONNECTS,
     DURATION,
@@ -18,6 +17,7 @@ from coordinator.protocol.measures import (
     Measure,
 )
 from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.policy_config import SloTarget
 from gateway.engine_measures import engine_families
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.tasks import Task
