@@ -4,6 +4,7 @@ Asks the admin API for what is new once per second and redraws in place until Ct
 given what was answered and the terminal's size, so it can be tested without one.
 """
 
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,8 @@ def watch(client: AdminClient) -> int:
     samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_MAX)
     answer = _ask(client, samples)
     console = Console()
+    # Set here, because whoever starts this in the background may have it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         problem = ""
         try:
@@ -48,6 +51,8 @@ def watch(client: AdminClient) -> int:
                     problem = str(error)
         except KeyboardInterrupt:
             return 0
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def _ask(client: AdminClient, samples: deque[dict[str, Any]]) -> dict[str, Any]:
