@@ -88,6 +88,18 @@ class HeadExchange:
         first = member // self.replication * self.kv_heads_each
         return range(first, first + self.kv_heads_each)
 
+    def part(self, parts: int) -> "HeadExchange":
+        """The exchange inside one of `parts` equal runs of neighbouring members and their heads.
+
+        Member s of run p is member p·(width / parts) + s here. Heads are numbered from the run's
+        first: add p·heads/parts to query heads and p·kv_heads // parts to KV heads.
+        """
+        if parts < 1 or self.width % parts:
+            raise ExchangeError(f"{self.width} members do not fall into {parts} equal runs.")
+        return HeadExchange(
+            self.heads // parts, max(1, self.kv_heads // parts), self.width // parts
+        )
+
     def share(self, tokens: int) -> int:
         """Tokens of one member, equal for all: a step is padded to a multiple of the width.
 

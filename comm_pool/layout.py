@@ -13,6 +13,8 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 from typing import NewType
 
+from comm_pool.mixed import Mixed, MixedError
+
 Rank = NewType("Rank", int)
 """A device and the one process that owns it, numbered 0..world-1 inside a cell."""
 
@@ -25,6 +27,7 @@ MAX_ENUMERATED_WORLD = 16
 
 _ABSENT = "off"
 _TOKEN = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
+_MIXED_TOKEN = re.compile(r"(sp|shift)([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
 
 
 class LayoutError(ValueError):
@@ -44,7 +47,7 @@ class Mode(StrEnum):
 
     A `shift` group computes each step in tp or in sp, whichever is sooner done for that many tokens
     (Shift Parallelism, algorithm 3); `tp` and `sp` pin a group to one of them. A step itself is
-    never `shift`.
+    never `shift`. Where the group is mixed, what is said of sp holds for its `Mixed` instead.
     """
 
     DP = "dp"
@@ -53,16 +56,23 @@ class Mode(StrEnum):
     SHIFT = "shift"
 
 
+StepMode = Mode | Mixed
+"""How one step is computed: in dp, tp, sp, or in tokens and weights at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Aligned, contiguous ranks that run one model together.
 
     `ranks` ascend, their number (the width) is a power of two and divides the first of them.
-    Mode `dp` if and only if the width is 1. Anything else raises `LayoutError`.
+    Mode `dp` if and only if the width is 1. `tp` says into how many parts a mixed group splits the
+    weights: 1 in all groups but those of mode sp and shift that are mixed. Anything else raises
+    `LayoutError`.
     """
 
     ranks: tuple[Rank, ...]
     mode: Mode
+    tp: int = 1
 
     def __post_init__(self) -> None:
         """Refuse what is no group."""
@@ -84,6 +94,8 @@ class Group:
                 f"mode {self.mode} does not go with width {width}: a group one rank wide is dp, "
                 f"a wider one is tp, sp or shift."
             )
+        if self.tp != 1:
+            _check_parts(self.mode, width, self.tp)
 
     @property
     def width(self) -> int:
@@ -97,8 +109,15 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Mode and width, such as `tp2` or `dp1`; it does not say which ranks."""
-        return f"{self.mode}{self.width}"
+        """Mode and width, such as `tp2`, `dp1` or `sp2tp2`; it does not say which ranks."""
+        if self.tp == 1:
+            return f"{self.mode}{self.width}"
+        return f"{self.mode}{self.width // self.tp}tp{self.tp}"
+
+    @property
+    def mixed(self) -> Mixed | None:
+        """How tokens and weights are divided, if the group is mixed."""
+        return None if self.tp == 1 else Mixed(self.width // self.tp, self.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +187,9 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     """Read the notation of a layout of `world` ranks; width 1 is supported without being named.
 
     Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
-    `shiftK` are one group of K ranks; `offN` leaves N ranks out (lost, or not to be used). So
+    `shiftK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N ranks, in
+    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out (lost, or not
+    to be used). So
     `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without
     rank 2. A caller that must not leave a rank out asks `Layout.covers`. Every other text raises
     `LayoutError`, one sentence that says what is wrong and what is supported. Costs O(world),
@@ -185,16 +206,18 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
     groups: list[Group] = []
     first = 0
     for token in text.split("+"):
-        word, count = _read_token(token, text)
+        word, count, parts = _read_token(token, text)
         if word not in (Mode.DP, _ABSENT):
             _check_wide(token, count, first, widths)
+        if parts > 1:
+            _check_exchange(token, count // parts, widths)
         if first + count > world:
             raise LayoutError(_coverage(text, "more than", world))
         ranks = tuple(Rank(rank) for rank in range(first, first + count))
         if word == Mode.DP:
             groups += _alone(ranks)
         elif word != _ABSENT:
-            groups.append(Group(ranks, Mode(word)))
+            groups.append(Group(ranks, Mode(word), parts))
         first += count
     if first < world:
         raise LayoutError(_coverage(text, f"only {first} of", world))
@@ -215,10 +238,12 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
         raise LayoutError(f"layout '{layout}' does not fit into {world} ranks.")
     tokens: list[str] = []
     for word, run in groupby(_spans(layout, world), key=lambda span: span[0]):
-        counts = [count for _, count in run]
+        spans = list(run)
         # Two neighbouring tp2 are not one tp4, whereas dp counts ranks and may be added up.
-        merged = [sum(counts)] if word == Mode.DP else counts
-        tokens += [f"{word}{count}" for count in merged]
+        if word == Mode.DP:
+            tokens.append(f"{word}{sum(count for _, count, _ in spans)}")
+        else:
+            tokens += [token for _, _, token in spans]
     return "+".join(tokens)
 
 
@@ -232,14 +257,17 @@ def diff(old: Layout, new: Layout) -> frozenset[Rank]:
 
 
 def supported_layouts(
-    world: int, widths: Collection[int], modes: Collection[Mode]
+    world: int,
+    widths: Collection[int],
+    modes: Collection[Mode],
+    mixed: Collection[Mixed] = (),
 ) -> tuple[Layout, ...]:
-    """Return every layout that covers `world` ranks with these widths and modes.
+    """Return every layout that covers `world` ranks with these widths, modes and mixed groups.
 
     The order is the same everywhere: by the group of rank 0, narrow before wide, then mode in the
-    order of `Mode`, then likewise for the ranks that follow; so all-dp comes first. Ranks stand
-    alone only if `modes` holds dp. Raises `LayoutError` for a world outside
-    1..MAX_ENUMERATED_WORLD or a width that is no power of two.
+    order of `Mode`, mixed ones behind the plain one, then likewise for the ranks that follow; so
+    all-dp comes first. Ranks stand alone only if `modes` holds dp. Raises `LayoutError` for a world
+    outside 1..MAX_ENUMERATED_WORLD or a width that is no power of two.
     """
     if not 1 <= world <= MAX_ENUMERATED_WORLD:
         raise LayoutError(
@@ -255,14 +283,18 @@ def supported_layouts(
     for first in range(world - 1, -1, -1):
         rest[first] = [
             (group, *tail)
-            for group in _groups_from(first, world, ascending, wanted)
+            for group in _groups_from(first, world, ascending, wanted, sorted(set(mixed)))
             for tail in rest[first + group.width]
         ]
     return tuple(Layout(groups) for groups in rest[0])
 
 
 def _groups_from(
-    first: int, world: int, widths: Iterable[int], modes: Collection[Mode]
+    first: int,
+    world: int,
+    widths: Iterable[int],
+    modes: Collection[Mode],
+    mixed: Iterable[Mixed],
 ) -> Iterator[Group]:
     for width in widths:
         if first % width or first + width > world:
@@ -271,25 +303,34 @@ def _groups_from(
         for mode in modes:
             if (mode is Mode.DP) == (width == 1):
                 yield Group(ranks, mode)
+            if mode in (Mode.SP, Mode.SHIFT):
+                yield from (Group(ranks, mode, each.tp) for each in mixed if each.width == width)
 
 
 def _alone(ranks: Iterable[Rank]) -> list[Group]:
     return [Group((rank,), Mode.DP) for rank in ranks]
 
 
-def _spans(layout: Layout, world: int) -> Iterator[tuple[str, int]]:
-    """Yield (word, ranks) from rank 0 to world-1, absent ranks included."""
+def _spans(layout: Layout, world: int) -> Iterator[tuple[str, int, str]]:
+    """Yield (word, ranks, token) from rank 0 to world-1, absent ranks included."""
     first = 0
     for group in layout.groups:
         if group.leader > first:
-            yield _ABSENT, group.leader - first
-        yield group.mode.value, group.width
+            yield _ABSENT, group.leader - first, f"{_ABSENT}{group.leader - first}"
+        yield group.mode.value, group.width, group.name
         first = group.leader + group.width
     if world > first:
-        yield _ABSENT, world - first
+        yield _ABSENT, world - first, f"{_ABSENT}{world - first}"
 
 
-def _read_token(token: str, text: str) -> tuple[str, int]:
+def _read_token(token: str, text: str) -> tuple[str, int, int]:
+    """Return (word, ranks, parts of the weights); the parts are 1 unless the group is mixed."""
+    if (mixed := _MIXED_TOKEN.fullmatch(token)) is not None:
+        shares, parts = int(mixed[2]), int(mixed[3])
+        try:
+            return mixed[1], Mixed(shares, parts).width, parts
+        except MixedError as error:
+            raise LayoutError(str(error)) from None
     words = (*(mode.value for mode in Mode), _ABSENT)
     match = _TOKEN.fullmatch(token)
     if match is None:
@@ -304,7 +345,25 @@ def _read_token(token: str, text: str) -> tuple[str, int]:
         )
     if count == 0:
         raise LayoutError(f"'{token}' in layout '{text}' has no ranks; leave it out.")
-    return word, count
+    return word, count, 1
+
+
+def _check_parts(mode: Mode, width: int, parts: int) -> None:
+    if mode not in (Mode.SP, Mode.SHIFT):
+        raise LayoutError(f"mode {mode} is never mixed: only sp and shift are.")
+    try:
+        mixed = Mixed(width // parts if parts > 0 else 0, parts)
+    except MixedError as error:
+        raise LayoutError(str(error)) from None
+    if mixed.width != width:
+        raise LayoutError(f"{parts} parts do not divide a group {width} wide.")
+
+
+def _check_exchange(token: str, width: int, widths: Collection[int]) -> None:
+    if width not in widths:
+        raise LayoutError(
+            f"'{token}' exchanges heads in groups of {width} ranks, which is no supported width."
+        )
 
 
 def _check_wide(token: str, width: int, first: int, widths: Collection[int]) -> None:

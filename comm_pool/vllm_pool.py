@@ -19,6 +19,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from comm_pool.layout import Rank
+from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
@@ -74,11 +75,15 @@ class CommunicatorPool:
         rank: Rank,
         world: int,
         widths: tuple[int, ...],
+        mixed: tuple[Mixed, ...],
         init_method: str,
         device: torch.device,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Join the world and create every group of the plan; a collective call of all ranks."""
+        """Join the world and create every group of the plan; a collective call of all ranks.
+
+        `mixed` shapes get their strided groups behind it; those have no control plane.
+        """
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ["VLLM_DIST_IDENT"] = init_method.rsplit(":", 1)[-1]
         with set_current_vllm_config(config):
@@ -88,11 +93,18 @@ class CommunicatorPool:
         self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
             (rank,): Communicator((rank,), own, 0.0, 0)
         }
-        groups = by_width(communicator_plan(world, widths))
-        for done, (_, lists) in enumerate(sorted(groups.items())):
-            progress(done, len(groups))
-            self._create(config, lists, rank, backend, device)
-        progress(len(groups), len(groups))
+        aligned = by_width(communicator_plan(world, widths))
+        strided = reducing_groups(world, mixed)
+        total = len(aligned) + len(strided)
+        for done, (_, lists) in enumerate(sorted(aligned.items())):
+            progress(done, total)
+            made = self._create(config, lists, rank, backend, device, has_queue=True)
+            self._by_ranks[made.ranks] = made
+        self._mixed: dict[Mixed, Communicator] = {}
+        for done, (each, lists) in enumerate(strided.items(), len(aligned)):
+            progress(done, total)
+            self._mixed[each] = self._create(config, lists, rank, backend, device, has_queue=False)
+        progress(total, total)
         self._process_groups = self.process_groups()
 
     def _create(
@@ -102,14 +114,16 @@ class CommunicatorPool:
         rank: Rank,
         backend: str,
         device: torch.device,
-    ) -> None:
+        *,
+        has_queue: bool,
+    ) -> Communicator:
         started, before = time.perf_counter(), _memory_bytes(device)
         with set_current_vllm_config(config):
             group = parallel_state.init_model_parallel_group(
                 lists,
                 rank,
                 backend,
-                use_message_queue_broadcaster=True,
+                use_message_queue_broadcaster=has_queue,
                 group_name=TP_GROUP_NAME,
             )
         _warm(group, device)
@@ -118,7 +132,7 @@ class CommunicatorPool:
             # vLLM's readers spin for 1 s after each message: too long where ranks share cores.
             group.mq_broadcaster._spin_condition.busy_loop_s = CPU_SPIN_S
         ranks = tuple(Rank(member) for member in group.ranks)
-        self._by_ranks[ranks] = Communicator(
+        return Communicator(
             ranks,
             group,
             (time.perf_counter() - started) * 1e3,
@@ -133,8 +147,18 @@ class CommunicatorPool:
         """The communicator of this rank's aligned group of that width."""
         return next(c for c in self._by_ranks.values() if c.width == width)
 
+    def reducing(self, mixed: Mixed) -> Communicator:
+        """The communicator over which this rank sums up in mixed groups of that shape."""
+        return self._mixed[mixed]
+
     def __iter__(self) -> Iterator[Communicator]:
+        """All groups that can be bound; those of mixed shapes are only parts of them."""
         return iter(self._by_ranks.values())
+
+    def named(self) -> Iterator[tuple[str, Communicator]]:
+        """Everything that was created, by the mode that needs it first."""
+        yield from ((f"tp{each.width}", each) for each in self if each.width > 1)
+        yield from ((str(mixed), each) for mixed, each in self._mixed.items())
 
     @staticmethod
     def process_groups() -> int:

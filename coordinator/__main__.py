@@ -30,6 +30,9 @@ def main() -> int:
     set_up_logging()
     try:
         asyncio.run(serve(config, token, key))
+    except ConfigError as error:
+        print(f"coordinator: {error}", file=sys.stderr)
+        return USAGE_STATUS
     except ListenError as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 1

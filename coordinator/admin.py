@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -21,8 +22,10 @@ from comm_pool.layout import Layout, LayoutError, format_layout, parse_layout
 from coordinator.admin_guard import AdminGuard, error_answer
 from coordinator.core import OPERATOR, Core
 from coordinator.events import SwitchWanted
+from coordinator.history import History
 from coordinator.metrics import Metrics
 from coordinator.owner import CoreOwner
+from coordinator.page import page
 from coordinator.protocol.messages import Carry
 
 WAIT_LIMIT_S = 120.0
@@ -30,6 +33,8 @@ WAIT_LIMIT_S = 120.0
 WAIT_POLL_S = 0.005
 HISTORY_MAX = 1_000
 """Most switches or decisions in one answer."""
+LIVE_SWITCHES = 100
+"""Switches that the live page shows."""
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,6 +48,7 @@ class AdminContext:
     core: Core
     owner: CoreOwner
     metrics: Metrics
+    history: History
     clock: Callable[[], int]
     world: int
     widths: tuple[int, ...]
@@ -103,11 +109,13 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
     @app.get("/admin/switches")
     async def switches(last: Last = 20) -> dict[str, Any]:
-        return core.switches_view(last)
+        return {"switches": _switches(context, last)}
 
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
-        return _with_wall_time(core.decisions_view(last), clock()) | core.step_times_view()
+        decisions: Any = core.decisions_view(last)["decisions"]
+        shown = _of_day(_of_day(decisions, "time", clock()), "since", clock())
+        return {"decisions": shown, **core.step_times_view()}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:
@@ -117,8 +125,37 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
             **core.layout_view(),
             **core.ranks_view(clock()),
             "queue": core.queue_view(),
-            **core.switches_view(1),
+            "batches": batches_view(context.owner),
+            "switches": _switches(context, 1),
         }
+
+    @app.get("/")
+    async def live_page() -> Response:
+        return page()
+
+    @app.get("/admin/live")
+    async def live(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+        return {
+            **context.facts,
+            "gateways": len(context.owner.gateway_outboxes),
+            "world": context.world,
+            "widths": context.widths,
+            **core.layout_view(),
+            **core.ranks_view(clock()),
+            "queue": core.queue_view(),
+            "switches": _switches(context, LIVE_SWITCHES),
+            "samples": context.history.after(after),
+        }
+
+
+def batches_view(owner: CoreOwner) -> list[dict[str, Any]]:
+    """Return the batches that run, with the gateway that runs each."""
+    return [
+        {"gateway": gateway, **msgspec.to_builtins(batch)}
+        for gateway, batches in owner.batches.items()
+        if gateway in owner.gateway_outboxes
+        for batch in batches
+    ]
 
 
 async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dict[str, Any]:
@@ -135,8 +172,13 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     if wait:
         await _until_serving(core, wanted)
     answer = core.layout_view()
-    switches: Any = core.switches_view(1)["switches"]
+    switches = _switches(context, 1)
     return {**answer, "switch": switches[-1] if switches else None}
+
+
+def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:
+    switches: Any = context.core.switches_view(last)["switches"]
+    return _of_day(switches, "started_ms", context.clock(), "time")
 
 
 def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry]:
@@ -180,16 +222,17 @@ async def _until_serving(core: Core, wanted: str) -> None:
         ) from None
 
 
-def _with_wall_time(view: dict[str, Any], now_ms: int) -> dict[str, Any]:
+def _of_day(
+    views: list[dict[str, Any]], name: str, now_ms: int, new_name: str = ""
+) -> list[dict[str, Any]]:
     """Replace times of the monotonic clock by times of day, which is what people read."""
     now_s = time.time()
-
-    def of_day(time_ms: int) -> str:
-        moment = datetime.fromtimestamp(now_s - (now_ms - time_ms) / 1000, UTC)
-        return moment.isoformat(timespec="milliseconds")
-
-    decisions = [{**each, "time": of_day(each["time"])} for each in view["decisions"]]
-    return {"decisions": decisions}
+    shown = []
+    for view in views:
+        moment = datetime.fromtimestamp(now_s - (now_ms - view[name]) / 1000, UTC)
+        rest = {key: value for key, value in view.items() if key != name}
+        shown.append({(new_name or name): moment.isoformat(timespec="milliseconds"), **rest})
+    return shown
 
 
 def _sentence(text: str) -> str:

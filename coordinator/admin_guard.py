@@ -6,6 +6,7 @@ needs the key of the environment. Bodies are small and their length is told in a
 
 import hmac
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,8 +16,8 @@ from coordinator.protocol.config import is_loopback
 ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 ADMIN_KEY_CHARS_MIN = 16
 BODY_BYTES_MAX = 64 * 1024
-OPEN_PATH = "/health"
-"""Answered without a key, for liveness probes."""
+OPEN_PATHS = frozenset({"/health", "/"})
+"""Answered without a key: for liveness probes, and the live page, which holds no data."""
 
 
 class AdminKeyError(ValueError):
@@ -55,7 +56,7 @@ class AdminGuard:
         if scope["type"] != "http":
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        refusal = None if scope["path"] == OPEN_PATH else self._refusal(headers)
+        refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
@@ -67,11 +68,12 @@ class AdminGuard:
                     "invalid_api_key",
                     f"The admin key is wrong or missing: send {ADMIN_KEY_ENV} as a bearer token.",
                 )
-        elif b"origin" in headers:
+        elif not _is_own(headers):
             return error_answer(
                 403,
                 "cross_origin",
-                f"Requests of web pages need an admin key: set {ADMIN_KEY_ENV}.",
+                "Without an admin key requests come from this machine's programs and from the "
+                f"live page alone: use a loopback address, or set {ADMIN_KEY_ENV}.",
             )
         if b"transfer-encoding" in headers:
             return error_answer(411, "length_required", "Send the body with a Content-Length.")
@@ -81,3 +83,25 @@ class AdminGuard:
                 413, "request_too_large", f"A body has at most {BODY_BYTES_MAX} bytes."
             )
         return None
+
+
+def _is_own(headers: Mapping[bytes, bytes]) -> bool:
+    """Say whether a request without a key cannot come from another site's page.
+
+    A page of ours names the origin that it asks. One whose name was made to point here, to get
+    around the browser's same-origin rule, is seen by that name in `Host`.
+    """
+    host = headers.get(b"host", b"").decode("latin-1")
+    if host and not is_loopback(_host_name(host)):
+        return False
+    origin = headers.get(b"origin")
+    is_cross_site = headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none")
+    return not is_cross_site and (origin is None or origin.decode("latin-1") == f"http://{host}")
+
+
+def _host_name(host: str) -> str:
+    """Return a `Host` without its port; "" for one that is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

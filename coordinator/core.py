@@ -5,21 +5,19 @@ decides opens and closes groups for tasks, and a lost rank's tasks go back to th
 shell gives it events with its clock's time, one at a time, and carries out the effects in order.
 """
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator import views
+from coordinator.cell_state import CellTeller
 from coordinator.events import (
     Effect,
     Event,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
-    Level,
-    Note,
+    Observed,
     RankClosed,
     RankExited,
     RankOpened,
@@ -29,16 +27,21 @@ from coordinator.events import (
     Tick,
     ToGateway,
     ToRank,
+    note,
+    warning,
 )
+from coordinator.gateways import Gateways
 from coordinator.placement import changing_groups, max_context_tokens, open_groups
+from coordinator.policy.decide import POLICY
+from coordinator.policy.explain import recorded
+from coordinator.policy.steering import Steering
 from coordinator.protocol.messages import (
     Cancel,
     Carry,
-    CellState,
     Done,
     EndCause,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankHello,
     Report,
     StreamGap,
@@ -46,7 +49,7 @@ from coordinator.protocol.messages import (
     TaskEnded,
     Welcome,
 )
-from coordinator.records import Decision
+from coordinator.records import Decision, DecisionLog
 from coordinator.refusal import refuse
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import CoreSettings, PoolLimits
@@ -58,27 +61,20 @@ OPERATOR = "operator"
 """The cause of a switch that an operator asked for."""
 
 
-@dataclass(slots=True)
-class _Gateway:
-    """A gateway that was heard, and since when it is away."""
-
-    closed_ms: int | None = None
-
-
 class Core:
     """The coordinator of one cell, without its sockets and clock."""
 
     __slots__ = (
-        "_cell",
-        "_cell_of",
         "_coordinator_id",
         "_decisions",
         "_gateways",
         "_pool",
         "_roster",
         "_settings",
+        "_steering",
         "_stragglers",
         "_switcher",
+        "_teller",
         "_version",
     )
 
@@ -96,12 +92,10 @@ class Core:
             )
         )
         self._stragglers = Stragglers()
-        self._gateways: dict[str, _Gateway] = {}
-        self._decisions: deque[Decision] = deque(maxlen=settings.history_max)
-        self._cell: CellState | None = None
-        """What gateways were told last."""
-        self._cell_of = (-1, False)
-        """What that was made of, as far as it does not wait for a tick."""
+        self._gateways = Gateways()
+        self._decisions = DecisionLog(settings.history_max)
+        self._steering = Steering(settings.policy) if settings.policy is not None else None
+        self._teller = CellTeller()
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
 
@@ -133,7 +127,7 @@ class Core:
                 effects = self._rank_said(report, now_ms)
             case RankClosed(rank, incarnation):
                 self._roster.on_closed(rank, incarnation)
-                effects = [_note("rank_session_closed", rank=rank)]
+                effects = [note("rank_session_closed", rank=rank)]
             case RankExited(rank):
                 effects = self._rank_exited(rank, now_ms)
             case GatewayOpened(hello):
@@ -141,8 +135,8 @@ class Core:
             case GatewaySaid(gateway, message):
                 effects = self._gateway_said(gateway, message, now_ms)
             case GatewayClosed(gateway):
-                self._gateways.setdefault(gateway, _Gateway()).closed_ms = now_ms
-                effects = [_note("gateway_session_closed", gateway=gateway)]
+                self._gateways.closed(gateway, now_ms)
+                effects = [note("gateway_session_closed", gateway=gateway)]
             case SwitchWanted():
                 effects = self._switch_wanted(event, now_ms)
             case Tick():
@@ -171,8 +165,7 @@ class Core:
 
     def decisions_view(self, last: int) -> views.View:
         """Answer `GET /admin/decisions`."""
-        newest = list(self._decisions)[-last:] if last > 0 else []
-        return {"decisions": [views.decision_view(decision) for decision in newest]}
+        return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
 
     def step_times_view(self) -> views.View:
         """Answer the part of `GET /admin/decisions` that was measured at start-up."""
@@ -191,9 +184,9 @@ class Core:
     def _rank_opened(self, hello: RankHello, now_ms: int) -> list[Effect]:
         arrival = self._roster.on_hello(hello, now_ms)
         if arrival is Arrival.STALE:
-            return [_warning("rank_session_stale", rank=hello.rank, incarnation=hello.incarnation)]
+            return [warning("rank_session_stale", rank=hello.rank, incarnation=hello.incarnation)]
         effects: list[Effect] = [
-            _note(
+            note(
                 "rank_session_opened",
                 rank=hello.rank,
                 incarnation=hello.incarnation,
@@ -204,6 +197,8 @@ class Core:
         if arrival is Arrival.RESTARTED:
             effects += self._pool.lost(hello.rank, now_ms)
         self._switcher.on_hello(hello, arrival, now_ms)
+        if self._steering is not None:
+            self._steering.on_hello(hello)
         effects += self._pool.reconcile(hello, now_ms)
         # If it has not heard of a commit, it may not have heard what became of the tasks either.
         for adopted in hello.adopted if self._switcher.has_moved(hello.adopted_in) else ():
@@ -214,6 +209,8 @@ class Core:
         if not self._roster.on_report(report, now_ms):
             return []
         self._switcher.on_report(report, now_ms)
+        if self._steering is not None:
+            self._steering.on_report(report, self._pool.tasks)
         effects: list[Effect] = []
         for ended in report.ended:
             effects += self._task_ended(report.rank, ended)
@@ -246,24 +243,25 @@ class Core:
     def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
         self._roster.on_exited(rank)
         self._switcher.on_exited(rank, now_ms)
-        return [_warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
+        return [warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
 
     def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
-        self._gateways[hello.gateway] = _Gateway()
+        self._gateways.heard(hello.gateway)
         self._pool.gateway_opened(hello.gateway, now_ms)
         effects: list[Effect] = [
-            _note("gateway_session_opened", gateway=hello.gateway),
+            note("gateway_session_opened", gateway=hello.gateway),
             ToGateway(hello.gateway, Welcome(self._coordinator_id)),
         ]
-        if self._cell is not None:
-            effects.append(ToGateway(hello.gateway, self._cell))
+        if self._teller.told is not None:
+            effects.append(ToGateway(hello.gateway, self._teller.told))
         return effects
 
-    def _gateway_said(self, gateway: str, message: GatewayUp, now_ms: int) -> list[Effect]:
-        # Whoever is heard is there, whatever was believed.
-        self._gateways.setdefault(gateway, _Gateway()).closed_ms = None
+    def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
+        self._gateways.heard(gateway)
         match message:
             case Submit():
+                if self._steering is not None and message.header.task not in self._pool.tasks:
+                    self._steering.came(message, now_ms)
                 return self._pool.submit(message, now_ms)
             case Cancel(task) | Done(task):
                 return self._pool.release(task)
@@ -271,17 +269,23 @@ class Core:
                 self._switcher.log.on_gap(epoch, gap_ms)
                 return []
             case GatewayHello():
-                return [_warning("gateway_hello_repeated", gateway=gateway)]
+                return [warning("gateway_hello_repeated", gateway=gateway)]
             case _:
                 assert_never(message)
 
-    def _switch_wanted(self, wanted: SwitchWanted, now_ms: int) -> list[Effect]:
+    def _switch_wanted(
+        self, wanted: SwitchWanted, now_ms: int, decision: Decision | None = None
+    ) -> list[Effect]:
         choice = format_layout(wanted.layout)
         reason = self.refuse(wanted.layout)
         if reason is not None:
-            return [_warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
-        because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
-        self._decisions.append(Decision(now_ms, choice, wanted.carry, because))
+            return [warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
+        if decision is None:
+            because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
+            decision = Decision(now_ms, choice, wanted.carry, because, cause=wanted.cause)
+            if self._steering is not None:
+                self._steering.pin(now_ms)
+        self._decisions.add(decision)
         decide_ms = 0 if wanted.asked_ms is None else max(0, now_ms - wanted.asked_ms)
         self._switcher.retarget(
             wanted.layout, wanted.carry, wanted.cause, now_ms, decide_ms=decide_ms
@@ -295,18 +299,36 @@ class Core:
     def _tick(self, now_ms: int) -> list[Effect]:
         effects: list[Effect] = []
         for rank in self._switcher.on_tick(now_ms):
-            effects.append(_warning("rank_lost", rank=rank))
+            effects.append(warning("rank_lost", rank=rank))
             effects += self._pool.lost(rank, now_ms)
         if self._switcher.is_speculating:
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():
             layout = self._switcher.target.layout
             self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
-        for name, gateway in list(self._gateways.items()):
-            away_ms = 0 if gateway.closed_ms is None else now_ms - gateway.closed_ms
-            if away_ms > self._settings.gateway_gone_ms:
-                del self._gateways[name]
-                effects += [_warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
+        for name in self._gateways.take_gone(now_ms, self._settings.gateway_gone_ms):
+            effects += [warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
+        if self._steering is not None:
+            effects += self._steer(self._steering, now_ms)
+        return effects
+
+    def _steer(self, steering: Steering, now_ms: int) -> list[Effect]:
+        """Ask the policy, and carry out what it says."""
+        looked = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
+        if looked is None:
+            return []
+        effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
+        effects.append(Observed(looked.seen))
+        carry = self._settings.default_carry
+        decision = recorded(looked.verdict, carry, now_ms)
+        layout = looked.verdict.choice.layout
+        if layout == self._switcher.target.layout:
+            self._decisions.add(decision)
+        elif self.refuse(layout) is None:
+            wanted = SwitchWanted(layout, carry, POLICY, now_ms)
+            effects += self._switch_wanted(wanted, now_ms, decision)
+        if looked.verdict.changes:
+            steering.keep(looked.verdict)
         return effects
 
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
@@ -332,10 +354,13 @@ class Core:
         effects += self._tell_cell(is_tick=isinstance(event, Tick))
         for record in self._switcher.log.take_finished():
             effects.append(SwitchRecorded(record))
+            if self._steering is not None:
+                self._steering.on_switch(record)
         return effects
 
     def _place(self, now_ms: int) -> list[Effect]:
-        groups = open_groups(self._switcher, self._roster, self._stragglers)
+        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
+        groups = open_groups(self._switcher, self._roster, self._stragglers, kept)
         placed = self._pool.place(groups, now_ms)
         if self._switcher.is_speculating:
             bindings = self._switcher.target.bindings
@@ -363,35 +388,8 @@ class Core:
         return self._pool.recheck_context() if longest < before else []
 
     def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
-        """Tell gateways what changed; the length of the queue only now and then."""
-        switcher = self._switcher
-        known = (switcher.version, bool(switcher.served_layout.groups))
-        if self._cell is not None and not is_tick and known == self._cell_of:
+        """Tell gateways what changed."""
+        cell = self._teller.news(self._switcher, self._pool, self._settings.world, is_tick=is_tick)
+        if cell is None:
             return []
-        self._cell_of = known
-        queued = self._cell.queued if self._cell and not is_tick else len(self._pool.tasks.queue)
-        cell = CellState(
-            layout=format_layout(switcher.target.layout, self._settings.world),
-            epoch=switcher.epoch,
-            serving=bool(switcher.served_layout.groups and switcher.alive),
-            world=self._settings.world,
-            ranks_alive=len(switcher.alive),
-            queued=queued,
-            max_context_tokens=self._pool.context_tokens_max,
-        )
-        if cell == self._cell:
-            return []
-        self._cell = cell
-        return [
-            ToGateway(name, cell)
-            for name, gateway in self._gateways.items()
-            if gateway.closed_ms is None
-        ]
-
-
-def _note(event: str, **fields: object) -> Note:
-    return Note(Level.INFO, event, fields)
-
-
-def _warning(event: str, **fields: object) -> Note:
-    return Note(Level.WARNING, event, fields)
+        return [ToGateway(name, cell) for name in self._gateways.present()]

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from comm_pool.layout import Layout, Rank
+from coordinator.policy.log import Line
 from coordinator.protocol.messages import (
     Carry,
     GatewayDown,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankDown,
     RankHello,
     Report,
@@ -63,7 +64,7 @@ class GatewaySaid:
     """A message came in over the gateway's current session."""
 
     gateway: str
-    message: GatewayUp
+    message: GatewayToCore
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +141,21 @@ class Note:
     fields: dict[str, object] = field(default_factory=dict)
 
 
-Effect = ToRank | ToGateway | SwitchRecorded | Note
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A line for the observation log, if one is kept."""
+
+    line: Line
+
+
+Effect = ToRank | ToGateway | SwitchRecorded | Observed | Note
+
+
+def note(event: str, **fields: object) -> Note:
+    """Return a note of how things go."""
+    return Note(Level.INFO, event, fields)
+
+
+def warning(event: str, **fields: object) -> Note:
+    """Return a note of what should not be."""
+    return Note(Level.WARNING, event, fields)

@@ -1,53 +1,81 @@
-"""Prometheus metrics of the coordinator, read from the core's views when they are scraped.
+"""Prometheus metrics of a cell: the core's views, what the coordinator saw, what gateways told.
 
-Labels hold nothing that clients choose. Called by the admin API.
+Rendered at most once in `CACHED_MS`, however many scrape. Labels hold nothing that clients choose.
+Called by the admin API.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from coordinator import exposition
+from coordinator.gathered import Gathered
+from coordinator.protocol.measures import DURATION, TPOT, TTFT
+from coordinator.protocol.policy_config import SloConfig
 from coordinator.records import SwitchRecord
+from coordinator.watching import CoreWatcher
+
+CACHED_MS = 1_000
+SWITCHES_LOOKED_AT = 100
 
 View = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """What metrics are made of; each is asked once per scrape."""
+    """What metrics are made of; each is asked once per render."""
 
     layout: Callable[[], View]
     ranks: Callable[[], View]
     queue: Callable[[], View]
+    switches: Callable[[int], View]
+    clock: Callable[[], int]
+    """Milliseconds of the core's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the process lives."""
+
+    model: str = "unknown"
+    version: str = "unknown"
+    slo: SloConfig = field(default_factory=SloConfig)
 
 
 class Metrics:
-    """The registry of one coordinator."""
+    """The registry of one coordinator; `gathered` is what its gateways told."""
 
-    def __init__(self, views: Views) -> None:
-        self._switches: Counter[tuple[str, str, str]] = Counter()
+    def __init__(self, views: Views, gathered: Gathered, facts: Facts | None = None) -> None:
+        self._views = views
+        self.gathered = gathered
+        self.watcher = CoreWatcher(lambda: views.switches(SWITCHES_LOOKED_AT)["switches"])
         self._registry = CollectorRegistry()
-        self._registry.register(_CellCollector(views, self._switches))
+        self._registry.register(_CellCollector(self, views, facts or Facts()))
+        ProcessCollector(registry=self._registry)
+        self._rendered: tuple[int, bytes] | None = None
 
     def switch_ended(self, record: SwitchRecord) -> None:
         """Count a switch."""
-        outcome = record.outcome.value.replace(" ", "_")
-        self._switches[record.from_layout, record.to_layout, outcome] += 1
+        self.watcher.switch_ended(record, self._views.clock())
 
     def render(self) -> bytes:
-        """Return the exposition text."""
-        return generate_latest(self._registry)
+        """Return the exposition text, which is at most `CACHED_MS` old."""
+        now_ms = self._views.clock()
+        if self._rendered is None or now_ms - self._rendered[0] >= CACHED_MS:
+            self.watcher.settle(now_ms)
+            self._rendered = now_ms, generate_latest(self._registry)
+        return self._rendered[1]
 
 
 class _CellCollector(Collector):
-    def __init__(self, views: Views, switches: Counter[tuple[str, str, str]]) -> None:
+    def __init__(self, metrics: Metrics, views: Views, facts: Facts) -> None:
+        self._metrics = metrics
         self._views = views
-        self._switches = switches
+        self._facts = facts
 
     def describe(self) -> Iterator[Metric]:
         """Return nothing: names are unique by construction, and asking needs a running core."""
@@ -55,73 +83,39 @@ class _CellCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read the views once."""
-        layout = self._views.layout()
-        yield from _layout_metrics(layout)
-        yield from _rank_metrics(self._views.ranks()["ranks"])
-        yield from _queue_metrics(self._views.queue())
-        switches = CounterMetricFamily(
-            "aileron_switch", "Switches that ended.", labels=("from", "to", "outcome")
+        layout, ranks = self._views.layout(), self._views.ranks()["ranks"]
+        yield from self._facts_metrics()
+        yield from exposition.layout_metrics(layout)
+        yield from exposition.rank_metrics(ranks)
+        yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
+        model = self._facts.model
+        yield from exposition.engine_metrics(layout, ranks, model)
+        watcher, told = self._metrics.watcher, self._metrics.gathered.tally
+        yield from exposition.tally_metrics(watcher.tally.families(), model)
+        yield GaugeMetricFamily(
+            "aileron_reshard_bytes_per_second",
+            "How fast the last switch with a move pulled KV, over all ranks.",
+            value=watcher.reshard_bytes_per_s,
         )
-        for labels, count in self._switches.items():
-            switches.add_metric(labels, count)
-        yield switches
+        by_tier = {each.name: each for each in (TTFT, TPOT, DURATION)}
+        families = [
+            exposition.tier_family(told, by_tier[each.name]) if each.name in by_tier else each
+            for each in told.families()
+        ]
+        yield from exposition.tally_metrics(families, model)
+        yield from exposition.gen_ai_metrics(told, model)
 
-
-def _layout_metrics(layout: View) -> Iterator[Metric]:
-    info = GaugeMetricFamily(
-        "aileron_layout_info", "The layout that serves; always 1.", labels=("layout", "epoch")
-    )
-    info.add_metric((layout["layout"], str(layout["epoch"])), 1)
-    yield info
-    yield GaugeMetricFamily(
-        "aileron_serving", "1 if every rank serves the wanted layout.", value=layout["serving"]
-    )
-    for name, text in (
-        ("running", "Tasks that the group runs."),
-        ("waiting", "Tasks that wait inside the group."),
-        ("paused", "Tasks that the group holds paused."),
-        ("pages_free", "Free KV pages of each member."),
-        ("pages_total", "KV pages of each member."),
-    ):
-        family = GaugeMetricFamily(f"aileron_group_{name}", text, labels=("leader", "mode"))
-        for group in layout["groups"]:
-            family.add_metric((str(group["leader"]), group["mode"]), group[name])
-        yield family
-
-
-def _rank_metrics(ranks: list[View]) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "aileron_ranks_alive",
-        "Ranks that can serve.",
-        value=sum(bool(rank["available"]) for rank in ranks),
-    )
-    ages = GaugeMetricFamily(
-        "aileron_heartbeat_age_seconds", "Time since a rank was heard.", labels=("rank",)
-    )
-    restarts = CounterMetricFamily(
-        "aileron_rank_restarts", "Processes that took a rank's place.", labels=("rank",)
-    )
-    for rank in ranks:
-        if "heartbeat_age_ms" in rank:
-            ages.add_metric((str(rank["rank"]),), rank["heartbeat_age_ms"] / 1000)
-            restarts.add_metric((str(rank["rank"]),), rank["restarts"])
-    yield ages
-    yield restarts
-
-
-def _queue_metrics(queue: View) -> Iterator[Metric]:
-    depth = GaugeMetricFamily(
-        "aileron_queue_depth", "Tasks that wait for a group.", labels=("tier",)
-    )
-    tokens = GaugeMetricFamily(
-        "aileron_queue_tokens", "Most tokens that waiting tasks may come to.", labels=("tier",)
-    )
-    for tier, waiting in queue["tiers"].items():
-        depth.add_metric((tier,), waiting["queued"])
-        tokens.add_metric((tier,), waiting["tokens"])
-    yield depth
-    yield tokens
-    tasks = GaugeMetricFamily("aileron_tasks", "Unfinished tasks.", labels=("state",))
-    for state, count in queue["tasks"].items():
-        tasks.add_metric((state,), count)
-    yield tasks
+    def _facts_metrics(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "aileron_build_info", "This build; always 1.", labels=("version", "model")
+        )
+        info.add_metric((self._facts.version, self._facts.model), 1)
+        yield info
+        targets = GaugeMetricFamily(
+            "aileron_slo_target_seconds", "The objectives of each tier.", labels=("tier", "measure")
+        )
+        for tier, target in self._facts.slo:
+            for measure, value_ms in (("ttft", target.ttft_ms), ("tpot", target.tpot_ms)):
+                if value_ms is not None:
+                    targets.add_metric((tier, measure), value_ms / 1_000)
+        yield targets

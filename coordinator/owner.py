@@ -19,12 +19,15 @@ from coordinator.events import (
     Event,
     Level,
     Note,
+    Observed,
     SwitchRecorded,
     Tick,
     ToGateway,
     ToRank,
 )
 from coordinator.outbox import Outbox
+from coordinator.policy.log import Line
+from coordinator.protocol.messages import BatchProgress
 from coordinator.records import SwitchRecord
 
 log = structlog.get_logger()
@@ -37,6 +40,16 @@ def monotonic_ms() -> int:
 
 def _always() -> bool:
     return True
+
+
+class Watcher(Protocol):
+    """Sees what goes through the core, to measure it; decides nothing."""
+
+    def saw_event(self, event: Event, now_ms: int) -> None:
+        """The core was handed an event."""
+
+    def saw_effect(self, effect: Effect, now_ms: int) -> None:
+        """The core asked for something."""
 
 
 class Decider(Protocol):
@@ -63,7 +76,11 @@ class CoreOwner:
         self._inbox: asyncio.Queue[_Posted] = asyncio.Queue()
         self.rank_outboxes: dict[Rank, Outbox] = {}
         self.gateway_outboxes: dict[str, Outbox] = {}
+        self.batches: dict[str, tuple[BatchProgress, ...]] = {}
+        """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
+        self.watcher: Watcher | None = None
+        self.on_observation: Callable[[Line], None] = lambda _: None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
         """Hand over `event` and wait until it was handled.
@@ -85,8 +102,7 @@ class CoreOwner:
             while True:
                 posted = await self._inbox.get()
                 if posted.admit():
-                    for effect in self._core.handle(posted.event, self._clock()):
-                        self._perform(effect)
+                    self._handle(posted.event, self._clock())
                 if posted.handled is not None and not posted.handled.done():
                     posted.handled.set_result(None)
         finally:
@@ -96,6 +112,15 @@ class CoreOwner:
         while True:
             await asyncio.sleep(self._tick_s)
             await self.post(Tick())
+
+    def _handle(self, event: Event, now_ms: int) -> None:
+        effects = self._core.handle(event, now_ms)
+        if self.watcher is not None:
+            self.watcher.saw_event(event, now_ms)
+        for effect in effects:
+            if self.watcher is not None:
+                self.watcher.saw_effect(effect, now_ms)
+            self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -107,6 +132,8 @@ class CoreOwner:
                     outbox.put(message)
             case SwitchRecorded(record):
                 self.on_switch(record)
+            case Observed(line):
+                self.on_observation(line)
             case Note(Level.INFO, event, fields):
                 log.info(event, **fields)
             case Note(Level.WARNING, event, fields):

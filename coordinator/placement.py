@@ -11,7 +11,7 @@ close their tier for the round. Called by the task pool and the core.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
@@ -38,6 +38,9 @@ class OpenGroup:
     blocks_total: int
     block_tokens: int
 
+    tiers_kept: int = 0
+    """It is kept for so many of the most urgent tiers; 0 takes every task."""
+
     @property
     def leader(self) -> Rank:
         """The rank to send tasks to."""
@@ -58,9 +61,14 @@ class OpenGroup:
 
 
 def open_groups(
-    switcher: Switcher, roster: Roster, stragglers: Stragglers
+    switcher: Switcher,
+    roster: Roster,
+    stragglers: Stragglers,
+    kept: Mapping[Rank, int] | None = None,
 ) -> tuple[OpenGroup, ...]:
     """Return the groups to place into: granted, in the target, and serving by leaders' reports.
+
+    `kept` gives the leaders of groups that take only so many of the most urgent tiers.
 
     While a switch waits for stragglers, also groups that are to change and have none.
     """
@@ -76,9 +84,14 @@ def open_groups(
         report = seen.report
         if report is not None and report.binding == binding and report.blocks_total > 0:
             hello = seen.hello
-            groups.append(
-                OpenGroup(binding, hello.max_tasks, report.blocks_total, hello.tokens_per_slot)
+            group = OpenGroup(
+                binding,
+                hello.max_tasks,
+                report.blocks_total,
+                hello.tokens_per_slot,
+                kept.get(binding.group.leader, 0) if kept else 0,
             )
+            groups.append(group)
     return tuple(groups)
 
 
@@ -115,6 +128,21 @@ def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank
     slots = min(width, hellos[0].kv_heads)
     limit = min(hello.max_model_len_tokens for hello in hellos)
     return min(limit, pages * slots * hellos[0].tokens_per_slot)
+
+
+def _for_tier(
+    free: Sequence[OpenGroup], groups: Sequence[OpenGroup], task: Task
+) -> Sequence[OpenGroup]:
+    """Return those of the `free` groups that may take the task.
+
+    One that fits nowhere else goes to a group that is kept for more urgent tiers.
+    """
+    tier = task.header.tier
+    if not any(tier >= group.tiers_kept > 0 for group in groups):
+        return free
+    if not any(group.could_hold(task) for group in groups if not tier >= group.tiers_kept > 0):
+        return free
+    return [group for group in free if not tier >= group.tiers_kept > 0]
 
 
 class Loads:
@@ -171,17 +199,19 @@ class Loads:
         now_ms: int,
     ) -> list[tuple[Task, OpenGroup]]:
         """Go one round through the queue; the chosen tasks are counted, but still queued."""
+        groups = tuple(groups)
         free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
         closed: set[Tier] = set()
         blocked: Counter[Tier] = Counter()
         chosen: list[tuple[Task, OpenGroup]] = []
         for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
-            group = self._least_loaded(group for group in free if self.has_room(group, task))
+            groups_for = _for_tier(free, groups, task)
+            group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:
                 self.count(group.leader, task.id, task.context_tokens)
                 chosen.append((task, group))
                 continue
-            claimed = self._least_loaded(group for group in free if group.could_hold(task))
+            claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
             free = [group for group in free if group is not claimed]
             blocked[task.header.tier] += 1
             if blocked[task.header.tier] >= LOOK_AHEAD_TASKS:
@@ -189,6 +219,11 @@ class Loads:
             if not free:
                 break
         return chosen
+
+    def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
+        """Return the least loaded of those that are kept for the task's tier, else of the rest."""
+        kept = [group for group in groups if task.header.tier < group.tiers_kept]
+        return self._least_loaded(kept or groups)
 
     def _least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
         """Return the group with the fewest tokens per rank."""

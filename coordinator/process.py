@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,8 +23,10 @@ import uvicorn
 from coordinator.admin import AdminContext, build_admin
 from coordinator.admin_guard import ADMIN_KEY_ENV, AdminGuard, require_key
 from coordinator.core import Core
-from coordinator.metrics import Metrics, Views
+from coordinator.history import INTERVAL_S, History
+from coordinator.metrics import Facts, Metrics, Views
 from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer, ListenError
@@ -50,31 +53,68 @@ def admin_key(host: str) -> str:
 async def serve(config: Config, token: str, key: str) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
     coordinator_id = secrets.token_hex(ID_BYTES)
-    core = Core(core_settings(config), coordinator_id, monotonic_ms())
+    step_times = read_step_times(config.policy.step_times)
+    core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
-    metrics = Metrics(
-        Views(core.layout_view, lambda: core.ranks_view(monotonic_ms()), core.queue_view)
-    )
-    owner.on_switch = metrics.switch_ended
+    server = CellServer(owner, token, config.cell.ranks)
+    metrics = build_metrics(core, owner, server, config)
+    history = History(server.gathered.tally)
+    policy = config.policy
+    owner.on_observation = ObservationLog(
+        policy.observation_log, policy.observation_log_bytes_max
+    ).write
     context = AdminContext(
         core=core,
         owner=owner,
         metrics=metrics,
+        history=history,
         clock=monotonic_ms,
         world=config.cell.ranks,
         widths=config.cell.widths,
         default_carry=Carry(config.coordinator.default_carry),
         facts=_facts(config, coordinator_id),
     )
-    server = CellServer(owner, token, config.cell.ranks)
     with _listener(config.admin.host, config.admin.port) as listener:
         grpc_port = await server.start(config.coordinator.listen)
         admin = _AdminServer(build_admin(context, key))
         gc.collect()
         gc.freeze()
         _announce(coordinator_id, grpc_port, listener.getsockname()[1])
+        sampling = asyncio.create_task(_sample(core, metrics, history))
         await _run(owner, server, admin, listener)
+        sampling.cancel()
     log.info("coordinator_stopped")
+
+
+def build_metrics(core: Core, owner: CoreOwner, server: CellServer, config: Config) -> Metrics:
+    """Return the metrics of a cell, which see what the owner hands to the core."""
+    views = Views(
+        layout=core.layout_view,
+        ranks=lambda: core.ranks_view(monotonic_ms()),
+        queue=core.queue_view,
+        switches=core.switches_view,
+        clock=monotonic_ms,
+    )
+    facts = Facts(config.served_model_name, own_version(), config.slo)
+    metrics = Metrics(views, server.gathered, facts)
+    owner.on_switch = metrics.switch_ended
+    owner.watcher = metrics.watcher
+    return metrics
+
+
+async def _sample(core: Core, metrics: Metrics, history: History) -> None:
+    """Keep what the live page shows of the last minutes."""
+    while True:
+        try:
+            now_ms = monotonic_ms()
+            metrics.watcher.settle(now_ms)
+            ranks: Any = core.ranks_view(now_ms)["ranks"]
+            views = core.layout_view(), ranks, core.queue_view()
+            history.take(*views, now_ms=now_ms, wall_s=time.time())
+        except Exception:
+            # What only looks on must not end a coordinator that works.
+            log.exception("sample_failed")
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def _run(
@@ -145,18 +185,22 @@ def _listener(host: str, port: int) -> Generator[socket.socket, None, None]:
         yield listener
 
 
-def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
+def own_version() -> str:
+    """Return the version that is installed."""
     try:
-        own_version = version("aileron")
+        return version("aileron")
     except PackageNotFoundError:
-        own_version = "not installed"
+        return "not installed"
+
+
+def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
     return {
-        "version": own_version,
+        "version": own_version(),
         "coordinator": coordinator_id,
         "pid": os.getpid(),
         "model": config.served_model_name,
         "device": config.cell.device,
-        "policy": "fixed",
+        "policy": config.policy.name,
         "default_carry": config.coordinator.default_carry,
     }
 

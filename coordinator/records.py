@@ -4,7 +4,7 @@ Invariant: one record per epoch, at most one of them unfinished; measurements th
 gateways send late are still added to it. Called by the switcher and the core.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -72,6 +72,33 @@ class Decision:
     reason: str
     inputs: Mapping[str, object] = field(default_factory=dict)
     candidates: tuple[Mapping[str, object], ...] = ()
+    cause: str = "operator"
+    changes: bool = True
+    """Something else was wanted from then on than before."""
+    since_ms: int | None = None
+    """When the first of equal decisions was made; `time_ms` is when the last one was."""
+
+
+class DecisionLog:
+    """The last decisions, newest last; one to go on as before replaces an equal one before it."""
+
+    __slots__ = ("_decisions",)
+
+    def __init__(self, decisions_max: int) -> None:
+        self._decisions: deque[Decision] = deque(maxlen=decisions_max)
+
+    def add(self, decision: Decision) -> None:
+        """Remember a decision."""
+        since_ms = decision.time_ms
+        if self._decisions and not decision.changes:
+            last = self._decisions[-1]
+            if last.choice == decision.choice and not last.changes:
+                since_ms = self._decisions.pop().since_ms or last.time_ms
+        self._decisions.append(replace(decision, since_ms=since_ms))
+
+    def last(self, count: int) -> tuple[Decision, ...]:
+        """Return the newest `count` decisions, oldest of them first."""
+        return tuple(self._decisions)[-count:] if count > 0 else ()
 
 
 class SwitchLog:

@@ -39,9 +39,20 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
             )
         if not roster.supports(rank, group.width):
             return f"rank {rank} does not support groups {group.width} wide."
-        if group.mode in (Mode.SP, Mode.SHIFT) and not roster.has_sp(rank, group.width):
-            return (
-                f"rank {rank} cannot compute this model in sp {group.width} wide: "
-                f"use 'tp{group.width}'."
-            )
+        if group.mode not in (Mode.SP, Mode.SHIFT):
+            continue
+        if not roster.can_compute(rank, group.width, group.mixed or Mode.SP):
+            return _no_sp(rank, group)
     return None
+
+
+def _no_sp(rank: Rank, group: Group) -> str:
+    if group.mixed is None:
+        return (
+            f"rank {rank} cannot compute this model in sp {group.width} wide: "
+            f"use 'tp{group.width}'."
+        )
+    return (
+        f"rank {rank} has not prepared {group.mixed} for this model: start the cell with "
+        f"--mixed {group.mixed}, or use 'tp{group.width}'."
+    )

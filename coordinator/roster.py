@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Rank, StepMode
 from coordinator.protocol.messages import RankHello, Report, Stage
 
 
@@ -148,10 +148,10 @@ class Roster:
             return True
         return width in self._seen[rank].hello.widths and not self.is_degraded(rank)
 
-    def has_sp(self, rank: Rank, width: int) -> bool:
-        """Say whether the rank can compute steps of such groups in sp."""
+    def can_compute(self, rank: Rank, width: int, mode: StepMode) -> bool:
+        """Say whether the rank can compute steps of such groups in a mode."""
         return any(
-            times.width == width and Mode.SP in dict(times.curves)
+            times.width == width and str(mode) in dict(times.curves)
             for times in self._seen[rank].hello.step_times
         )
 

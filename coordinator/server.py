@@ -25,11 +25,14 @@ from coordinator.events import (
     RankOpened,
     RankSaid,
 )
+from coordinator.gathered import Gathered
 from coordinator.outbox import ENDED, Closing, Outbox
 from coordinator.owner import CoreOwner
 from coordinator.protocol import wire
+from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    BatchesRun,
     GatewayHello,
     RankHello,
     Report,
@@ -85,6 +88,8 @@ class CellServer:
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
+        self.gathered = Gathered()
+        """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -200,13 +205,23 @@ class CellServer:
                 f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
             )
 
-        def read(message: bytes) -> Event:
+        self._owner.batches.pop(gateway, None)
+
+        def read(message: bytes) -> Event | None:
             said = _decode(wire.decode_gateway_up, message)
+            if isinstance(said, Measures):
+                self.gathered.take(gateway, said)
+                return None
             if isinstance(said, GatewayHello):
                 raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
+            if isinstance(said, BatchesRun):
+                self._owner.batches[gateway] = said.batches
+                return None
             return GatewaySaid(gateway, said)
 
         closed = GatewayClosed(gateway)
+        for gone in self._owner.batches.keys() - outboxes.keys():
+            del self._owner.batches[gone]
         return await self._open(outboxes, gateway, GatewayOpened(hello), read, closed)
 
     async def _open(
@@ -214,7 +229,7 @@ class CellServer:
         outboxes: dict[Key, Outbox],
         key: Key,
         opened: Event,
-        read: Callable[[bytes], Event],
+        read: Callable[[bytes], Event | None],
         closed: Event,
     ) -> _Session:
         """Make a fresh outbox the one of `key`, in the step in which the core hears `opened`."""
@@ -234,7 +249,8 @@ class CellServer:
             return is_current() and outboxes.pop(key) is outbox
 
         async def hear(message: bytes) -> None:
-            await owner.post(read(message), is_current)
+            if (event := read(message)) is not None:
+                await owner.post(event, is_current)
 
         await owner.post(opened, take_over)
         return _Session(outbox, hear, lambda: owner.post_soon(closed, give_up))

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Layout
+from coordinator.policy.settings import PolicySettings, PolicyStart, TierGoal
+from coordinator.policy.step_line import StepLine
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry, Tier
+from coordinator.protocol.policy_config import SloTarget, TierConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class CoreSettings:
     """A task that a rank holds is dropped if no gateway asks for it within this time."""
     gateway_gone_ms: int = 5_000
     """The tasks of a gateway that is away for longer are cancelled."""
+    policy: PolicyStart | None = None
+    """The adaptive policy; None leaves layouts to operators."""
     rejoins: bool = False
     """Restarted ranks may be in wide groups again: their communicators can be made anew."""
 
@@ -100,8 +105,11 @@ class CoreSettings:
         )
 
 
-def core_settings(config: Config) -> CoreSettings:
-    """Return the core's settings for a checked configuration."""
+def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = None) -> CoreSettings:
+    """Return the core's settings for a checked configuration.
+
+    `step_times` are those of `policy.step_times`, which the caller has read.
+    """
     coordinator = config.coordinator
     return CoreSettings(
         world=config.cell.ranks,
@@ -115,6 +123,35 @@ def core_settings(config: Config) -> CoreSettings:
         ageing_ms=coordinator.ageing_ms,
         default_carry=Carry(coordinator.default_carry),
         history_max=coordinator.history_switches_max,
+        policy=_policy(config, step_times or {}),
+    )
+
+
+def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart | None:
+    policy = config.policy
+    if policy.name == "fixed":
+        return None
+    settings = PolicySettings(
+        goals={
+            tier: _goal(getattr(config.slo, tier.name.lower()), getattr(policy, tier.name.lower()))
+            for tier in Tier
+        },
+        decide_every_ms=policy.decide_every_ms,
+        stay_ms=policy.stay_ms,
+        settle_ms=policy.settle_ms,
+        horizon_ms=policy.horizon_ms,
+        switches_per_minute_max=policy.switches_per_minute_max,
+        pin_ms=policy.pin_ms,
+    )
+    return PolicyStart(settings, config.cell.widths, step_times)
+
+
+def _goal(target: SloTarget, tier: TierConfig) -> TierGoal:
+    return TierGoal(
+        None if target.ttft_ms is None else target.ttft_ms / 1000,
+        None if target.tpot_ms is None else target.tpot_ms / 1000,
+        tier.weight,
+        tier.width_min,
     )
 
 

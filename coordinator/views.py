@@ -11,7 +11,7 @@ from coordinator.records import Decision, SwitchRecord
 from coordinator.roster import Roster, Seen
 from coordinator.switcher import Switcher
 from coordinator.task_table import TaskTable
-from coordinator.tasks import State
+from coordinator.tasks import State, Task
 
 View = dict[str, object]
 
@@ -50,6 +50,7 @@ def switch_view(record: SwitchRecord) -> View:
         "from": record.from_layout,
         "to": record.to_layout,
         "cause": record.cause,
+        "started_ms": record.started_ms,
         "carry": record.carry.value,
         "tasks": dict(record.tasks),
         "decide_ms": record.decide_ms,
@@ -75,6 +76,9 @@ def decision_view(decision: Decision) -> View:
         "choice": decision.choice,
         "carry": decision.carry.value,
         "reason": decision.reason,
+        "cause": decision.cause,
+        "changes": decision.changes,
+        "since": decision.since_ms,
     }
 
 
@@ -86,8 +90,9 @@ def step_times_view(roster: Roster) -> View:
             {
                 "width": times.width,
                 "sp_from_tokens": times.sp_from_tokens,
+                "mixed_from_tokens": dict(times.mixed_from_tokens),
                 "curves": {
-                    mode.value: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
+                    mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
                     for mode, points in times.curves
                 },
             }
@@ -97,19 +102,26 @@ def step_times_view(roster: Roster) -> View:
 
 
 def queue_view(tasks: TaskTable) -> View:
-    """Return the unfinished tasks by state, and the queued ones by tier with their tokens."""
-    states: Counter[State] = Counter(task.state for task in tasks)
-    queued = [task for task in tasks if task.state is State.QUEUED]
+    """Return the unfinished tasks by state and by tier; `oldest_ms` is when the oldest came."""
+    states: Counter[State] = Counter()
+    held: Counter[Tier] = Counter()
+    queued: dict[Tier, list[Task]] = {tier: [] for tier in Tier}
+    for task in tasks:
+        states[task.state] += 1
+        if task.state is State.QUEUED:
+            queued[task.header.tier].append(task)
+        else:
+            held[task.header.tier] += 1
     return {
         "tasks": {state.value: states[state] for state in State},
         "tiers": {
             tier.name.lower(): {
-                "queued": sum(task.header.tier is tier for task in queued),
-                "tokens": sum(
-                    task.context_tokens_max for task in queued if task.header.tier is tier
-                ),
+                "queued": len(waiting),
+                "tokens": sum(task.context_tokens_max for task in waiting),
+                "oldest_ms": min((task.arrived_ms for task in waiting), default=None),
+                "placed": held[tier],
             }
-            for tier in Tier
+            for tier, waiting in queued.items()
         },
     }
 
@@ -120,6 +132,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         "ranks": list(group.ranks),
         "mode": group.mode.value,
         "width": group.width,
+        "name": group.name,
         "leader": group.leader,
         "born": binding.born,
     }

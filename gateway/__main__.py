@@ -37,10 +37,9 @@ def main() -> int:
     from gateway.process import serve
 
     try:
-        serve(config, token)
+        return serve(config, token)
     except (OSError, ValueError) as error:
         return refuse(error)
-    return 0
 
 
 def refuse(error: Exception) -> int:

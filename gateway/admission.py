@@ -1,7 +1,9 @@
 """How many requests a gateway answers at once, by tier; a permit is held until the last byte.
 
 The lowest tiers may take a part of the permits only, so that a flood of batch work does not keep
-urgent requests out. Called by the edge. Pure.
+urgent requests out. A tenant whose tier was just found full is refused again for a moment without
+asking the coordinator: in a flood that spares its requests' bodies and prompts all the work. Called
+by the edge. Pure.
 """
 
 from collections import Counter
@@ -16,6 +18,13 @@ SHARE_OF_TIER: Final[dict[Tier, float]] = {
     Tier.BATCH: 0.75,
 }
 """The part of all permits up to which a request of the tier is let in."""
+
+
+REFUSED_CODE: Final = "queue_full"
+REFUSAL_HOLDS_S = 0.1
+"""How long a refusal of the coordinator holds for the next requests of the same tenant and tier."""
+REFUSALS_MAX = 4_096
+"""Most refusals that are remembered."""
 
 
 class Admission:
@@ -42,3 +51,28 @@ class Admission:
         """Give a permit back."""
         assert self._held[tier] > 0, f"no permit of {tier.name} is held."
         self._held[tier] -= 1
+
+
+class Refusals:
+    """Who was just refused because a queue is full.
+
+    By tenant, because the coordinator refuses the one that has most of a tier queued: what it said
+    to one is nothing to another.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: dict[tuple[Tier, str], tuple[float, ApiError]] = {}
+
+    def note(self, tier: Tier, tenant: str, failure: ApiError | None, now_s: float) -> None:
+        """Take note of how a request ended."""
+        if failure is None or failure.code != REFUSED_CODE:
+            return
+        if len(self._until_s) >= REFUSALS_MAX:
+            self._until_s = {who: known for who, known in self._until_s.items() if known[0] > now_s}
+        if len(self._until_s) < REFUSALS_MAX:
+            self._until_s[tier, tenant] = (now_s + REFUSAL_HOLDS_S, failure)
+
+    def find(self, tier: Tier, tenant: str, now_s: float) -> ApiError | None:
+        """Return the refusal that still holds for a request that comes now."""
+        until_s, failure = self._until_s.get((tier, tenant), (0.0, None))
+        return failure if now_s < until_s else None

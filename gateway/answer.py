@@ -17,6 +17,7 @@ from gateway.errors import (
     failed_event,
     shape_error,
 )
+from gateway.replays import KeptAnswer
 from gateway.tiers import service_tier_name, tier_name
 
 KEEP_ALIVE_S = 15.0
@@ -73,10 +74,18 @@ class Answer:
         self._start: Message = {}
         self._error_body = bytearray()
         self.request_id = request_id
+        self.status = 0
+        """The status that was sent; 0 before that."""
+        self.error_code = ""
+        """The code of the error that the answer is, or ended with."""
+        self.is_abandoned = False
+        """Whether the client left before the answer was complete."""
         self.tier = Tier.STANDARD
         self.request = RequestState()
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
+        self.kept: KeptAnswer | None = None
+        """The whole answer, once it was sent in one piece and is no error."""
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of this answer besides those that every answer has."""
 
@@ -95,9 +104,13 @@ class Answer:
                 self._keeper = asyncio.create_task(self._keep_alive())
 
     @property
-    def elapsed_ms(self) -> int:
-        """Milliseconds since the request came."""
-        return round((asyncio.get_running_loop().time() - self._began_s) * 1_000)
+    def elapsed_s(self) -> float:
+        """Seconds since the request came."""
+        return asyncio.get_running_loop().time() - self._began_s
+
+    def client_gone(self) -> None:
+        """Take note that nobody reads any more."""
+        self.is_abandoned |= self._phase is not _Phase.CLOSED
 
     def close(self) -> None:
         """The app has returned: send nothing of one's own accord any more."""
@@ -109,11 +122,16 @@ class Answer:
         if self._phase in (_Phase.BEFORE, _Phase.ERROR):
             await self._send_error(error)
 
+    async def repeat(self, kept: KeptAnswer) -> None:
+        """Answer as another request was answered before."""
+        await self._send_start(kept.status, [*kept.headers, (b"idempotent-replayed", b"true")])
+        await self._send_last(kept.body)
+
     async def fail(self) -> None:
         """End the answer after a bug, as well as what was sent so far allows."""
         error = api_error("internal_error", SERVER_ERROR_MESSAGE)
         if self._phase is _Phase.STREAM:
-            await self._send_last(error.event())
+            await self._send_error_event(error)
         else:
             await self.refuse(error)
 
@@ -131,7 +149,7 @@ class Answer:
             case _Phase.BEFORE:
                 await self._begin_whole(message)
             case _Phase.STREAM if body.startswith(_ERROR_EVENT):
-                await self._send_last(failed_event(bytes(body), self.request.failure).event())
+                await self._send_error_event(failed_event(bytes(body), self.request.failure))
             case _Phase.STREAM:
                 await self._send_event(message)
             case _Phase.OPEN:
@@ -164,6 +182,8 @@ class Answer:
             headers = [pair for pair in headers if pair[0].lower() != b"content-length"]
             headers.append((b"content-length", str(len(body)).encode()))
             message = {**message, "body": body}
+        if not more:
+            self.kept = KeptAnswer(self._start["status"], headers, message.get("body", b""))
         await self._send_start(self._start["status"], headers)
         self._phase = _Phase.OPEN if more else _Phase.CLOSED
         await self._out(message)
@@ -173,9 +193,8 @@ class Answer:
         body = message.get("body", b"")
         if not message.get("more_body", False):
             if not (body or self._last).endswith(STREAM_END):
-                await self._send_last(
-                    body + api_error("internal_error", "The stream broke off.").event()
-                )
+                error = api_error("internal_error", "The stream broke off.")
+                await self._send_error_event(error, body)
                 return
             self._phase = _Phase.CLOSED
         elif self.echoes_tier and body.startswith(_CHUNK_EVENT):
@@ -200,7 +219,12 @@ class Answer:
         self._phase = _Phase.STREAM
         await self._send_event(message)
 
+    async def _send_error_event(self, error: ApiError, behind: bytes = b"") -> None:
+        self.error_code = error.code
+        await self._send_last(behind + error.event())
+
     async def _send_error(self, error: ApiError) -> None:
+        self.error_code = error.code
         body = error.body()
         cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
         headers = [*error.headers(), (b"content-length", str(len(body)).encode()), *cors]
@@ -221,9 +245,10 @@ class Answer:
             (b"x-request-id", self.request_id.encode()),
             (b"x-priority-tier", tier_name(self.tier).encode()),
             (b"openai-version", OPENAI_VERSION),
-            (b"openai-processing-ms", str(self.elapsed_ms).encode()),
+            (b"openai-processing-ms", str(round(self.elapsed_s * 1_000)).encode()),
             *self.headers,
         ]
+        self.status = status
         await self._out(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}
         )

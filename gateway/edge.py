@@ -8,6 +8,7 @@ still gets a proper status.
 
 import asyncio
 import random
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,8 +17,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.messages import Tier
-from gateway.admission import Admission
+from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError
+from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
 from gateway.body_check import BodyFacts, check_body
 from gateway.errors import (
     RETRY_AFTER_MAX_S,
@@ -28,9 +30,11 @@ from gateway.errors import (
 )
 from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
 from gateway.keyring import KeyRing
+from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
-from gateway.routes import OPEN_PATHS, find_route
-from gateway.tiers import TierRules, reword_service_tier
+from gateway.replays import IDEMPOTENCY_HEADER, Replays
+from gateway.routes import OPEN_PATHS, find_route, route_name, takes_no_json
+from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
@@ -59,13 +63,17 @@ class Edge:
         keys: KeyRing | None = None,
         rates: RateLimits | None = None,
         limits: EdgeLimits | None = None,
+        meter: RequestMeter | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
         self._keys = keys or KeyRing("")
         self._rates = rates or RateLimits("memory://")
         self._limits = limits or EdgeLimits()
+        self._meter = meter or RequestMeter()
         self._admission = Admission(self._limits.requests_max)
+        self._refusals = Refusals()
+        self._replays = Replays()
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -93,6 +101,7 @@ class Edge:
             if error is not None:
                 await answer.refuse(_with_jitter(error))
         except (ClientGoneError, ClientStalledError) as gone:
+            answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
             # The last resort for every bug of ours and of vLLM's: the client gets a 500.
@@ -101,6 +110,13 @@ class Edge:
             await answer.fail()
         finally:
             answer.close()
+            if scope["path"] not in OPEN_PATHS:
+                self._count(answer, scope)
+
+    def _count(self, answer: Answer, scope: Scope) -> None:
+        status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
+        route = route_name(scope["method"], scope["path"])
+        self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
@@ -118,6 +134,7 @@ class Edge:
         key = await self._keys.identify(head.headers, head.address)
         if isinstance(key, ApiError):
             return key
+        scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
         if scope["method"] != "POST":
             await self._app(inner_scope(scope, answer, 0), receive, answer.send)
             return None
@@ -126,11 +143,62 @@ class Edge:
         self._bodies += 1
         self.idle.clear()
         try:
+            if takes_no_json(scope["path"]):
+                return await self._serve_other(scope, receive, answer, key)
             return await self._serve_body(scope, receive, answer, head, key)
         finally:
             self._bodies -= 1
             if not self._bodies:
                 self.idle.set()
+
+    async def _serve_other(
+        self, scope: Scope, receive: Receive, answer: Answer, key: ApiKey | None
+    ) -> ApiError | None:
+        """Let a route read its body itself; it counts as a request of the key all the same."""
+        answer.tier = Tier.BATCH
+        if key is not None:
+            admitted = await self._rates.admit(key, 0)
+            if isinstance(admitted, ApiError):
+                return admitted
+            answer.headers = admitted
+        await self._app(inner_scope(scope, answer, None), receive, answer.send)
+        return None
+
+    async def answer_line(self, call: LineCall) -> LineAnswer:
+        """Answer a request of a batch as if a client had sent it, in the lowest tier.
+
+        It needs a permit like any other, but no key: whoever made the batch had one.
+        """
+        told = Told()
+        answer = Answer(told.send, uuid.uuid4().hex)
+        answer.tier = Tier.BATCH
+        error = self._admission.take(Tier.BATCH)
+        if error is not None:
+            await answer.refuse(error)
+            return told.answer(answer.request_id)
+        try:
+            error = await self._run_line(call, answer)
+            if error is not None:
+                await answer.refuse(error)
+        except Exception:
+            log.exception("request_failed", request_id=answer.request_id, path=call.path)
+            await answer.fail()
+        finally:
+            self._admission.give_back(Tier.BATCH)
+            answer.close()
+        return told.answer(answer.request_id)
+
+    async def _run_line(self, call: LineCall, answer: Answer) -> ApiError | None:
+        if len(call.body) > self._limits.body_bytes_max:
+            most = self._limits.body_bytes_max
+            return api_error("request_too_large", f"A body may have {most} bytes at most.")
+        facts = await self._check(call.body)
+        if isinstance(facts, ApiError):
+            return facts
+        answer.request = RequestState(call.tenant, call.deadline_ms)
+        body = reword_service_tier(call.body, facts.service_tier)
+        replay = Replay(body, never, answer.client_gone)
+        return await self._run(line_scope(call), replay, answer, None, facts)
 
     async def _serve_body(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead, key: ApiKey | None
@@ -147,6 +215,10 @@ class Edge:
         if isinstance(tier, ApiError):
             return tier
         answer.tier = tier
+        clock = asyncio.get_running_loop().time
+        tenant = scope[TENANT_KEY]
+        if TIER_HEADER in head.headers and (full := self._refusals.find(tier, tenant, clock())):
+            return full
         if (error := self._admission.take(tier)) is not None:
             return error
         try:
@@ -161,12 +233,43 @@ class Edge:
                 return resolved
             answer.tier = resolved
             answer.echoes_tier = facts.service_tier is not None
-            tenant = key.tenant if key else head.fairness_id()
+            if (full := self._refusals.find(resolved, tenant, clock())) is not None:
+                return full
             answer.request = RequestState(tenant, deadline_ms)
             body = reword_service_tier(body, facts.service_tier)
-            return await self._run(scope, Replay(body, receive), answer, key, facts)
+            replay = Replay(body, receive, answer.client_gone)
+            if IDEMPOTENCY_HEADER in head.headers:
+                error = await self._run_once(scope, head, replay, answer, key, facts)
+            else:
+                error = await self._run(scope, replay, answer, key, facts)
+            self._refusals.note(resolved, tenant, answer.request.failure, clock())
+            return error
         finally:
             self._admission.give_back(tier)
+
+    async def _run_once(
+        self,
+        scope: Scope,
+        head: RequestHead,
+        replay: Replay,
+        answer: Answer,
+        key: ApiKey | None,
+        facts: BodyFacts,
+    ) -> ApiError | None:
+        """Run a request unless the same one was answered before."""
+        name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
+        request = scope["path"].encode() + b"\0" + replay.digest()
+        now_s = asyncio.get_running_loop().time()
+        known = self._replays.begin(tenant, name, request, now_s)
+        if isinstance(known, ApiError):
+            return known
+        if known is not None:
+            await answer.repeat(known)
+            return None
+        try:
+            return await self._run(scope, replay, answer, key, facts)
+        finally:
+            self._replays.end(tenant, name, answer.kept)
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:

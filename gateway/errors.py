@@ -36,11 +36,14 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "permission_denied": (403, "permission_error"),
     "model_not_found": (404, _REQUEST),
     "unknown_url": (404, _REQUEST),
+    "not_found": (404, _REQUEST),
     "method_not_allowed": (405, _REQUEST),
     "request_timeout": (408, _REQUEST),
+    "conflict": (409, _REQUEST),
     "request_too_large": (413, _REQUEST),
     "unsupported_media_type": (415, _REQUEST),
     "headers_too_large": (431, _REQUEST),
+    "quota_exceeded": (429, "rate_limit_error"),
     "rate_limit_exceeded": (429, "rate_limit_error"),
     "queue_full": (429, "rate_limit_error"),
     "tier_capacity": (429, "rate_limit_error"),
@@ -48,6 +51,8 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "not_implemented": (501, _SERVER),
     "no_healthy_workers": (503, _UNAVAILABLE),
     "not_serving": (503, _UNAVAILABLE),
+    "storage_full": (503, _UNAVAILABLE),
+    "storage_unavailable": (503, _UNAVAILABLE),
     "draining": (503, _UNAVAILABLE),
     "too_many_connections": (503, _UNAVAILABLE),
     "switching_timeout": (503, _UNAVAILABLE),
@@ -71,7 +76,7 @@ _CODE_OF_STATUS: Final[dict[int, str]] = {
     504: "deadline_exceeded",
 }
 
-_NO_RETRY = frozenset({"deadline_exceeded", "request_too_large"})
+_NO_RETRY = frozenset({"conflict", "deadline_exceeded", "quota_exceeded", "request_too_large"})
 _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)

@@ -4,10 +4,11 @@ Called by the edge. What a request says that is wrong comes back as an `ApiError
 """
 
 import asyncio
+import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -109,51 +110,91 @@ def read_head(scope: Scope) -> RequestHead:
     )
 
 
+class BodyReader:
+    """Reads a body piece by piece: of at most so many bytes, and not slower than bearable."""
+
+    def __init__(
+        self, receive: Receive, headers: Mapping[str, str], most: int, wait_s: float = BODY_WAIT_S
+    ) -> None:
+        self._receive = receive
+        self._length = headers.get("content-length", "")
+        self._most = most
+        self._wait_s = wait_s
+        self._clock = asyncio.get_running_loop().time
+        self._began_s = self._clock()
+        self._bytes = 0
+        self.is_complete = False
+        """Nothing more comes."""
+
+    def check_length(self) -> ApiError | None:
+        """Return the error of a body that says itself that it is too long."""
+        length = self._length
+        if length and (len(length) > 15 or not length.isdecimal() or int(length) > self._most):
+            return self._too_large()
+        return None
+
+    async def read(self) -> bytes | ApiError:
+        """Return the next piece; raises `ClientGoneError`."""
+        earned_s = BODY_GRACE_S + self._bytes / BODY_RATE_MIN
+        try:
+            async with asyncio.timeout_at(self._began_s + min(earned_s, self._wait_s)):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"The body must arrive within {self._wait_s:.0f} s, at {BODY_RATE_MIN} bytes/s."
+            return api_error("request_timeout", text)
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece: bytes = message.get("body", b"")
+        self._bytes += len(piece)
+        self.is_complete = not message.get("more_body", False)
+        return self._too_large() if self._bytes > self._most else piece
+
+    def _too_large(self) -> ApiError:
+        text = f"A request's body may have {self._most} bytes at most."
+        return api_error("request_too_large", text)
+
+
 async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes | ApiError:
     """Read a body of at most `most` bytes; raises `ClientGoneError`."""
-    too_large = api_error("request_too_large", f"A request's body may have {most} bytes at most.")
-    length = headers.get("content-length", "")
-    if length and (len(length) > 15 or not length.isdecimal() or int(length) > most):
-        return too_large
+    reader = BodyReader(receive, headers, most)
+    if (error := reader.check_length()) is not None:
+        return error
     body = bytearray()
-    clock = asyncio.get_running_loop().time
-    began_s = clock()
-    try:
-        async with asyncio.timeout_at(began_s + BODY_GRACE_S) as limit:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                body += message.get("body", b"")
-                if len(body) > most:
-                    return too_large
-                if not message.get("more_body", False):
-                    return bytes(body)
-                earned_s = BODY_GRACE_S + len(body) / BODY_RATE_MIN
-                limit.reschedule(began_s + min(earned_s, BODY_WAIT_S))
-    except TimeoutError:
-        text = f"The body must arrive within {BODY_WAIT_S:.0f} s, at {BODY_RATE_MIN} bytes/s."
-        return api_error("request_timeout", text)
+    while not reader.is_complete:
+        piece = await reader.read()
+        if isinstance(piece, ApiError):
+            return piece
+        body += piece
+    return bytes(body)
 
 
 class Replay:
     """Gives the body that was read already, then what the client does next."""
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
+    def __init__(self, body: bytes, receive: Receive, gone: Callable[[], None]) -> None:
+        """`gone` is called when the client leaves."""
         self._body: bytes | None = body
         self._receive = receive
+        self._gone = gone
         self.length = len(body)
+
+    def digest(self) -> bytes:
+        """Return what tells this body from others, before it was given."""
+        return hashlib.sha256(self._body or b"").digest()
 
     async def __call__(self) -> Message:
         """Stand in for ASGI's `receive`."""
         if self._body is None:
-            return await self._receive()
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone()
+            return message
         body, self._body = self._body, None
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-def inner_scope(scope: Scope, answer: Answer, length: int) -> dict[str, Any]:
-    """Return the scope as vLLM is to see it."""
+def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, Any]:
+    """Return the scope as vLLM is to see it; without a length the body's is the client's word."""
     kept: Headers = [
         (name, value)
         for name, value in scope["headers"]
@@ -162,8 +203,11 @@ def inner_scope(scope: Scope, answer: Answer, length: int) -> dict[str, Any]:
     own = {
         REQUEST_ID_HEADER: answer.request_id,
         VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
-        "content-length": str(length),
     }
+    if length is None:
+        kept += [pair for pair in scope["headers"] if pair[0].lower() == b"content-length"]
+    else:
+        own["content-length"] = str(length)
     headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
     return {**scope, "headers": headers}
 

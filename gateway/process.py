@@ -6,6 +6,7 @@ flight finish for `DRAIN_S`; the second one ends it at once.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ import secrets
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,22 +23,33 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
-from coordinator.protocol.messages import Tier
-from gateway import vllm_app, vllm_engine_wire
+from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
+from gateway import vllm_app, vllm_engine_wire, vllm_grammar
+from gateway.batches.api import batch_routes
+from gateway.batches.line_call import LineAnswer, LineCall
+from gateway.batches.setup import set_up_batches
 from gateway.connection import Connection, ConnectionLimits
 from gateway.edge import Edge, EdgeLimits
+from gateway.engine_measures import engine_families
 from gateway.errors import api_error
 from gateway.keyring import KeyRing
+from gateway.measuring import RequestMeter, Telling
 from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
+from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
+from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
 
 TICK_S = 0.25
+TELL_TICKS = 4
+"""Ticks between two messages with what was measured."""
+ENGINE_TELL_TICKS = 20
+"""The same for vLLM's own metrics, which take 3 ms to read."""
 FLUSH_S = 1.0
 """How long the last messages may take to reach the coordinator."""
 
@@ -61,28 +73,43 @@ log = structlog.get_logger(__name__)
 class Gateway:
     """The parts of a running gateway."""
 
-    def __init__(self, config: Config, token: str, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        token: str,
+        run_dir: Path,
+        listener: socket.socket,
+        announce: Announce,
+    ) -> None:
         """Bind the token socket and connect the rest; must be called in the event loop."""
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self._listener = _listen(config.gateway.host, config.gateway.port)
+        self._listener = listener
+        self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._session = CoordinatorSession(config.coordinator.listen, token, name)
+        self._meter = RequestMeter(
+            {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
+        )
         self._relay = Relay(
             self._session,
             self._sockets.send_outputs,
             gateway=name,
             reply_to=self._sockets.token_address,
+            meter=self._meter,
         )
         self._keys = KeyRing(config.gateway.keys_file)
         self._rates = RateLimits(config.gateway.rate_limit_storage)
+        self._batches = set_up_batches(config.batches, name, self._answer_line)
+        self._told: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
         self._server: uvicorn.Server | None = None
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
 
-    async def run(self, front_end: vllm_app.FrontEndConfig) -> None:
+    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: Nursery) -> None:
         """Serve until a signal ends it."""
+        sandbox = Sandbox(nursery)
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_said),
@@ -93,12 +120,15 @@ class Gateway:
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )
+        llm.use_sandbox(sandbox)
         close_other_routes(app)
         add_own_routes(app, self.readiness)
+        app.router.routes += batch_routes(self._batches)
         gateway = self._config.gateway
-        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway))
+        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway), self._meter)
         limits = ConnectionLimits(
-            _connections_max(gateway.connections_max), gateway.connections_per_address_max
+            _connections_max(max(1, gateway.connections_max // gateway.processes)),
+            gateway.connections_per_address_max,
         )
         self._server = _Server(
             self._announce,
@@ -121,6 +151,9 @@ class Gateway:
             asyncio.create_task(self._tick(llm)),
             asyncio.create_task(_forever(self._keys.watch())),
         ]
+        if self._batches is not None:
+            desk = self._batches.desk
+            work.append(asyncio.create_task(desk.run(self._is_ready, self._tell_batches)))
         for task in work:
             task.add_done_callback(self._work_ended)
         try:
@@ -130,7 +163,11 @@ class Gateway:
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+            if self._batches is not None:
+                await self._batches.desk.close()
+                await self._batches.store.close()
             llm.shutdown()
+            sandbox.close()
             for inbox in inboxes:
                 inbox.close()
             self._sockets.close()
@@ -152,8 +189,21 @@ class Gateway:
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
 
+    def _is_ready(self) -> bool:
+        return self.readiness().ready
+
+    async def _answer_line(self, call: LineCall) -> LineAnswer:
+        assert self._edge is not None, "batches begin behind the edge."
+        return await self._edge.answer_line(call)
+
+    def _tell_batches(self, batches: Sequence[BatchProgress]) -> None:
+        """Say again and again what runs, and once that nothing does."""
+        if batches or self._told:
+            self._session.send(BatchesRun(tuple(batches)))
+        self._told = tuple(batches)
+
     def _announce(self) -> None:
-        """Print one line of JSON on stdout: requests are accepted from now on."""
+        """Tell in one line of JSON that requests are accepted from now on."""
         host, port = self._listener.getsockname()[:2]
         facts = {
             "event": "gateway_ready",
@@ -164,12 +214,19 @@ class Gateway:
             "model": self._config.served_model_name,
             "pid": os.getpid(),
         }
-        print(json.dumps(facts), flush=True)
+        self._tell(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        while True:
+        telling, engine_telling = Telling(), Telling()
+        for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
             self._relay.tick()
+            if tick % TELL_TICKS == 0 and self._session.up:
+                families = self._meter.tally.families()
+                self._session.send(telling.message(self._session.coordinator, families))
+            if tick % ENGINE_TELL_TICKS == 0 and self._session.up:
+                said = engine_telling.message(self._session.coordinator, engine_families())
+                self._session.send(said)
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped, see the log above.")
 
@@ -197,6 +254,8 @@ class Gateway:
     async def _drain_requests(self) -> None:
         assert self._edge is not None
         assert self._server is not None
+        if self._batches is not None:
+            await self._batches.desk.close()
         try:
             async with asyncio.timeout(DRAIN_S):
                 await self._edge.idle.wait()
@@ -229,7 +288,7 @@ class _Server(uvicorn.Server):
 
 def _edge_limits(config: GatewayConfig) -> EdgeLimits:
     return EdgeLimits(
-        requests_max=config.requests_max,
+        requests_max=max(1, config.requests_max // config.processes),
         body_bytes_max=config.body_bytes_max,
         media_domains=frozenset(config.media_domains),
         objectives={name: Tier[tier.upper()] for name, tier in config.objectives.items()},
@@ -255,10 +314,13 @@ def _unready(code: str, reason: str) -> Readiness:
     return Readiness(ready=False, reason=api_error(code, reason))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind the serving port; a shared one can be bound by siblings as well."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -267,13 +329,33 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(config: Config, token: str, front_end: vllm_app.FrontEndConfig) -> None:
+async def _run(
+    config: Config,
+    token: str,
+    front_end: vllm_app.FrontEndConfig,
+    nursery: Nursery,
+    listener: socket.socket,
+    announce: Announce,
+) -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
-        await Gateway(config, token, Path(run_dir)).run(front_end)
+        gateway = Gateway(config, token, Path(run_dir), listener, announce)
+        await gateway.run(front_end, nursery)
 
 
-def serve(config: Config, token: str) -> None:
-    """Run a gateway; raises ValueError or OSError with a sentence if it cannot start."""
+def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
+    if loop == "uvloop":
+        import uvloop
+
+        uvloop.run(work)
+    else:
+        asyncio.run(work)
+
+
+def serve(config: Config, token: str) -> int:
+    """Run a gateway; returns its exit code.
+
+    Raises ValueError or OSError with a sentence if it cannot start.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
@@ -282,9 +364,28 @@ def serve(config: Config, token: str) -> None:
         config.model.engine_args,
         config.gateway.media_domains,
     )
-    if config.gateway.loop == "uvloop":
-        import uvloop
+    gateway = config.gateway
 
-        uvloop.run(_run(config, token, front_end))
-    else:
-        asyncio.run(_run(config, token, front_end))
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
+        # Forked before there are threads and sockets, none of which a child should have.
+        nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
+        own = _listen(host, port, shared=shared)
+        _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
+
+    if gateway.processes == 1:
+        run(say, gateway.host, gateway.port, shared=False)
+        return 0
+    # Another server on the port is found before siblings agree to share it.
+    with _listen(gateway.host, gateway.port) as probe:
+        address = probe.getsockname()[:2]
+    # Held by this process, which never listens: the port stays ours while siblings come and go.
+    keeper = _listen(*address, shared=True)
+
+    def run_one(announce: Announce) -> None:
+        keeper.close()
+        run(announce, *address, shared=True)
+
+    return Siblings(gateway.processes, run_one).run(say)

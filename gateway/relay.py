@@ -28,6 +28,7 @@ from coordinator.protocol.messages import (
 )
 from gateway import vllm_engine_wire as engine
 from gateway.errors import ApiError, api_error
+from gateway.measuring import RequestMeter
 from gateway.tasks import GapMeter, Task, TaskBook
 from gateway.tiers import tier_of_priority
 from gateway.token_stream import Answer, Trim, Verdict
@@ -59,6 +60,7 @@ class Relay:
         gateway: str,
         reply_to: str,
         clock: Callable[[], float] = time.monotonic,
+        meter: RequestMeter | None = None,
     ) -> None:
         """Start with no tasks; `to_front_end` must take frames without blocking."""
         self._session = session
@@ -67,6 +69,7 @@ class Relay:
         self._gateway = gateway
         self._reply_to = reply_to
         self._gaps = GapMeter()
+        self._meter = meter or RequestMeter()
         self.book = TaskBook()
         self.cell: CellState | None = None
         """What the coordinator last said of the cell; None while no session is up."""
@@ -77,8 +80,7 @@ class Relay:
             case engine.AddRequest() as request:
                 self._submit(request)
             case engine.AbortRequests(request_ids):
-                for cancel in self.book.cancel(map(TaskId, request_ids)):
-                    self._session.send(cancel)
+                self._cancel([TaskId(request_id) for request_id in request_ids])
             case engine.UtilityCall() as call:
                 self._to_front_end(engine.answer_utility(call))
             case engine.UnfitRequest(request_id, reason):
@@ -134,7 +136,7 @@ class Relay:
                 assert task is not None, "a span of no open task is dropped"
                 self._delivered(task, ids, batch.epoch, now_s)
                 if span.finished:
-                    self._session.send(self.book.finish(span.task))
+                    self._finish(task, now_s)
         else:
             self._deliver_some(batch, frames, tasks, answers)
         self._report_gaps(now_s)
@@ -206,9 +208,9 @@ class Relay:
         if taken:
             outputs = [part.output for part in taken]
             self._to_front_end(engine.encode_outputs(content, outputs))
-        for task_id in {part.task.id for part in taken if part.task.stream.ended}:
-            if self.book.get(task_id) is not None:
-                self._session.send(self.book.finish(task_id))
+        for task in {part.task.id: part.task for part in taken if part.task.stream.ended}.values():
+            if self.book.get(task.id) is not None:
+                self._finish(task, self._clock())
 
     def _hold(self, part: "_Part") -> None:
         if part.task.held_since_s is None:
@@ -234,17 +236,34 @@ class Relay:
 
     def _delivered(self, task: Task, token_ids: Sequence[int], epoch: int, now_s: float) -> None:
         if token_ids:
+            self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
             self._gaps.tokens_arrived(task, epoch, now_s)
+
+    def _finish(self, task: Task, now_s: float) -> None:
+        """Its last token was handed on."""
+        self._meter.ended(task, now_s)
+        self._session.send(self.book.finish(task.id))
+
+    def _cancel(self, tasks: Sequence[TaskId]) -> None:
+        """Nobody waits for these tasks any more, some of which may not be open."""
+        now_s = self._clock()
+        for task in {name: self.book.get(name) for name in tasks}.values():
+            if task is not None:
+                self._meter.ended(task, now_s)
+        for cancel in self.book.cancel(tasks):
+            self._session.send(cancel)
 
     def _report_gaps(self, now_s: float) -> None:
         for gap in self._gaps.due(now_s):
             self._session.send(gap)
 
     def _fail(self, task: TaskId, error: ApiError) -> None:
+        broken = self.book.get(task)
         failed, cancels = self.book.fail(task)
-        if not failed:
+        if broken is None:
             return
+        self._meter.ended(broken, self._clock(), failed=True)
         log.info("task_failed", task=task, code=error.code, reason=error.message)
         self._answer_failure(failed, error)
         for cancel in cancels:

@@ -34,10 +34,28 @@ OWN_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)}
 )
 
+FILE_PATH = "/v1/files/{file}"
+BATCH_PATH = "/v1/batches/{batch}"
+BATCH_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", FILE_PATH), ("DELETE", FILE_PATH)),
+        *(("GET", f"{FILE_PATH}/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches")),
+        *(("GET", BATCH_PATH), ("POST", f"{BATCH_PATH}/cancel")),
+    }
+)
+"""The routes of files and batches, see `gateway.batches.api`."""
+
 OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
 """Probes, which need no key."""
 
-_MODEL = re.compile(r"/v1/models/.+")
+_ROUTES = VLLM_ROUTES | OWN_ROUTES | BATCH_ROUTES
+_PATTERNS: Final = (
+    (re.compile(r"/v1/models/.+()"), MODEL_PATH),
+    (re.compile(r"/v1/files/[^/]+(/content)?"), FILE_PATH),
+    (re.compile(r"/v1/batches/[^/]+(/cancel)?"), BATCH_PATH),
+)
+"""Paths with a name in them, and the routes that stand for them."""
+
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
 """Errors of pydantic that quote what is allowed; the others may quote the request."""
 
@@ -55,17 +73,36 @@ class Readiness:
     epoch: int = 0
 
 
+def takes_no_json(path: str) -> bool:
+    """Say whether a POST to this path has another body than JSON, or none: the route reads it."""
+    return path == "/v1/files" or path.endswith("/cancel")
+
+
 def find_route(method: str, path: str) -> ApiError | None:
     """None if the route exists, else the error that says what is wrong with it."""
-    if _MODEL.fullmatch(path):
-        path = MODEL_PATH
-    methods = {known for known, route in VLLM_ROUTES | OWN_ROUTES if route == path}
+    path = _named(path)
+    methods = {known for known, route in _ROUTES if route == path}
     if not methods:
         return api_error("unknown_url", "Unknown request URL: check the method and the path.")
     if method not in methods:
         allowed = ", ".join(sorted(methods))
         return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
     return None
+
+
+def route_name(method: str, path: str) -> str:
+    """Name the route in metrics: one of those that exist, or "other"."""
+    if find_route(method, path) is not None:
+        return "other"
+    return _named(path)
+
+
+def _named(path: str) -> str:
+    """Put the route's own words where the path has a name."""
+    for pattern, named in _PATTERNS:
+        if found := pattern.fullmatch(path):
+            return named + (found.group(1) or "")
+    return path
 
 
 def close_other_routes(app: FastAPI) -> None:

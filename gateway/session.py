@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from coordinator.protocol import wire
+from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     GatewayDown,
@@ -32,7 +33,8 @@ WELCOME_WAIT_S = 5.0
 OUTBOX_MESSAGES_MAX = 65_536
 """Most unsent messages; one more ends the session, and the next one starts from the book."""
 
-Method = grpc.aio.StreamStreamMultiCallable[GatewayUp, GatewayDown]
+Said = GatewayUp | Measures
+Method = grpc.aio.StreamStreamMultiCallable[Said, GatewayDown]
 
 log = structlog.get_logger(__name__)
 
@@ -58,12 +60,12 @@ class _Outbox:
     """What one session still has to send; closed with it, so that a next one starts empty."""
 
     def __init__(self) -> None:
-        self._messages: deque[GatewayUp] = deque()
+        self._messages: deque[Said] = deque()
         self._changed = asyncio.Event()
         self._empty = asyncio.Event()
         self.overflowed = False
 
-    def put(self, message: GatewayUp) -> None:
+    def put(self, message: Said) -> None:
         if len(self._messages) >= OUTBOX_MESSAGES_MAX:
             self.overflowed = True
         self._messages.append(message)
@@ -78,7 +80,7 @@ class _Outbox:
     async def wait_empty(self) -> None:
         await self._empty.wait()
 
-    async def __aiter__(self) -> AsyncIterator[GatewayUp]:
+    async def __aiter__(self) -> AsyncIterator[Said]:
         while True:
             while self._messages:
                 if self.overflowed:
@@ -97,13 +99,15 @@ class CoordinatorSession:
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._hello = GatewayHello(PROTOCOL_VERSION, gateway)
         self._outbox: _Outbox | None = None
+        self.coordinator = ""
+        """The coordinator that answered last."""
 
     @property
     def up(self) -> bool:
         """Whether messages can be sent."""
         return self._outbox is not None
 
-    def send(self, message: GatewayUp) -> None:
+    def send(self, message: Said) -> None:
         """Send soon, in order, if the session is up."""
         if self._outbox is not None:
             self._outbox.put(message)
@@ -163,6 +167,7 @@ class CoordinatorSession:
         if not isinstance(answer, Welcome):
             raise SessionError("the coordinator did not answer the hello.")
         self._outbox = outbox
+        self.coordinator = answer.coordinator
         for message in listener.session_opened():
             outbox.put(message)
         log.info("coordinator_session_opened", coordinator=answer.coordinator)

@@ -64,6 +64,7 @@ class Task:
     delivered: "array[int]" = field(default_factory=lambda: array("q"))
     """Token ids that were handed to the front end."""
     epoch: int = -1
+    first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     held_since_s: float | None = None
 

@@ -25,7 +25,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from gateway.errors import ApiError, RequestState, current_request
+from gateway.sandbox import Sandbox
 from gateway.vllm_engine_wire import failure_of, write_note
+from gateway.vllm_grammar import UnfitGrammarError, try_grammar
 
 _FAILED = ("error", "abort")
 _OPENAI_REASON = {"repetition": "stop"}
@@ -50,12 +52,22 @@ class TaskFailedError(GenerationError):
 class RelayedLLM(AsyncLLM):
     """AsyncLLM whose engine is the relay."""
 
+    sandbox: Sandbox | None = None
+    """Where grammars are tried out; without one they are checked in the event loop."""
+
+    def use_sandbox(self, sandbox: Sandbox) -> None:
+        """Try grammars out in a sandbox from now on, instead of in the event loop."""
+        self.sandbox = sandbox
+        self.input_processor.structured_outputs_config = None
+
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
 
         What the relay must know of the request travels to it as the session's name.
         """
         request = current_request.get() or RequestState()
+        if self.sandbox is not None:
+            await self._try_grammar(args[1] if len(args) > 1 else kwargs["sampling_params"])
         note = write_note(request.tenant, request.deadline_ms, kwargs.get("session_id"))
         async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
             async for output in outputs:
@@ -67,6 +79,13 @@ class RelayedLLM(AsyncLLM):
                     if reason is not None:
                         choice.finish_reason = _OPENAI_REASON.get(reason, reason)
                 yield output
+
+    async def _try_grammar(self, params: Any) -> None:
+        assert self.sandbox is not None
+        try:
+            await try_grammar(self.sandbox, params)
+        except UnfitGrammarError as unfit:
+            raise TaskFailedError(unfit.error) from None
 
 
 @dataclass(frozen=True, slots=True)

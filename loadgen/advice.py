@@ -1,6 +1,6 @@
 """Sentences that warn when a report's numbers say less than they seem to. Pure.
 
-A slow client, dropped requests, estimated token counts, or prompts of another length than
+Dropped requests, estimated token counts, or prompts of another length than
 asked for do not fail a run, but whoever reads the report must know.
 """
 
@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from loadgen.records import (
     FailureKind,
     RequestRecord,
-    lag_ms,
     output_tokens,
     served_at_other_tier,
 )
-from loadgen.stats import summarise
 
-LAG_WARNING_P99_MS = 20.0
 PROMPT_LENGTH_TOLERANCE = 0.2
 
 
@@ -23,7 +20,6 @@ def warnings_for(records: Sequence[RequestRecord], *, ignore_eos: bool) -> list[
     """One sentence for every reason to doubt the run."""
     whole = [record for record in records if record.ok]
     found = (
-        _late(records),
         _dropped(records),
         _no_usage(whole),
         _no_done(whole),
@@ -40,16 +36,6 @@ def wrong_lengths(whole: Sequence[RequestRecord]) -> int:
         record.answer.output_tokens is not None
         and record.answer.output_tokens != record.planned.output_tokens
         for record in whole
-    )
-
-
-def _late(records: Sequence[RequestRecord]) -> str | None:
-    p99_ms = summarise(lag_ms(record) for record in records)["p99"]
-    if p99_ms is None or p99_ms <= LAG_WARNING_P99_MS:
-        return None
-    return (
-        f"The client was slow: 1% of the sends were more than {p99_ms:.0f} ms late, "
-        "so latencies contain the client's own delay."
     )
 
 

@@ -85,6 +85,28 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+def scaled_phases(
+    phases: Sequence[Phase], *, rate_scale: float, duration_s: float | None
+) -> tuple[Phase, ...]:
+    """The phases with `rate_scale` times their rates, stretched to `duration_s` in all.
+
+    Each phase keeps its share of the time; without a duration their lengths stay. Limits are
+    checked again.
+    """
+    total_s = sum(phase.duration_s for phase in phases)
+    stretch = 1.0 if duration_s is None else duration_s / total_s
+    return check_phases(
+        [
+            replace(
+                phase,
+                rate_per_s=phase.rate_per_s * rate_scale,
+                duration_s=phase.duration_s * stretch,
+            )
+            for phase in phases
+        ]
+    )
+
+
 def phase_starts_s(phases: Sequence[Phase]) -> tuple[float, ...]:
     """The start of every phase, in seconds since the start of the run."""
     starts, now_s = [], 0.0

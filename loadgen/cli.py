@@ -1,4 +1,4 @@
-"""The three commands: `run` makes load, `plot` draws a report, `compare` judges two.
+"""The three commands: `run` makes load, `plot` draws a report, `compare` judges several.
 
 Exit status: 0 done; 1 no request succeeded, or a threshold of `compare` is broken; 2 bad input
 or no server, with one sentence on stderr; 130 stopped by a signal (the report is still written).
@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from loadgen.compare import as_json, compare, parse_threshold
+from loadgen.compare import Comparison, as_json, compare, parse_threshold
 from loadgen.config import Outputs, parse_run
 from loadgen.errors import UsageError
 from loadgen.files import (
@@ -24,12 +24,21 @@ from loadgen.files import (
     read_report,
     write_bytes,
     write_json,
+    write_text,
 )
 from loadgen.options import EXIT_BAD_INPUT, build_parser
 from loadgen.runner import run_load
-from loadgen.tables import comparison_table, run_table
+from loadgen.sidebyside import Section, as_rows, differences, side_by_side, switch_lines
+from loadgen.tables import (
+    comparison_table,
+    run_table,
+    side_by_side_markdown,
+    side_by_side_table,
+)
 
 EXIT_OK, EXIT_FAILED, EXIT_STOPPED = 0, 1, 130
+MAX_COMPARED = 8
+"""Reports in one comparison; more colours cannot be told apart."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,7 +59,11 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = parse_run(args)
     check_destination(config.outputs.report, "--out")
     check_plot_destination(config.outputs.plot, "--plot")
-    measured = asyncio.run(run_load(config, _auth_headers(args.api_key_env)))
+    if args.admin_key_env is not None and config.admin_url is None:
+        raise UsageError("--admin-key-env goes with --admin-url.")
+    headers = _auth_headers("--api-key-env", args.api_key_env)
+    admin_headers = _auth_headers("--admin-key-env", args.admin_key_env)
+    measured = asyncio.run(run_load(config, headers, admin_headers))
     report: dict[str, Any] = {
         **measured,
         "command": ["python", "-m", "loadgen", *arguments],
@@ -72,18 +85,74 @@ def _plot(args: argparse.Namespace, _arguments: Sequence[str]) -> int:
 
 def _compare(args: argparse.Namespace, _arguments: Sequence[str]) -> int:
     check_destination(args.json, "--json")
+    check_destination(args.markdown, "--markdown")
+    check_plot_destination(args.plot, "--plot")
+    names = _names(args)
     thresholds = [parse_threshold(text) for text in args.fail_if]
-    first, second = read_report(args.a), read_report(args.b)
-    names = args.names or (args.a.stem, args.b.stem)
-    with _whole_reports(args.a, args.b):
-        comparison = compare(first, second, scope=args.scope, thresholds=thresholds)
-    console = Console()
-    console.print(comparison_table(comparison, names))
+    reports = [read_report(path) for path in args.reports]
+    with _whole_reports(*args.reports):
+        first, *others = reports
+        comparisons = [
+            compare(first, other, scope=args.scope, thresholds=thresholds) for other in others
+        ]
+        pairs = [(names[0], name) for name in names[1:]]
+        sections = side_by_side(reports, names)
+        notes = [*switch_lines(reports, names), *differences(reports, names)]
+        picture = None if args.plot is None else _drawn_runs(reports, names, args.plot)
+    if picture is not None:
+        write_bytes(args.plot, picture)
     if args.json is not None:
-        write_json(args.json, as_json(comparison, names))
-    for sentence in comparison.broken:
-        console.print(f"broken: {sentence}", style="red", markup=False, highlight=False)
-    return EXIT_FAILED if comparison.broken else EXIT_OK
+        write_json(args.json, _comparisons_as_json(comparisons, pairs, sections, notes))
+    if args.markdown is not None:
+        write_text(args.markdown, side_by_side_markdown(sections, notes))
+    console = Console()
+    if len(pairs) == 1:
+        console.print(comparison_table(comparisons[0], pairs[0]))
+    console.print(side_by_side_table(sections))
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+    broken = [
+        f"broken: {sentence}" if len(pairs) == 1 else f"broken by {name}: {sentence}"
+        for comparison, (_, name) in zip(comparisons, pairs, strict=True)
+        for sentence in comparison.broken
+    ]
+    for sentence in broken:
+        console.print(sentence, style="red", markup=False, highlight=False)
+    return EXIT_FAILED if broken else EXIT_OK
+
+
+def _names(args: argparse.Namespace) -> list[str]:
+    """What the reports are called: as asked, else after their files."""
+    paths = args.reports
+    if len(paths) < 2:
+        raise UsageError("compare needs at least two reports.")
+    if len(paths) > MAX_COMPARED:
+        raise UsageError(f"{len(paths)} reports are more than the limit of {MAX_COMPARED}.")
+    names = args.names or [path.stem for path in paths]
+    if len(names) != len(paths):
+        raise UsageError(f"--names needs {len(paths)} names for {len(paths)} reports.")
+    return list(names)
+
+
+def _comparisons_as_json(
+    comparisons: Sequence[Comparison],
+    pairs: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    notes: Sequence[str],
+) -> dict[str, object]:
+    return {
+        "schema": "aileron.loadgen.comparison",
+        "schema_version": 2,
+        "comparisons": [as_json(*each) for each in zip(comparisons, pairs, strict=True)],
+        "side_by_side": as_rows(sections),
+        "notes": list(notes),
+    }
+
+
+def _drawn_runs(reports: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> bytes:
+    from loadgen.overlay import draw_runs
+
+    return draw_runs(reports, names, path.suffix.lower().removeprefix("."))
 
 
 def _deliver(report: Mapping[str, Any], outputs: Outputs) -> None:
@@ -119,13 +188,13 @@ def _whole_reports(*paths: Path) -> Iterator[None]:
         raise UsageError(f"{files} is not a whole report: {error!r}.") from error
 
 
-def _auth_headers(variable: str | None) -> dict[str, str]:
+def _auth_headers(option: str, variable: str | None) -> dict[str, str]:
     """The header with the API key, which comes from the environment and never into a report."""
     if variable is None:
         return {}
     key = os.environ.get(variable)
     if not key:
-        raise UsageError(f"--api-key-env names {variable}, but that variable is not set.")
+        raise UsageError(f"{option} names {variable}, but that variable is not set.")
     return {"Authorization": f"Bearer {key}"}
 
 

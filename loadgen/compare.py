@@ -1,4 +1,4 @@
-"""Two reports side by side: every metric, the ratio second / first, and thresholds. Pure.
+"""Two reports against one another: every metric, the ratio second / first, and thresholds. Pure.
 
 A threshold `ttft_p50_ms>1.05` looks at the ratio, `b.failed>0` at the second report's own
 value. A threshold on something that was not measured counts as broken: a check that cannot be
@@ -178,8 +178,6 @@ def check(threshold: Threshold, row: Row) -> str | None:
 def as_json(comparison: Comparison, names: Sequence[str]) -> dict[str, object]:
     """The comparison for machines; a ratio without a finite value is null."""
     return {
-        "schema": "aileron.loadgen.comparison",
-        "schema_version": 1,
         "names": list(names),
         "scope": comparison.scope,
         "metrics": [

@@ -5,49 +5,23 @@ ranges, unreadable phases or lengths, and options that exclude one another.
 """
 
 import argparse
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from loadgen.answer import Endpoint
-from loadgen.arrivals import (
-    ArrivalKind,
-    Phase,
-    check_phases,
-    parse_duration_s,
-    parse_phases,
-)
+from loadgen.arrivals import parse_duration_s
 from loadgen.errors import UsageError
-from loadgen.lengths import MAX_LENGTH_TOKENS, parse_lengths
-from loadgen.plan import Mixture, parse_tiers
+from loadgen.load import Load, parse_load
+from loadgen.plan import Workload
 from loadgen.prompts import PromptKind, PromptStyle
-from loadgen.report import Slo
+from loadgen.ranges import above_zero, at_least_zero, optional_above_zero, whole
+from loadgen.slo import ALL_TIERS, Slo, Slos, parse_slos
 
-MAX_IN_FLIGHT_REQUESTS = 10_000
-MAX_CLOSED_REQUESTS = 200_000
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WARMUP_REQUESTS = 1_000
-MAX_PREFIX_GROUPS = 100_000
 MAX_VOCAB_SIZE = 10_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLoad:
-    """Requests at planned times, whatever the server does."""
-
-    phases: tuple[Phase, ...]
-    kind: ArrivalKind
-    burst_requests: int
-    max_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedLoad:
-    """`requests` requests, always `concurrency` of them in flight."""
-
-    concurrency: int
-    requests: int
+KEY_OPTIONS = {"--url": "--api-key-env", "--admin-url": "--admin-key-env"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +41,16 @@ class RunConfig:
     url: str
     model: str | None
     endpoint: Endpoint
-    load: OpenLoad | ClosedLoad
-    mixture: Mixture
+    admin_url: str | None
+    load: Load
+    workload: Workload
     prompt: PromptStyle
     seed: int
     temperature: float
     ignore_eos: bool
     timeout_s: float
     warmup_requests: int
-    slo: Slo
+    slos: Slos
     outputs: Outputs
 
 
@@ -86,32 +61,31 @@ def parse_run(args: argparse.Namespace) -> RunConfig:
         raise UsageError("Chat takes text only: use --prompt-kind words or --endpoint completions.")
     if kind is PromptKind.TOKENS and args.vocab_size is None:
         raise UsageError("--prompt-kind tokens needs --vocab-size, the number of token ids.")
+    load, workload = parse_load(args)
     return RunConfig(
         url=parse_url(args.url),
+        admin_url=None if args.admin_url is None else parse_url(args.admin_url, "--admin-url"),
         model=args.model,
         endpoint=endpoint,
-        load=_parse_load(args),
-        mixture=_parse_mixture(args),
+        load=load,
+        workload=workload,
         prompt=PromptStyle(
             kind=kind,
             seed=args.seed,
-            vocab_size=_whole("--vocab-size", args.vocab_size or 1, 1, MAX_VOCAB_SIZE),
-            tokens_per_word=_above_zero("--tokens-per-word", args.tokens_per_word),
+            vocab_size=whole("--vocab-size", args.vocab_size or 1, 1, MAX_VOCAB_SIZE),
+            tokens_per_word=above_zero("--tokens-per-word", args.tokens_per_word),
         ),
         seed=args.seed,
-        temperature=_at_least_zero("--temperature", args.temperature),
-        ignore_eos=args.ignore_eos,
+        temperature=at_least_zero("--temperature", args.temperature),
+        ignore_eos=load.exact_lengths if args.ignore_eos is None else args.ignore_eos,
         timeout_s=_timeout_s(args.timeout),
-        warmup_requests=_whole("--warmup-requests", args.warmup_requests, 0, MAX_WARMUP_REQUESTS),
-        slo=Slo(
-            _optional_limit("--slo-ttft-ms", args.slo_ttft_ms),
-            _optional_limit("--slo-tpot-ms", args.slo_tpot_ms),
-        ),
+        warmup_requests=whole("--warmup-requests", args.warmup_requests, 0, MAX_WARMUP_REQUESTS),
+        slos=_parse_slos(args),
         outputs=Outputs(args.out, args.plot, args.records, args.quiet),
     )
 
 
-def parse_url(text: str) -> str:
+def parse_url(text: str, option: str = "--url") -> str:
     """The server's root: scheme and host, without a trailing slash or `/v1`."""
     parts = urlsplit(text.strip())
     try:
@@ -122,70 +96,20 @@ def parse_url(text: str) -> str:
         raise UsageError(f"'{text}' is not a server address like http://127.0.0.1:8000.")
     if parts.username is not None or parts.query or parts.fragment:
         raise UsageError(
-            "--url takes no user name, query or fragment; for a key use --api-key-env."
+            f"{option} takes no user name, query or fragment; for a key use {KEY_OPTIONS[option]}."
         )
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def _parse_load(args: argparse.Namespace) -> OpenLoad | ClosedLoad:
-    wanted = {
-        "--phases": args.phases is not None,
-        "--rate and --duration": args.rate is not None or args.duration is not None,
-        "--concurrency and --requests": args.concurrency is not None or args.requests is not None,
-    }
-    given = [name for name, is_given in wanted.items() if is_given]
-    if len(given) != 1:
-        said = "nothing was given" if not given else f"{' as well as '.join(given)} were given"
-        raise UsageError(
-            "Say which load to make with exactly one of --phases, --rate with --duration, "
-            f"or --concurrency with --requests; {said}."
-        )
-    max_in_flight = _whole("--max-in-flight", args.max_in_flight, 1, MAX_IN_FLIGHT_REQUESTS)
-    if args.concurrency is not None or args.requests is not None:
-        return _parse_closed(args, max_in_flight)
-    return OpenLoad(
-        phases=_parse_open_phases(args),
-        kind=ArrivalKind(args.arrivals),
-        burst_requests=_whole("--burst-size", args.burst_size, 1, MAX_IN_FLIGHT_REQUESTS),
-        max_in_flight=max_in_flight,
-    )
-
-
-def _parse_open_phases(args: argparse.Namespace) -> tuple[Phase, ...]:
-    if args.phases is not None:
-        return parse_phases(args.phases, cycles=args.cycles)
-    if args.rate is None or args.duration is None:
-        raise UsageError("--rate and --duration need one another.")
-    if args.cycles != 1:
-        raise UsageError("--cycles repeats --phases; with --rate make --duration longer.")
-    rate_per_s = _above_zero("--rate", args.rate)
-    return check_phases((Phase("steady", rate_per_s, parse_duration_s(args.duration)),))
-
-
-def _parse_closed(args: argparse.Namespace, max_in_flight: int) -> ClosedLoad:
-    if args.concurrency is None or args.requests is None:
-        raise UsageError("--concurrency and --requests need one another.")
-    return ClosedLoad(
-        concurrency=_whole("--concurrency", args.concurrency, 1, max_in_flight),
-        requests=_whole("--requests", args.requests, 1, MAX_CLOSED_REQUESTS),
-    )
-
-
-def _parse_mixture(args: argparse.Namespace) -> Mixture:
-    prefix_tokens = _whole(
-        "--shared-prefix-tokens", args.shared_prefix_tokens, 0, MAX_LENGTH_TOKENS
-    )
-    groups = _whole("--prefix-groups", args.prefix_groups, 1, MAX_PREFIX_GROUPS)
-    if groups > 1 and prefix_tokens == 0:
-        raise UsageError("--prefix-groups needs --shared-prefix-tokens.")
-    return Mixture(
-        prompt=parse_lengths(args.prompt_tokens),
-        output=parse_lengths(args.output_tokens),
-        tiers=parse_tiers(args.tiers),
-        prefix_groups=groups if prefix_tokens else 0,
-        shared_prefix_tokens=prefix_tokens,
-    )
+def _parse_slos(args: argparse.Namespace) -> Slos:
+    ttft_ms = optional_above_zero("--slo-ttft-ms", args.slo_ttft_ms)
+    tpot_ms = optional_above_zero("--slo-tpot-ms", args.slo_tpot_ms)
+    if ttft_ms is None and tpot_ms is None:
+        return parse_slos(args.slo)
+    if args.slo:
+        raise UsageError("--slo is by tier, --slo-ttft-ms and --slo-tpot-ms for all; use one way.")
+    return Slos({ALL_TIERS: Slo(ttft_ms, tpot_ms)})
 
 
 def _timeout_s(text: str) -> float:
@@ -193,25 +117,3 @@ def _timeout_s(text: str) -> float:
     if seconds > MAX_TIMEOUT_S:
         raise UsageError(f"--timeout must be at most {MAX_TIMEOUT_S:.0f} s, not {seconds:g} s.")
     return seconds
-
-
-def _whole(name: str, value: int, low: int, high: int) -> int:
-    if not low <= value <= high:
-        raise UsageError(f"{name} must be from {low} to {high}, not {value}.")
-    return value
-
-
-def _above_zero(name: str, value: float) -> float:
-    if not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{name} must be a number above 0, not {value:g}.")
-    return value
-
-
-def _at_least_zero(name: str, value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise UsageError(f"{name} must be a number of 0 or more, not {value:g}.")
-    return value
-
-
-def _optional_limit(name: str, value: float | None) -> float | None:
-    return None if value is None else _above_zero(name, value)

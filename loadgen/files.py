@@ -16,6 +16,12 @@ from loadgen.errors import UsageError
 from loadgen.report import SCHEMA, SCHEMA_VERSION
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+WHOLE_REPORT = frozenset(
+    {
+        *("server", "duration_s", "plan", "generator", "switches", "slos"),
+        *("total", "tiers", "phases", "series"),
+    }
+)
 
 
 def check_destination(path: Path | None, option: str) -> None:
@@ -73,10 +79,15 @@ def read_report(path: Path) -> dict[str, Any]:
             f"{path} has report version {report.get('schema_version')}; "
             f"this loadgen reads version {SCHEMA_VERSION}."
         )
-    missing = {"server", "duration_s", "total", "tiers", "phases", "series"} - set(report)
+    missing = WHOLE_REPORT - set(report)
     if missing:
         raise UsageError(f"{path} is not a whole report: {', '.join(sorted(missing))} is missing.")
     return report
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write one text in one step."""
+    write_bytes(path, text.encode())
 
 
 def _umask() -> int:

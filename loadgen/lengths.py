@@ -87,6 +87,39 @@ def sample_tokens(lengths: Lengths, rng: random.Random) -> int:
             return sample_tokens(chosen, rng)
 
 
+def scaled(lengths: Lengths, factor: float) -> Lengths:
+    """The distribution with every length `factor` times as long, at least 1 token.
+
+    A `UsageError` if that is longer than `MAX_LENGTH_TOKENS`.
+    """
+    match lengths:
+        case Fixed(tokens):
+            return Fixed(scaled_tokens(tokens, factor))
+        case Uniform(low, high):
+            return Uniform(scaled_tokens(low, factor), scaled_tokens(high, factor))
+        case LogNormal(mean, sigma, low, high):
+            longest = min(max(1, round(high * factor)), MAX_LENGTH_TOKENS)
+            return LogNormal(
+                min(max(1.0, mean * factor), MAX_LENGTH_TOKENS),
+                sigma,
+                min(scaled_tokens(low, factor), longest),
+                longest,
+            )
+        case Mix(parts):
+            return Mix(tuple((weight, scaled(part, factor)) for weight, part in parts))
+
+
+def scaled_tokens(tokens: int, factor: float) -> int:
+    """A length `factor` times as long, at least 1 token; 0 stays 0."""
+    product = tokens * factor
+    if product > MAX_LENGTH_TOKENS:
+        raise UsageError(
+            f"--length-scale {factor:g} makes {tokens} tokens longer than the limit of "
+            f"{MAX_LENGTH_TOKENS}."
+        )
+    return max(1, round(product)) if tokens else 0
+
+
 def longest_tokens(lengths: Lengths) -> int:
     """The largest length that `sample_tokens` can give."""
     match lengths:

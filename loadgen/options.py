@@ -11,7 +11,10 @@ from typing import NoReturn
 
 from loadgen.answer import Endpoint
 from loadgen.arrivals import ArrivalKind
+from loadgen.load import DEFAULT_OUTPUT, DEFAULT_PROMPT
+from loadgen.presets import PRESETS
 from loadgen.prompts import PromptKind
+from loadgen.slo import DEFAULT_SLOS
 
 EXIT_BAD_INPUT = 2
 LENGTH_HELP = (
@@ -43,18 +46,37 @@ def build_parser() -> argparse.ArgumentParser:
     _add_client(run)
     _add_results(run)
     _add_plot(commands.add_parser("plot", help="draw a report", allow_abbrev=False))
-    _add_compare(commands.add_parser("compare", help="compare two reports", allow_abbrev=False))
+    _add_compare(commands.add_parser("compare", help="compare reports", allow_abbrev=False))
     return parser
 
 
 def _add_load(run: argparse.ArgumentParser) -> None:
-    load = run.add_argument_group("load: one of --phases, --rate, --concurrency")
+    load = run.add_argument_group("load: one of --phases, --rate, --preset, --trace, --concurrency")
     load.add_argument("--phases", metavar="SPEC", help="low:2/s:20s,high:12/s:20s,low:2/s:20s")
     load.add_argument("--cycles", type=int, default=1, metavar="N", help="repeat --phases N times")
     load.add_argument("--rate", type=float, metavar="PER_S", help="requests per second")
-    load.add_argument("--duration", metavar="TIME", help="with --rate: 30, 30s or 2m")
     load.add_argument(
-        "--arrivals", choices=[*ArrivalKind], default="poisson", help="how sends are spread"
+        "--preset", choices=[*PRESETS], metavar="NAME", help=f"a workload: {', '.join(PRESETS)}"
+    )
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="CSV with the columns of BurstGPT or Azure"
+    )
+    load.add_argument("--trace-start", metavar="TIME", help="skip that much of the trace")
+    load.add_argument(
+        "--duration", metavar="TIME", help="with --rate, --preset or --trace: 30, 30s or 2m"
+    )
+    load.add_argument(
+        "--rate-scale", type=float, default=1.0, metavar="X", help="X times as many a second"
+    )
+    load.add_argument(
+        "--length-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="prompts, answers X times as long",
+    )
+    load.add_argument(
+        "--arrivals", choices=[*ArrivalKind], help="how sends are spread; default: poisson"
     )
     load.add_argument("--burst-size", type=int, default=8, metavar="N", help="with burst")
     load.add_argument("--concurrency", type=int, metavar="N", help="closed loop: N in flight")
@@ -67,10 +89,10 @@ def _add_requests(run: argparse.ArgumentParser) -> None:
     requests.add_argument("--model", metavar="NAME", help="default: first of /v1/models")
     requests.add_argument("--endpoint", choices=[*Endpoint], default="completions")
     requests.add_argument(
-        "--prompt-tokens", default="fixed:128", metavar="LENGTH", help=LENGTH_HELP
+        "--prompt-tokens", metavar="LENGTH", help=f"{LENGTH_HELP}; default: {DEFAULT_PROMPT}"
     )
     requests.add_argument(
-        "--output-tokens", default="fixed:64", metavar="LENGTH", help="the same forms"
+        "--output-tokens", metavar="LENGTH", help=f"the same forms; default: {DEFAULT_OUTPUT}"
     )
     requests.add_argument("--prompt-kind", choices=[*PromptKind], default="words")
     requests.add_argument("--vocab-size", type=int, metavar="N", help="with --prompt-kind tokens")
@@ -79,10 +101,12 @@ def _add_requests(run: argparse.ArgumentParser) -> None:
     )
     requests.add_argument("--shared-prefix-tokens", type=int, default=0, metavar="N")
     requests.add_argument("--prefix-groups", type=int, default=1, metavar="G")
+    requests.add_argument("--tiers", metavar="SPEC", help="interactive:0.2,standard:0.6,batch:0.2")
     requests.add_argument(
-        "--tiers", default="", metavar="SPEC", help="interactive:0.2,standard:0.6,batch:0.2"
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="answers of exact length; default: with --preset and --trace",
     )
-    requests.add_argument("--ignore-eos", action="store_true", help="answers of exact length")
     requests.add_argument("--temperature", type=float, default=0.0, metavar="X")
 
 
@@ -92,8 +116,10 @@ def _add_client(run: argparse.ArgumentParser) -> None:
     client.add_argument("--api-key-env", metavar="NAME", help="variable that holds the API key")
     client.add_argument("--timeout", default="120s", metavar="TIME", help="for each request")
     client.add_argument(
-        "--max-in-flight", type=int, default=1000, metavar="N", help="more are dropped"
+        "--admin-url", metavar="URL", help="aileron's admin port: note every switch of layout"
     )
+    client.add_argument("--admin-key-env", metavar="NAME", help="variable that holds the admin key")
+    client.add_argument("--max-in-flight", type=int, metavar="N", help="more are dropped")
     client.add_argument("--warmup-requests", type=int, default=0, metavar="N", help="not counted")
 
 
@@ -102,8 +128,11 @@ def _add_results(run: argparse.ArgumentParser) -> None:
     results.add_argument("--out", type=Path, metavar="FILE", help="write the JSON report")
     results.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
     results.add_argument("--records", action="store_true", help="keep every request in --out")
-    results.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="limit for goodput")
-    results.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="limit for goodput")
+    results.add_argument(
+        "--slo", default="", metavar="SPEC", help=f"TTFT/TPOT by tier; default: {DEFAULT_SLOS}"
+    )
+    results.add_argument("--slo-ttft-ms", type=float, metavar="MS", help="one limit for all tiers")
+    results.add_argument("--slo-tpot-ms", type=float, metavar="MS", help="one limit for all tiers")
     results.add_argument("--quiet", action="store_true", help="no progress, no table")
 
 
@@ -113,15 +142,20 @@ def _add_plot(plot: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument("a", type=Path, help="the report to compare with")
-    compare.add_argument("b", type=Path, help="the report to judge")
-    compare.add_argument("--names", nargs=2, metavar=("A", "B"), help="what to call them")
+    compare.add_argument(
+        "reports", type=Path, nargs="+", help="the report to compare with, then those to judge"
+    )
+    compare.add_argument("--names", nargs="+", metavar="NAME", help="what to call them")
     compare.add_argument("--scope", default="total", help="total, tier:NAME or phase:NAME")
-    compare.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write all tables as JSON")
+    compare.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the tables by phase and tier"
+    )
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw them in one picture")
     compare.add_argument(
         "--fail-if",
         action="append",
         default=[],
         metavar="CONDITION",
-        help="exit 1 if ttft_p50_ms>1.05 (ratio b/a) or b.failed>0 (value of b); may repeat",
+        help="exit 1 if ttft_p50_ms>1.05 (ratio to the first) or b.failed>0 (own); may repeat",
     )

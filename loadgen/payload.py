@@ -4,6 +4,7 @@ Bodies always ask for a stream with usage, because that is what the client measu
 """
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from loadgen.answer import Endpoint
@@ -45,6 +46,29 @@ def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
     if style.temperature > 0:
         body["seed"] = style.prompt.seed + planned.index
     return json.dumps(body, separators=(",", ":")).encode()
+
+
+def made_ahead(
+    plan: Iterable[PlannedRequest], make: Callable[[PlannedRequest], bytes], bytes_max: int
+) -> Callable[[PlannedRequest], bytes]:
+    """A `make` that has the plan's first bodies ready, up to `bytes_max` bytes, each for one use.
+
+    Making a long prompt takes milliseconds, in which no token could be timed.
+    """
+    ready: dict[int, bytes] = {}
+    left = bytes_max
+    for planned in plan:
+        body = make(planned)
+        left -= len(body)
+        if left < 0:
+            break
+        ready[planned.index] = body
+
+    def take(planned: PlannedRequest) -> bytes:
+        body = ready.pop(planned.index, None)
+        return make(planned) if body is None else body
+
+    return take
 
 
 def request_headers(planned: PlannedRequest) -> dict[str, str]:

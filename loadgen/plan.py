@@ -1,21 +1,38 @@
 """The plan of a run: every request with its send time, tier and lengths, fixed before it starts.
 
 Pure: the same inputs and seed give the same plan, whatever the server does. `loops` carries
-the plan out; `report` compares what happened with it.
+the plan out; `report` compares what happened with it. `digest_of` names a plan in a few letters,
+so that two reports can show that they are about the same requests.
 """
 
+import hashlib
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadgen.arrivals import Arrival
 from loadgen.errors import UsageError
-from loadgen.lengths import Lengths, sample_tokens
+from loadgen.lengths import Lengths, sample_tokens, scaled_tokens
+from loadgen.traces import TraceRow
 
 MAX_TIERS = 16
+DIGEST_CHARS = 16
 TIER_SHAPE = re.compile(r"(?P<name>[\w.-]+)(?::(?P<weight>[^:]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Conversations that grow: `turns` requests each, every one `turn_tokens` of history longer.
+
+    `live` of them go on at the same time; one that has had its turns makes room for a new one.
+    """
+
+    live: int
+    turns: int
+    turn_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +44,18 @@ class Mixture:
     tiers: tuple[tuple[str, float], ...]
     prefix_groups: int
     shared_prefix_tokens: int
+    sessions: Sessions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of request in a workload, drawn as often as its weight says."""
+
+    weight: float
+    mixture: Mixture
+
+
+Workload = tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +71,13 @@ class PlannedRequest:
     output_tokens: int
     prefix_group: int | None
     prefix_tokens: int
+    session: str | None = None
+    history_tokens: int = 0
 
     @property
     def input_tokens(self) -> int:
-        """Length of the whole prompt: the shared prefix and the request's own part."""
-        return self.prefix_tokens + self.prompt_tokens
+        """Length of the whole prompt: the shared prefix, the history and the request's own part."""
+        return self.prefix_tokens + self.history_tokens + self.prompt_tokens
 
 
 def parse_tiers(text: str) -> tuple[tuple[str, float], ...]:
@@ -69,39 +100,90 @@ def parse_tiers(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def plan_open(
-    arrivals: Sequence[Arrival], mixture: Mixture, *, seed: int, run_id: str
+    arrivals: Sequence[Arrival], workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
     """One request for every arrival, in order of time."""
-    rng = random.Random(f"{seed}/requests")
-    return tuple(
-        _plan_one(index, arrival, mixture, rng, run_id) for index, arrival in enumerate(arrivals)
-    )
+    planner = _Planner(workload, seed, run_id)
+    return tuple(planner.plan(index, arrival) for index, arrival in enumerate(arrivals))
 
 
 def plan_closed(
-    requests: int, mixture: Mixture, *, seed: int, run_id: str
+    requests: int, workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
     """`requests` requests without send times, all in phase 0."""
-    rng = random.Random(f"{seed}/requests")
-    return tuple(_plan_one(index, None, mixture, rng, run_id) for index in range(requests))
+    planner = _Planner(workload, seed, run_id)
+    return tuple(planner.plan(index, None) for index in range(requests))
 
 
-def _plan_one(
-    index: int, arrival: Arrival | None, mixture: Mixture, rng: random.Random, run_id: str
-) -> PlannedRequest:
-    # Every draw happens for every request, so turning one feature on does not shift the others.
-    tier_draw, group_draw = rng.random(), rng.random()
-    return PlannedRequest(
-        index=index,
-        request_id=f"{run_id}-{index}",
-        at_s=None if arrival is None else arrival.at_s,
-        phase_index=0 if arrival is None else arrival.phase_index,
-        tier=_pick_tier(mixture.tiers, tier_draw),
-        prompt_tokens=sample_tokens(mixture.prompt, rng),
-        output_tokens=sample_tokens(mixture.output, rng),
-        prefix_group=int(group_draw * mixture.prefix_groups) if mixture.prefix_groups else None,
-        prefix_tokens=mixture.shared_prefix_tokens if mixture.prefix_groups else 0,
+def plan_trace(
+    rows: Sequence[TraceRow], workload: Workload, *, length_scale: float, seed: int, run_id: str
+) -> tuple[PlannedRequest, ...]:
+    """One request for every row, with the row's time and lengths and the workload's tiers."""
+    planned = plan_open([Arrival(row.at_s, 0) for row in rows], workload, seed=seed, run_id=run_id)
+    return tuple(
+        replace(
+            each,
+            prompt_tokens=scaled_tokens(row.prompt_tokens, length_scale),
+            output_tokens=scaled_tokens(row.output_tokens, length_scale),
+        )
+        for each, row in zip(planned, rows, strict=True)
     )
+
+
+def digest_of(plan: Sequence[PlannedRequest], style: object) -> str:
+    """A name for what is sent: equal for two runs that send the same requests at the same times.
+
+    `style` is what else decides the prompts' text; its `repr` is taken in. The request ids are
+    not, because they carry the run.
+    """
+    digest = hashlib.sha256(repr(style).encode())
+    for planned in plan:
+        digest.update(repr(replace(planned, request_id="")).encode())
+    return digest.hexdigest()[:DIGEST_CHARS]
+
+
+class _Planner:
+    """Draws requests one after another; counts the turns that each session has had."""
+
+    def __init__(self, workload: Workload, seed: int, run_id: str) -> None:
+        self._workload = workload
+        self._run_id = run_id
+        # Streams of their own: a plan of one part without sessions is as if there were neither.
+        self._parts = random.Random(f"{seed}/parts")
+        self._sessions = random.Random(f"{seed}/sessions")
+        self._requests = random.Random(f"{seed}/requests")
+        self._turns: Counter[str] = Counter()
+
+    def plan(self, index: int, arrival: Arrival | None) -> PlannedRequest:
+        weights = [part.weight for part in self._workload]
+        (kind,) = self._parts.choices(range(len(weights)), weights)
+        mixture, rng = self._workload[kind].mixture, self._requests
+        # Every draw happens for every request, so turning one feature on does not shift the others.
+        tier_draw, group_draw = rng.random(), rng.random()
+        session, history_tokens = self._next_turn(kind, mixture.sessions)
+        return PlannedRequest(
+            index=index,
+            request_id=f"{self._run_id}-{index}",
+            at_s=None if arrival is None else arrival.at_s,
+            phase_index=0 if arrival is None else arrival.phase_index,
+            tier=_pick_tier(mixture.tiers, tier_draw),
+            prompt_tokens=sample_tokens(mixture.prompt, rng),
+            output_tokens=sample_tokens(mixture.output, rng),
+            prefix_group=int(group_draw * mixture.prefix_groups) if mixture.prefix_groups else None,
+            prefix_tokens=mixture.shared_prefix_tokens if mixture.prefix_groups else 0,
+            session=session,
+            history_tokens=history_tokens,
+        )
+
+    def _next_turn(self, kind: int, sessions: Sessions | None) -> tuple[str | None, int]:
+        """The session that goes on, and how many tokens of history it has by now."""
+        draw = self._sessions.random()
+        if sessions is None:
+            return None, 0
+        place = f"{kind}.{int(draw * sessions.live)}"
+        generation, turn = divmod(self._turns[place], sessions.turns)
+        self._turns[place] += 1
+        return f"{place}.{generation}", turn * sessions.turn_tokens
 
 
 def _pick_tier(tiers: Sequence[tuple[str, float]], draw: float) -> str | None:

@@ -1,4 +1,4 @@
-"""Draws a report: load, tokens, TTFT and gaps over time, phases shaded, errors marked.
+"""Draws a report: load, tokens, TTFT and gaps over time; phases shaded, errors and switches marked.
 
 Works from the report's per-second series alone, without a display. The picture answers at a
 glance whether the server kept up when the rate changed, and what a client saw meanwhile.
@@ -38,11 +38,12 @@ def draw_report(report: Mapping[str, Any], image_format: str = "png") -> bytes:
     _draw_latency(gap, series, "gap", PURPLE)
     gap.set_ylabel("inter-token gap (ms)")
     for axes in (load, tokens, first, gap):
-        _shade_phases(axes, report)
+        shade_phases(axes, report)
         _mark_errors(axes, series)
+        mark_switches(axes, report, ORANGE, named=axes is tokens)
         axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.6)
         axes.set_ylim(bottom=0)
-    _label_phases(load, report)
+    label_phases(load, report)
     gap.set_xlabel("seconds since the start of the run")
     gap.set_xlim(0, max(float(report["duration_s"]), series["interval_s"]))
     picture = io.BytesIO()
@@ -53,13 +54,35 @@ def draw_report(report: Mapping[str, Any], image_format: str = "png") -> bytes:
 def _title(report: Mapping[str, Any]) -> str:
     server, requests = report["server"], report["total"]["requests"]
     stopped = "  (stopped early)" if report.get("interrupted") else ""
-    # A dollar sign would start a formula.
-    model = str(server["model"]).replace("$", r"\$")
+    model = plain_text(str(server["model"]))
     return (
         f"{model} at {server['url']}   {report.get('started_at', '')}\n"
         f"{requests['sent']} requests sent, {requests['ok']} whole, {requests['failed']} failed, "
         f"{requests['dropped_by_client']} dropped by the client{stopped}"
     )
+
+
+def plain_text(text: str) -> str:
+    """Foreign text for a label: a dollar sign would start a formula."""
+    return text.replace("$", r"\$")
+
+
+def mark_switches(axes: Axes, report: Mapping[str, Any], colour: str, *, named: bool) -> None:
+    """A dashed line at every switch of layout; with `named` the new layout stands beside it."""
+    watched = report["switches"]
+    for event in watched["events"] if watched else ():
+        axes.axvline(event["at_s"], color=colour, linewidth=1.0, linestyle=(0, (4, 2)))
+        if named:
+            axes.annotate(
+                plain_text(str(event["to"])),
+                (event["at_s"], 0.98),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                va="top",
+                ha="right",
+                fontsize=7,
+                color=colour,
+            )
 
 
 def _draw_load(axes: Axes, series: Mapping[str, Any]) -> None:
@@ -105,7 +128,7 @@ def _draw_latency(axes: Axes, series: Mapping[str, Any], name: str, colour: str)
     axes.legend(loc="upper right", fontsize=8)
 
 
-def _shade_phases(axes: Axes, report: Mapping[str, Any]) -> None:
+def shade_phases(axes: Axes, report: Mapping[str, Any]) -> None:
     """Shade each phase, the darker the higher its rate."""
     rates = [phase["rate_per_s"] or 0.0 for phase in report["phases"]]
     highest = max(rates, default=0.0)
@@ -115,7 +138,7 @@ def _shade_phases(axes: Axes, report: Mapping[str, Any]) -> None:
         axes.axvspan(phase["start_s"], phase["end_s"], color=GREY, alpha=shade, linewidth=0)
 
 
-def _label_phases(axes: Axes, report: Mapping[str, Any]) -> None:
+def label_phases(axes: Axes, report: Mapping[str, Any]) -> None:
     """Name the phases above the first panel, where there is room for the name."""
     for phase in report["phases"]:
         if phase["end_s"] - phase["start_s"] < MIN_LABEL_SHARE * report["duration_s"]:

@@ -1,8 +1,9 @@
-"""What prompts say: seeded word text, or token ids, optionally behind a shared prefix.
+"""What prompts say: seeded word text, or token ids, optionally behind a prefix and a history.
 
-Pure: a prompt depends only on the seed, the request's index, its length and its prefix group,
-so two runs with one seed send the same prompts to different servers. Requests in one prefix
-group start with the same prefix; nothing else is shared except by chance.
+Pure: a prompt depends only on the seed, the request's index, its lengths, its prefix group and
+its session, so two runs with one seed send the same prompts to different servers. Requests in one
+prefix group start with the same prefix, and each turn of a session goes on with all the history
+of the turn before; nothing else is shared except by chance.
 A word counts as `tokens_per_word` tokens, because the client has no tokenizer.
 """
 
@@ -55,13 +56,17 @@ class PromptStyle:
 
 
 def make_prompt(style: PromptStyle, planned: PlannedRequest) -> str | list[int]:
-    """The prompt of one request: its own part, behind its group's prefix if it has one."""
-    shared = random.Random(f"{style.seed}/prefix/{planned.prefix_group}")
-    own = random.Random(f"{style.seed}/prompt/{planned.index}")
-    prefix_tokens, tokens = planned.prefix_tokens, planned.prompt_tokens
+    """The prompt of one request: its group's prefix, its session's history, and its own part."""
+    sections = (
+        (f"{style.seed}/prefix/{planned.prefix_group}", planned.prefix_tokens),
+        (f"{style.seed}/session/{planned.session}", planned.history_tokens),
+        (f"{style.seed}/prompt/{planned.index}", planned.prompt_tokens),
+    )
+    # One random stream for each section: a longer one begins with what a shorter one says.
+    drawn = [(tokens, random.Random(stream)) for stream, tokens in sections]
     if style.kind is PromptKind.TOKENS:
-        return _token_ids(style, prefix_tokens, shared) + _token_ids(style, tokens, own)
-    return " ".join(_words(style, prefix_tokens, shared) + _words(style, tokens, own))
+        return [token for tokens, rng in drawn for token in _token_ids(style, tokens, rng)]
+    return " ".join(word for tokens, rng in drawn for word in _words(style, tokens, rng))
 
 
 def _token_ids(style: PromptStyle, tokens: int, rng: random.Random) -> list[int]:

@@ -101,11 +101,25 @@ def lag_ms(record: RequestRecord) -> float | None:
     return (record.sent_s - record.planned.at_s) * MS_PER_S
 
 
+def due_s(record: RequestRecord) -> float | None:
+    """When latency starts to count: the planned time, in a closed loop the send; None if unsent.
+
+    Counted from the send, a client that is late would hide what its lateness spared the server
+    (coordinated omission, Gil Tene).
+    """
+    if record.sent_s is None or record.planned.at_s is None:
+        return record.sent_s
+    return min(record.planned.at_s, record.sent_s)
+
+
 def ttft_ms(record: RequestRecord) -> float | None:
-    """From sending the request to its first token."""
-    if record.sent_s is None or not record.answer.token_times_s:
-        return None
-    return (record.answer.token_times_s[0] - record.sent_s) * MS_PER_S
+    """From when the request was due to its first token."""
+    return _to_first_token_ms(record, due_s(record))
+
+
+def ttft_from_send_ms(record: RequestRecord) -> float | None:
+    """From sending the request to its first token, without the client's own delay."""
+    return _to_first_token_ms(record, record.sent_s)
 
 
 def tpot_ms(record: RequestRecord) -> float | None:
@@ -129,10 +143,11 @@ def max_gap_ms(record: RequestRecord) -> float | None:
 
 
 def e2e_ms(record: RequestRecord) -> float | None:
-    """From sending the request to the end of a whole answer."""
-    if record.sent_s is None or not record.ok:
+    """From when the request was due to the end of a whole answer."""
+    start_s = due_s(record)
+    if start_s is None or not record.ok:
         return None
-    return (record.ended_s - record.sent_s) * MS_PER_S
+    return (record.ended_s - start_s) * MS_PER_S
 
 
 def output_tokens(record: RequestRecord) -> int:
@@ -145,3 +160,9 @@ def served_at_other_tier(record: RequestRecord) -> bool:
     """Whether the server said that it used another tier than the one asked for."""
     asked, served = record.planned.tier, record.reply.tier if record.reply else None
     return asked is not None and served is not None and asked != served
+
+
+def _to_first_token_ms(record: RequestRecord, start_s: float | None) -> float | None:
+    if start_s is None or not record.answer.token_times_s:
+        return None
+    return (record.answer.token_times_s[0] - start_s) * MS_PER_S

@@ -22,22 +22,16 @@ from loadgen.records import (
     output_tokens,
     served_at_other_tier,
     tpot_ms,
+    ttft_from_send_ms,
     ttft_ms,
 )
 from loadgen.series import build_series, tokens_per_event
+from loadgen.slo import Slos, is_good
 from loadgen.stats import rounded, share, summarise
 
 SCHEMA = "aileron.loadgen.report"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LATE_SEND_MS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """What counts as good service; None means no limit, both None means no goodput."""
-
-    ttft_ms: float | None
-    tpot_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +58,7 @@ class Finished:
     interrupted: bool
 
 
-def build_report(run: Finished, slo: Slo, *, keep_records: bool) -> dict[str, object]:
+def build_report(run: Finished, slos: Slos, *, keep_records: bool) -> dict[str, object]:
     """The part of the report that follows from the records."""
     whole = Window(0.0, run.duration_s)
     records = run.records
@@ -74,10 +68,14 @@ def build_report(run: Finished, slo: Slo, *, keep_records: bool) -> dict[str, ob
         "planned_requests": run.planned_requests,
         "unsent_requests": run.planned_requests - len(records),
         "scheduling": _scheduling(records),
-        "total": summarise_slice(records, records, whole, slo),
-        "tiers": _by_tier(records, records, whole, slo),
-        "phases": [_phase(run, index, phase, slo) for index, phase in enumerate(_phases_of(run))],
-        "series": build_series(records, run.duration_s),
+        "total": summarise_slice(records, records, whole, slos),
+        "tiers": _by_tier(records, records, whole, slos),
+        "phases": [_phase(run, index, phase, slos) for index, phase in enumerate(_phases_of(run))],
+        "slos": {
+            tier: {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
+            for tier, slo in sorted(slos.by_tier.items())
+        },
+        "series": build_series(records, run.duration_s, lambda record: is_good(record, slos)),
     }
     if keep_records:
         report["records"] = [record_as_json(record) for record in records]
@@ -88,7 +86,7 @@ def summarise_slice(
     scheduled: Sequence[RequestRecord],
     delivered: Sequence[RequestRecord],
     window: Window,
-    slo: Slo,
+    slos: Slos,
 ) -> dict[str, object]:
     """One slice: `scheduled` gives counts and latencies, `delivered` in `window` throughput."""
     whole = [record for record in scheduled if record.ok]
@@ -99,22 +97,14 @@ def summarise_slice(
         "tokens": _tokens(whole),
         "throughput": _throughput(delivered, window),
         "ttft_ms": summarise(ttft_ms(record) for record in whole),
+        "ttft_from_send_ms": summarise(ttft_from_send_ms(record) for record in whole),
         "tpot_ms": summarise(tpot_ms(record) for record in whole),
         "itl_ms": summarise(gap for record in whole for gap in gaps_ms(record)),
         "max_gap_ms": summarise(max_gap_ms(record) for record in whole),
         "e2e_ms": summarise(e2e_ms(record) for record in whole),
-        "goodput": _goodput(scheduled, window, slo),
+        "lag_ms": summarise(lag_ms(record) for record in scheduled),
+        "goodput": _goodput(scheduled, window, slos),
     }
-
-
-def is_good(record: RequestRecord, slo: Slo) -> bool:
-    """Whether a whole answer came within the limits; one token has no TPOT to break."""
-    first_ms, per_token_ms = ttft_ms(record), tpot_ms(record)
-    if not record.ok:
-        return False
-    if slo.ttft_ms is not None and (first_ms is None or first_ms > slo.ttft_ms):
-        return False
-    return slo.tpot_ms is None or per_token_ms is None or per_token_ms <= slo.tpot_ms
 
 
 def record_as_json(record: RequestRecord) -> dict[str, object]:
@@ -126,6 +116,8 @@ def record_as_json(record: RequestRecord) -> dict[str, object]:
         "phase_index": planned.phase_index,
         "tier": planned.tier,
         "prefix_group": planned.prefix_group,
+        "session": planned.session,
+        "history_tokens": planned.history_tokens,
         "prompt_tokens_asked": planned.prompt_tokens,
         "output_tokens_asked": planned.output_tokens,
         "planned_s": planned.at_s,
@@ -154,7 +146,7 @@ def _phases_of(run: Finished) -> tuple[Phase, ...]:
     return run.phases or (Phase("closed", 0.0, run.duration_s),)
 
 
-def _phase(run: Finished, index: int, phase: Phase, slo: Slo) -> dict[str, object]:
+def _phase(run: Finished, index: int, phase: Phase, slos: Slos) -> dict[str, object]:
     start_s = min(phase_starts_s(_phases_of(run))[index], run.duration_s)
     window = Window(start_s, min(start_s + phase.duration_s, run.duration_s))
     scheduled = [record for record in run.records if record.planned.phase_index == index]
@@ -164,8 +156,8 @@ def _phase(run: Finished, index: int, phase: Phase, slo: Slo) -> dict[str, objec
         "rate_per_s": phase.rate_per_s if run.phases else None,
         "start_s": rounded(window.start_s),
         "end_s": rounded(window.end_s),
-        **summarise_slice(scheduled, run.records, window, slo),
-        "tiers": _by_tier(scheduled, run.records, window, slo),
+        **summarise_slice(scheduled, run.records, window, slos),
+        "tiers": _by_tier(scheduled, run.records, window, slos),
     }
 
 
@@ -173,7 +165,7 @@ def _by_tier(
     scheduled: Sequence[RequestRecord],
     delivered: Sequence[RequestRecord],
     window: Window,
-    slo: Slo,
+    slos: Slos,
 ) -> dict[str, object]:
     tiers = dict.fromkeys(record.planned.tier for record in delivered if record.planned.tier)
     return {
@@ -181,7 +173,7 @@ def _by_tier(
             [record for record in scheduled if record.planned.tier == tier],
             [record for record in delivered if record.planned.tier == tier],
             window,
-            slo,
+            slos,
         )
         for tier in sorted(tiers)
     }
@@ -243,11 +235,10 @@ def _tokens_within(record: RequestRecord, window: Window) -> float:
 
 
 def _goodput(
-    scheduled: Sequence[RequestRecord], window: Window, slo: Slo
+    scheduled: Sequence[RequestRecord], window: Window, slos: Slos
 ) -> dict[str, float | int | None]:
-    if slo.ttft_ms is None and slo.tpot_ms is None:
-        return dict.fromkeys(("slo_ttft_ms", "slo_tpot_ms", "good", "good_share", "good_per_s"))
-    good = sum(is_good(record, slo) for record in scheduled)
+    slo = slos.shared(record.planned.tier for record in scheduled)
+    good = sum(is_good(record, slos) for record in scheduled)
     return {
         "slo_ttft_ms": slo.ttft_ms,
         "slo_tpot_ms": slo.tpot_ms,

@@ -22,18 +22,23 @@ from rich.console import Console
 from loadgen.advice import warnings_for
 from loadgen.arrivals import plan_arrivals
 from loadgen.client import Client, Clock, Target, open_session
-from loadgen.config import ClosedLoad, OpenLoad, RunConfig
+from loadgen.config import RunConfig
 from loadgen.environment import describe_environment
 from loadgen.errors import UsageError
+from loadgen.load import ClosedLoad, Load, OpenLoad, TraceLoad
 from loadgen.loops import Bench, run_closed, run_open
 from loadgen.meter import Meter
-from loadgen.payload import BodyStyle, request_body
-from loadgen.plan import PlannedRequest, plan_closed, plan_open
+from loadgen.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
+from loadgen.payload import BodyStyle, made_ahead, request_body
+from loadgen.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
 from loadgen.progress import show_progress
 from loadgen.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
+from loadgen.switches import SwitchWatch
 
 DISCOVERY_TIMEOUT_S = 10.0
 SPARE_FILES = 64
+AHEAD_BYTES_MAX = 256 * 1024 * 1024
+"""Request bodies made before the run; those after them are made when they are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +59,21 @@ class RunOutcome:
     run_id: str
     started_at: datetime
     warmup_failures: int
+    plan_digest: str
+    overhead: Overhead
+    switches: dict[str, object] | None
 
 
-async def run_load(config: RunConfig, headers: dict[str, str]) -> dict[str, object]:
+async def run_load(
+    config: RunConfig, headers: dict[str, str], admin_headers: dict[str, str]
+) -> dict[str, object]:
     """Carry out the run and return its report, still without command and raw options."""
     allow_open_files(_most_in_flight(config.load) + SPARE_FILES)
-    async with open_session(headers) as session:
+    # Two sessions, because neither server may see the other's key.
+    async with open_session(headers) as session, open_session(admin_headers) as admin:
         server = await discover(session, config)
-        outcome = await _run(session, config, server)
+        watch = None if config.admin_url is None else SwitchWatch(admin, config.admin_url)
+        outcome = await _run(session, config, server, watch)
     return _report(config, outcome)
 
 
@@ -98,19 +110,52 @@ def clock_from_now() -> Clock:
     return lambda: time.monotonic() - start_s
 
 
-async def _run(session: aiohttp.ClientSession, config: RunConfig, server: Server) -> RunOutcome:
+async def _run(
+    session: aiohttp.ClientSession, config: RunConfig, server: Server, watch: SwitchWatch | None
+) -> RunOutcome:
     run_id = f"lg{secrets.token_hex(4)}"
     plan = _plan(config, run_id)
     bench = _bench(session, config, server.model, len(plan))
     failures = await _warm_up(bench, config, run_id)
-
-    bench = _bench(session, config, server.model, len(plan))
-    started_at = datetime.now(UTC)
-    async with _progress_shown(bench, quiet=config.outputs.quiet):
-        stopped = await _until_stopped(_paced(plan, bench, config.load))
-    return RunOutcome(
-        _finished(config.load, plan, bench, stopped=stopped), server, run_id, started_at, failures
+    digest = digest_of(
+        plan, (config.prompt, config.endpoint, config.ignore_eos, config.temperature)
     )
+    probe = OverheadProbe()
+    if watch is not None:
+        await watch.begin()
+
+    prepare = made_ahead(plan, bench.prepare, AHEAD_BYTES_MAX)
+    bench = replace(_bench(session, config, server.model, len(plan)), prepare=prepare)
+    started_at = datetime.now(UTC)
+    probe.start()
+    async with _beside(_observers(bench, probe, watch, quiet=config.outputs.quiet)):
+        stopped = await _until_stopped(_paced(plan, bench, config.load))
+    overhead = probe.result()
+    if watch is not None:
+        await watch.end(bench.clock)
+    return RunOutcome(
+        _finished(config.load, plan, bench, stopped=stopped),
+        server,
+        run_id,
+        started_at,
+        failures,
+        digest,
+        overhead,
+        None if watch is None else watch.as_json(),
+    )
+
+
+def _observers(
+    bench: Bench, probe: OverheadProbe, watch: SwitchWatch | None, *, quiet: bool
+) -> list[Coroutine[None, None, None]]:
+    """What runs beside the load and never ends by itself."""
+    found = [probe.watch()]
+    if watch is not None:
+        found.append(watch.watch(bench.clock))
+    if not quiet:
+        console = Console(stderr=True)
+        found.append(show_progress(lambda: bench.meter.snapshot(bench.clock()), console))
+    return found
 
 
 def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planned: int) -> Bench:
@@ -125,12 +170,20 @@ def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planne
 def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:
     match config.load:
         case ClosedLoad(_, requests):
-            return plan_closed(requests, config.mixture, seed=config.seed, run_id=run_id)
-        case OpenLoad(phases, kind, burst_requests, _):
+            return plan_closed(requests, config.workload, seed=config.seed, run_id=run_id)
+        case TraceLoad(trace, _, length_scale, _):
+            return plan_trace(
+                trace.rows,
+                config.workload,
+                length_scale=length_scale,
+                seed=config.seed,
+                run_id=run_id,
+            )
+        case OpenLoad(phases, kind, burst_requests, _, _):
             arrivals = plan_arrivals(phases, kind, seed=config.seed, burst_requests=burst_requests)
             if not arrivals:
                 raise UsageError("No request falls into so short a run; make it longer.")
-            return plan_open(arrivals, config.mixture, seed=config.seed, run_id=run_id)
+            return plan_open(arrivals, config.workload, seed=config.seed, run_id=run_id)
 
 
 async def _warm_up(bench: Bench, config: RunConfig, run_id: str) -> int:
@@ -139,19 +192,17 @@ async def _warm_up(bench: Bench, config: RunConfig, run_id: str) -> int:
     Their indexes are negative, so that their prompts are not those of the run.
     """
     plan = plan_closed(
-        config.warmup_requests, config.mixture, seed=config.seed, run_id=f"{run_id}-warm"
+        config.warmup_requests, config.workload, seed=config.seed, run_id=f"{run_id}-warm"
     )
     turned = [replace(planned, index=-1 - planned.index) for planned in plan]
     await run_closed(turned, bench, concurrency=1)
     return sum(not record.ok for record in bench.records)
 
 
-def _paced(
-    plan: Sequence[PlannedRequest], bench: Bench, load: OpenLoad | ClosedLoad
-) -> Coroutine[None, None, None]:
+def _paced(plan: Sequence[PlannedRequest], bench: Bench, load: Load) -> Coroutine[None, None, None]:
     match load:
-        case OpenLoad(_, _, _, max_in_flight):
-            return run_open(plan, bench, max_in_flight=max_in_flight)
+        case OpenLoad() | TraceLoad():
+            return run_open(plan, bench, max_in_flight=load.max_in_flight)
         case ClosedLoad(concurrency, _):
             return run_closed(plan, bench, concurrency=concurrency)
 
@@ -187,26 +238,24 @@ def _signals_set(stop: asyncio.Event) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _progress_shown(bench: Bench, *, quiet: bool) -> AsyncIterator[None]:
-    if quiet:
-        yield
-        return
-    shown = asyncio.create_task(
-        show_progress(lambda: bench.meter.snapshot(bench.clock()), Console(stderr=True))
-    )
+async def _beside(observers: Sequence[Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Run the observers until the body is over."""
+    tasks = [asyncio.create_task(each) for each in observers]
     try:
         yield
     finally:
-        shown.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await shown
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
 
 def _finished(
-    load: OpenLoad | ClosedLoad, plan: Sequence[PlannedRequest], bench: Bench, *, stopped: bool
+    load: Load, plan: Sequence[PlannedRequest], bench: Bench, *, stopped: bool
 ) -> Finished:
     """The run's facts; it lasts until its last answer and, if not stopped, its last phase."""
-    phases = load.phases if isinstance(load, OpenLoad) else ()
+    phases = () if isinstance(load, ClosedLoad) else load.phases
     planned_s = 0.0 if stopped else sum(phase.duration_s for phase in phases)
     last_s = max((record.ended_s for record in bench.records), default=0.0)
     records = sorted(bench.records, key=lambda record: record.planned.index)
@@ -215,7 +264,10 @@ def _finished(
 
 def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
     finished = outcome.finished
-    warnings = warnings_for(finished.records, ignore_eos=config.ignore_eos)
+    generator = overhead_as_json(finished.records, outcome.overhead)
+    warnings = fell_behind(finished.records, outcome.overhead)
+    warnings += warnings_for(finished.records, ignore_eos=config.ignore_eos)
+    warnings += _load_warnings(config.load, outcome)
     if outcome.warmup_failures:
         warnings.append(f"{outcome.warmup_failures} warm-up requests failed.")
     return {
@@ -231,12 +283,46 @@ def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
             "version": outcome.server.version,
         },
         "warnings": warnings,
-        **build_report(finished, config.slo, keep_records=config.outputs.keep_records),
+        "plan": _described(config, outcome.plan_digest),
+        "generator": generator,
+        "switches": outcome.switches,
+        **build_report(finished, config.slos, keep_records=config.outputs.keep_records),
     }
 
 
-def _most_in_flight(load: OpenLoad | ClosedLoad) -> int:
-    return load.max_in_flight if isinstance(load, OpenLoad) else load.concurrency
+def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
+    """What else the reader must know: rows of the trace and switches that may be missing."""
+    found = []
+    if isinstance(load, TraceLoad) and load.trace.left_out:
+        found.append(f"{load.trace.left_out} rows of the trace had no tokens and were left out.")
+    if outcome.switches and outcome.switches["missed_polls"]:
+        found.append(
+            f"The admin API did not answer {outcome.switches['missed_polls']} times, so switches "
+            "may be missing or late."
+        )
+    return found
+
+
+def _described(config: RunConfig, digest: str) -> dict[str, object]:
+    """Where the requests come from; two reports with one digest are about the same requests."""
+    load = config.load
+    return {
+        "digest": digest,
+        "seed": config.seed,
+        "preset": load.preset if isinstance(load, OpenLoad) else None,
+        "trace": None
+        if not isinstance(load, TraceLoad)
+        else {
+            "file": load.source.name,
+            "columns": load.trace.columns,
+            "requests": len(load.trace.rows),
+            "rows_left_out": load.trace.left_out,
+        },
+    }
+
+
+def _most_in_flight(load: Load) -> int:
+    return load.concurrency if isinstance(load, ClosedLoad) else load.max_in_flight
 
 
 def _model_names(body: object) -> tuple[str, ...]:

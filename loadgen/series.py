@@ -2,7 +2,9 @@
 
 Pure: folds the records into columns of equal length, one entry per `INTERVAL_S`. A request's
 TTFT is shown in the second it was sent, a gap in the second the late token came, an error in
-the second it happened. `tokens` counts every token delivered, also by streams that later failed.
+the second it happened, `good` (answers within their tier's limits) in the second they were due,
+so that it lies beside what was asked for. `tokens` counts every token delivered, also by streams
+that later failed.
 """
 
 import math
@@ -13,21 +15,27 @@ from loadgen.records import (
     NOT_THE_SERVERS_FAULT,
     FailureKind,
     RequestRecord,
+    due_s,
     gaps_ms,
     output_tokens,
     ttft_ms,
 )
-from loadgen.stats import median, rounded
+from loadgen.stats import median, percentile, rounded
 
 INTERVAL_S = 1.0
 
 Column = list[float | int | None]
 
 
-def build_series(records: Sequence[RequestRecord], duration_s: float) -> dict[str, object]:
+def build_series(
+    records: Sequence[RequestRecord],
+    duration_s: float,
+    is_good: Callable[[RequestRecord], bool],
+) -> dict[str, object]:
     """Columns over the seconds of the run; `t_s` is the start of each second."""
     bins = max(1, math.ceil(duration_s / INTERVAL_S))
     sent = [record.sent_s for record in records if record.sent_s is not None]
+    good = [at_s for r in records if (at_s := due_s(r)) is not None and is_good(r)]
     ended_ok = [record.ended_s for record in records if record.ok]
     failed = [
         record.ended_s
@@ -39,11 +47,13 @@ def build_series(records: Sequence[RequestRecord], duration_s: float) -> dict[st
         "interval_s": INTERVAL_S,
         "t_s": [index * INTERVAL_S for index in range(bins)],
         "arrivals": _counts(sent, bins),
+        "good": _counts(good, bins),
         "completions": _counts(ended_ok, bins),
         "errors": _counts(failed, bins),
         "dropped_by_client": _counts(dropped, bins),
         "tokens": _tokens(records, bins),
         "ttft_p50_ms": _grouped(_ttft_samples(records), bins, median),
+        "ttft_p90_ms": _grouped(_ttft_samples(records), bins, _ninth_decile),
         "ttft_max_ms": _grouped(_ttft_samples(records), bins, _highest),
         "gap_p50_ms": _grouped(_gap_samples(records), bins, median),
         "gap_max_ms": _grouped(_gap_samples(records), bins, _highest),
@@ -110,6 +120,10 @@ def _grouped(
 
 def _highest(values: Sequence[float]) -> float | None:
     return rounded(max(values)) if values else None
+
+
+def _ninth_decile(values: Sequence[float]) -> float | None:
+    return rounded(percentile(sorted(values), 90)) if values else None
 
 
 def _in_flight(records: Sequence[RequestRecord], duration_s: float, bins: int) -> Column:

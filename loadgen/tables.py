@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from loadgen.compare import Comparison, Row
+from loadgen.sidebyside import COLUMNS, Section, best_of
 
 RUN_COLUMNS = (
     ("sent", ("requests", "sent")),
@@ -53,6 +54,49 @@ def comparison_table(comparison: Comparison, names: Sequence[str]) -> Table:
         if row.first or row.second or row.metric == "failed":
             table.add_row(row.metric, number(row.first), number(row.second), _ratio(row))
     return table
+
+
+def side_by_side_table(sections: Sequence[Section]) -> Table:
+    """The numbers of several runs, slice by slice, the best of each column in green."""
+    table = Table(title="times in ms", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column.heading, justify="right", vertical="bottom")
+    for section in sections:
+        table.add_row(escape(section.name), style="bold")
+        best = best_of(section)
+        for line in section.lines:
+            cells = [
+                f"[green]{number(value)}[/green]"
+                if value is not None and value == top
+                else number(value)
+                for value, top in zip(line.values, best, strict=True)
+            ]
+            table.add_row(f"  {escape(line.run)}", *cells)
+    return table
+
+
+def side_by_side_markdown(sections: Sequence[Section], notes: Sequence[str]) -> str:
+    """The same as Markdown, one table for each slice, and the notes below as a list."""
+    headings = [column.heading.replace("\n", " ") for column in COLUMNS]
+    lines = ["Times in milliseconds; the best of each column in bold."]
+    for section in sections:
+        lines += ["", f"**{section.name}**", "", _markdown_row(["run", *headings])]
+        lines.append(_markdown_row(["---", *["---:"] * len(headings)]))
+        best = best_of(section)
+        for line in section.lines:
+            cells = [
+                f"**{number(value)}**" if value is not None and value == top else number(value)
+                for value, top in zip(line.values, best, strict=True)
+            ]
+            lines.append(_markdown_row([line.run, *cells]))
+    lines += ["", *(f"- {note}" for note in notes)] if notes else []
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    plain = (" ".join(cell.split()).replace("|", r"\|") for cell in cells)
+    return f"| {' | '.join(plain)} |"
 
 
 def number(value: float | None) -> str:

@@ -115,7 +115,7 @@ def probe(config: Config) -> int:
             pages=engine.kv.num_pages,
             memory=dict(engine.memory()),
             communicator_ms=engine.communicator_ms(),
-            modes=[f"{mode}{each.width}" for each in engine.step_times() for mode in each.curves],
+            modes=[name for each in engine.step_times() for name in each.names],
         )
         engine.communicators.of_width(max(config.cell.widths)).group.barrier()
 

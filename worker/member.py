@@ -31,6 +31,7 @@ from kvadaptor.pages import without
 from worker.book import TaskBook
 from worker.moving import Moving
 from worker.outlet import Outlet
+from worker.step_log import StepLog
 from worker.step_queue import (
     FOLLOWER_POLL_S,
     LEADER_SEND_LIMIT_S,
@@ -60,8 +61,8 @@ class Member:
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseKept] = {}
-        self.steps = 0
-        self.sp_steps = 0
+        self.steps = self.sp_steps = 0
+        self.step_log = StepLog()
         self.intake = Intake(engine.block_hasher, engine.structured_output)
         self._outlet = outlet
         self._incarnation = incarnation
@@ -314,12 +315,12 @@ class Member:
             self.settle()
         if mode.scheduler.has_requests():
             plan = mode.scheduler.plan_step(self.settle)
-            plan.mode = mode.mode_of_step(self._binding.group.mode, plan.tokens)
+            plan.mode = mode.mode_of_step(self._binding.group, plan.tokens)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
             self.lead(Step(self._binding.born, plan))
-            launched = UnderWay(plan, self._execute(mode, plan))
+            launched = UnderWay(plan, self._execute(mode, plan), self.step_started_ns)
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
@@ -336,12 +337,11 @@ class Member:
             self._finish(under_way)
 
     def _finish(self, step: UnderWay) -> None:
-        mode, _ = self._joined()
+        mode, result = self._joined()[0], step.tokens()
         assert mode.scheduler is not None
-        result = step.tokens()
         self.step_ended_ns = time.monotonic_ns()
-        outputs = mode.scheduler.finish_step(step.plan, result)
-        if outputs:
+        self.step_log.ended(step.plan, mode.key.width, step.launched_ns, self.step_ended_ns)
+        if outputs := mode.scheduler.finish_step(step.plan, result):
             self._push(outputs, self._epoch)
 
     def _push(self, outputs: Sequence[Any], epoch: int) -> None:
@@ -367,7 +367,7 @@ class Member:
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()
         self.steps += 1
-        self.sp_steps += plan.mode is Mode.SP
+        self.sp_steps += plan.mode not in (Mode.DP, Mode.TP)
         return mode.execute(plan)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:

@@ -354,6 +354,7 @@ class RankLoop:
             has_failed=member.moving.has_failed,
             moved=moved,
             told_in=told_in,
+            served=member.step_log.take() if with_progress else (),
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:
@@ -392,4 +393,5 @@ class RankLoop:
             adopted_in=self._member.moving.epoch,
             memory=engine.memory(),
             step_times=tuple(map(told, engine.step_times())),
+            tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
         )

@@ -46,6 +46,7 @@ def rank_spec(config: Config, rank: Rank) -> RankSpec:
         rank=rank,
         world=config.cell.ranks,
         widths=config.cell.widths,
+        mixed=config.mixed_groups(),
         init_method=f"tcp://127.0.0.1:{config.cell.dist_port}",
         threads=threads,
     )

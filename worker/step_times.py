@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import Mixed
 from coordinator.protocol.messages import WidthTimes
 
 MARGIN = 0.02
@@ -83,20 +84,40 @@ def _is_faster(sp: StepCurve, tp: StepCurve, tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What was measured for one width, by mode; wide groups have tp, and sp where it is there."""
+    """What was measured for one width, by mode of a step.
+
+    Wide groups have tp, and sp and mixed ones where they are there.
+    """
 
     width: int
-    curves: Mapping[Mode, StepCurve]
+    curves: Mapping[StepMode, StepCurve]
 
     @property
     def sp_from_tokens(self) -> int | None:
         """From how many tokens on a shift group computes a step in sp; None is never."""
-        if Mode.SP not in self.curves:
+        return self.from_tokens(Mode.SP)
+
+    def from_tokens(self, base: StepMode) -> int | None:
+        """The same of a shift group that chooses between tp and this mode."""
+        if base not in self.curves:
             return None
-        return crossing(self.curves[Mode.TP], self.curves[Mode.SP])
+        return crossing(self.curves[Mode.TP], self.curves[base])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What was measured, as layouts write it."""
+        modes = self.curves
+        return tuple(
+            f"{mode}{self.width}" if isinstance(mode, Mode) else str(mode) for mode in modes
+        )
+
+    @property
+    def mixed(self) -> tuple[Mixed, ...]:
+        """The mixed shapes of this width."""
+        return tuple(mode for mode in self.curves if isinstance(mode, Mixed))
 
 
-def sizes_to_measure(tokens_max: int, modes: Iterable[Mode]) -> tuple[int, ...]:
+def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, ...]:
     """Which steps are timed: by fours up to the largest that is ever scheduled.
 
     Where there is nothing to choose the two ends do.
@@ -108,5 +129,6 @@ def sizes_to_measure(tokens_max: int, modes: Iterable[Mode]) -> tuple[int, ...]:
 
 def told(times: StepTimes) -> WidthTimes:
     """As a rank tells it to the coordinator."""
-    curves = tuple((mode, curve.points) for mode, curve in times.curves.items())
-    return WidthTimes(times.width, curves, times.sp_from_tokens)
+    curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())
+    mixed = tuple((str(each), times.from_tokens(each)) for each in times.mixed)
+    return WidthTimes(times.width, curves, times.sp_from_tokens, mixed)

@@ -21,6 +21,8 @@ class UnderWay:
 
     plan: Any
     result: Any
+    launched_ns: int = 0
+    """On the host's monotonic clock."""
 
     @property
     def is_asynchronous(self) -> bool:

@@ -1,6 +1,6 @@
 """vLLM adapter: how long steps take in each mode, measured at start-up on the cell that will serve.
 
-The steps are vLLM's own dummy steps, which tp and sp take alike: they leave out what both do the
+The steps are vLLM's own dummy steps, which all modes take alike: they leave out what all do the
 same, attention over a context. All ranks of a group must measure together; each uses its own times,
 and since a step ends for all of them at its last collective, these are the same but for noise.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from comm_pool.layout import Mode
+from comm_pool.layout import StepMode
 from worker.step_times import StepCurve, StepTimes, fitted, sizes_to_measure
 
 REPEATS = 3
@@ -29,7 +29,7 @@ def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:
     largest = int(runner.max_num_tokens)
     if device.type == "cpu":
         largest = min(largest, CPU_TOKENS_MAX)
-    curves: dict[Mode, StepCurve] = {}
+    curves: dict[StepMode, StepCurve] = {}
     for mode in runner.modes:
         runner.use(mode)
         sizes = sizes_to_measure(largest, runner.modes)

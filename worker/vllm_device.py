@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
-from comm_pool.layout import Mode
+from comm_pool.layout import StepMode
 
 NCCL_SETTINGS = {"NCCL_BUFFSIZE": 2 << 20, "NCCL_LL128_BUFFSIZE": 4915200 // 4}
 """Bytes per channel and peer of NCCL's two large protocols; half and a quarter of its own.
@@ -55,7 +55,9 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     return device
 
 
-def make_runner(config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]) -> Any:
+def make_runner(
+    config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+) -> Any:
     """The runner of one width: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
     if device.type == "cuda":
         from worker.vllm_runner_gpu import GpuModeRunner

@@ -126,15 +126,15 @@ def real_expert_maps(device: torch.device) -> Iterator[None]:
         layer.ExpertMapManager = own
 
 
-def experts_shell(full: MoERunner, context: dict[str, nn.Module]) -> MoERunner:
-    """The replica's experts under a name of their own.
+def experts_shell(full: MoERunner, context: dict[str, nn.Module], mode: str) -> MoERunner:
+    """A tree's experts under a name of their own, that of a mode of a step before theirs.
 
     vLLM looks layers with experts up by name where a step's attention is looked up, and there the
-    replica's name is the tp tree's.
+    name alone is the tp tree's.
     """
     shell = copy.copy(full)
     shell._modules = dict(full._modules)
-    shell.layer_name = f"sp.{full.layer_name}"
+    shell.layer_name = f"{mode}.{full.layer_name}"
     context[shell.layer_name] = shell
     return shell
 

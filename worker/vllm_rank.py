@@ -2,15 +2,14 @@
 
 Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV sized
 from what is truly left, schedulers, and the graphs and one warm step per mode. Afterwards selecting
-a width is two assignments: no allocation, no new process group, no collective. tp and sp of a width
-share all but the tree, so they change from one step to the next.
+a width is two assignments: no allocation, no new process group, no collective. tp, sp and mixed
+modes of a width share all but the tree, so they change from one step to the next.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import structlog
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
-from comm_pool.exchange import HeadExchange
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.mixed import Mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.movers import Mover, make_mover
 from kvadaptor.pages import PagePool
@@ -33,6 +32,7 @@ from worker.board import Board, open_boards
 from worker.step_times import StepTimes
 from worker.vllm_calibrate import measure_steps
 from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_counts import engine_totals, process_gauges
 from worker.vllm_device import (
     activation_bytes,
     kv_budget_bytes,
@@ -41,12 +41,9 @@ from worker.vllm_device import (
     used_bytes,
 )
 from worker.vllm_layers import ViewError
-from worker.vllm_rope import fuse_rope
 from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler
-from worker.vllm_selftest import prove_tree
-from worker.vllm_sp import build_sp_tree, prove_exchange
 from worker.vllm_step_plan import StepPlan
-from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+from worker.vllm_trees import TreeBuilder
 
 log = structlog.get_logger()
 
@@ -69,24 +66,26 @@ class PreparedMode:
     config: VllmConfig
     times: StepTimes
     """How long steps take; a width that is not warm yet has none."""
-    _sp_from_tokens: int | None = None
+    _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
         """Choose by these times from now on."""
         self.times = times
-        self._sp_from_tokens = times.sp_from_tokens
+        shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
+        self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank schedules for its group of this width."""
         return self.communicator.rank_in_group == 0
 
-    def mode_of_step(self, wanted: Mode, tokens: int) -> Mode:
-        """How to compute a step of so many tokens in a group of the mode `wanted`."""
-        if wanted is not Mode.SHIFT:
-            return wanted
-        start = self._sp_from_tokens
-        return Mode.SP if start is not None and tokens >= start else Mode.TP
+    def mode_of_step(self, group: Group, tokens: int) -> StepMode:
+        """How to compute a step of so many tokens in a group of this width."""
+        shared = group.mixed or Mode.SP
+        if group.mode is not Mode.SHIFT:
+            return shared if group.mode is Mode.SP else group.mode
+        start = self._from_tokens.get(shared)
+        return shared if start is not None and tokens >= start else Mode.TP
 
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.
@@ -107,6 +106,7 @@ class RankSpec:
     widths: tuple[int, ...]
     init_method: str
     threads: int
+    mixed: tuple[Mixed, ...] = ()
 
 
 class RankEngine:
@@ -116,12 +116,13 @@ class RankEngine:
         self.spec = spec
         self.base = base
         self.device = prepare_process(base, spec.rank, spec.threads)
-        progress("communicators", 0, max(1, len(spec.widths) - 1))
+        progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
         self.communicators = CommunicatorPool(
             base,
             rank=spec.rank,
             world=spec.world,
             widths=spec.widths,
+            mixed=spec.mixed,
             init_method=spec.init_method,
             device=self.device,
             progress=lambda done, total: progress("communicators", done, total),
@@ -131,8 +132,11 @@ class RankEngine:
             ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
-        trees = self._build_trees(configs, progress)
-        self._add_sp(trees, configs)
+        builder = TreeBuilder(base, configs, self.keys, spec.mixed, self.communicators, self.device)
+        replica = builder.load()
+        progress("weights", 1, 1)
+        trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
+        self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
         self.other_bytes: dict[str, int] = {}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
@@ -150,75 +154,9 @@ class RankEngine:
 
     # ------------------------------------------------------------------ building
 
-    def _build_trees(
-        self, configs: dict[ModeKey, VllmConfig], progress: Progress
-    ) -> dict[ModeKey, dict[Mode, nn.Module]]:
-        shards = max(self.spec.widths)
-        first, *wider = self.keys
-        activate(self.communicators.of_width(1))
-        with set_current_vllm_config(configs[first]):
-            replica = load_replica(configs[first], shards)
-            proved = prove_tree(
-                replica, replica, width=1, rank_in_group=0, device=self.device, shards=shards
-            )
-        progress("weights", 1, 1)
-        trees = {first: replica}
-        for done, key in enumerate(wider):
-            progress("modes", done, len(wider))
-            communicator = self.communicators.of_width(key.width)
-            activate(communicator)
-            with set_current_vllm_config(configs[key]):
-                trees[key] = build_tp_tree(
-                    configs[key],
-                    replica,
-                    shards=shards,
-                    width=key.width,
-                    rank_in_group=communicator.rank_in_group,
-                )
-                proved += prove_tree(
-                    trees[key],
-                    replica,
-                    width=key.width,
-                    rank_in_group=communicator.rank_in_group,
-                    device=self.device,
-                    shards=shards,
-                )
-            foreign = foreign_bytes(trees[key], replica)
-            if foreign:
-                raise ViewError(f"the {key} tree owns {foreign} bytes outside of the replica.")
-        progress("modes", len(wider), max(1, len(wider)))
-        fused = sum(fuse_rope(tree, configs[key]) for key, tree in trees.items())
-        log.info("trees_proved", rank=self.spec.rank, layers=proved, fused_attentions=fused)
-        self.replica_bytes = weight_bytes(replica)
-        self.view_bytes = {str(key): foreign_bytes(trees[key], replica) for key in wider}
-        return {key: {key.mode: tree} for key, tree in trees.items()}
-
-    def _add_sp(
-        self, trees: dict[ModeKey, dict[Mode, nn.Module]], configs: dict[ModeKey, VllmConfig]
-    ) -> None:
-        """An sp tree beside the tp tree of each width, and the proof of its exchange."""
-        first, *wider = self.keys
-        replica = trees[first][first.mode]
-        model = self.base.model_config
-        for key in wider:
-            group = self.communicators.of_width(key.width).group
-            plan = HeadExchange(
-                model.hf_text_config.num_attention_heads,
-                model.get_total_num_kv_heads(),
-                key.width,
-            )
-            try:
-                tree = build_sp_tree(replica, trees[key][Mode.TP], plan, group, configs[key])
-            except ViewError as error:
-                log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
-                continue
-            prove_exchange(tree.exchange, self.device)
-            foreign = foreign_bytes(tree, replica)
-            if foreign:
-                raise ViewError(f"the sp{key.width} tree owns {foreign} bytes of its own.")
-            trees[key][Mode.SP] = tree
-
-    def _build_runner(self, config: VllmConfig, key: ModeKey, trees: dict[Mode, nn.Module]) -> Any:
+    def _build_runner(
+        self, config: VllmConfig, key: ModeKey, trees: dict[StepMode, nn.Module]
+    ) -> Any:
         activate(self.communicators.of_width(key.width))
         before = used_bytes(self.device)
         with set_current_vllm_config(config):
@@ -266,12 +204,12 @@ class RankEngine:
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
             pages = config.cache_config.num_gpu_blocks_override
-        need = geometry.pages_for_tokens(config.model_config.max_model_len, 1) + 1
-        if pages < need:
+        widest = max(self.spec.widths)  # It serves what no rank holds alone.
+        longest = config.model_config.max_model_len
+        if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
             raise ViewError(
-                f"{budget} bytes of KV memory hold {pages} pages, but one task of "
-                f"{config.model_config.max_model_len} tokens needs {need}: raise "
-                "--kv-cache-memory-bytes or lower --max-model-len."
+                f"{pages} pages of KV memory, but a group {widest} wide needs {need} for a task of "
+                f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
             )
         return KVBuffer(specs, pages, self.device)
 
@@ -365,7 +303,7 @@ class RankEngine:
     def memory(self) -> tuple[tuple[str, int], ...]:
         """(what, bytes) of weights, views, communicators and KV."""
         communicators = tuple(
-            (f"communicator_tp{c.width}", c.memory_bytes) for c in self.communicators if c.width > 1
+            (f"communicator_{name}", each.memory_bytes) for name, each in self.communicators.named()
         )
         views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
         return (
@@ -379,9 +317,8 @@ class RankEngine:
     def communicator_ms(self) -> dict[str, float]:
         """How long each communicator took to create and warm, in milliseconds."""
         return {
-            f"communicator_tp{c.width}_ms": round(c.created_ms, 1)
-            for c in self.communicators
-            if c.width > 1
+            f"communicator_{name}_ms": round(each.created_ms, 1)
+            for name, each in self.communicators.named()
         }
 
     def step_times(self) -> tuple[StepTimes, ...]:
@@ -389,12 +326,10 @@ class RankEngine:
         return tuple(mode.times for mode in self.modes.values())
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
-        """What a leak would show in."""
-        process = psutil.Process()
+        """What a leak would show in, and what vLLM's schedulers counted."""
         return (
-            ("rss_bytes", process.memory_info().rss),
-            ("open_files", process.num_fds()),
-            ("threads", process.num_threads()),
+            *process_gauges(),
             ("process_groups", self.communicators.process_groups()),
             ("process_groups_at_start", self.communicators.created),
+            *engine_totals(mode.scheduler for mode in self.modes.values()),
         )

@@ -22,7 +22,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
-from comm_pool.layout import Mode
+from comm_pool.layout import StepMode
 from kvadaptor.vllm_views import KVBuffer
 
 _SEED_MASK = (1 << 63) - 1
@@ -56,7 +56,7 @@ class ModeRunner(CPUModelRunner):
     """vLLM's CPU runner for the groups of one width."""
 
     def __init__(
-        self, config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]
+        self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
     ) -> None:
         """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
         super().__init__(config, device)
@@ -83,12 +83,12 @@ class ModeRunner(CPUModelRunner):
         return self._kv_views
 
     @property
-    def modes(self) -> tuple[Mode, ...]:
+    def modes(self) -> tuple[StepMode, ...]:
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
 
-    def use(self, mode: Mode) -> None:
-        """Compute in this mode from now on; two modes of a width share everything but the tree."""
+    def use(self, mode: StepMode) -> None:
+        """Compute in this mode from now on; modes of a width share everything but the tree."""
         self.model = self._trees[mode]
 
     def run(

@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from comm_pool.layout import Mode
+from comm_pool.layout import StepMode
+from comm_pool.mixed import Mixed
 from kvadaptor.vllm_views import KVBuffer
 
 
@@ -49,22 +50,27 @@ SP_GRAPH_TOKENS_MIN = 64
 """Smallest decode batch that sp gets a graph for: below it tp reads less weights per step."""
 
 
-def sp_graph_sizes(sizes: list[int], width: int) -> list[int]:
+def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
     """The batch sizes, of those that tp has graphs for, that sp shares out without padding."""
-    return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % width == 0]
+    return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % shares == 0]
+
+
+def _shares(mode: StepMode, width: int) -> int:
+    """Into how many shares of tokens a mode of sp's kind divides a step."""
+    return mode.sp if isinstance(mode, Mixed) else width
 
 
 class GpuModeRunner(GPUModelRunner):
     """vLLM's runner V2 over ready module trees and the rank's KV buffer."""
 
     def __init__(
-        self, config: VllmConfig, device: torch.device, trees: Mapping[Mode, nn.Module]
+        self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
     ) -> None:
         """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
         super().__init__(config, device)
         self._trees = dict(trees)
         self._first = next(iter(self._trees))
-        self._graphs: dict[Mode, ModelCudaGraphManager] = {}
+        self._graphs: dict[StepMode, ModelCudaGraphManager] = {}
         self.load_model(model=self._trees[self._first])
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
@@ -74,7 +80,7 @@ class GpuModeRunner(GPUModelRunner):
         assert adopted.adopted == 1, f"vLLM did not adopt the KV buffer in width {width}."
         self._graphs = {mode: self._graph_manager(mode, width) for mode in self._trees}
 
-    def _graph_manager(self, mode: Mode, width: int) -> ModelCudaGraphManager:
+    def _graph_manager(self, mode: StepMode, width: int) -> ModelCudaGraphManager:
         """vLLM's own for the first tree; graphs replay without looking at `model`."""
         own = self.cudagraph_manager
         assert own is not None
@@ -82,7 +88,8 @@ class GpuModeRunner(GPUModelRunner):
             return own
         config = copy.copy(self.vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
-        sizes = sp_graph_sizes(config.compilation_config.cudagraph_capture_sizes or [], width)
+        sizes = config.compilation_config.cudagraph_capture_sizes or []
+        sizes = sp_graph_sizes(sizes, _shares(mode, width))
         config.compilation_config.cudagraph_capture_sizes = sizes
         config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
         return ModelCudaGraphManager(
@@ -90,12 +97,12 @@ class GpuModeRunner(GPUModelRunner):
         )
 
     @property
-    def modes(self) -> tuple[Mode, ...]:
+    def modes(self) -> tuple[StepMode, ...]:
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
 
-    def use(self, mode: Mode) -> None:
-        """Compute in this mode from now on; two modes of a width share all but tree and graphs."""
+    def use(self, mode: StepMode) -> None:
+        """Compute in this mode from now on; modes of a width share all but tree and graphs."""
         self.model = self._trees[mode]
         if self._graphs:
             self.cudagraph_manager = self._graphs[mode]
@@ -122,8 +129,9 @@ class GpuModeRunner(GPUModelRunner):
         working = min(expected, self._first_graph_bytes)
         sizes = self.compilation_config.cudagraph_capture_sizes or []
         width = self.parallel_config.tensor_parallel_size
-        more = (len(self._trees) - 1) * len(sp_graph_sizes(sizes, width)) / max(1, len(sizes))
-        return working, int((expected - working) * (1 + more))
+        others = [mode for mode in self._trees if mode is not self._first]
+        more = sum(len(sp_graph_sizes(sizes, _shares(mode, width))) for mode in others)
+        return working, int((expected - working) * (1 + more / max(1, len(sizes))))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture; of a trial, remember what the first graph took."""

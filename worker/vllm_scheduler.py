@@ -20,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from worker.vllm_counts import EngineCounts
 from worker.vllm_handover import (
     CachedChain,
     FinishedChains,
@@ -149,8 +150,9 @@ class ModeScheduler(Scheduler):
             structured_output_manager=structured_output,
             block_size=block_size,
             hash_block_size=block_size,
-            log_stats=False,
+            log_stats=True,
         )
+        self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
         self._unfed_grammars: set[str] = set()
@@ -170,7 +172,25 @@ class ModeScheduler(Scheduler):
             self._generated[request.request_id] = generated
             if request.use_structured_output:
                 self._unfed_grammars.add(request.request_id)
+        self._take_in(request)
+
+    def counted(self) -> EngineCounts:
+        """What vLLM counted since the rank started."""
+        self._counts.drain(self.kv_cache_manager)
+        return self._counts
+
+    def make_stats(self, *_: Any, **__: Any) -> None:
+        """Leave vLLM's statistics where they are: a rank tells totals, not a share per step."""
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._counts.preemptions += 1
+
+    def _take_in(self, request: Request) -> None:
+        """Queue a request; a front end that has tokens of it knows when it was queued first."""
         self.add_request(request)
+        if request.num_output_tokens:
+            request.events.clear()
 
     def plan_step(self, settle: Callable[[], None]) -> StepPlan:
         """Schedule one step; `settle` finishes the one under way if a grammar needs it."""
@@ -282,7 +302,7 @@ class ModeScheduler(Scheduler):
                 self._generated[request.request_id] = generated
                 if request.use_structured_output:
                     self._unfed_grammars.add(request.request_id)
-            self.add_request(request)
+            self._take_in(request)
         if self.kv_cache_manager.enable_caching:
             for chain in chains:
                 cache_chain(pool, chain, self.block_size)

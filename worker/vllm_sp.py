@@ -5,6 +5,9 @@ step's tokens with the replica's full weights, and around attention the ranks ex
 heads. Nothing is built for it: the tree is made of shallow copies ("shells") of the modules on the
 way to the attention layers, the replica's own modules everywhere else, and the tp tree's attention
 with its KV. Shard-major rows make the part of each rank a plain range of columns.
+
+Mixed with tp (section 3.3.1) it is the same over a tree of one part of the weights, in a group of
+those ranks that have this part; what is reduced, is reduced by those that have the same tokens.
 """
 
 import copy
@@ -20,6 +23,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 
 from comm_pool.exchange import HeadExchange
+from comm_pool.layout import Mode
+from comm_pool.vllm_pool import Communicator, activate
 from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
 from worker.vllm_moe import experts_shell
 
@@ -69,7 +74,7 @@ def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class ExchangedQKV(nn.Module):
-    """The replica's qkv on this rank's tokens, then all tokens of this rank's heads."""
+    """All heads of the weights at hand on this rank's tokens, then all tokens of its heads."""
 
     def __init__(self, full: ShardMajorQKV, own: ShardMajorQKV, exchange: Exchange) -> None:
         """`own` is the tp tree's layer: it says in which order attention wants the heads."""
@@ -86,7 +91,7 @@ class ExchangedQKV(nn.Module):
 
 
 class ExchangedOutput(nn.Module):
-    """All heads of this rank's tokens, then the replica's o_proj, whole: nothing to reduce."""
+    """All heads of this rank's tokens, then o_proj; of all weights there is nothing to reduce."""
 
     def __init__(self, full: ViewedRow, exchange: Exchange) -> None:
         super().__init__()
@@ -143,6 +148,39 @@ class SequenceParallel(nn.Module):
         return logits
 
 
+class MixedParallel(SequenceParallel):
+    """The same over a part of the weights: layers sum up over the ranks that have these tokens.
+
+    vLLM's layers ask for their group while they run, so it is replaced as long as they do.
+    """
+
+    def __init__(
+        self,
+        shells: nn.Module,
+        tp_tree: nn.Module,
+        exchange: Exchange,
+        reducing: Communicator,
+        whole: Communicator,
+    ) -> None:
+        super().__init__(shells, tp_tree, exchange)
+        self._reducing = reducing
+        self._whole = whole
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `SequenceParallel`."""
+        activate(self._reducing)
+        try:
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        finally:
+            activate(self._whole)
+
+
 def build_sp_tree(
     replica: nn.Module,
     tp_tree: nn.Module,
@@ -156,12 +194,41 @@ def build_sp_tree(
     `ViewError` for attention layers that do not go from one qkv layer to one o_proj.
     """
     exchange = Exchange(plan, group)
+    shells = _shells(replica, tp_tree, exchange, config, Mode.SP)
+    return SequenceParallel(shells, tp_tree, exchange).eval()
+
+
+def build_mixed_tree(
+    part: nn.Module,
+    tp_tree: nn.Module,
+    plan: HeadExchange,
+    group: GroupCoordinator,
+    config: VllmConfig,
+    *,
+    name: str,
+    reducing: Communicator,
+    whole: Communicator,
+) -> MixedParallel:
+    """The same of a mixed shape `name` over the tree of a part of the weights.
+
+    `plan` and `group` are those of the ranks that have this part, `reducing` of those that have the
+    same tokens, `whole` of all.
+    """
+    exchange = Exchange(plan, group)
+    shells = _shells(part, tp_tree, exchange, config, name)
+    return MixedParallel(shells, tp_tree, exchange, reducing, whole).eval()
+
+
+def _shells(
+    root: nn.Module, tp_tree: nn.Module, exchange: Exchange, config: VllmConfig, mode: str
+) -> nn.Module:
+    """Shells of all modules of `root` on the way to attention, for this mode of a step."""
     context = config.compilation_config.static_forward_context
     made: dict[int, nn.Module] = {}
 
     def shell_of(full: nn.Module, own: nn.Module) -> nn.Module:
         if isinstance(full, MoERunner):
-            return experts_shell(full, context)
+            return experts_shell(full, context, mode)
         if not _is_on_the_way(full):
             return full
         if id(full) in made:
@@ -175,7 +242,7 @@ def build_sp_tree(
             shell._modules[name] = shell_of(child, own.get_submodule(name))
         return shell
 
-    return SequenceParallel(shell_of(replica, tp_tree), tp_tree, exchange).eval()
+    return shell_of(root, tp_tree)
 
 
 def _shell(module: nn.Module) -> nn.Module:

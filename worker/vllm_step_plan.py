@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
 
 
 @dataclass(slots=True)
@@ -17,13 +17,19 @@ class StepPlan:
     output: SchedulerOutput
     grammar: GrammarOutput | None
     resuming: dict[str, list[int]] = field(default_factory=dict)
-    mode: Mode = Mode.DP
+    mode: StepMode = Mode.DP
     """How the group computes this step; its leader decides, and every member obeys."""
 
     @property
     def tokens(self) -> int:
         """Tokens that are computed in it."""
         return int(self.output.total_num_scheduled_tokens)
+
+    @property
+    def context(self) -> int:
+        """Tokens before those, whose KV is read."""
+        new = sum(each.num_computed_tokens for each in self.output.scheduled_new_reqs)
+        return int(new + sum(self.output.scheduled_cached_reqs.num_computed_tokens))
 
     @property
     def is_empty(self) -> bool:
@@ -56,7 +62,7 @@ def _unpacked(
     tokens: list[list[npt.NDArray[np.int32] | None]],
     grammar: GrammarOutput | None,
     resuming: dict[str, list[int]],
-    mode: Mode,
+    mode: StepMode,
 ) -> StepPlan:
     """What `StepPlan.__reduce__` was made from."""
     for request, arrays in zip(output.scheduled_new_reqs, tokens, strict=True):

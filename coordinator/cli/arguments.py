@@ -82,10 +82,28 @@ def _add_up(commands: "Commands") -> None:
     add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     add("--widths", metavar="1,2,4", help="group widths; default: powers of two up to --ranks")
     add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
-    add("--policy", choices=("adaptive", "fixed"), default="fixed", help="default: fixed")
+    add(
+        "--mixed",
+        metavar="sp2tp2",
+        help="mixed groups to prepare, separated by commas; default: those of --layout",
+    )
+    add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
+    add(
+        "--step-times",
+        type=Path,
+        metavar="FILE",
+        help="step times for the adaptive policy, instead of measured ones",
+    )
+    add(
+        "--observation-log",
+        type=Path,
+        metavar="FILE",
+        help="write what the adaptive policy sees, for aileron replay",
+    )
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
     add("--admin-port", type=int, help="admin port, 0 for any free one; default: 8001")
+    add("--gateways", type=int, metavar="N", help="gateway processes on that port; default: 1")
     add("--keys", type=Path, metavar="FILE", help="require the API keys of this file (aileron key)")
     add(
         "--insecure-no-auth",
@@ -98,6 +116,7 @@ def _add_up(commands: "Commands") -> None:
 
 def _add_operator_commands(commands: "Commands") -> None:
     status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
+    status.add_argument("--once", action="store_true", help="do not refresh; so it is in a pipe")
     status.set_defaults(command=_status)
     switch = commands.add_parser("switch", help="change the layout and wait until it serves")
     switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")
@@ -109,9 +128,32 @@ def _add_operator_commands(commands: "Commands") -> None:
     for each in (status, switch, explain):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
+    _add_replay(commands)
     _add_key(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.set_defaults(command=_doctor)
+
+
+def _add_replay(commands: "Commands") -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="run a log of observations again, under other settings",
+        description="Run the log of `aileron up --observation-log FILE` again, offline: what would "
+        "have been chosen, and what requests would have seen by the cost model of the log.",
+    )
+    replay.set_defaults(command=_replay)
+    add = replay.add_argument
+    add("log", type=Path, metavar="LOG")
+    add("--policy", choices=("adaptive", "fixed"), default="adaptive", help="default: adaptive")
+    add("--layout", metavar="dp4", help="layout to begin with; default: that of the log")
+    for name, text in (
+        ("stay-ms", "shortest time in a layout"),
+        ("settle-ms", "how long another layout has to look a little better"),
+        ("horizon-ms", "how far ahead is looked"),
+        ("switches-per-minute-max", "most switches per minute"),
+    ):
+        add(f"--{name}", type=int, metavar="N", help=f"{text}; default: as logged")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _add_key(commands: "Commands") -> None:
@@ -172,6 +214,12 @@ def _explain(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_explain
 
     return run_explain(options)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from coordinator.cli.replay import run_replay
+
+    return run_replay(options)
 
 
 def _key(options: argparse.Namespace) -> int:

@@ -178,7 +178,7 @@ def _engine_status() -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="aileron-doctor-") as folder:
         grpc, rendezvous, serving, admin = free_ports(4)
-        machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), folder)
+        machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), folder, folder)
         options = parse_arguments(["up", "--port", "0", "--admin-port", "0"])
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(build_config(options, machine)))

@@ -29,6 +29,12 @@ def record_path() -> Path:
     return Path.home() / ".aileron" / "last-run.json"
 
 
+def state_folder() -> Path:
+    """Return this user's folder for what outlives a run, such as files and batches."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return Path(state) / "aileron" if state else Path.home() / ".aileron"
+
+
 def write_record(run: LastRun) -> None:
     """Remember `run`; a folder that cannot be written is no reason not to serve."""
     path = record_path()

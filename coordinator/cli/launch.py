@@ -5,6 +5,7 @@ options override it, and what neither says gets the defaults of this machine.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ class Machine:
     free_ports: tuple[int, int, int, int]
     """For gRPC, torch's rendezvous, and serving and admin where 0 asks for any free one."""
     run_dir: str
+    state_dir: str
+    """Folder of this user for what outlives a run."""
 
 
 def build_config(options: argparse.Namespace, machine: Machine) -> Config:
@@ -57,26 +60,29 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
         raise CliError(f"{options.config}: {error}", USAGE_STATUS) from error
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
+    _set_policy(base["policy"], options)
     _set_addresses(base, options, machine.free_ports)
     base["run_dir"] = base.get("run_dir") or machine.run_dir
     try:
-        return check_config(base)
+        return _with_data_dir(check_config(base), machine.state_dir)
     except ConfigError as error:
         raise CliError(str(error), USAGE_STATUS) from error
 
 
-def require_policy(name: str) -> None:
-    """Refuse what is not built yet."""
-    if name == "adaptive":
-        raise CliError(
-            "the adaptive policy is not in this version: leave --policy out (fixed) and change "
-            "the layout with `aileron switch`.",
-            USAGE_STATUS,
-        )
+def _with_data_dir(config: Config, state_dir: str) -> Config:
+    if config.batches.data_dir:
+        return config
+    # By model, because a batch can only be run by a cell that serves its model.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", config.served_model_name)
+    batches = config.batches.model_copy(
+        update={"data_dir": str(Path(state_dir) / "batches" / name)}
+    )
+    return config.model_copy(update={"batches": batches})
 
 
 def _empty() -> dict[str, Any]:
-    return {"model": {}, "cell": {}, "coordinator": {}, "gateway": {}, "admin": {}}
+    names = ("model", "cell", "coordinator", "policy", "gateway", "batches", "admin")
+    return {section: {} for section in names}
 
 
 def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
@@ -129,15 +135,39 @@ def _set_cell(
             f"{ranks} ranks need {ranks} GPUs, but nvidia-smi lists {machine.gpus}: lower --ranks.",
             USAGE_STATUS,
         )
-    changed = ranks != ranks_before
+    _set_groups(cell, options, ranks, changed=ranks != ranks_before)
+
+
+def _set_groups(
+    cell: dict[str, Any], options: argparse.Namespace, ranks: int, *, changed: bool
+) -> None:
+    """Set which groups there may be; those of a file hold for its number of ranks."""
     if options.widths is not None:
         cell["widths"] = _read_widths(options.widths, ranks)
     elif changed:
         cell["widths"] = _powers_of_two(ranks)
+    if options.mixed is not None:
+        cell["mixed"] = options.mixed.split(",")
+    elif changed:
+        cell["mixed"] = ()
     if options.layout is not None:
         cell["layout"] = options.layout
     elif changed:
         cell["layout"] = f"dp{ranks}"
+
+
+def _set_policy(policy: dict[str, Any], options: argparse.Namespace) -> None:
+    if options.policy is not None:
+        policy["name"] = options.policy
+    if options.step_times is not None:
+        policy["step_times"] = str(options.step_times.absolute())
+    if options.observation_log is not None:
+        policy["observation_log"] = str(options.observation_log.absolute())
+    name = policy.get("name", "fixed")
+    if name == "fixed" and (options.step_times or options.observation_log):
+        raise CliError(
+            "--step-times and --observation-log belong to --policy adaptive: add it.", USAGE_STATUS
+        )
 
 
 def _set_addresses(
@@ -149,6 +179,8 @@ def _set_addresses(
     base["cell"]["dist_port"] = base["cell"].get("dist_port") or rendezvous
     if options.host is not None:
         base["gateway"]["host"] = options.host
+    if options.gateways is not None:
+        base["gateway"]["processes"] = options.gateways
     if options.keys is not None:
         base["gateway"]["keys_file"] = str(options.keys.absolute())
     if options.insecure_no_auth:

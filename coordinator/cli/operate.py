@@ -29,8 +29,13 @@ SWITCH_COLUMNS = (
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show what the cell is doing."""
-    status = AdminClient(find_admin_url(options.admin_url)).get("/admin/status")
+    """Show what the cell is doing: on a terminal until Ctrl-C, else once."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    if sys.stdout.isatty() and not (options.json or options.once):
+        from coordinator.cli.watch import watch
+
+        return watch(client)
+    status = client.get("/admin/status")
     if options.json:
         return _print_json(status)
     serving = "serving" if status["serving"] else f"on the way to {status['target']}"
@@ -40,6 +45,8 @@ def run_status(options: argparse.Namespace) -> int:
     print("\n" + _groups_table(status["groups"]))
     print("\n" + _ranks_table(status["ranks"]))
     print("\n" + _queue_table(status["queue"]))
+    if status["batches"]:
+        print("\n" + _batches_table(status["batches"]))
     if status["switches"]:
         print("\nlast switch\n" + switches_table(status["switches"]))
     return 0
@@ -79,32 +86,59 @@ def run_explain(options: argparse.Namespace) -> int:
     if not answer["decisions"]:
         print("No decision yet: the policy is fixed, so only `aileron switch` changes the layout.")
     for decision in answer["decisions"]:
-        print(f"\n{decision['time']}  {decision['choice']}  ({decision['carry']})")
-        print(f"    because: {decision['reason']}")
-        if decision["inputs"]:
-            print(f"    inputs: {_counts(decision['inputs'])}")
-        for candidate in decision["candidates"]:
-            print(f"    candidate: {_counts(candidate)}")
+        print("\n" + decision_text(decision))
     for times in answer["step_times"]:
         print("\n" + step_times_text(times))
     return 0
 
 
+def decision_text(decision: dict[str, Any]) -> str:
+    """Return one decision: what, why, from what, and what else there was."""
+    kept = "" if decision.get("changes", True) else "  kept"
+    lines = [
+        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){kept}",
+        f"    because: {decision['reason']}",
+    ]
+    lines += [f"    {tier}: {_counts(each)}" for tier, each in decision["inputs"].items()]
+    rows = [_candidate_row(each) for each in decision["candidates"]]
+    if rows:
+        header = ("candidate", "goals met", "worth", "cost", "ttft ms / tpot ms")
+        table = format_table(header, rows)
+        lines += [f"    {line}" for line in table.splitlines()]
+    return "\n".join(lines)
+
+
+def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
+    if "refused" in candidate:
+        return candidate["layout"], "-", "-", "-", candidate["refused"]
+    seen = ", ".join(
+        f"{tier} {each['ttft_ms']:.0f} / {each['tpot_ms']:.1f}"
+        for tier, each in candidate["tiers"].items()
+    )
+    met = f"{candidate['goals_met']:.0%}"
+    return candidate["layout"], met, candidate["worth"], candidate["cost"], seen
+
+
 def step_times_text(times: dict[str, Any]) -> str:
     """Return the measured steps of one width, and what a shift group makes of them."""
-    width, curves = times["width"], times["curves"]
+    width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
     sizes = [point["tokens"] for point in next(iter(curves.values()))]
-    names = [f"{mode}{width} ms" for mode in curves]
+    names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
     columns = [[f"{point['ms']:.2f}" for point in points] for points in curves.values()]
     lines = [
         "step times measured at start",
         format_table(["tokens", *names], list(zip(sizes, *columns, strict=True))),
     ]
     if "sp" in curves:
-        start = times["sp_from_tokens"]
-        chosen = f"from {start} tokens on in sp, below in tp" if start else "always in tp"
-        lines.append(f"shift{width} computes a step {chosen}.")
+        lines.append(_choice(f"shift{width}", "sp", times["sp_from_tokens"]))
+    for shape, start in mixed.items():
+        lines.append(_choice(f"shift{shape.removeprefix('sp')}", shape, start))
     return "\n".join(lines)
+
+
+def _choice(group: str, mode: str, start: int | None) -> str:
+    chosen = f"from {start} tokens on in {mode}, below in tp" if start else "always in tp"
+    return f"{group} computes a step {chosen}."
 
 
 def _print_json(answer: Mapping[str, Any]) -> int:
@@ -119,7 +153,7 @@ def _groups_table(groups: list[dict[str, Any]]) -> str:
         [
             (
                 _span(group["ranks"]),
-                f"{group['mode']}{group['width']}",
+                group["name"],
                 group["running"],
                 group["waiting"],
                 group["paused"],
@@ -151,8 +185,19 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
 
 
 def _queue_table(queue: dict[str, Any]) -> str:
-    rows = [(tier, each["queued"], each["tokens"]) for tier, each in queue["tiers"].items()]
-    return format_table(("tier", "queued", "tokens"), rows) + f"\ntasks {_counts(queue['tasks'])}"
+    rows = [
+        (tier, each["queued"], each["tokens"], each["placed"])
+        for tier, each in queue["tiers"].items()
+    ]
+    return (
+        format_table(("tier", "queued", "tokens", "placed"), rows)
+        + f"\ntasks {_counts(queue['tasks'])}"
+    )
+
+
+def _batches_table(batches: list[dict[str, Any]]) -> str:
+    columns = ("batch", "status", "total", "completed", "failed")
+    return format_table(columns, [[batch[column] for column in columns] for batch in batches])
 
 
 def switches_table(switches: list[dict[str, Any]]) -> str:

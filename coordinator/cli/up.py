@@ -19,8 +19,8 @@ from coordinator.cli.cell import Cell, Member
 from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_names
-from coordinator.cli.last_run import LastRun, remove_record, write_record
-from coordinator.cli.launch import Machine, build_config, require_policy
+from coordinator.cli.last_run import LastRun, remove_record, state_folder, write_record
+from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import LOOPBACK, free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
@@ -37,10 +37,10 @@ _ANYWHERE = ("", "0.0.0.0", "::")
 
 def run_up(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C; returns the exit status."""
-    require_policy(options.policy)
     grpc, rendezvous, serving, admin = free_ports(4)
     run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
-    machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), str(run_dir))
+    ports = (grpc, rendezvous, serving, admin)
+    machine = Machine(len(gpu_names()), ports, str(run_dir), str(state_folder()))
     status = 1
     try:
         config = build_config(options, machine)

@@ -14,6 +14,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from comm_pool.layout import Layout, LayoutError, parse_layout
+from comm_pool.mixed import Mixed, MixedError, read_mixed
+from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
 """Environment variable with the secret that the processes of a cell share."""
@@ -48,6 +50,8 @@ class CellConfig(_Frozen):
     device: Literal["cpu", "cuda"] = "cpu"
     widths: tuple[int, ...] = (1, 2)
     layout: str = "dp2"
+    mixed: tuple[str, ...] = ()
+    """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     threads_per_rank: int = Field(default=0, ge=0)
     """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
@@ -99,6 +103,8 @@ class GatewayConfig(_Frozen):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    processes: int = Field(default=1, ge=1, le=64)
+    """Gateway processes that share the port; one serves several thousand tokens a second."""
     token_listen: str = "tcp://127.0.0.1:0"
     """ZeroMQ address that leaders push tokens to; port 0 means any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
@@ -113,13 +119,26 @@ class GatewayConfig(_Frozen):
     media_domains: tuple[str, ...] = ()
     """Domains whose media requests may name; inline media are always allowed."""
     requests_max: int = Field(default=4_096, ge=1)
-    """Most requests that are answered at once; the lowest tiers get a part of them only."""
+    """Most requests that are answered at once, over all processes; the lowest tiers get a part."""
     body_bytes_max: int = Field(default=8 * 1024**2, ge=1_024, le=32 * 1024**2)
     """Largest body of a request."""
     connections_max: int = Field(default=16_384, ge=1)
-    """Most open connections; one more is answered with 503 at once."""
+    """Most open connections over all processes; one more is answered with 503 at once."""
     connections_per_address_max: int = Field(default=0, ge=0)
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
+
+
+class BatchesConfig(_Frozen):
+    """Files and batches of the OpenAI API."""
+
+    data_dir: str = ""
+    """Folder for files and, by default, the store; the same for all gateways. Empty: no batches."""
+    storage: str = "sqlite://"
+    """Where records and results are kept: sqlite:// in the folder, or a redis:// URL."""
+    lines_at_once: int = Field(default=64, ge=1, le=4_096)
+    """Most lines of all batches that one gateway runs at once."""
+    lease_ms: int = Field(default=15_000, ge=100)
+    """A batch whose gateway was not heard for so long is taken over by another one."""
 
 
 class AdminConfig(_Frozen):
@@ -135,8 +154,11 @@ class Config(_Frozen):
     model: ModelConfig
     cell: CellConfig = CellConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    policy: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
+    batches: BatchesConfig = BatchesConfig()
     admin: AdminConfig = AdminConfig()
+    slo: SloConfig = SloConfig()
     run_dir: str = ""
     """Folder for sockets and logs; empty means a fresh temporary one."""
 
@@ -148,6 +170,14 @@ class Config(_Frozen):
                 "stopped by itself before it is cut out."
             )
         self.initial_layout()
+        self.mixed_groups()
+        for tier in ("interactive", "standard", "batch"):
+            width = getattr(self.policy, tier).width_min
+            if width > max(self.cell.widths, default=1):
+                raise ValueError(
+                    f"policy.{tier}.width_min is {width}, but the widest group of cell.widths is "
+                    f"{max(self.cell.widths, default=1)}: lower it, or add the width."
+                )
         gateway = self.gateway
         if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
             raise ValueError(
@@ -155,7 +185,24 @@ class Config(_Frozen):
                 "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or say "
                 "gateway.insecure_no_auth: true (--insecure-no-auth)."
             )
+        self._check_processes(gateway)
         return self
+
+    @staticmethod
+    def _check_processes(gateway: GatewayConfig) -> None:
+        """What several processes cannot do without a common place, or at one address."""
+        if gateway.processes == 1:
+            return
+        if gateway.keys_file and gateway.rate_limit_storage.startswith("memory"):
+            raise ValueError(
+                "gateway.processes above 1 with gateway.keys_file: each process would count "
+                "requests per minute for itself; set gateway.rate_limit_storage to a redis:// URL."
+            )
+        if not gateway.token_listen.endswith(":0"):
+            raise ValueError(
+                "gateway.token_listen must end in :0 (any free port) where gateway.processes is "
+                "above 1: every process listens on its own."
+            )
 
     def initial_layout(self) -> Layout:
         """The layout to start in; raises ValueError for one that the cell cannot form."""
@@ -163,6 +210,23 @@ class Config(_Frozen):
             return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
         except LayoutError as error:
             raise ValueError(f"cell.layout: {error}") from error
+
+    def mixed_groups(self) -> tuple[Mixed, ...]:
+        """The mixed shapes that ranks prepare; raises ValueError for one that they cannot."""
+        named = {each.mixed for each in self.initial_layout().groups if each.mixed is not None}
+        for text in self.cell.mixed:
+            try:
+                mixed = read_mixed(text)
+            except MixedError as error:
+                raise ValueError(f"cell.mixed: {error}") from error
+            missing = {mixed.width, mixed.sp}.difference(self.cell.widths)
+            if missing:
+                raise ValueError(
+                    f"cell.mixed: {mixed} needs groups {min(missing)} wide: add that to "
+                    "cell.widths (--widths), or leave it out."
+                )
+            named.add(mixed)
+        return tuple(sorted(named))
 
     @property
     def served_model_name(self) -> str:

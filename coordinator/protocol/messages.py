@@ -8,7 +8,8 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 
 import msgspec
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Rank
+from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
 from coordinator.protocol.task_words import (
     Adopted,
     HeldTask,
@@ -35,6 +36,8 @@ __all__ = [
     "PLAN_BEHIND",
     "PROTOCOL_VERSION",
     "Adopted",
+    "BatchProgress",
+    "BatchesRun",
     "Binding",
     "Cancel",
     "Carry",
@@ -46,6 +49,7 @@ __all__ = [
     "Epoch",
     "GatewayDown",
     "GatewayHello",
+    "GatewayToCore",
     "GatewayUp",
     "GiveBack",
     "Grant",
@@ -61,7 +65,9 @@ __all__ = [
     "Report",
     "Resubmit",
     "ReturnCause",
+    "ServedSteps",
     "Stage",
+    "StepSums",
     "Stop",
     "StreamGap",
     "Submit",
@@ -80,24 +86,12 @@ __all__ = [
     "WidthTimes",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages: immutable and tagged with its class name on the wire."""
-
-
-class WidthTimes(msgspec.Struct, frozen=True):
-    """How long steps take in groups of a width, as measured at start-up.
-
-    `curves` gives for each mode that the rank can compute in (tokens, µs) points, tokens ascending.
-    A shift group computes steps of `sp_from_tokens` tokens or more in sp; None is never.
-    """
-
-    width: int
-    curves: tuple[tuple[Mode, tuple[tuple[int, int], ...]], ...]
-    sp_from_tokens: int | None = None
 
 
 class RankHello(Message, frozen=True):
@@ -125,6 +119,8 @@ class RankHello(Message, frozen=True):
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
     step_times: tuple[WidthTimes, ...] = ()
+    tokens_per_step_max: int = 0
+    """Most tokens that a step computes; 0 is unknown."""
 
 
 class LeaseKept(msgspec.Struct, frozen=True):
@@ -203,6 +199,8 @@ class Report(Message, frozen=True):
     has_failed: bool = False
     moved: int = 0
     told_in: int = 0
+    served: tuple[ServedSteps, ...] = ()
+    """How long the led group's steps took since the last report; filled by leaders."""
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -307,6 +305,22 @@ class StreamGap(Message, frozen=True):
     gap_ms: float
 
 
+class BatchProgress(msgspec.Struct, frozen=True):
+    """How far a batch is, in the words of the OpenAI API; counts are lines."""
+
+    batch: str
+    status: str
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchesRun(Message, frozen=True):
+    """The batches that this gateway runs now; replaces what it said before. For people only."""
+
+    batches: tuple[BatchProgress, ...]
+
+
 class Welcome(Message, frozen=True):
     """Answer to `GatewayHello`; a changed `coordinator` means it restarted."""
 
@@ -351,7 +365,8 @@ class Resubmit(Message, frozen=True):
 
 RankUp = RankHello | Report
 RankDown = Directive | Place | Drop | GiveBack | Stop
-GatewayUp = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayToCore = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayUp = GatewayToCore | BatchesRun
 GatewayDown = Welcome | CellState | TaskFailed | Resubmit
 
 

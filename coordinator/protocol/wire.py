@@ -6,6 +6,7 @@ message is an error at the edge. Both servers and clients take the codecs from h
 
 import msgspec
 
+from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     GatewayDown,
     GatewayUp,
@@ -45,7 +46,7 @@ _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
 decode_rank_up = msgspec.msgpack.Decoder(RankUp).decode
 decode_rank_down = msgspec.msgpack.Decoder(RankDown).decode
-decode_gateway_up = msgspec.msgpack.Decoder(GatewayUp).decode
+decode_gateway_up = msgspec.msgpack.Decoder(GatewayUp | Measures).decode
 decode_gateway_down = msgspec.msgpack.Decoder(GatewayDown).decode
 decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 decode_frames = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode

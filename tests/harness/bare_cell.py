@@ -117,7 +117,8 @@ class BareCell:
             try:
                 answer = self.get("/admin/layout")
                 # A rank that is slow to start comes into a layout that serves without it.
-                if answer["serving"] and answer["layout"] == self.config.cell.layout:
+                is_own = self.config.policy.name == "adaptive" and "off" not in answer["layout"]
+                if answer["serving"] and (is_own or answer["layout"] == self.config.cell.layout):
                     return
             except OSError:
                 pass
@@ -133,6 +134,9 @@ def bare_cell(
     engine_args: list[str],
     model: Path = MODEL,
     device: str = "cpu",
+    mixed: tuple[str, ...] = (),
+    policy: dict[str, Any] | None = None,
+    slo: dict[str, Any] | None = None,
     **coordinator: Any,
 ) -> Iterator[BareCell]:
     """Run a cell for the length of the block."""
@@ -144,9 +148,12 @@ def bare_cell(
                 "device": device,
                 "layout": f"dp{ranks}",
                 "widths": [width for width in (1, 2, 4) if width <= ranks],
+                "mixed": mixed,
                 "dist_port": free_port(),
             },
             "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
+            "policy": policy or {},
+            "slo": slo or {},
             "admin": {"port": free_port()},
             "run_dir": str(folder),
         }

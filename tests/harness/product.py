@@ -107,7 +107,12 @@ def product(
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(folder)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "XDG_RUNTIME_DIR": str(folder),
+                "XDG_STATE_HOME": str(folder),
+            },
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -29,8 +29,17 @@ AIO: Any = grpc.aio
 class RankSessions:
     """All ranks of a cell, in the test's event loop."""
 
-    def __init__(self, target: str, token: str, world: int, *, incarnation: int = 1) -> None:
+    def __init__(
+        self,
+        target: str,
+        token: str,
+        world: int,
+        *,
+        incarnation: int = 1,
+        heartbeat_s: float = 0.02,
+    ) -> None:
         self._target = target
+        self._heartbeat_s = heartbeat_s
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._incarnation = incarnation
         self.seats = {Rank(rank): Seat(Rank(rank), incarnation) for rank in range(world)}
@@ -81,7 +90,7 @@ class RankSessions:
         while True:
             self._move(rank)
             await call.write(self._report(rank))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(self._heartbeat_s)
 
     def _move(self, rank: Rank) -> None:
         seat = self.seats[rank]

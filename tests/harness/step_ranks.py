@@ -16,11 +16,12 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comm_pool.layout import Group, Mode, Rank
+from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.mixed import read_mixed
 from coordinator.protocol.config import Config, check_config
 from coordinator.protocol.messages import Binding, Place, Tier
 from tests.bench.servers import ROOT, free_port
@@ -28,20 +29,24 @@ from tests.harness.bare_cell import Stream, encoded_request, search_path, take
 from tests.harness.reshard_cases import vllm_settings
 from worker.launcher import fork_rank
 
-Choice = Callable[[int], Mode]
+Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
 
-TIME_LIMIT_S = 300
+TIME_LIMIT_S = 450
 BORN = 1
 
 
-def chooser(run: str) -> Choice:
-    """`tp`, `sp`, or `random-SEED`: either for each step by chance."""
+def chooser(run: str, mixed: Sequence[str]) -> Choice:
+    """`tp`, `sp`, a mixed shape, or `random-SEED`: any of them for each step by chance."""
     word, _, seed = run.partition("-")
+    shapes = [read_mixed(each) for each in mixed]
+    if word in mixed:
+        return lambda _tokens: read_mixed(word)
     if word != "random":
         return lambda _tokens: Mode(word)
     draw = random.Random(seed)
-    return lambda _tokens: draw.choice((Mode.TP, Mode.SP))
+    modes: list[StepMode] = [Mode.TP, Mode.SP, *shapes]
+    return lambda _tokens: draw.choice(modes)
 
 
 class Collector:
@@ -67,13 +72,13 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     scheduler = member.mode_of(binding.group).scheduler
     results = {}
     for run in spec["runs"]:
-        choose, modes = chooser(run), Counter[str]()
+        choose, modes = chooser(run, spec.get("mixed", ())), Counter[str]()
 
         def mode_of_step(
-            _self: Any, _wanted: Mode, tokens: int, choose: Choice = choose, modes: Any = modes
-        ) -> Mode:
+            _self: Any, _group: Group, tokens: int, choose: Choice = choose, modes: Any = modes
+        ) -> StepMode:
             mode = choose(tokens)
-            modes[mode.value] += tokens > 0
+            modes[str(mode)] += tokens > 0
             return mode
 
         PreparedMode.mode_of_step = mode_of_step  # type: ignore[method-assign, assignment]
@@ -149,6 +154,7 @@ def main() -> int:
                 "device": spec.get("device", "cpu"),
                 "layout": f"dp{ranks}",
                 "widths": spec.get("widths", [1, ranks]),
+                "mixed": spec.get("mixed", []),
                 "dist_port": free_port(),
             },
             "run_dir": str(out.parent),

@@ -1,71 +1,16 @@
 """`python -m coordinator` as a process: start, refusals, restart under ranks, orderly end."""
 
-import asyncio
-import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coordinator.cli.ports import free_ports
-from coordinator.protocol.config import check_config, dump_config
+from tests.harness.coordinator_process import START_LIMIT_S, TOKEN, Coordinator
 from tests.harness.rank_sessions import RankSessions
-
-TOKEN = "a-secret-for-tests-only"
-START_LIMIT_S = 30
-
-
-class Coordinator:
-    """A coordinator's configuration, and the process that runs it."""
-
-    def __init__(self, folder: Path, **sections: Any) -> None:
-        self.grpc, self.admin = free_ports(2)
-        self.file = folder / "cell.yaml"
-        config = {
-            "model": {"path": "a/model"},
-            "cell": {"ranks": 2, "layout": "dp2", "widths": [1, 2]},
-            "coordinator": {"listen": f"127.0.0.1:{self.grpc}", "heartbeat_ms": 20},
-            "admin": {"port": self.admin},
-            **sections,
-        }
-        self.file.write_text(dump_config(check_config(config)))
-
-    def start(self, **env: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "coordinator", "--config", str(self.file)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "AILERON_TOKEN": TOKEN, **env},
-        )
-
-    @contextmanager
-    def running(self) -> Iterator["subprocess.Popen[str]"]:
-        with self.start() as process:
-            try:
-                assert process.stdout is not None
-                assert json.loads(process.stdout.readline())["event"] == "coordinator_ready"
-                yield process
-            finally:
-                process.kill()
-
-    def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin}{path}", timeout=10) as answer:
-            return json.load(answer)
-
-    async def serving(self) -> Any:
-        async with asyncio.timeout(START_LIMIT_S):
-            while not (layout := await asyncio.to_thread(self.get, "/admin/layout"))["serving"]:
-                await asyncio.sleep(0.02)
-        return layout
 
 
 @pytest.fixture

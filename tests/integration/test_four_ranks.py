@@ -34,7 +34,9 @@ def prompt(number: int) -> list[int]:
     return random.Random(number).choices(range(10, 4000), k=20 + 7 * number)
 
 
-async def run(cell: BareCell, tag: str, switches: list[tuple[str, str]]) -> list[list[int]]:
+async def run(
+    cell: BareCell, tag: str, switches: list[tuple[str, str]], tokens: int = TOKENS
+) -> list[list[int]]:
     """All tasks at once, with these switches meanwhile; returns each task's tokens."""
     client = TaskClient()
     async with client.connected(cell):
@@ -42,7 +44,7 @@ async def run(cell: BareCell, tag: str, switches: list[tuple[str, str]]) -> list
         for number, name in enumerate(names):
             temperature = 0.8 if number % 2 else 0.0
             client.submit(
-                name, prompt(number), max_tokens=TOKENS, temperature=temperature, seed=number
+                name, prompt(number), max_tokens=tokens, temperature=temperature, seed=number
             )
         await asyncio.sleep(0.5)
         for layout, carry in switches:

@@ -19,6 +19,7 @@ from coordinator.protocol.messages import (
     Submit,
     TaskFailed,
 )
+from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -88,6 +89,8 @@ async def test_failure_before_the_first_token_is_an_http_error(
     assert caught.value.code == (code if code.islower() else "internal_error")
     assert "There is a reason." in caught.value.message
     assert "vllm" not in caught.value.response.text.lower()
+    if code == REFUSED_CODE:
+        await asyncio.sleep(2 * REFUSAL_HOLDS_S)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -155,6 +158,7 @@ async def test_one_failed_choice_fails_the_request_at_once(
     with pytest.raises(openai.RateLimitError):
         await client.chat.completions.create(**CHAT, n=3)
     await cell.until(lambda: len({each.task for each in cell.of(Cancel)}) == 3)
+    await asyncio.sleep(2 * REFUSAL_HOLDS_S)
 
 
 async def test_repeated_and_reordered_pushes_change_nothing(

@@ -322,3 +322,29 @@ def test_nothing_of_requests_is_in_the_log(gateway: GatewayProcess, cell: FakeCe
         if line.startswith("{"):
             assert isinstance(json.loads(line), dict)
     assert "request_failed" not in log
+
+
+@pytest.mark.timeout(240)
+async def test_a_grammar_that_takes_for_ever_holds_nobody_up(gateway: GatewayProcess) -> None:
+    """Sixty patterns of 35 characters take minutes to compile, in native code."""
+    patterns = [f"^(([a-z]{{0,40}}{chr(97 + n % 26)}){{0,40}}{n}){{0,9}}$" for n in range(60)]
+    properties = {f"p{n}": {"type": "string", "pattern": text} for n, text in enumerate(patterns)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    form = {"type": "json_schema", "json_schema": {"name": "slow", "schema": schema}}
+    body = {**CHAT, "response_format": form}
+    probes = 0
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as client:
+        began = time.monotonic()
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        while not asked.done():
+            assert (await client.get("/health")).status_code == 200
+            probes += 1
+            await asyncio.sleep(0.1)
+        answer = asked.result()
+    took_s = time.monotonic() - began
+    print(f"refused after {took_s:.1f} s, {probes} probes were answered meanwhile")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "invalid_value"
+    assert "takes longer than 5 s" in error["message"]
+    assert probes >= 3

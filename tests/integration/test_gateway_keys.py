@@ -2,12 +2,9 @@
 
 import asyncio
 import json
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.messages import Submit, Tier
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.redis_server import Redis
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -25,10 +23,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 Clients = Callable[[str], openai.OpenAI]
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
-REDIS = """
-import sys, fakeredis
-fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").serve_forever()
-"""
 SHARED_WAIT_S = 0.05
 RELOAD_MAX_S = 5.0
 
@@ -64,33 +58,6 @@ KEYS = (
     key("rare", requests=3),
     key("short", tokens=150),
 )
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class Redis:
-    """A server that speaks Redis' protocol and runs its scripts, in a process of its own."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", REDIS, str(self.port)])
-        for _ in range(200):
-            with closing(socket.socket()) as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.05)
-        raise AssertionError("the Redis server does not listen")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """The real OpenAI client against the whole product, in dp2 and in tp2."""
 
 import json
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -40,7 +42,8 @@ def started() -> float:
 @pytest.fixture(scope="module")
 def running(started: float, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
     """Two bf16 ranks, as `make up` starts them."""
-    with product(tmp_path_factory.mktemp("openai"), ranks=2) as up:
+    settings = {"batches": {"lines_at_once": 4, "lease_ms": 2_000}}
+    with product(tmp_path_factory.mktemp("openai"), ranks=2, settings=settings) as up:
         up.log_file.with_name("seconds").write_text(str(time.monotonic() - started))
         yield up
 
@@ -221,3 +224,74 @@ def test_a_layout_that_cannot_be_is_refused_with_the_reason(running: Product) ->
     answer = httpx.post(running.admin + "/admin/layout", json={"layout": "tp2", "carry": "hope"})
     assert answer.status_code == 400
     assert running.get("/admin/layout")["layout"] == "dp2"
+
+
+@pytest.mark.timeout(400)
+def test_a_batch_survives_its_gateway(running: Product) -> None:
+    """Chat requests as lines of a file; the gateway is killed in the middle of them."""
+    lines = [
+        {
+            "custom_id": f"c{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": MODEL_NAME,
+                "messages": [{"role": "user", "content": f"Say {number}."}],
+                "max_tokens": 0 if number == 7 else 120,
+                "ignore_eos": True,
+            },
+        }
+        for number in range(48)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=20) as client:
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"made": "here"},
+        )
+        before = _until(client, batch.id, lambda now: now.request_counts.completed > 0)
+        os.kill(running.child("gateway"), signal.SIGKILL)
+        killed = time.monotonic()
+        _until_told(running, batch.id)
+        print(f"killed at {before.request_counts}, told again after {_since(killed)}")
+        end = _until(client, batch.id, lambda now: now.status == "completed")
+        print(f"ended after {_since(killed)}")
+        output = client.files.content(end.output_file_id).text.splitlines()
+        errors = client.files.content(end.error_file_id).text.splitlines()
+        assert client.files.delete(end.output_file_id).deleted
+    assert before.request_counts.completed < 48
+    answers = [json.loads(line) for line in output]
+    assert [each["custom_id"] for each in answers] == [f"c{n}" for n in range(48) if n != 7]
+    tokens = [each["response"]["body"]["usage"]["completion_tokens"] for each in answers]
+    assert tokens == [120] * 47
+    assert end.usage.output_tokens == sum(tokens)
+    assert end.request_counts.to_dict() == {"total": 48, "completed": 47, "failed": 1}
+    (error,) = [json.loads(line) for line in errors]
+    assert (error["custom_id"], error["response"]["status_code"]) == ("c7", 400)
+
+
+def _since(moment: float) -> str:
+    return f"{time.monotonic() - moment:.1f} s"
+
+
+def _until(client: openai.OpenAI, batch: str, condition: Callable[[Any], bool]) -> Any:
+    deadline = time.monotonic() + 240
+    while not condition(now := client.batches.retrieve(batch)):
+        assert time.monotonic() < deadline, now
+        assert now.status not in ("failed", "expired", "cancelled"), now
+        time.sleep(0.05)
+    return now
+
+
+def _until_told(running: Product, batch: str) -> None:
+    """Wait until the gateway that was killed is gone, and another one runs the batch."""
+    deadline = time.monotonic() + 240
+    while running.get("/admin/status")["gateways"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while not any(each["batch"] == batch for each in running.get("/admin/status")["batches"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,7 +1,8 @@
 """Steps in sp, in tp, and alternating by chance compute what static vLLM computes, on one KV.
 
 The reference is plain vLLM (tp 1) in a process of its own; fp32 must agree to 1e-4. KV heads
-divide the width, equal it, or are fewer than it and replicated.
+divide the width, equal it, or are fewer than it and replicated. Four ranks also compute two shares
+of the tokens with two halves of the weights.
 """
 
 from pathlib import Path
@@ -27,6 +28,12 @@ from tests.integration.test_numerics import (
 pytestmark = pytest.mark.slow
 
 RUNS = ("tp", "sp", "random-1", "random-2")
+MIXED: dict[str, Any] = {
+    "widths": [1, 2, 4],
+    "mixed": ["sp2tp2"],
+    "runs": ("sp2tp2", *RUNS),
+}
+"""What is given for four ranks."""
 CHUNKS = ["--max-num-batched-tokens", "256"]
 """Prefills go in chunks, and most steps mix them with decodes."""
 
@@ -82,16 +89,17 @@ def check_runs(
             assert stream.tokens == reference[f"tokens_{number}"].tolist(), (run, number)
         assert logits < FP32_TOLERANCE, run
         assert worst < FP32_TOLERANCE, run
-        wanted = {"tp", "sp"} if run.startswith("random") else {run}
-        assert {mode for mode, steps in result["modes"].items() if steps > 5} == wanted, run
+        wanted = {"tp", "sp", *spec.get("mixed", ())} if run.startswith("random") else {run}
+        least = 5 if len(wanted) < 3 else 3
+        assert {mode for mode, steps in result["modes"].items() if steps > least} == wanted, run
 
 
 @pytest.mark.timeout(900)
 def test_steps_of_the_demo_model(tmp_path: Path) -> None:
     """Four KV heads: two for each of two ranks, one for each of four."""
     reference = static(tmp_path, *prompts_and_text())
-    for ranks in (2, 4):
-        check_runs(tmp_path, ranks, reference, MODEL)
+    check_runs(tmp_path, 2, reference, MODEL)
+    check_runs(tmp_path, 4, reference, MODEL, **MIXED)
 
 
 @pytest.mark.timeout(600)
@@ -101,7 +109,7 @@ def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(tmp_path: Path) -> None
     make_model(model, Qwen3Config(**sizes, head_dim=32, initializer_range=0.05))
     reference = static(tmp_path, *prompts_and_text(), model)
     # Trees of two ranks hold two copies of the head, those of four hold one.
-    check_runs(tmp_path, 4, reference, model, widths=[1, 2, 4])
+    check_runs(tmp_path, 4, reference, model, **MIXED)
 
 
 @pytest.mark.timeout(300)
@@ -154,8 +162,11 @@ MOE = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "ranks"), [("mixtral", 2), ("qwen3-moe", 4)])
 def test_steps_of_models_with_experts(family: str, ranks: int, tmp_path: Path) -> None:
-    """In tp a rank holds its range of experts, in sp all of them; four ranks share two KV heads."""
+    """In tp a rank holds its range of experts, in sp all of them, mixed half of them.
+
+    Four ranks share two KV heads.
+    """
     model = tmp_path / family
     make_model(model, MOE[family])
     reference = static(tmp_path, *prompts_and_text(), model)
-    check_runs(tmp_path, ranks, reference, model)
+    check_runs(tmp_path, ranks, reference, model, **(MIXED if ranks == 4 else {}))

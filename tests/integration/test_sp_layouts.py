@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.bare_cell import BareCell, bare_cell
-from tests.integration.test_four_ranks import TASKS, run
+from tests.integration.test_four_ranks import TASKS, prompt, run
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = ("dp4", "sp4", "sp2+tp2", "shift2+dp2", "shift4")
-ONE_GROUP = ("sp4", "tp4", "shift4")
+LAYOUTS = ("dp4", "sp2tp2", "sp2+tp2", "shift2+dp2", "shift4")
+LONGEST_PROMPT = len(prompt(TASKS - 1))
+ONE_GROUP = ("sp4", "tp4", "sp2tp2", "shift4", "shift2tp2")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         tmp_path_factory.mktemp("sp"),
         ranks=4,
         engine_args=["--dtype", "float32", "--max-model-len", "1024"],
+        mixed=("sp2tp2",),
         pause_limit_ms=60_000,
     ) as running:
         yield running
@@ -53,9 +55,9 @@ async def test_between_modes_of_one_group_no_kv_moves(cell: BareCell) -> None:
     expected = await run(cell, "unmoved", [])
     for carry in ("reshard", "pause"):
         cell.switch("sp4", "recompute")
-        switches = [(layout, carry) for layout in ONE_GROUP[1:] + ONE_GROUP]
+        switches = [(layout, carry) for layout in (*ONE_GROUP[1:], "tp4", "sp4")]
         assert await run(cell, f"same-{carry}", switches) == expected, carry
-        records = cell.get("/admin/switches?last=5")["switches"]
+        records = cell.get(f"/admin/switches?last={len(switches)}")["switches"]
         assert {(record["carry"], record["outcome"]) for record in records} == {(carry, "served")}
         assert sum(record["reshard_bytes"] for record in records) == 0
         assert sum(record["tasks"]["recompute"] for record in records) == 0
@@ -65,7 +67,7 @@ async def test_between_modes_of_one_group_no_kv_moves(cell: BareCell) -> None:
 
 
 def sp_share(cell: BareCell, before: dict[str, int]) -> tuple[int, int]:
-    """Steps since `before` of rank 3, a follower, and those of them that it computed in sp."""
+    """Steps since `before` of rank 3, a follower, and those of them with tokens shared out."""
     time.sleep(1.5)  # Gauges are read twice a second.
     gauges = cell.get("/admin/ranks")["ranks"][3]["gauges"]
     taken = gauges["steps"] - before.get("steps", 0), gauges["steps_sp"] - before.get("steps_sp", 0)
@@ -81,30 +83,35 @@ async def test_a_layout_pins_its_steps_and_shift_keeps_to_the_threshold(cell: Ba
     for layout in ONE_GROUP:
         cell.switch(layout, "recompute")
         sp_share(cell, before)
-        await run(cell, f"pinned-{layout}", [])
+        await run(cell, f"pinned-{layout}", [], tokens=60)
         steps, in_sp = sp_share(cell, before)
         assert steps > 50
         shares[layout] = in_sp / steps
-    print(shares, times["sp_from_tokens"])
-    assert (shares["sp4"], shares["tp4"]) == (1, 0)
-    start = times["sp_from_tokens"]
-    # Most steps decode 16 tasks; the first ones read their prompts, 1,160 tokens in all, in steps
-    # whose sizes depend on when the tasks arrive.
-    if start is None or start > 2000:
-        assert shares["shift4"] == 0
-    elif start <= 16:
-        assert shares["shift4"] > 0.8
-    else:
-        assert shares["shift4"] < 0.5
-        assert shares["shift4"] > 0 or start > 100
+    thresholds = {
+        "shift4": times["sp_from_tokens"],
+        "shift2tp2": times["mixed_from_tokens"]["sp2tp2"],
+    }
+    print(shares, thresholds)
+    assert (shares["sp4"], shares["tp4"], shares["sp2tp2"]) == (1, 0, 1)
+    # Most steps decode 16 tasks; the first ones read their prompts, 1,160 tokens in all, in as many
+    # steps as they come in.
+    for layout, start in thresholds.items():
+        if start is None or start > 2000:
+            assert shares[layout] == 0
+        elif start <= 16:
+            assert shares[layout] > 0.5
+        else:
+            assert shares[layout] < 0.5
+            assert shares[layout] > 0 or start > LONGEST_PROMPT
 
 
 def test_step_times_of_every_width_are_told(cell: BareCell) -> None:
     told = cell.get("/admin/decisions")["step_times"]
     assert [times["width"] for times in told] == [1, 2, 4]
     for times in told:
-        modes = {"dp"} if times["width"] == 1 else {"tp", "sp"}
+        modes = {1: {"dp"}, 2: {"tp", "sp"}, 4: {"tp", "sp", "sp2tp2"}}[times["width"]]
         assert set(times["curves"]) == modes
+        assert times["mixed_from_tokens"].keys() == modes - {"dp", "tp", "sp"}
         for points in times["curves"].values():
             sizes, measured = zip(*((each["tokens"], each["ms"]) for each in points), strict=True)
             assert sizes[0] == 1

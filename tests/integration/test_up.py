@@ -26,7 +26,8 @@ class Up:
     """A running `aileron up`, its output so far, and the CLI beside it."""
 
     def __init__(self, runtime: Path, *arguments: str) -> None:
-        self._env = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime)}
+        own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"), str(runtime))
+        self._env = {**os.environ, **own}
         self._log = runtime / "up.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -15,10 +15,12 @@ from comm_pool.layout import (
     parse_layout,
     supported_layouts,
 )
+from comm_pool.mixed import Mixed
 from comm_pool.plan import communicator_plan
 
 WIDTHS = (1, 2, 4, 8)
-ALL = {world: supported_layouts(world, WIDTHS, tuple(Mode)) for world in range(1, 9)}
+SHAPES = (Mixed(2, 2), Mixed(2, 4), Mixed(4, 2))
+ALL = {world: supported_layouts(world, WIDTHS, tuple(Mode), SHAPES) for world in range(1, 9)}
 some_ranks = st.frozensets(st.integers(0, 9).map(Rank))
 
 

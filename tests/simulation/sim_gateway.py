@@ -11,7 +11,7 @@ from coordinator.protocol.messages import (
     Done,
     GatewayDown,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     Resubmit,
     Submit,
     TaskFailed,
@@ -160,7 +160,7 @@ class SimGateway:
         self.ended[task.header.task] = message
         self._say(message)
 
-    def _say(self, message: GatewayUp) -> None:
+    def _say(self, message: GatewayToCore) -> None:
         if self.session is not None and self.session.is_open:
             self.world.to_core(self.session, self.name, message)
             if isinstance(message, Submit) and (task := self.open.get(message.header.task)):

@@ -5,6 +5,7 @@ from coordinator.events import (
     Event,
     GatewaySaid,
     Note,
+    Observed,
     RankOpened,
     SwitchRecorded,
     ToGateway,
@@ -46,6 +47,8 @@ def line_of(effect: Effect) -> str | None:
             return f"core: switch to {record.to_layout} {record.outcome.value}"
         case Note(_, event, fields):
             return f"core: {event} {fields}"
+        case Observed():
+            return None
 
 
 def event_line(event: Event) -> str:

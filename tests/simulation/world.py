@@ -18,6 +18,7 @@ from coordinator.events import (
     GatewayOpened,
     GatewaySaid,
     Note,
+    Observed,
     RankClosed,
     RankExited,
     RankOpened,
@@ -33,7 +34,7 @@ from coordinator.protocol.messages import (
     Carry,
     Directive,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     RankHello,
     Report,
 )
@@ -261,7 +262,7 @@ class World:
         if core is self.core and not self.faults.is_cut(rank):
             self.core_event(RankSaid(rank, report))
 
-    def to_core(self, session: Session, gateway: str, message: GatewayUp) -> None:
+    def to_core(self, session: Session, gateway: str, message: GatewayToCore) -> None:
         if isinstance(message, GatewayHello):
             opened = GatewayOpened(message)
             self.network.in_order(session, "up", lambda: self._open(gateway, session, opened))
@@ -304,7 +305,7 @@ class World:
                     self.network.in_order(session, "down", lambda: gateway.on_message(answer))
             case SwitchRecorded():
                 self.stats.switches += 1
-            case Note():
+            case Note() | Observed():
                 pass
 
     def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:

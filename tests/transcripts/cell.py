@@ -25,7 +25,7 @@ from coordinator.protocol.messages import (
     Carry,
     Directive,
     GatewayHello,
-    GatewayUp,
+    GatewayToCore,
     HeldTask,
     LeaseKept,
     PageReport,
@@ -213,7 +213,7 @@ class Cell:
     def gateway(self, name: str = "g") -> None:
         self.event(GatewayOpened(GatewayHello(PROTOCOL_VERSION, name)))
 
-    def say(self, message: GatewayUp, gateway: str = "g") -> None:
+    def say(self, message: GatewayToCore, gateway: str = "g") -> None:
         self.event(GatewaySaid(gateway, message))
 
     def serve(self) -> None:

@@ -16,6 +16,7 @@ from comm_pool.layout import (
     parse_layout,
     supported_layouts,
 )
+from comm_pool.mixed import Mixed
 
 WIDTHS = (1, 2, 4)
 MODES = tuple(Mode)
@@ -31,6 +32,32 @@ def read(text: str, world: int = 4) -> Layout:
 
 def shape(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
     return [(group.mode.value, group.ranks) for group in layout.groups]
+
+
+def test_a_mixed_group_is_one_of_sp_or_shift_with_parts() -> None:
+    group = Group(ranks(4, 5, 6, 7), Mode.SHIFT, 2)
+    assert (group.width, group.name, group.mixed) == (4, "shift2tp2", Mixed(2, 2))
+    assert Group(ranks(0, 1), Mode.SP).mixed is None
+    assert read("sp2tp2", 4).groups == (Group(ranks(0, 1, 2, 3), Mode.SP, 2),)
+    assert read("sp2tp2") != read("sp4")
+
+
+@pytest.mark.parametrize(
+    ("members", "mode", "parts", "reason"),
+    [
+        ((0, 1, 2, 3), Mode.TP, 2, "mode tp is never mixed"),
+        ((0,), Mode.DP, 2, "mode dp is never mixed"),
+        ((0, 1, 2, 3), Mode.SP, 4, "use 'tp4'"),
+        ((0, 1, 2, 3), Mode.SP, 3, "tp3 in 'sp1tp3' is no power of two"),
+        ((0, 1, 2, 3), Mode.SHIFT, 0, "no power of two"),
+        ((0, 1), Mode.SP, 4, "no power of two"),
+    ],
+)
+def test_a_mixed_group_refuses(
+    members: tuple[int, ...], mode: Mode, parts: int, reason: str
+) -> None:
+    with pytest.raises(LayoutError, match=reason):
+        Group(ranks(*members), mode, parts)
 
 
 def test_group_has_width_leader_and_name() -> None:
@@ -67,6 +94,8 @@ def test_group_refuses(members: tuple[int, ...], mode: Mode, reason: str) -> Non
         ("tp4", [("tp", (0, 1, 2, 3))]),
         ("sp4", [("sp", (0, 1, 2, 3))]),
         ("shift4", [("shift", (0, 1, 2, 3))]),
+        ("sp2tp2", [("sp", (0, 1, 2, 3))]),
+        ("shift2tp2", [("shift", (0, 1, 2, 3))]),
         ("tp2+dp2", [("tp", (0, 1)), ("dp", (2,)), ("dp", (3,))]),
         ("dp2+tp2", [("dp", (0,)), ("dp", (1,)), ("tp", (2, 3))]),
         ("tp2+tp2", [("tp", (0, 1)), ("tp", (2, 3))]),
@@ -115,6 +144,13 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
         ("shift1+dp3", "use 'dp1'"),
         ("tp8", "width 8 of 'tp8' is not supported; supported widths are 1, 2, 4"),
         ("tp3+dp1", "width 3 of 'tp3' is not supported"),
+        ("sp1tp4", "shares out no tokens; use 'tp4'"),
+        ("sp4tp1", "splits no weights; use 'sp4'"),
+        ("shift3tp2", "sp3 in 'sp3tp2' is no power of two"),
+        ("sp2tp4", "width 8 of 'sp2tp4' is not supported"),
+        ("tp2tp2", "no word with a number"),
+        ("sp2tp2+dp1", "covers more than 4 ranks"),
+        ("dp1+sp2tp2", "'sp2tp2' would start at rank 1, but .* multiple of 4"),
         ("dp1+tp2+dp1", "'tp2' would start at rank 1, but .* multiple of 2"),
         ("off2+tp4", "'tp4' would start at rank 2"),
         ("dp2", "covers only 2 of 4 ranks, but must cover exactly 4 .dpN counts N ranks"),
@@ -128,6 +164,11 @@ def test_notation_refuses_with_a_reason(text: str, reason: str) -> None:
     with pytest.raises(LayoutError, match=reason) as caught:
         read(text)
     assert str(caught.value).endswith(".")
+
+
+def test_a_mixed_group_needs_the_width_in_which_it_exchanges() -> None:
+    with pytest.raises(LayoutError, match="exchanges heads in groups of 2 ranks, which is no"):
+        parse_layout("sp2tp2", 4, (1, 4))
 
 
 def test_notation_refuses_a_width_that_is_no_power_of_two_even_if_supported() -> None:
@@ -212,6 +253,8 @@ def test_plus_adds_missing_ranks_alone_and_leaves_the_others() -> None:
         ("dp4", "tp2+dp2", {0, 1}),
         ("tp2+dp2", "tp2+tp2", {2, 3}),
         ("tp4", "sp4", {0, 1, 2, 3}),
+        ("sp4", "sp2tp2", {0, 1, 2, 3}),
+        ("sp2tp2", "shift2tp2", {0, 1, 2, 3}),
         ("shift4", "sp4", {0, 1, 2, 3}),
         ("tp2+tp2", "tp4", {0, 1, 2, 3}),
         ("dp4", "dp3+off1", {3}),
@@ -238,6 +281,12 @@ def test_supported_layouts_are_all_and_each_once(world: int, count: int) -> None
     found = supported_layouts(world, (1, 2, 4, 8), MODES)
     assert len(found) == len(set(found)) == count
     assert all(each.covers(world) for each in found)
+
+
+def test_supported_layouts_with_mixed_groups() -> None:
+    found = supported_layouts(4, (4,), (Mode.SP, Mode.SHIFT), [Mixed(2, 2), Mixed(2, 4)])
+    assert [str(each) for each in found] == ["sp4", "sp2tp2", "shift4", "shift2tp2"]
+    assert supported_layouts(4, (4,), (Mode.TP,), [Mixed(2, 2)]) == (read("tp4"),)
 
 
 def test_supported_layouts_keep_to_the_modes() -> None:

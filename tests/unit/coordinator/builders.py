@@ -103,11 +103,15 @@ def hello(
 
 
 def width_times(width: int) -> WidthTimes:
-    """Curves that cross at 64 tokens; tests have ranks that compute all widths but 2 in sp."""
+    """Curves that cross at 64 tokens, of sp2tp2 at 32; ranks compute all widths but 2 in sp."""
     if width == 1:
         return WidthTimes(1, ((Mode.DP, ((1, 9_000), (512, 40_000))),))
     tp, sp = ((1, 5_000), (512, 20_000)), ((1, 7_000), (512, 12_000))
-    return WidthTimes(width, ((Mode.TP, tp), (Mode.SP, sp)), 64)
+    curves = ((Mode.TP.value, tp), (Mode.SP.value, sp))
+    if width != 4:
+        return WidthTimes(width, curves, 64)
+    mixed = ((1, 6_000), (512, 16_000))
+    return WidthTimes(width, (*curves, ("sp2tp2", mixed)), 64, (("sp2tp2", 32),))
 
 
 def report(

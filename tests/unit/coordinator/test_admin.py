@@ -15,8 +15,10 @@ from comm_pool.layout import parse_layout
 from coordinator.admin import AdminContext, build_admin
 from coordinator.admin_guard import BODY_BYTES_MAX, AdminKeyError, require_key
 from coordinator.core import Core
-from coordinator.metrics import Metrics, Views
+from coordinator.history import History
 from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.process import build_metrics
+from coordinator.protocol.config import check_config
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer
 from coordinator.settings import CoreSettings
@@ -46,7 +48,7 @@ class Cell:
 
 def client(context: AdminContext, key: str = "") -> httpx.AsyncClient:
     transport = httpx.ASGITransport(build_admin(context, key))
-    return httpx.AsyncClient(transport=transport, base_url="http://admin", timeout=30)
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001", timeout=30)
 
 
 @pytest.fixture
@@ -54,21 +56,19 @@ async def cell() -> AsyncIterator[Cell]:
     settings = CoreSettings(world=4, layout=parse_layout("dp4", 4, WIDTHS), recover_ms=12_000)
     core = Core(settings, "c1", monotonic_ms())
     owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
-    metrics = Metrics(
-        Views(core.layout_view, lambda: core.ranks_view(monotonic_ms()), core.queue_view)
-    )
-    owner.on_switch = metrics.switch_ended
+    server = CellServer(owner, TOKEN, world=4)
+    metrics = build_metrics(core, owner, server, check_config({"model": {"path": "demo"}}))
     context = AdminContext(
         core=core,
         owner=owner,
         metrics=metrics,
+        history=History(server.gathered.tally),
         clock=monotonic_ms,
         world=4,
         widths=WIDTHS,
         default_carry=Carry.RECOMPUTE,
         facts={"model": "demo", "device": "cpu", "policy": "fixed"},
     )
-    server = CellServer(owner, TOKEN, world=4)
     port = await server.start("127.0.0.1:0")
     running = asyncio.create_task(owner.run())
     async with client(context) as http:
@@ -225,7 +225,7 @@ async def test_metrics_are_valid_and_count_switches(cell: Cell) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
+        ("GET", "/favicon.ico", 404, "unknown_url"),
         ("GET", "/docs", 404, "unknown_url"),
         ("DELETE", "/admin/layout", 405, "method_not_allowed"),
         ("GET", "/admin/switches?last=0", 400, "invalid_value"),

@@ -36,7 +36,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def build(*arguments: str, gpus: int = 0) -> Config:
-    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run")
+    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run", "/tmp/state")
     return build_config(options(*arguments), machine)
 
 
@@ -57,6 +57,7 @@ def test_defaults_are_two_cpu_ranks_with_the_demo_model() -> None:
     assert config.cell.dist_port == 20_002
     assert (config.gateway.port, config.admin.port) == (8000, 8001)
     assert config.run_dir == "/tmp/run"
+    assert config.batches.data_dir == f"/tmp/state/batches/{DEMO_NAME}"
 
 
 def test_every_gpu_is_used_by_default() -> None:
@@ -75,6 +76,12 @@ def test_options_are_taken() -> None:
     assert config.model.engine_args == ("--max-model-len", "512")
     assert (config.cell.widths, config.cell.layout) == ((1, 2), "tp2+dp2")
     assert (config.gateway.host, config.gateway.port, config.admin.port) == ("::1", 20_003, 20_004)
+
+
+def test_mixed_groups_are_those_named_and_those_of_the_layout() -> None:
+    assert build("--ranks", "8").mixed_groups() == ()
+    config = build("--ranks", "8", "--layout", "shift2tp2+dp4", "--mixed", "sp4tp2,sp2tp4")
+    assert [str(each) for each in config.mixed_groups()] == ["sp2tp2", "sp2tp4", "sp4tp2"]
 
 
 def test_options_override_a_file(tmp_path: Path) -> None:
@@ -110,6 +117,9 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--widths", "1,x"], "no list of numbers"),
         (["--widths", "1,3"], "3 is no power of two"),
         (["--widths", "4"], "between 1 and 2"),
+        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is no mixed group"),
+        (["--mixed", "sp2tp2"], "cell.mixed: sp2tp2 needs groups 4 wide"),
+        (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
         (["--port", "70000"], "gateway.port"),
         (["--device", "cuda"], "nvidia-smi lists no GPU"),
         (["--config", "absent.yaml"], "cannot read absent.yaml"),
@@ -154,9 +164,15 @@ def test_bad_command_lines_end_with_status_2(
     assert said.count("\n") == 1
 
 
-def test_adaptive_policy_is_refused_for_now(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "--policy", "adaptive"]) == 2
-    assert "not in this version" in capsys.readouterr().err
+def test_policy_is_fixed_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert build().policy.name == "fixed"
+    log, times = tmp_path / "seen.jsonl", tmp_path / "times.yaml"
+    adaptive = ("--policy", "adaptive", "--observation-log", str(log), "--step-times", str(times))
+    policy = build(*adaptive).policy
+    assert (policy.name, policy.observation_log) == ("adaptive", str(log))
+    assert policy.step_times == str(times)
+    with pytest.raises(CliError, match="belong to --policy adaptive"):
+        build("--observation-log", str(log))
 
 
 def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,3 +87,15 @@ def test_up_refuses_a_public_address_without_keys(capsys: pytest.CaptureFixture[
     told = capsys.readouterr().err
     assert "gateway.keys_file" in told
     assert "--insecure-no-auth" in told
+
+
+def test_several_processes_need_common_counters_and_ports_of_their_own() -> None:
+    model = {"path": "x"}
+    check_config({"model": model, "gateway": {"processes": 4}})
+    shared = {"processes": 2, "keys_file": "keys.yaml", "rate_limit_storage": "redis://localhost"}
+    check_config({"model": model, "gateway": shared})
+    with pytest.raises(ConfigError, match="rate_limit_storage"):
+        check_config({"model": model, "gateway": {"processes": 2, "keys_file": "keys.yaml"}})
+    fixed = {"processes": 2, "token_listen": "tcp://127.0.0.1:9000"}
+    with pytest.raises(ConfigError, match="token_listen"):
+        check_config({"model": model, "gateway": fixed})

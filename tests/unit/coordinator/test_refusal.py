@@ -10,10 +10,10 @@ from tests.unit.coordinator.builders import hello
 EVERYONE = tuple(map(Rank, range(4)))
 
 
-def roster() -> Roster:
-    made = Roster(4, rejoins=False)
-    for rank in range(4):
-        made.on_hello(hello(rank, widths=(1, 2)), 0)
+def roster(world: int = 4, widths: tuple[int, ...] = (1, 2)) -> Roster:
+    made = Roster(world, rejoins=False)
+    for rank in range(world):
+        made.on_hello(hello(rank, widths=widths), 0)
     return made
 
 
@@ -40,6 +40,18 @@ def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
     answer = refuse(layout, roster(), EVERYONE)
     assert answer is not None
     assert answer.startswith(reason)
+
+
+@pytest.mark.parametrize("text", ["sp2tp2", "shift2tp2"])
+def test_mixed_groups_need_to_be_prepared(text: str) -> None:
+    ranks = roster(8, (1, 4, 8))
+    everyone = tuple(map(Rank, range(8)))
+    assert refuse(wanted(f"dp4+{text}", 8), ranks, everyone) is None
+    wide = text.replace("tp2", "tp4")
+    assert refuse(wanted(wide, 8), ranks, everyone) == (
+        "rank 0 has not prepared sp2tp4 for this model: start the cell with --mixed sp2tp4, or "
+        "use 'tp8'."
+    )
 
 
 def test_a_rank_that_is_cut_out_cannot_be_used() -> None:

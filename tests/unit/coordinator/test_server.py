@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Rank
+from coordinator.admin import batches_view
 from coordinator.events import (
     Effect,
     Event,
@@ -28,6 +29,8 @@ from coordinator.owner import CoreOwner, monotonic_ms
 from coordinator.protocol import wire
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    BatchesRun,
+    BatchProgress,
     Cancel,
     Drop,
     GatewayHello,
@@ -158,6 +161,21 @@ async def test_reports_become_events_and_effects_come_back(cell: Cell) -> None:
     await cell.until(lambda: cell.core.count(RankClosed) == 1)
     assert cell.core.heard[0] == RankOpened(rank_hello(0))
     assert cell.core.heard[-1] == RankClosed(Rank(0), 1)
+
+
+async def test_the_batches_of_a_gateway_are_kept_while_it_is_there(cell: Cell) -> None:
+    one, two = (BatchProgress(f"batch_{n}", "in_progress", 9, n, 0) for n in (1, 2))
+    async with cell.gateway() as gateway:
+        await gateway.write(BatchesRun((one, two)))
+        await cell.until(lambda: cell.owner.batches == {"g1": (one, two)})
+        assert [each["batch"] for each in batches_view(cell.owner)] == ["batch_1", "batch_2"]
+        await gateway.write(BatchesRun((two,)))
+        await cell.until(lambda: cell.owner.batches == {"g1": (two,)})
+    await cell.until(lambda: batches_view(cell.owner) == [])
+    async with cell.gateway("g2") as gateway:
+        assert await gateway.read() == Welcome("c1")
+        assert cell.owner.batches == {}
+    assert cell.core.count(GatewaySaid) == 0, "the core has nothing to do with batches"
 
 
 async def test_gateway_is_welcomed_first_and_its_messages_reach_ranks(cell: Cell) -> None:

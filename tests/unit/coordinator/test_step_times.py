@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Mode, Rank
+from comm_pool.mixed import Mixed
 from coordinator.cli.operate import step_times_text
 from coordinator.roster import Roster
 from coordinator.views import step_times_view
 from tests.unit.coordinator.builders import hello
+
+SHAPE = Mixed(2, 2)
 
 
 def roster() -> Roster:
@@ -23,9 +26,11 @@ def told() -> list[dict[str, Any]]:
 
 
 def test_a_rank_tells_in_which_widths_it_has_sp() -> None:
-    assert roster().has_sp(Rank(0), 4)
-    assert not roster().has_sp(Rank(0), 2)
-    assert not roster().has_sp(Rank(0), 1)
+    assert roster().can_compute(Rank(0), 4, Mode.SP)
+    assert not roster().can_compute(Rank(0), 2, Mode.SP)
+    assert not roster().can_compute(Rank(0), 1, Mode.SP)
+    assert roster().can_compute(Rank(0), 4, SHAPE)
+    assert not roster().can_compute(Rank(0), 8, SHAPE)
 
 
 def test_the_view_has_each_width_once() -> None:
@@ -33,9 +38,12 @@ def test_the_view_has_each_width_once() -> None:
     assert one == {
         "width": 1,
         "sp_from_tokens": None,
+        "mixed_from_tokens": {},
         "curves": {"dp": [{"tokens": 1, "ms": 9.0}, {"tokens": 512, "ms": 40.0}]},
     }
-    assert (four["width"], four["sp_from_tokens"], set(four["curves"])) == (4, 64, {"tp", "sp"})
+    assert (four["width"], four["sp_from_tokens"]) == (4, 64)
+    assert four["mixed_from_tokens"] == {"sp2tp2": 32}
+    assert set(four["curves"]) == {"tp", "sp", "sp2tp2"}
     assert step_times_view(Roster(4, rejoins=False)) == {"step_times": []}
 
 
@@ -44,7 +52,9 @@ def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
     text = step_times_text(four)
     assert "tp4 ms" in text
     assert "sp4 ms" in text
+    assert "sp2tp2 ms" in text
     assert "20.00" in text
+    assert "shift2tp2 computes a step from 32 tokens on in sp2tp2, below in tp." in text
     assert "shift4 computes a step from 64 tokens on in sp, below in tp." in text
     assert "shift" not in step_times_text(one)
     never = {**four, "sp_from_tokens": None}

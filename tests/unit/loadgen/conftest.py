@@ -57,7 +57,8 @@ def build_record(
         output_tokens=usage,
     )
     return RequestRecord(
-        planned=planned or build_planned(),
+        # Sent when due, unless the test plans it otherwise.
+        planned=planned or build_planned(at_s=sent_s),
         sent_s=sent_s,
         ended_s=end_s,
         reply=None if sent_s is None else Reply(200, "id", served_tier),

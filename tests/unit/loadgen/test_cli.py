@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from loadgen.cli import main
-from loadgen.config import ClosedLoad, OpenLoad, RunConfig, parse_run, parse_url
+from loadgen.config import RunConfig, parse_run, parse_url
 from loadgen.errors import UsageError
+from loadgen.files import WHOLE_REPORT
+from loadgen.load import ClosedLoad, OpenLoad, TraceLoad
 from loadgen.options import build_parser
+from loadgen.plan import Sessions
 from loadgen.runner import allow_open_files
+from loadgen.slo import Slo
 
 STEADY = ["--rate", "4", "--duration", "30"]
 
@@ -62,6 +66,28 @@ def config(*options: str) -> RunConfig:
         ([*STEADY, "--plot", "run.txt"], "must end in one of"),
         ([*STEADY, "--api-key-env", "NO_SUCH_VARIABLE_HERE"], "is not set"),
         ([*STEADY, "--unknown"], "unrecognized"),
+        ([*STEADY, "--slo", "interactive"], "TIER:TTFT/TPOT"),
+        ([*STEADY, "--slo", "interactive:500/50"], "TIER:TTFT/TPOT"),
+        ([*STEADY, "--slo", "interactive:0ms/50ms"], "TIER:TTFT/TPOT"),
+        ([*STEADY, "--slo", "a:none,a:none"], "twice"),
+        ([*STEADY, "--slo", "a:none", "--slo-ttft-ms", "5"], "use one way"),
+        ([*STEADY, "--preset", "bursty"], "exactly one of"),
+        (["--preset", "none-such"], "invalid choice"),
+        (["--preset", "bursty", "--prompt-tokens", "fixed:3"], "have their own lengths"),
+        (["--preset", "bursty", "--tiers", "a:1"], "own tiers and prefixes"),
+        (["--preset", "bursty", "--duration", "0"], "not a duration"),
+        (["--preset", "bursty", "--rate-scale", "0"], "--rate-scale"),
+        (["--preset", "bursty", "--rate-scale", "1e6"], "over the limit of 200000"),
+        (["--preset", "bursty", "--length-scale", "nan"], "--length-scale"),
+        (["--preset", "bursty", "--length-scale", "1e6"], "longer than the limit"),
+        (["--preset", "bursty", "--trace", "x.csv"], "exactly one of"),
+        (["--trace", "x.csv", "--arrivals", "uniform"], "its own send times"),
+        (["--phases", "a:1/s:1s", "--duration", "3"], "--duration goes with"),
+        ([*STEADY, "--trace-start", "3"], "--trace-start goes with"),
+        (["--concurrency", "1", "--requests", "1", "--rate-scale", "2"], "a closed loop has none"),
+        ([*STEADY, "--admin-url", "here"], "not a server address"),
+        ([*STEADY, "--admin-url", "http://h?x=1"], "use --admin-key-env"),
+        ([*STEADY, "--admin-key-env", "X"], "goes with --admin-url"),
     ],
 )
 def test_a_bad_run_is_refused_in_one_sentence(
@@ -102,7 +128,7 @@ def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         ("[]", "is not a report"),
         ('{"schema": "other"}', "is not a report"),
         ('{"schema": "aileron.loadgen.report", "schema_version": 99}', "has report version 99"),
-        ('{"schema": "aileron.loadgen.report", "schema_version": 1}', "is missing"),
+        ('{"schema": "aileron.loadgen.report", "schema_version": 2}', "is missing"),
     ],
 )
 @pytest.mark.parametrize("command", ["plot", "compare"])
@@ -126,11 +152,9 @@ def test_unreadable_reports_are_refused(
 
 def test_a_hollow_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "r.json"
-    head = {"schema": "aileron.loadgen.report", "schema_version": 1, "duration_s": 1}
-    hollow: dict[str, object] = {
-        key: [] for key in ("server", "total", "tiers", "phases", "series")
-    }
-    report.write_text(json.dumps({**head, **hollow}))
+    head = {"schema": "aileron.loadgen.report", "schema_version": 2}
+    hollow: dict[str, object] = {key: [] for key in WHOLE_REPORT}
+    report.write_text(json.dumps({**hollow, **head, "duration_s": 1}))
     assert main(["plot", str(report), "--out", str(tmp_path / "p.png")]) == 2
     assert "is not a whole report" in capsys.readouterr().err
     assert main(["compare", str(report), str(report)]) == 2
@@ -143,9 +167,48 @@ def test_good_options_become_a_config() -> None:
     assert open_loop.phases[0].rate_per_s == 4
     assert open_loop.burst_requests == 3
     assert config("--concurrency", "8", "--requests", "50").load == ClosedLoad(8, 50)
-    prefixed = config(*STEADY, "--shared-prefix-tokens", "64", "--prefix-groups", "4").mixture
-    assert (prefixed.shared_prefix_tokens, prefixed.prefix_groups) == (64, 4)
-    assert config(*STEADY).mixture.prefix_groups == 0
+    prefixed = config(*STEADY, "--shared-prefix-tokens", "64", "--prefix-groups", "4").workload
+    assert prefixed[0].mixture.shared_prefix_tokens == 64
+    assert prefixed[0].mixture.prefix_groups == 4
+    assert config(*STEADY).workload[0].mixture.prefix_groups == 0
+
+
+def test_presets_and_traces_become_a_config(tmp_path: Path) -> None:
+    shrunk = config(
+        "--preset", "agentic", "--duration", "60", "--rate-scale", "0.5", "--length-scale", "0.25"
+    )
+    load = shrunk.load
+    assert isinstance(load, OpenLoad)
+    assert (load.phases[0].rate_per_s, load.phases[0].duration_s) == (2, 60)
+    assert shrunk.workload[0].mixture.shared_prefix_tokens == 512
+    assert shrunk.workload[0].mixture.sessions == Sessions(live=24, turns=8, turn_tokens=128)
+    assert shrunk.ignore_eos  # answers as long as planned, so that runs are alike
+    assert not config("--preset", "agentic", "--no-ignore-eos").ignore_eos
+    assert not config(*STEADY).ignore_eos
+    path = tmp_path / "t.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:15:{second:02}.0,10,20\n" for second in range(40))
+    )
+    traced = config(
+        "--trace", str(path), "--trace-start", "10", "--duration", "5", "--rate-scale", "4",
+        "--tiers", "batch",
+    )  # fmt: skip
+    assert isinstance(traced.load, TraceLoad)
+    assert len(traced.load.trace.rows) == 20  # 5 s at four times the speed
+    assert traced.load.phases[0].rate_per_s == 4
+    assert traced.workload[0].mixture.tiers == (("batch", 1.0),)
+
+
+def test_limits_by_tier_keep_the_defaults_of_tiers_not_named() -> None:
+    slos = config(*STEADY, "--slo", "interactive:1s/none,vip:100ms/10ms").slos
+    assert slos.of("interactive") == Slo(1000, None)
+    assert slos.of("vip") == Slo(100, 10)
+    assert slos.of("standard") == slos.of(None) == slos.of("unheard-of") == Slo(2000, 100)
+    assert slos.of("batch") == Slo(None, None)
+    for_all = config(*STEADY, "--slo-ttft-ms", "70").slos
+    assert for_all.of("batch") == for_all.of(None) == Slo(70, None)
+    assert config(*STEADY, "--slo", "*:1s/1s").slos.of("batch") == Slo(1000, 1000)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from loadgen.compare import all_metrics, as_json, compare, parse_threshold
 from loadgen.errors import UsageError
 from loadgen.plan import PlannedRequest
 from loadgen.records import Answer, RequestRecord
-from loadgen.report import Finished, Slo, build_report
+from loadgen.report import Finished, build_report
+from loadgen.slo import ALL_TIERS, Slo, Slos
 from loadgen.tables import comparison_table, number
 
 
@@ -26,7 +27,7 @@ def report(*, slower: float = 1.0) -> dict[str, Any]:
         answer = Answer(times_s, times_s[-1], "stop", saw_done=True)
         records.append(RequestRecord(planned, 0.1 * index, times_s[-1], None, answer, None))
     run = Finished(tuple(records), (Phase("steady", 10, 1.0),), 10, 2.0, interrupted=False)
-    return build_report(run, Slo(150, None), keep_records=False)
+    return build_report(run, Slos({ALL_TIERS: Slo(150, None)}), keep_records=False)
 
 
 def broken(

@@ -17,6 +17,8 @@ MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]
 # How late a send may be on a busy two-core machine; one that waited for answers takes 500 ms.
 LATE_MS = 250.0
+ROUNDS = 8
+"""A busy machine may be late in some rounds; a loop that waits for answers is late in each."""
 
 
 class SlowServer:
@@ -50,22 +52,26 @@ def bench_on(server: SlowServer, planned: int) -> Bench:
 async def test_an_open_loop_sends_on_time_while_no_answer_has_come(
     make_planned: MakePlanned, make_record: MakeRecord
 ) -> None:
-    server = SlowServer(make_record, answer_s=0.5)
-    bench = bench_on(server, 20)
-    plan = [make_planned(index, at_s=index * 0.01) for index in range(20)]
-    await run_open(plan, bench, max_in_flight=100)
-    lags = [lag for record in bench.records if (lag := lag_ms(record)) is not None]
-    assert server.most_in_flight == 20
-    assert len(lags) == 20
-    assert min(lags) > -2
-    assert max(lags) < LATE_MS
-    assert server.clock() < 1.5  # one answer time, not twenty
+    rounds = []
+    for _ in range(ROUNDS):
+        server = SlowServer(make_record, answer_s=0.5)
+        bench = bench_on(server, 20)
+        plan = [make_planned(index, at_s=index * 0.01) for index in range(20)]
+        await run_open(plan, bench, max_in_flight=100)
+        lags = [lag for record in bench.records if (lag := lag_ms(record)) is not None]
+        assert len(lags) == 20
+        assert min(lags) > -2
+        rounds.append((max(lags), server.most_in_flight))
+        if max(lags) < LATE_MS:
+            break
+    assert min(rounds)[0] < LATE_MS
+    assert max(most for _, most in rounds) == 20
 
 
 async def test_an_open_loop_drops_and_records_what_goes_over_its_limit(
     make_planned: MakePlanned, make_record: MakeRecord
 ) -> None:
-    server = SlowServer(make_record, answer_s=0.3)
+    server = SlowServer(make_record, answer_s=1.0)
     bench = bench_on(server, 10)
     plan = [make_planned(index, at_s=0.0) for index in range(10)]
     await run_open(plan, bench, max_in_flight=4)
@@ -104,7 +110,9 @@ async def test_a_stopped_run_keeps_a_record_of_every_request_it_sent(
         else run_open(plan, bench, max_in_flight=99)
     )
     running = asyncio.create_task(loop)
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(30):
+        while len(server.came) <= 3:
+            await asyncio.sleep(0.01)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -9,8 +9,8 @@ from loadgen.answer import Endpoint
 from loadgen.arrivals import ArrivalKind, Phase, plan_arrivals
 from loadgen.errors import UsageError
 from loadgen.lengths import Fixed, Uniform
-from loadgen.payload import BodyStyle, request_body, request_headers
-from loadgen.plan import Mixture, PlannedRequest, parse_tiers, plan_closed, plan_open
+from loadgen.payload import BodyStyle, made_ahead, request_body, request_headers
+from loadgen.plan import Mixture, Part, PlannedRequest, parse_tiers, plan_closed, plan_open
 from loadgen.prompts import WORDS, PromptKind, PromptStyle, make_prompt
 
 TIERS = (("interactive", 0.2), ("standard", 0.6), ("batch", 0.2))
@@ -22,7 +22,7 @@ COMPLETIONS = BodyStyle(Endpoint.COMPLETIONS, "demo", WORD_STYLE, 0.0, ignore_eo
 
 
 def closed(mixture: Mixture, requests: int = 200, seed: int = 1) -> tuple[PlannedRequest, ...]:
-    return plan_closed(requests, mixture, seed=seed, run_id="run")
+    return plan_closed(requests, (Part(1.0, mixture),), seed=seed, run_id="run")
 
 
 def words(planned: PlannedRequest, style: PromptStyle = WORD_STYLE) -> list[str]:
@@ -66,7 +66,7 @@ def test_turning_tiers_or_prefixes_on_leaves_lengths_alone() -> None:
 def test_an_open_plan_keeps_times_and_phases() -> None:
     phases = (Phase("a", 3, 1), Phase("b", 5, 1))
     arrivals = plan_arrivals(phases, ArrivalKind.UNIFORM, seed=0)
-    plan = plan_open(arrivals, PLAIN, seed=0, run_id="run")
+    plan = plan_open(arrivals, (Part(1.0, PLAIN),), seed=0, run_id="run")
     assert [(p.at_s, p.phase_index) for p in plan] == [(a.at_s, a.phase_index) for a in arrivals]
 
 
@@ -132,3 +132,18 @@ def test_headers_carry_the_request_id_and_the_tier_only_if_there_is_one() -> Non
     assert request_headers(planned)["X-Request-Id"] == "run-0"
     assert "X-Priority-Tier" not in request_headers(planned)
     assert request_headers(replace(planned, tier="batch"))["X-Priority-Tier"] == "batch"
+
+
+def test_bodies_are_made_ahead_up_to_a_limit_and_are_the_same() -> None:
+    plan = closed(PLAIN, requests=10)
+    bodies = [request_body(COMPLETIONS, planned) for planned in plan]
+    made: list[int] = []
+
+    def make(planned: PlannedRequest) -> bytes:
+        made.append(planned.index)
+        return request_body(COMPLETIONS, planned)
+
+    take = made_ahead(plan, make, bytes_max=sum(map(len, bodies[:4])))
+    assert made == [0, 1, 2, 3, 4]  # the fifth was one too many
+    assert [take(planned) for planned in plan] == bodies
+    assert made[5:] == [4, 5, 6, 7, 8, 9]

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from loadgen.advice import warnings_for
 from loadgen.arrivals import Phase
+from loadgen.overhead import Overhead, fell_behind
 from loadgen.plan import PlannedRequest
 from loadgen.records import Answer, FailureKind, RequestRecord
-from loadgen.report import Finished, Slo, build_report
+from loadgen.report import Finished, build_report
 from loadgen.series import build_series
+from loadgen.slo import ALL_TIERS, NO_SLO, Slo, Slos, is_good, parse_slos
 
 MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]
-NO_SLO = Slo(None, None)
 PHASES = (Phase("low", 1, 2.0), Phase("high", 4, 2.0))
 
 
@@ -29,7 +30,7 @@ def report_of(
     keep_records: bool = False,
 ) -> dict[str, Any]:
     run = Finished(records, phases, len(records) + 1, duration_s, interrupted=False)
-    return build_report(run, slo, keep_records=keep_records)
+    return build_report(run, Slos({ALL_TIERS: slo}), keep_records=keep_records)
 
 
 def test_latencies_of_one_request(make_record: MakeRecord) -> None:
@@ -109,19 +110,29 @@ def test_goodput_needs_both_limits(make_record: MakeRecord) -> None:
     report = report_of(fast, late, slow, one_token, failed, slo=Slo(200, 150), duration_s=4.0)
     goodput = report["total"]["goodput"]
     assert (goodput["good"], goodput["good_share"], goodput["good_per_s"]) == (2, 0.4, 0.5)
-    assert report_of(fast)["total"]["goodput"]["good"] is None
+    assert (goodput["slo_ttft_ms"], goodput["slo_tpot_ms"]) == (200, 150)
+    assert (
+        report_of(fast, late, failed)["total"]["goodput"]["good"] == 2
+    )  # no limits: whole is good
 
 
 def test_scheduling_shows_a_slow_client(make_planned: MakePlanned, make_record: MakeRecord) -> None:
     records = [
-        make_record(make_planned(0, at_s=1.0), sent_s=1.05),
-        make_record(make_planned(1, at_s=2.0), sent_s=2.001),
+        make_record(make_planned(0, at_s=1.0), sent_s=1.05, token_times_s=(1.1, 1.2, 1.3)),
+        make_record(make_planned(1, at_s=2.0), sent_s=2.001, token_times_s=(2.1, 2.2, 2.3)),
     ]
     report = report_of(*records)
     assert report["scheduling"]["lag_ms"]["max"] == pytest.approx(50)
     assert report["scheduling"]["late_sends"] == 1
     assert report["unsent_requests"] == 1
-    assert any("client was slow" in text for text in warnings_for(records, ignore_eos=False))
+    # The client's own delay is in the latency, and can be told from the server's.
+    first, second = records
+    assert report["total"]["ttft_ms"]["count"] == 2
+    assert report_of(first)["total"]["ttft_ms"]["p50"] == pytest.approx(
+        report_of(first)["total"]["ttft_from_send_ms"]["p50"] + 50
+    )
+    assert report_of(first)["total"]["e2e_ms"]["max"] == pytest.approx(300)
+    assert report_of(second)["total"]["lag_ms"]["max"] == pytest.approx(1)
 
 
 def test_series_columns_have_one_entry_per_second(make_record: MakeRecord) -> None:
@@ -132,7 +143,9 @@ def test_series_columns_have_one_entry_per_second(make_record: MakeRecord) -> No
             sent_s=None, token_times_s=(), ended_s=1.0, failure=FailureKind.DROPPED_BY_CLIENT
         ),
     ]
-    series: dict[str, Any] = build_series(records, 3.2)
+    slos = parse_slos("standard:350ms/none")
+    series: dict[str, Any] = build_series(records, 3.2, lambda record: is_good(record, slos))
+    assert series["good"] == [1, 0, 0, 0]
     assert series["t_s"] == [0, 1, 2, 3]
     assert series["arrivals"] == [1, 0, 1, 0]
     assert series["completions"] == [0, 0, 0, 1]
@@ -157,7 +170,7 @@ def test_series_lose_nothing(spans: list[list[float]]) -> None:
         for start, end in spans
     ]
     duration_s = max(end for _, end in spans)
-    series: dict[str, Any] = build_series(records, duration_s)
+    series: dict[str, Any] = build_series(records, duration_s, lambda record: record.ok)
     assert sum(series["arrivals"]) == sum(series["completions"]) == sum(series["tokens"])
     assert len({len(column) for name, column in series.items() if name != "interval_s"}) == 1
 
@@ -208,6 +221,49 @@ def test_warnings_name_what_to_doubt(make_planned: MakePlanned, make_record: Mak
         "another tier",
     ):
         assert part in told
+
+
+def test_each_tier_has_its_own_limits(make_planned: MakePlanned, make_record: MakeRecord) -> None:
+    records = [
+        make_record(make_planned(tier=tier), token_times_s=(first_s, first_s + 0.08))
+        for tier in ("interactive", "standard", "batch", "other", None)
+        for first_s in (0.4, 1.0, 9.0)
+    ]
+    run = Finished(tuple(records), PHASES, len(records), 10.0, interrupted=False)
+    report: Any = build_report(run, parse_slos(""), keep_records=False)
+    good = {tier: part["goodput"]["good"] for tier, part in report["tiers"].items()}
+    # 80 ms a token is too slow for interactive; tiers without limits have those of standard.
+    assert good == {"interactive": 0, "standard": 2, "batch": 3, "other": 2}
+    assert report["total"]["goodput"]["good"] == 9
+    assert report["total"]["goodput"]["slo_ttft_ms"] is None  # not one limit for all
+    assert report["tiers"]["interactive"]["goodput"]["slo_ttft_ms"] == 500
+    assert report["slos"]["batch"] == {"ttft_ms": None, "tpot_ms": None}
+
+
+@pytest.mark.parametrize(
+    ("late_s", "loop_ms", "cpu", "said"),
+    [
+        (0.001, 1.0, 0.2, ()),
+        (0.3, 1.0, 0.2, ("behind its schedule",)),
+        (0.001, 90.0, 0.2, ("event loop was up to 90 ms late",)),
+        (0.3, 90.0, 0.97, ("behind its schedule", "event loop", "97% of its one core")),
+    ],
+)
+def test_the_client_says_when_it_fell_behind(
+    make_planned: MakePlanned,
+    make_record: MakeRecord,
+    late_s: float,
+    loop_ms: float,
+    cpu: float,
+    said: tuple[str, ...],
+) -> None:
+    records = [
+        make_record(make_planned(index, at_s=index), sent_s=index + late_s) for index in range(50)
+    ]
+    sentences = fell_behind(records, Overhead(cpu, [loop_ms] * 20))
+    assert len(sentences) == len(said)
+    for part, sentence in zip(said, sentences, strict=True):
+        assert part in sentence
 
 
 def test_a_clean_run_has_no_warnings(make_planned: MakePlanned, make_record: MakeRecord) -> None:

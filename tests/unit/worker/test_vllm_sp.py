@@ -8,8 +8,12 @@ pytest.importorskip("vllm")
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from vllm.distributed import parallel_state
 
 from comm_pool.exchange import HeadExchange
+from comm_pool.layout import Rank
+from comm_pool.vllm_pool import Communicator
 from tests.harness.mover_ranks import World, run_ranks
 
 PLAN = HeadExchange(heads=8, kv_heads=2, width=2)
@@ -82,3 +86,49 @@ def test_two_processes_exchange_heads_and_tokens() -> None:
         assert one == (([1.0], [0.0])[rank], [1.0])
         assert five == (([1.0, 2.0, 3.0], [4.0, 5.0, 0.0])[rank], [1.0, 2.0, 3.0, 4.0, 5.0])
         assert six[0] == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])[rank]
+
+
+class Alone:
+    """A group of one: what is gathered is what is given."""
+
+    rank_in_group = 0
+
+    def all_gather(self, rows: torch.Tensor, _dim: int) -> torch.Tensor:
+        """The rows themselves."""
+        return rows
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.vllm_sp import Exchange, MixedParallel
+
+    reducing, whole, group = object(), object(), Alone()
+    found: list[Any] = []
+
+    class Shells(nn.Module):  # type: ignore[misc]
+        def forward(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+            found.append(parallel_state._TP)
+            if fails:
+                raise ValueError("a layer failed")
+            return ids[:, None]
+
+    members = (Rank(0), Rank(2)), (Rank(0), Rank(1), Rank(2), Rank(3))
+    across, all_four = (
+        Communicator(ranks, named, 0.0, 0)
+        for ranks, named in zip(members, (reducing, whole), strict=True)
+    )
+    monkeypatch.setattr(parallel_state, "_TP", whole)
+    monkeypatch.setattr(parallel_state, "_EP", None)
+    alone: Any = group
+    exchange = Exchange(HeadExchange(4, 4, 1), alone)
+    tree = MixedParallel(Shells(), nn.Identity(), exchange, across, all_four)
+    ids = torch.arange(3)
+    if fails:
+        with pytest.raises(ValueError, match="a layer failed"):
+            tree(ids, ids)
+    else:
+        assert tree(ids, ids).tolist() == [[0], [1], [2]]
+    assert found == [reducing]
+    assert parallel_state._TP is whole

@@ -31,6 +31,10 @@ class FakeServer:
     came_at_s: list[float] = field(default_factory=list)
     in_flight: int = 0
     most_in_flight: int = 0
+    switches: list[Body] = field(default_factory=list)
+    admin_headers: list[dict[str, str]] = field(default_factory=list)
+    admin_status: int = 200
+    on_request: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -135,6 +139,7 @@ def build_app(server: FakeServer) -> web.Application:
 
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        server.on_request()
         server.came_at_s.append(time.monotonic())
         server.bodies.append(body)
         server.headers.append(dict(request.headers))
@@ -163,7 +168,15 @@ def build_app(server: FakeServer) -> web.Application:
             server.in_flight -= 1
         return response
 
+    async def admin(request: web.Request) -> web.Response:
+        server.admin_headers.append(dict(request.headers))
+        if request.path.endswith("layout"):
+            return web.json_response({"layout": "dp2", "epoch": 1})
+        return web.json_response({"switches": server.switches}, status=server.admin_status)
+
     app = web.Application()
+    app.router.add_get("/admin/layout", admin)
+    app.router.add_get("/admin/switches", admin)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/completions", generate)
     app.router.add_post("/v1/chat/completions", generate)

@@ -1,0 +1,92 @@
+"""Groups that share out tokens and split weights at once: who computes what, who talks to whom.
+
+In a group `sp2tp2` the weights fall into n = 2 parts and a step's tokens into m = 2 shares; each of
+the m·n members computes one share with one part (Shift Parallelism, section 3.3.1). The paper puts
+tp groups side by side and strides sp groups, so a member's heads are not those of full tp and the
+tp model has to be loaded in another order. Here it is the other way round: the m members beside
+each other hold the same part, so the all-to-all among them leaves each with the very heads that
+full tp of the same width gives it, and no head has to be ordered anew.
+
+Pure. Called by the layout notation, by the communicator plan and by the worker.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NOTATION = re.compile(r"sp([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
+
+
+class MixedError(ValueError):
+    """A combination of sp and tp that cannot be; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mixed:
+    """`sp` shares of tokens times `tp` parts of weights, both powers of two and at least 2.
+
+    Members are numbered by their place in the group, 0..width-1. Other numbers raise `MixedError`.
+    """
+
+    sp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is not mixed."""
+        for word, count in (("sp", self.sp), ("tp", self.tp)):
+            if count < 1 or count & (count - 1):
+                raise MixedError(f"{word}{count} in '{self}' is no power of two.")
+        if self.sp == 1:
+            raise MixedError(f"'{self}' shares out no tokens; use 'tp{self.tp}'.")
+        if self.tp == 1:
+            raise MixedError(f"'{self}' splits no weights; use 'sp{self.sp}'.")
+
+    def __str__(self) -> str:
+        """Return the notation."""
+        return f"sp{self.sp}tp{self.tp}"
+
+    @property
+    def width(self) -> int:
+        """Members of a group."""
+        return self.sp * self.tp
+
+    def part_of(self, member: int) -> int:
+        """Which part of the weights a member computes with, 0..tp-1."""
+        return member // self.sp
+
+    def share_of(self, member: int) -> int:
+        """Which share of a step's tokens a member computes, 0..sp-1."""
+        return member % self.sp
+
+    def exchanging_with(self, member: int) -> range:
+        """The members of the same part: they exchange tokens for heads. An aligned group."""
+        first = self.part_of(member) * self.sp
+        return range(first, first + self.sp)
+
+    def reducing_with(self, member: int) -> range:
+        """The members with the same tokens, by part: they sum up what their parts give."""
+        return range(self.share_of(member), self.width, self.sp)
+
+
+def read_mixed(text: str) -> Mixed:
+    """Read the notation, such as `sp2tp2`; raises `MixedError`."""
+    match = _NOTATION.fullmatch(text)
+    if match is None:
+        raise MixedError(f"'{text}' is no mixed group, such as 'sp2tp2'.")
+    return Mixed(int(match[1]), int(match[2]))
+
+
+def reducing_groups(world: int, mixed: Iterable[Mixed]) -> dict[Mixed, list[list[int]]]:
+    """Return for each mixed shape the strided groups that reduce, in one order on every rank.
+
+    All ranks of the world are in exactly one group of each shape. The groups that exchange are
+    aligned ones, which the cell has anyway.
+    """
+    return {
+        each: [
+            [first + member for member in each.reducing_with(share)]
+            for first in range(0, world, each.width)
+            for share in range(each.sp)
+        ]
+        for each in sorted(set(mixed))
+    }

@@ -1,0 +1,123 @@
+"""Which arrangements the policy chooses from: layouts, and groups kept for urgent tiers.
+
+Layouts that differ only in where equal groups lie are one candidate: the one that changes the
+fewest ranks. An arrangement may keep some groups for the most urgent tiers; then the others take
+the rest. Changing what is kept needs no switch. Called by `decide`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from comm_pool.layout import (
+    MAX_ENUMERATED_WORLD,
+    Layout,
+    Mode,
+    Rank,
+    diff,
+    format_layout,
+    parse_layout,
+    supported_layouts,
+)
+
+Shape = tuple[str, ...]
+"""Names of a layout's groups, widest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A layout, and the leaders of groups that take only the `tiers` most urgent tiers."""
+
+    layout: Layout
+    reserved: tuple[Rank, ...] = ()
+    tiers: int = 0
+
+    @property
+    def name(self) -> str:
+        """The layout's notation, and what is kept for whom."""
+        text = format_layout(self.layout)
+        if not self.reserved:
+            return text
+        leaders = ",".join(str(leader) for leader in self.reserved)
+        tiers = "interactive" if self.tiers == 1 else "interactive and standard"
+        return f"{text}, {leaders} for {tiers}"
+
+
+class LayoutSpace:
+    """All layouts of a cell, by shape."""
+
+    __slots__ = ("_by_shape",)
+
+    def __init__(
+        self,
+        world: int,
+        modes: Mapping[int, Mode],
+        *,
+        absent: Collection[Rank] = (),
+        alone: Collection[Rank] = (),
+    ) -> None:
+        """Take the mode of each supported width; `alone` are ranks that serve in dp only."""
+        self._by_shape: dict[Shape, list[Layout]] = {}
+        for layout in _layouts(world, sorted(modes)):
+            present = _in_modes(layout, modes).without(absent)
+            possible = Layout(present.without(alone).groups).plus(
+                [rank for rank in alone if rank not in absent]
+            )
+            same = self._by_shape.setdefault(shape_of(possible), [])
+            if possible not in same:
+                same.append(possible)
+
+    def layouts(self, current: Layout) -> list[Layout]:
+        """Return one layout of each shape, the nearest to `current`."""
+        return [
+            current
+            if shape == shape_of(current)
+            else min(same, key=lambda layout: (len(diff(current, layout)), same.index(layout)))
+            for shape, same in self._by_shape.items()
+        ]
+
+
+def shape_of(layout: Layout) -> Shape:
+    """Return what a layout can do, wherever its groups lie."""
+    return tuple(group.name for group in sorted(layout.groups, key=lambda each: -each.width))
+
+
+def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
+    """Return a layout with no group kept for anyone, and with some, if several tiers are there."""
+    found = [Arrangement(layout)]
+    present = sorted(tiers)
+    cuts = [cut for cut in (1, 2) if cut - 1 in present and present[-1] >= cut]
+    groups = sorted(layout.groups, key=lambda group: (-group.width, group.leader))
+    for count in _reservations([group.width for group in groups]):
+        leaders = tuple(sorted(group.leader for group in groups[:count]))
+        found += [Arrangement(layout, leaders, cut) for cut in cuts]
+    return found
+
+
+def _reservations(widths: list[int]) -> list[int]:
+    """Return how many of the groups, widest first, may be kept: one or half, or all wide ones."""
+    widest = widths.count(widths[0]) if widths else 0
+    if len(widths) < 2:
+        return []
+    return [widest] if widest < len(widths) else sorted({1, widest // 2})
+
+
+def _layouts(world: int, widths: list[int]) -> list[Layout]:
+    if world <= MAX_ENUMERATED_WORLD:
+        return list(supported_layouts(world, widths, (Mode.DP, Mode.TP)))
+    # Of a large cell only those of one width, and those with one wider group.
+    found = []
+    for width in widths:
+        tail = [f"tp{width}"] * (world // width) if width > 1 else [f"dp{world}"]
+        found.append(parse_layout("+".join(tail), world, widths))
+    for width in widths:
+        if 1 < width < world:
+            found.append(parse_layout(f"tp{width}+dp{world - width}", world, widths))
+    return found
+
+
+def _in_modes(layout: Layout, modes: Mapping[int, Mode]) -> Layout:
+    groups = [
+        group if group.width == 1 else type(group)(group.ranks, modes[group.width])
+        for group in layout.groups
+    ]
+    return Layout(tuple(groups))

@@ -1,0 +1,128 @@
+"""What a group of each width costs: its step times, what it holds, and what a switch takes.
+
+Built from the curves that ranks measured at start-up and kept up to date from served steps; the
+measured curves stay in it as a fixed number of steps, so that a load of one shape does not make it
+forget the others. Called by `predict`, and by the simulator in place of a GPU.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from comm_pool.layout import Mode
+from coordinator.policy.step_line import StepLine, fit, plus, sums_of
+from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
+
+PRIOR_STEPS = 20.0
+"""How many served steps one point that was measured at start-up weighs."""
+
+STEPS_REMEMBERED = 2_000.0
+"""Served steps count less and less; so many newest ones weigh half of all."""
+
+CHUNK_TOKENS = 8_192
+"""Most tokens of a step, where nothing is measured that says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCost:
+    """A group of one width and mode: step times in seconds, KV in tokens.
+
+    `prefill` differs from `decode` in shift groups, which compute large steps in sp.
+    """
+
+    decode: StepLine
+    prefill: StepLine
+    capacity_tokens: int
+    tasks_max: int = 1_024
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def step_s(self, tokens: float, context: float) -> float:
+        """Seconds of a step, in the mode that is sooner done."""
+        decode = self.decode.seconds(tokens, context)
+        if self.prefill is self.decode:
+            return decode
+        return min(decode, self.prefill.seconds(tokens, context))
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCost:
+    """What a switch takes: a pause, and the KV of running tasks over the links."""
+
+    pause_s: float = 0.05
+    kv_bytes_per_token: float = 0.0
+    bytes_per_s: float = 100e9
+
+    def seconds(self, context_tokens: float) -> float:
+        """The time in which groups that change compute nothing."""
+        return self.pause_s + self.kv_bytes_per_token * context_tokens / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs by the name of mode and width, such as `tp2`; a dp rank is `dp1`."""
+
+    groups: Mapping[str, GroupCost]
+    switch: SwitchCost = field(default_factory=SwitchCost)
+
+    def of(self, mode: Mode, width: int) -> GroupCost | None:
+        """Return the cost of a group, if it is known."""
+        return self.groups.get(f"{mode}{width}")
+
+
+class StepFits:
+    """Lines by (mode, width), fitted to what was measured at start-up and served since."""
+
+    __slots__ = ("_lines", "_priors", "_served")
+
+    def __init__(self) -> None:
+        self._priors: dict[tuple[Mode, int], StepSums] = {}
+        self._served: dict[tuple[Mode, int], StepSums] = {}
+        self._lines: dict[tuple[Mode, int], StepLine] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is known yet."""
+        return not self._lines
+
+    def line(self, mode: Mode, width: int) -> StepLine | None:
+        """Return the line of a mode and width, if anything is known of it."""
+        return self._lines.get((mode, width))
+
+    def measured(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
+        """Take the curves of a start-up.
+
+        They are measured without context, so the first guess of what it costs is given: reading a
+        token's KV takes `context_share` of reading all weights, which is most of a short step.
+        """
+        for each in times:
+            for name, points in each.curves:
+                if name not in set(Mode):
+                    continue  # Layouts of mixed groups are no candidates.
+                mode = Mode(name)
+                shortest_s = min(us for _, us in points) * 1e-6
+                per_million_s = shortest_s * context_share * 1e6
+                steps = []
+                for tokens, us in points:
+                    seconds = us * 1e-6
+                    steps.append((tokens, 0.0, seconds))
+                    # As much context as makes the step half as long again.
+                    if per_million_s > 0:
+                        context = 0.5 * seconds / per_million_s * 1e6
+                        steps.append((tokens, context, 1.5 * seconds))
+                self._priors[mode, each.width] = sums_of(steps, PRIOR_STEPS)
+                self._refit(mode, each.width)
+
+    def served(self, steps: Iterable[ServedSteps]) -> None:
+        """Take what a leader served since its last report."""
+        for each in steps:
+            key = each.mode, each.width
+            before = self._served.get(key, StepSums())
+            keep = 0.5 ** (each.sums.steps / STEPS_REMEMBERED)
+            self._served[key] = plus(before, each.sums, keep)
+            self._refit(*key)
+
+    def _refit(self, mode: Mode, width: int) -> None:
+        key = mode, width
+        total = plus(self._priors.get(key, StepSums()), self._served.get(key, StepSums()))
+        line = fit(total)
+        if line is not None and (line.base_s > 0 or line.token_s > 0):
+            self._lines[key] = line

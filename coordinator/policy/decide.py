@@ -1,0 +1,236 @@
+"""The decision: a pure function of an observation, with the reason in words.
+
+An arrangement is left only for one that raises the predicted goodput by more than the switch
+costs, or that is as good for the goals and has looked faster for a while. A layout is kept for a
+minimum stay, never left for the one before it sooner, and switches per minute are bounded. Called
+on a clock by `steering`, and offline by `aileron replay` and the simulator.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from comm_pool.layout import Layout, Rank, diff, format_layout
+from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.demand import demands_of
+from coordinator.policy.observation import Observation
+from coordinator.policy.predict import Demand
+from coordinator.policy.score import Score, score
+from coordinator.policy.settings import PolicySettings
+
+POLICY = "policy"
+"""The cause of a switch that the policy asked for."""
+
+AS_GOOD = 0.99
+"""Arrangements that keep so much of the best goodput are as good for the goals."""
+
+STRESS = 2.0
+"""A layout should also stand a rate that is so many standard deviations higher."""
+
+URGENT_GAIN = 0.25
+"""A gain of such a part does not wait for the minimum stay, only for a third of it."""
+
+RESERVED_WORTH = 0.94
+"""Groups that are kept for some tiers idle while others wait, more than means can say."""
+
+STAY_ASSUMED_S = 20.0
+"""A layout that is taken for its speed alone is likely to stay so long, and pays for its switch."""
+
+IN_QUESTION = 0.7
+"""Only layouts that reach such a part of the best are tried with a busier time as well."""
+
+MINUTE_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the policy remembers between decisions: what has looked better, since when."""
+
+    preferred: str = ""
+    since_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An arrangement with its score; `worth` counts a busier time, `lost_s` is to get there."""
+
+    arrangement: Arrangement
+    score: Score
+    worth: float
+    lost_s: float = 0.0
+
+    def after_switch(self, horizon_ms: int) -> float:
+        """What it is worth over a horizon that begins with the switch."""
+        return self.worth * max(0.0, 1 - self.lost_s * 1000 / horizon_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wanted, and why; `changes` says whether it is something else than what is there."""
+
+    choice: Arrangement
+    reason: str
+    changes: bool
+    candidates: tuple[Judged, ...] = ()
+    demands: tuple[Demand, ...] = field(default=())
+
+
+def decide(
+    seen: Observation,
+    current: Layout,
+    space: LayoutSpace,
+    costs: CostModel,
+    settings: PolicySettings,
+    state: State,
+) -> tuple[Verdict, State]:
+    """Return the verdict and what to remember; `current` is the layout of the observation."""
+    here = Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
+    if seen.is_switching:
+        return Verdict(here, "a switch is under way", changes=False), state
+    if seen.pinned_ms:
+        seconds = -(-seen.pinned_ms // 1000)
+        reason = f"an operator chose this layout: it is left alone for {seconds} s more"
+        return Verdict(here, reason, changes=False), State()
+    demands = demands_of(seen, settings)
+    if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
+        return Verdict(here, f"the steps of {unknown[0]} were not measured", changes=False), state
+    judged = _judge(seen, here, space, costs, settings, demands)
+    now = next(each for each in judged if each.arrangement == here)
+    best = _best(judged, now, settings)
+    state = _remember(state, best, here, seen.time_ms)
+    verdict = _choose(seen, now, best, settings, state)
+    return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
+
+
+def _judge(
+    seen: Observation,
+    here: Arrangement,
+    space: LayoutSpace,
+    costs: CostModel,
+    settings: PolicySettings,
+    demands: list[Demand],
+) -> list[Judged]:
+    busier = [_busier(demand, settings.horizon_ms / 1000) for demand in demands]
+    tiers = {demand.tier for demand in demands}
+    wanted = [here]
+    for layout in space.layouts(here.layout):
+        wanted += [each for each in arrangements(layout, tiers) if each != here]
+    context = sum(demand.context for demand in demands)
+    # Groups that change wait for the longest step under way.
+    first = score(here, seen, demands, costs, settings, here.layout)
+    step_s = max((tier.tpot_s for tier in first.tiers), default=0.0)
+    world = max(1, len(here.layout.ranks))
+    scores = [score(each, seen, demands, costs, settings, here.layout) for each in wanted]
+    top = max(found.worth for found in scores)
+    judged = []
+    for each, found in zip(wanted, scores, strict=True):
+        moved = len(diff(here.layout, each.layout)) / world
+        lost_s = (costs.switch.seconds(context * moved) + step_s) * moved if moved else 0.0
+        worth = found.worth
+        if not found.refused and (worth >= top * IN_QUESTION or each == here):
+            stressed = score(each, seen, busier, costs, settings, here.layout)
+            worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
+        if each.reserved:
+            worth *= RESERVED_WORTH
+        judged.append(Judged(each, found, worth, lost_s))
+    return judged
+
+
+def _busier(demand: Demand, horizon_s: float) -> Demand:
+    """Return a demand as high as chance makes it now and then, with the rate that it has."""
+    return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
+
+
+def _best(judged: list[Judged], now: Judged, settings: PolicySettings) -> Judged:
+    """Return what is to be preferred: the most goodput, and among what has as much the fastest.
+
+    If nothing has more than what is there, after its switch, then what getting there costs counts
+    for little: the layout would stay.
+    """
+    possible = [each for each in judged if not each.score.refused] or judged
+    after = {id(each): each.after_switch(settings.horizon_ms) for each in possible}
+    top = max(after.values())
+    if now.score.refused or top > now.worth * (1 + settings.gain_min):
+        good = [each for each in possible if after[id(each)] >= top * AS_GOOD]
+    else:
+        top = max(each.worth for each in possible)
+        good = [each for each in possible if each.worth >= top * AS_GOOD]
+    return min(good, key=lambda each: each.score.cost)
+
+
+def _remember(state: State, best: Judged, here: Arrangement, now_ms: int) -> State:
+    name = best.arrangement.name
+    if best.arrangement == here:
+        return State()
+    return state if state.preferred == name else State(name, now_ms)
+
+
+def _choose(
+    seen: Observation, now: Judged, best: Judged, settings: PolicySettings, state: State
+) -> Verdict:
+    here, there = now.arrangement, best.arrangement
+
+    def stay(reason: str) -> Verdict:
+        return Verdict(here, reason, changes=False)
+
+    if there == here:
+        return stay(_words_for_best(now))
+    reason = _why(now, best, settings)
+    if reason is None:
+        return stay(f"{there.name} would be little better")
+    # Even what is urgent is looked at twice: one look in a row of many is off by chance.
+    settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
+    if seen.time_ms - state.since_ms < settle_ms:
+        return stay(f"{there.name} has looked better for too short a time")
+    if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
+        return stay(f"{held}; otherwise {there.name}, because {reason.words}")
+    return Verdict(there, reason.words, changes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    words: str
+    urgent: bool
+
+
+def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
+    """Return why `best` is worth the change, if it is."""
+    if now.score.refused and not best.score.refused:
+        return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
+    gained = best.after_switch(settings.horizon_ms)
+    if gained > now.worth * (1 + settings.gain_min):
+        words = (
+            f"{best.score.attainment:.0%} of requests would meet their goals, "
+            f"{now.score.attainment:.0%} here"
+        )
+        return _Reason(words, urgent=gained > now.worth * (1 + URGENT_GAIN))
+    needed = max(settings.latency_gain_min, best.lost_s / STAY_ASSUMED_S)
+    if best.score.cost < now.score.cost * (1 - needed):
+        faster = 1 - best.score.cost / now.score.cost
+        words = f"it meets the goals as well, and costs {faster:.0%} less time"
+        return _Reason(words, urgent=False)
+    return None
+
+
+def _held_back(seen: Observation, now: Judged, best: Judged, settings: PolicySettings) -> str:
+    """Return why no switch may be made now, or nothing."""
+    last = seen.switches[-1] if seen.switches else None
+    if last is not None and last.ago_ms < settings.stay_ms:
+        is_urgent = best.worth > now.worth * (1 + URGENT_GAIN) or bool(now.score.refused)
+        returns = format_layout(best.arrangement.layout) == last.from_layout
+        if returns or not is_urgent or last.ago_ms * 3 < settings.stay_ms:
+            return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
+    own = [each for each in seen.switches if each.cause == POLICY and each.ago_ms < MINUTE_MS]
+    if len(own) >= settings.switches_per_minute_max:
+        return f"{len(own)} switches in a minute are enough"
+    return ""
+
+
+def _words_for_best(now: Judged) -> str:
+    if now.score.refused:
+        return f"no layout is better, though {now.score.refused}"
+    return f"it is the best: {now.score.attainment:.0%} of requests would meet their goals"
+
+
+def _leaders(ranks: tuple[int, ...]) -> tuple[Rank, ...]:
+    return tuple(Rank(rank) for rank in ranks)

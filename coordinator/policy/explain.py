@@ -1,0 +1,60 @@
+"""A verdict as it is recorded: inputs, candidates and scores, rounded for people. Pure."""
+
+from collections.abc import Mapping
+
+from coordinator.policy.decide import POLICY, Judged, Verdict
+from coordinator.policy.predict import Demand
+from coordinator.protocol.messages import Carry, Tier
+from coordinator.records import Decision
+
+
+def recorded(verdict: Verdict, carry: Carry, now_ms: int) -> Decision:
+    """Return the record of a verdict."""
+    return Decision(
+        now_ms,
+        verdict.choice.name,
+        carry,
+        verdict.reason,
+        inputs=inputs_of(verdict.demands),
+        candidates=tuple(_candidate(each) for each in verdict.candidates),
+        cause=POLICY,
+        changes=verdict.changes,
+    )
+
+
+def inputs_of(demands: tuple[Demand, ...]) -> Mapping[str, object]:
+    """Return what was to be served, by tier."""
+    return {Tier(each.tier).name.lower(): _demand(each) for each in demands}
+
+
+def _demand(demand: Demand) -> Mapping[str, object]:
+    return {
+        "requests_per_s": round(demand.rate, 2),
+        "prompt_tokens": round(demand.prompt),
+        "output_tokens": round(demand.output),
+        "waiting": round(demand.unstarted),
+        "waiting_tokens": round(demand.unstarted_tokens),
+        "running": round(demand.running),
+        "context_tokens": round(demand.context),
+    }
+
+
+def _candidate(judged: Judged) -> Mapping[str, object]:
+    score = judged.score
+    if score.refused:
+        return {"layout": judged.arrangement.name, "refused": score.refused}
+    return {
+        "layout": judged.arrangement.name,
+        "goals_met": round(score.attainment, 3),
+        "worth": round(judged.worth, 3),
+        "cost": round(score.cost, 3),
+        "tiers": {
+            # In a layout with several kinds of groups the slowest is shown.
+            Tier(each.tier).name.lower(): {
+                "ttft_ms": round(each.ttft_s * 1e3, 1),
+                "tpot_ms": round(each.tpot_s * 1e3, 2),
+            }
+            for each in sorted(score.tiers, key=lambda each: each.ttft_s)
+            if each.asked > 0
+        },
+    }

@@ -1,0 +1,144 @@
+"""What the policy knows of its cell: which layouts there are, and what each would cost.
+
+Made from what ranks told and served, or from a file of step times. Called by `steering`.
+"""
+
+from collections.abc import Collection, Mapping
+
+from comm_pool.layout import Mode, Rank
+from coordinator.policy.candidates import LayoutSpace
+from coordinator.policy.cost_model import (
+    CHUNK_TOKENS,
+    CostModel,
+    GroupCost,
+    StepFits,
+    SwitchCost,
+)
+from coordinator.policy.step_line import StepLine
+from coordinator.protocol.messages import RankHello, Report
+from coordinator.records import Outcome, SwitchRecord
+from coordinator.roster import Roster
+
+PAUSE_ASSUMED_S = 0.05
+LINK_ASSUMED_BYTES_S = 50e9
+"""Until a switch was measured."""
+
+NEWEST_SHARE = 0.3
+"""What the newest switch counts in the mean of them all."""
+
+BYTES_MIN = 1 << 20
+"""Moves of less say nothing about the links."""
+
+
+class Knowledge:
+    """Layouts and costs, as far as known."""
+
+    __slots__ = (
+        "_fits",
+        "_given",
+        "_pause_s",
+        "_space",
+        "_space_of",
+        "_speed",
+        "_widths",
+        "version",
+    )
+
+    def __init__(self, widths: Collection[int], given: Mapping[str, StepLine]) -> None:
+        self._widths = sorted({1, *widths})
+        self._given = given
+        self._fits = StepFits()
+        self._pause_s = PAUSE_ASSUMED_S
+        self._speed = LINK_ASSUMED_BYTES_S
+        self._space: LayoutSpace | None = None
+        self._space_of: object = None
+        self.version = 0
+        """Grows when what may be chosen from changes."""
+
+    def on_hello(self, hello: RankHello) -> None:
+        """Take what a rank measured at its start."""
+        memory = dict(hello.memory)
+        tokens = max(1, hello.pages_total * hello.tokens_per_slot)
+        weights = memory.get("weights", 0)
+        share = memory.get("kv", 0) / tokens / weights if weights else 0.0
+        self._fits.measured(hello.step_times, share)
+
+    def on_report(self, report: Report) -> None:
+        """Take what a leader served."""
+        if report.served:
+            self._fits.served(report.served)
+
+    def on_switch(self, record: SwitchRecord) -> None:
+        """Take how long a switch took."""
+        if record.outcome is not Outcome.SERVED or not record.stall_ms:
+            return
+        pause_s = max(0.0, record.stall_ms - record.reshard_ms) / 1000
+        self._pause_s += NEWEST_SHARE * (pause_s - self._pause_s)
+        if record.reshard_bytes > BYTES_MIN and record.reshard_ms:
+            speed = record.reshard_bytes / (record.reshard_ms / 1000)
+            self._speed += NEWEST_SHARE * (speed - self._speed)
+
+    def space(self, roster: Roster, alive: Collection[Rank]) -> LayoutSpace:
+        """Return the layouts of the ranks that are there; the same until they change."""
+        modes = self.modes(roster, alive)
+        absent = [Rank(rank) for rank in range(roster.world) if rank not in alive]
+        alone = [rank for rank in alive if roster.is_degraded(rank)]
+        made_of = tuple(modes.items()), tuple(absent), tuple(alone)
+        if self._space is None or made_of != self._space_of:
+            self._space = LayoutSpace(roster.world, modes, absent=absent, alone=alone)
+            self._space_of = made_of
+            self.version += 1
+        return self._space
+
+    def modes(self, roster: Roster, alive: Collection[Rank]) -> dict[int, Mode]:
+        """Return the mode to serve each width in: shift where sp overtakes tp somewhere."""
+        found = {1: Mode.DP}
+        for width in self._widths[1:]:
+            if any(not roster.supports(r, width) for r in alive if not roster.is_degraded(r)):
+                continue
+            shifts = not self._given and all(_shifts(roster, rank, width) for rank in alive)
+            found[width] = Mode.SHIFT if shifts else Mode.TP
+        return found
+
+    def costs(self, roster: Roster, alive: Collection[Rank]) -> CostModel:
+        """Return what groups of these ranks cost; groups whose steps are not known are missing."""
+        hellos = [roster[rank].hello for rank in alive if rank in roster]
+        if not hellos:
+            return CostModel({})
+        groups = {}
+        for width, mode in self.modes(roster, alive).items():
+            # An operator may have chosen a mode that the policy would not.
+            for each in (mode,) if width == 1 else (Mode.TP, Mode.SP, Mode.SHIFT):
+                if (cost := self._group(each, width, hellos)) is not None:
+                    groups[f"{each}{width}"] = cost
+        kv_bytes = dict(hellos[0].memory).get("kv", 0)
+        per_token = kv_bytes / max(1, hellos[0].pages_total * hellos[0].tokens_per_slot)
+        return CostModel(groups, SwitchCost(self._pause_s, per_token, self._speed))
+
+    def _group(self, mode: Mode, width: int, hellos: list[RankHello]) -> GroupCost | None:
+        decode = self._line(Mode.TP if mode is Mode.SHIFT else mode, width)
+        prefill = self._line(Mode.SP, width) if mode is Mode.SHIFT else decode
+        if decode is None or prefill is None:
+            return None
+        # One page is vLLM's null block.
+        pages = min(hello.pages_total for hello in hellos) - 1
+        slots = min(width, hellos[0].kv_heads)
+        return GroupCost(
+            decode=decode,
+            prefill=prefill,
+            capacity_tokens=pages * slots * hellos[0].tokens_per_slot,
+            tasks_max=hellos[0].max_tasks,
+            chunk_tokens=hellos[0].tokens_per_step_max or CHUNK_TOKENS,
+        )
+
+    def _line(self, mode: Mode, width: int) -> StepLine | None:
+        if self._given:
+            return self._given.get(f"{mode}{width}")
+        return self._fits.line(mode, width)
+
+
+def _shifts(roster: Roster, rank: Rank, width: int) -> bool:
+    return any(
+        times.width == width and times.sp_from_tokens is not None
+        for times in roster[rank].hello.step_times
+    )

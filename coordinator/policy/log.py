@@ -1,0 +1,167 @@
+"""The lines of an observation log: observations, and now and then what steps cost.
+
+`aileron replay` reads them back. Pure values; the coordinator's process writes them.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from comm_pool.layout import Mode
+from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
+from coordinator.policy.observation import Observation
+from coordinator.policy.settings import PolicySettings, TierGoal
+from coordinator.policy.step_line import StepLine
+from coordinator.protocol.terms import Tier
+
+
+class LineSeen(msgspec.Struct, frozen=True):
+    """A `StepLine`, in microseconds."""
+
+    base_us: float
+    token_us: float
+    context_us: float
+
+
+class GroupCostSeen(msgspec.Struct, frozen=True):
+    """A `GroupCost`."""
+
+    decode: LineSeen
+    prefill: LineSeen
+    capacity_tokens: int
+    tasks_max: int
+    chunk_tokens: int
+
+
+class GoalSeen(msgspec.Struct, frozen=True):
+    """A `TierGoal`."""
+
+    ttft_ms: float | None
+    tpot_ms: float | None
+    weight: float
+    width_min: int
+
+
+class CostsSeen(msgspec.Struct, frozen=True, tag="costs"):
+    """What layouts there are and what they cost, as of a time."""
+
+    time_ms: int
+    world: int
+    modes: dict[int, Mode]
+    groups: dict[str, GroupCostSeen]
+    pause_ms: float
+    kv_bytes_per_token: float
+    link_bytes_per_s: float
+    goals: dict[str, GoalSeen]
+    settings: dict[str, float]
+
+
+Line = Observation | CostsSeen
+SETTINGS = (
+    "decide_every_ms",
+    "stay_ms",
+    "settle_ms",
+    "horizon_ms",
+    "gain_min",
+    "latency_gain_min",
+    "switches_per_minute_max",
+    "pin_ms",
+)
+
+
+def encode(line: Line) -> bytes:
+    """Return one line, without its newline."""
+    return msgspec.json.encode(line)
+
+
+def decode(text: bytes) -> Line:
+    """Read one line; raises `msgspec.DecodeError` or `ValidationError`."""
+    line: Line = msgspec.json.decode(text, type=Line)
+    return line
+
+
+def costs_seen(
+    now_ms: int,
+    world: int,
+    modes: Mapping[int, Mode],
+    costs: CostModel,
+    settings: PolicySettings,
+) -> CostsSeen:
+    """Return what to log of the costs."""
+    switch = costs.switch
+    return CostsSeen(
+        time_ms=now_ms,
+        world=world,
+        modes=dict(modes),
+        groups={name: _group_seen(each) for name, each in costs.groups.items()},
+        pause_ms=round(switch.pause_s * 1e3, 3),
+        kv_bytes_per_token=round(switch.kv_bytes_per_token, 1),
+        link_bytes_per_s=round(switch.bytes_per_s),
+        goals={
+            tier.name.lower(): GoalSeen(
+                None if goal.ttft_s is None else goal.ttft_s * 1e3,
+                None if goal.tpot_s is None else goal.tpot_s * 1e3,
+                goal.weight,
+                goal.width_min,
+            )
+            for tier, goal in settings.goals.items()
+        },
+        settings={name: getattr(settings, name) for name in SETTINGS},
+    )
+
+
+def costs_of(seen: CostsSeen) -> CostModel:
+    """Return the cost model that was logged."""
+    groups = {}
+    for name, each in seen.groups.items():
+        decode_line = _line_of(each.decode)
+        same = each.prefill == each.decode
+        groups[name] = GroupCost(
+            decode_line,
+            decode_line if same else _line_of(each.prefill),
+            each.capacity_tokens,
+            each.tasks_max,
+            each.chunk_tokens,
+        )
+    switch = SwitchCost(seen.pause_ms / 1e3, seen.kv_bytes_per_token, seen.link_bytes_per_s)
+    return CostModel(groups, switch)
+
+
+def settings_of(seen: CostsSeen, changed: Mapping[str, float]) -> PolicySettings:
+    """Return the settings that were logged, with some of them changed."""
+    goals = {
+        Tier[name.upper()]: TierGoal(
+            None if goal.ttft_ms is None else goal.ttft_ms / 1e3,
+            None if goal.tpot_ms is None else goal.tpot_ms / 1e3,
+            goal.weight,
+            goal.width_min,
+        )
+        for name, goal in seen.goals.items()
+    }
+    values = {**seen.settings, **changed}
+    whole = {name: int(value) for name, value in values.items() if name not in _SHARES}
+    shares = {name: float(value) for name, value in values.items() if name in _SHARES}
+    return PolicySettings(goals, **whole, **shares)  # type: ignore[arg-type]
+
+
+_SHARES = ("gain_min", "latency_gain_min")
+
+
+def _group_seen(cost: GroupCost) -> GroupCostSeen:
+    return GroupCostSeen(
+        _line_seen(cost.decode),
+        _line_seen(cost.prefill),
+        cost.capacity_tokens,
+        cost.tasks_max,
+        cost.chunk_tokens,
+    )
+
+
+def _line_seen(line: StepLine) -> LineSeen:
+    return LineSeen(
+        round(line.base_s * 1e6, 3), round(line.token_s * 1e6, 6), round(line.context_s * 1e6, 9)
+    )
+
+
+def _line_of(seen: LineSeen) -> StepLine:
+    return StepLine(seen.base_us * 1e-6, seen.token_us * 1e-6, seen.context_us * 1e-6)

@@ -1,0 +1,71 @@
+"""What the policy sees: everything that a decision depends on, small enough to be logged.
+
+One JSON object per line makes an observation log, which `aileron replay` runs again. Times are
+milliseconds of the coordinator's clock, rates are per second, lengths in tokens. Pure values.
+"""
+
+import msgspec
+
+
+class TierSeen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The tasks of a tier: unstarted ones have no token yet, whether they are placed or not."""
+
+    tier: int
+    unstarted: int = 0
+    unstarted_tokens: int = 0
+    """Prompt tokens (and tokens to compute again) of the unstarted."""
+    oldest_wait_ms: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    """Tokens whose KV the running ones hold."""
+    to_come_tokens: float = 0.0
+    """What the running ones are likely to generate yet, at most what they may."""
+    longest_tokens: int = 0
+    """The longest context that any of them may come to."""
+    rate_short: float = 0.0
+    rate_long: float = 0.0
+    """Arrivals per second over a short and a long window."""
+    prompts: tuple[int, ...] = ()
+    """Quantiles of the newest prompts' lengths, ascending."""
+    output_tokens: float = 0.0
+    """Mean output of the newest tasks that ended."""
+
+
+class GroupSeen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A group of the layout and its tasks, running or not, by tier (index 0 is interactive)."""
+
+    name: str
+    leader: int
+    tasks: tuple[int, ...] = ()
+    tokens: int = 0
+    blocks_free: int = 0
+    blocks_total: int = 0
+
+
+class SwitchSeen(msgspec.Struct, frozen=True):
+    """A switch of the last minute: how long ago it was wanted, and from what to what."""
+
+    ago_ms: int
+    from_layout: str
+    to_layout: str
+    cause: str
+
+
+class Observation(msgspec.Struct, frozen=True, omit_defaults=True, tag="observation"):
+    """One look at the cell."""
+
+    time_ms: int
+    layout: str
+    """The layout that is wanted; it serves unless `is_switching`."""
+    epoch: int
+    is_switching: bool
+    tiers: tuple[TierSeen, ...]
+    groups: tuple[GroupSeen, ...] = ()
+    switches: tuple[SwitchSeen, ...] = ()
+    """Newest last."""
+    pinned_ms: int = 0
+    """For how long an operator's layout is to be left alone yet."""
+    reserved: tuple[int, ...] = ()
+    """Leaders of the groups that take only the most urgent tiers."""
+    reserved_tiers: int = 0
+    """How many tiers, from interactive down, those groups take."""

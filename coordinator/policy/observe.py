@@ -1,0 +1,74 @@
+"""Makes an observation of the unfinished tasks; called by `steering` and the simulator."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.policy.arrivals import Arrivals
+from coordinator.policy.demand import OUTPUT_ASSUMED
+from coordinator.policy.observation import TierSeen
+from coordinator.protocol.terms import Tier
+from coordinator.tasks import HELD, State, Task
+
+LEFT_MIN_SHARE = 0.25
+"""A task that is longer than most goes on for so much of the mean yet, as far as is known."""
+
+
+@dataclass(slots=True)
+class _Count:
+    unstarted: int = 0
+    unstarted_tokens: int = 0
+    oldest_ms: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    to_come: float = 0.0
+    longest: int = 0
+
+
+def observe_tiers(
+    tasks: Iterable[Task], arrivals: Arrivals, now_ms: int
+) -> tuple[tuple[TierSeen, ...], dict[int, list[int]]]:
+    """Return every tier's tasks, and for each leader how many of each tier it has.
+
+    Costs O(tasks).
+    """
+    counts = {tier: _Count() for tier in Tier}
+    outputs = {tier: arrivals[tier].output_tokens or OUTPUT_ASSUMED for tier in Tier}
+    by_leader: dict[int, list[int]] = {}
+    for task in tasks:
+        header = task.header
+        count = counts[header.tier]
+        if task.context_tokens_max > count.longest:
+            count.longest = task.context_tokens_max
+        if task.leader is not None:
+            by_leader.setdefault(task.leader, [0] * len(Tier))[header.tier] += 1
+        if task.generated and task.state in HELD:
+            mean = outputs[header.tier]
+            count.running += 1
+            count.context_tokens += header.prompt_tokens + task.generated
+            expected = max(mean - task.generated, LEFT_MIN_SHARE * mean)
+            count.to_come += min(expected, header.max_tokens - task.generated)
+            continue
+        count.unstarted += 1
+        count.unstarted_tokens += header.prompt_tokens + task.generated
+        if task.state is State.QUEUED or not task.generated:
+            count.oldest_ms = max(count.oldest_ms, now_ms - task.arrived_ms)
+    return tuple(_seen(tier, counts[tier], arrivals, now_ms) for tier in Tier), by_leader
+
+
+def _seen(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) -> TierSeen:
+    known = arrivals[tier]
+    short, long = known.rates(now_ms)
+    return TierSeen(
+        tier=int(tier),
+        unstarted=count.unstarted,
+        unstarted_tokens=count.unstarted_tokens,
+        oldest_wait_ms=count.oldest_ms,
+        running=count.running,
+        context_tokens=count.context_tokens,
+        to_come_tokens=round(max(0.0, count.to_come), 1),
+        longest_tokens=count.longest,
+        rate_short=round(short, 3),
+        rate_long=round(long, 3),
+        prompts=known.prompts,
+        output_tokens=round(known.output_tokens, 1),
+    )

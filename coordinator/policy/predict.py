@@ -1,0 +1,331 @@
+"""What an arrangement would make of the load: latencies, attainment of goals, throughput.
+
+A group that batches continuously is a processor that is shared: a step takes A + B·tokens +
+C·context, its tokens are one for each running task and the prompts that came during the step before
+it, and so many tasks run as arrive during one's life (Little's law). The fixed point gives the time
+per token; backlog of the same and more urgent tiers gives the wait; what arrives beyond what the
+group can do lets it grow over the horizon. Goals are met in part around their limits, since
+neither lengths nor arrivals are even. Called by `decide`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from coordinator.policy.cost_model import GroupCost
+from coordinator.policy.settings import TierGoal
+
+SPREAD = 0.1
+"""By what part requests differ from the mean at least, in what they see."""
+
+THROUGHPUT_WORTH = 0.2
+"""What a request is worth that is served, in parts of one that meets its goals."""
+
+CERTAIN = 6.0
+"""Logits beyond which nothing is left to chance."""
+
+MOMENTS = (0.2, 0.6)
+"""Parts of the horizon at which the queue is looked at."""
+
+BUSY_MAX = 0.95
+"""Waiting times are not predicted beyond this use: the queue's growth is what counts there."""
+
+ROUNDS = 3
+"""Iterations of the mean step: only the part of lives within the horizon depends on itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one tier brings to a set of equal groups; counts and rates are of the whole set."""
+
+    tier: int
+    goal: TierGoal
+    rate: float
+    prompts: tuple[int, ...]
+    output: float
+    unstarted: float = 0.0
+    unstarted_tokens: float = 0.0
+    running: float = 0.0
+    context: float = 0.0
+    to_come: float = 0.0
+    prompt: float = field(init=False)
+    """The mean prompt."""
+
+    def __post_init__(self) -> None:
+        """Take the mean once."""
+        object.__setattr__(self, "prompt", sum(self.prompts) / len(self.prompts))
+
+    def part(self, share: float) -> "Demand":
+        """Return a part of it."""
+        return Demand(
+            self.tier,
+            self.goal,
+            self.rate * share,
+            self.prompts,
+            self.output,
+            self.unstarted * share,
+            self.unstarted_tokens * share,
+            self.running * share,
+            self.context * share,
+            self.to_come * share,
+        )
+
+    def under_way(self, share: float) -> "Demand":
+        """Return a part of what runs, without what is to come in."""
+        part = self.part(share)
+        return replace(part, rate=0.0, unstarted=0.0, unstarted_tokens=0.0)
+
+    def without_running(self, share: float) -> "Demand":
+        """Return all but a part of what runs."""
+        part = self.part(1 - share)
+        return replace(self, running=part.running, context=part.context, to_come=part.to_come)
+
+
+@dataclass(frozen=True, slots=True)
+class TierForecast:
+    """What a tier is expected to see; `good` and `asked` are requests per second."""
+
+    tier: int
+    ttft_s: float
+    tpot_s: float
+    good: float
+    worth: float
+    """`good`, and a little for every request that is served at all."""
+    asked: float
+    cost: float
+    """Latency in parts of the goals, or use of the groups where there is none; less is better."""
+
+
+def forecast(
+    cost: GroupCost, groups: int, demands: Sequence[Demand], horizon_s: float
+) -> list[TierForecast]:
+    """Return what each tier sees of `groups` equal groups that share these demands evenly."""
+    per_group = [demand.part(1 / groups) for demand in sorted(demands, key=lambda each: each.tier)]
+    load = _Load(cost, per_group, horizon_s)
+    return [load.forecast(index, groups) for index in range(len(per_group))]
+
+
+class _Load:
+    """One group with its share of the demands, most urgent tier first."""
+
+    __slots__ = (
+        "_asked",
+        "_demands",
+        "_horizon_s",
+        "_mean_context",
+        "_step_s",
+        "_tasks_max",
+        "_use",
+        "cost",
+    )
+
+    def __init__(self, cost: GroupCost, demands: list[Demand], horizon_s: float) -> None:
+        self.cost = cost
+        self._demands = demands
+        self._horizon_s = horizon_s
+        self._mean_context = self._context()
+        holds = cost.capacity_tokens / self._mean_context if self._mean_context else math.inf
+        self._tasks_max = max(1.0, min(cost.tasks_max, holds))
+        self._step_s = self._mean_step_s()
+        used = backlog = 0.0
+        self._use: list[float] = []
+        """Of what the group can do, the part that this tier and the more urgent ones ask for."""
+        self._asked: list[float] = []
+        """The same with what waits and runs already, to be done within the horizon."""
+        for demand in demands:
+            used += demand.rate * self._work_s(demand)
+            backlog += self._backlog_s(demand) / horizon_s
+            self._use.append(used)
+            self._asked.append(used + backlog)
+
+    def _token_s(self, demand: Demand) -> float:
+        """Seconds that one decoded token takes of a group that is as full as it can be."""
+        cost = self.cost
+        context = demand.prompt + demand.output / 2
+        base_s = cost.decode.base_s / self._tasks_max
+        return base_s + cost.decode.token_s + cost.decode.context_s * context
+
+    def _work_s(self, demand: Demand) -> float:
+        """Seconds that one request takes of a full group."""
+        prefill_s = self.cost.prefill.token_s * demand.prompt
+        return prefill_s + self._token_s(demand) * demand.output
+
+    def _backlog_s(self, demand: Demand) -> float:
+        """Seconds of work that wait or run."""
+        to_come = demand.to_come + demand.unstarted * demand.output
+        prefill_s = self.cost.prefill.token_s * demand.unstarted_tokens
+        return prefill_s + self._token_s(demand) * to_come
+
+    def _context(self) -> float:
+        """Return the mean context of a task over the horizon."""
+        tokens = tasks = 0.0
+        for each in self._demands:
+            weight = each.rate * self._horizon_s + each.unstarted
+            tokens += each.context + weight * (each.prompt + each.output / 2)
+            tasks += each.running + weight
+        return tokens / tasks if tasks else 0.0
+
+    def _full_step_s(self) -> float:
+        """Seconds of a step of a full group.
+
+        It decodes for as many tasks as it holds, and reads the prompts of those that take the place
+        of tasks that end, as far as they go into one step.
+        """
+        cost = self.cost
+        mean = self._mean_context
+        arriving = prompts = outputs = 0.0
+        for each in self._demands:
+            count = each.rate + each.unstarted / self._horizon_s
+            arriving += count
+            prompts += each.rate * each.prompt + each.unstarted_tokens / self._horizon_s
+            outputs += count * each.output
+        tasks = self._tasks_max
+        if not arriving:
+            tasks = min(tasks, sum(each.running for each in self._demands))
+            return cost.step_s(tasks, tasks * mean)
+        chunk = min(float(cost.chunk_tokens), tasks * prompts / max(outputs, 1.0))
+        if chunk >= cost.chunk_tokens:
+            # Prompts fill the step before so many tasks run.
+            tasks = min(tasks, chunk * outputs / max(prompts, 1.0))
+        return cost.step_s(tasks + chunk, tasks * mean)
+
+    def _mean_step_s(self) -> float:
+        """Return seconds per step, averaged over the horizon.
+
+        Tasks that run now go on for what they have to come, arriving ones for a life each, as far
+        as it lies within the horizon. A step is linear in both and in the prompts that came during
+        the one before, so its mean is the solution of a linear equation, at most a full step.
+        """
+        cost, horizon_s = self.cost, self._horizon_s
+        full_s = self._full_step_s()
+        per_task = cost.decode.token_s + cost.decode.context_s * self._mean_context
+        running = sum(each.running for each in self._demands)
+        left = sum(each.to_come for each in self._demands) / running if running else 0.0
+        step_s = min(full_s, 2 * cost.decode.seconds(1, 0))
+        for _ in range(ROUNDS):
+            staying = running * min(1.0, left * step_s / horizon_s)
+            busy = prompts = 0.0
+            for each in self._demands:
+                arriving = each.rate + each.unstarted / horizon_s
+                busy += arriving * each.output * _lived(each.output * step_s, horizon_s)
+                prompts += each.rate * each.prompt + each.unstarted_tokens / horizon_s
+            at_rest = cost.decode.base_s + per_task * max(1.0, staying)
+            share = per_task * busy + cost.prefill.token_s * prompts
+            step_s = full_s if share >= 1 else min(full_s, at_rest / (1 - share))
+        return step_s
+
+    def forecast(self, index: int, groups: int) -> TierForecast:
+        """Return what one tier sees."""
+        demand, goal = self._demands[index], self._demands[index].goal
+        asked = demand.rate + demand.unstarted / self._horizon_s
+        waits, queueing = self._waits(index, groups)
+        firsts = [self._first_s(length) for length in demand.prompts]
+        ttft = sum(waits) / len(waits) + queueing + sum(firsts) / len(firsts)
+        use = self._asked[index]
+        before = self._asked[index - 1] if index else 0.0
+        served = 1.0 if use <= 1 else max(0.0, 1 - before) / max(use - before, 1e-9)
+        served = min(1.0, served)
+        good_first = served
+        if goal.ttft_s is not None:
+            good_first = _mean_attained(goal.ttft_s, waits, firsts, queueing)
+        good_steps = 1.0
+        if goal.tpot_s is not None:
+            good_steps = _attained(goal.tpot_s, self._step_s, SPREAD + self._unevenness(demand))
+        under_way = demand.running / self._horizon_s
+        good = asked * good_first * good_steps + under_way * good_steps
+        worth = good + THROUGHPUT_WORTH * (asked + under_way) * served
+        if goal.ttft_s is None and goal.tpot_s is None:
+            cost = self._use[-1] + 0.1 * self._step_s
+        else:
+            parts = [
+                value / limit
+                for value, limit in ((ttft, goal.ttft_s), (self._step_s, goal.tpot_s))
+                if limit is not None
+            ]
+            cost = sum(parts) / len(parts)
+        return TierForecast(
+            demand.tier,
+            ttft,
+            self._step_s,
+            good * groups * goal.weight,
+            worth * groups * goal.weight,
+            (asked + under_way) * groups * goal.weight,
+            cost,
+        )
+
+    def _first_s(self, prompt: int) -> float:
+        """Seconds from the first step of a prompt to its last, among what runs."""
+        cost = self.cost
+        steps = -(-prompt // cost.chunk_tokens)
+        others = max(0.0, self._step_s - cost.decode.base_s)
+        return cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s + min(others, 1.0) / 2
+
+    def _unevenness(self, demand: Demand) -> float:
+        """Return by what part the time per token differs between tasks of the same length.
+
+        Prompts of others come in lumps, as many during a task as chance has it.
+        """
+        variance = 0.0
+        for each in self._demands:
+            lump_s = self.cost.prefill.token_s * each.prompt
+            arriving = each.rate + each.unstarted / self._horizon_s
+            variance += arriving * self._step_s / max(1.0, demand.output) * lump_s * lump_s
+        return math.sqrt(variance) / self._step_s
+
+    def _waits(self, index: int, groups: int) -> tuple[list[float], float]:
+        """Return the wait for the first step at moments of the horizon, and what chance adds.
+
+        In seconds; what chance adds is a mean.
+        """
+        demand = self._demands[index]
+        ahead = list(self._demands[: index + 1])
+        cost = self.cost
+        backlog = sum(each.unstarted_tokens for each in ahead)
+        decode_s = max(0.0, self._step_s - cost.decode.base_s) / 2
+        per_chunk = cost.step_s(cost.chunk_tokens, 0.0) + decode_s
+        wait = backlog / cost.chunk_tokens * per_chunk
+        use = self._use[index]
+        # Others' prompts are in the way of one that comes at random; several groups are a choice.
+        service = cost.step_s(demand.prompt, 0.0)
+        prefill = sum(each.rate * cost.step_s(each.prompt, 0.0) for each in ahead)
+        busy = min(prefill, BUSY_MAX)
+        queueing = busy * service / (1 - busy) / groups
+        residual = self._step_s / 2 if demand.rate else 0.0
+        growth = (use - 1) * self._horizon_s
+        waits = [max(0.0, wait + growth * moment) + residual for moment in MOMENTS]
+        return waits, queueing
+
+
+def _lived(life_s: float, horizon_s: float) -> float:
+    """Return the part of a life that lies within the horizon, for a task that comes within it."""
+    if life_s >= horizon_s:
+        return horizon_s / (2 * life_s)
+    return 1 - life_s / (2 * horizon_s)
+
+
+def _mean_attained(
+    goal_s: float, waits: Sequence[float], firsts: Sequence[float], queueing_s: float
+) -> float:
+    """Return the part of requests that have their first token in time.
+
+    What chance adds to a wait is distributed exponentially.
+    """
+    total = 0.0
+    for wait in waits:
+        for first in firsts:
+            slack_s = goal_s - wait - first
+            if slack_s > 0:
+                by_chance = math.exp(-slack_s / queueing_s) if queueing_s > 0 else 0.0
+                total += _attained(goal_s, wait + first, SPREAD) * (1 - by_chance)
+    return total / (len(waits) * len(firsts))
+
+
+def _attained(goal_s: float, seconds: float, spread: float) -> float:
+    """Return the part of requests that meet a goal where the mean is so many seconds.
+
+    Logistic in the logarithm, whose standard deviation is 1.8 over its steepness.
+    """
+    exponent = 1.8 / spread * math.log(max(seconds, 1e-6) / goal_s)
+    if abs(exponent) > CERTAIN:
+        return 0.0 if exponent > 0 else 1.0
+    return 1 / (1 + math.exp(exponent))

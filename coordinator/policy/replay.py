@@ -1,0 +1,147 @@
+"""Runs an observation log again: what another policy would have chosen, and what of that.
+
+The load of each observation is as it was logged, the layout is that of the replay. So it shows
+decisions, not the queue that they would have led to: for that there is the simulator. Called by
+`aileron replay`. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from comm_pool.layout import Layout, format_layout, parse_layout
+from coordinator.policy.candidates import Arrangement, LayoutSpace
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.decide import MINUTE_MS, POLICY, State, decide
+from coordinator.policy.demand import demands_of
+from coordinator.policy.log import CostsSeen, Line, costs_of, settings_of
+from coordinator.policy.observation import Observation, SwitchSeen
+from coordinator.policy.score import score
+from coordinator.policy.settings import PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One observation: what was there and what would have been; parts of requests in goal."""
+
+    time_ms: int
+    was: str
+    now: str
+    was_met: float
+    now_met: float
+    asked: float
+    reason: str
+    """Why the replay changed something here; empty if it did not."""
+
+
+class ReplayError(ValueError):
+    """A log that cannot be run again; the message is one sentence."""
+
+
+def replay(
+    lines: Iterable[Line],
+    *,
+    is_adaptive: bool,
+    layout: str | None = None,
+    changed: Mapping[str, float] | None = None,
+) -> list[Replayed]:
+    """Run a log again; raises `ReplayError`."""
+    run: _Run | None = None
+    found: list[Replayed] = []
+    for line in lines:
+        if isinstance(line, CostsSeen):
+            settings = settings_of(line, changed or {})
+            space = LayoutSpace(line.world, line.modes)
+            if run is None:
+                run = _Run(line.world, is_adaptive, costs_of(line), settings, space)
+                run.widths = tuple(line.modes)
+            run.costs, run.settings, run.space = costs_of(line), settings, space
+        elif run is None:
+            raise ReplayError("it does not begin with costs: it is no log of observations.")
+        elif not line.is_switching:
+            found.append(run.step(line, layout))
+    if not found:
+        raise ReplayError("there is no observation in it.")
+    return found
+
+
+@dataclass(slots=True)
+class _Run:
+    world: int
+    is_adaptive: bool
+    costs: CostModel
+    settings: PolicySettings
+    space: LayoutSpace
+    widths: tuple[int, ...] = ()
+    here: Arrangement | None = None
+    state: State = field(default_factory=State)
+    switches: tuple[tuple[int, str, str], ...] = ()
+
+    def step(self, seen: Observation, layout: str | None) -> Replayed:
+        """Take one observation."""
+        was = self._parse(seen.layout)
+        if self.here is None:
+            self.here = Arrangement(self._parse(layout) if layout else was)
+        reason = ""
+        if self.is_adaptive:
+            own = msgspec.structs.replace(
+                seen,
+                layout=format_layout(self.here.layout, self.world),
+                switches=self._recent(seen.time_ms),
+                pinned_ms=0,
+                reserved=tuple(int(rank) for rank in self.here.reserved),
+                reserved_tiers=self.here.tiers,
+            )
+            verdict, self.state = decide(
+                own, self.here.layout, self.space, self.costs, self.settings, self.state
+            )
+            if verdict.changes:
+                reason = verdict.reason
+                names = str(self.here.layout), str(verdict.choice.layout)
+                if names[0] != names[1]:
+                    self.switches = (*self.switches, (seen.time_ms, *names))
+                self.here = verdict.choice
+        kept = tuple(rank for rank in was.ranks if rank in seen.reserved)
+        there = Arrangement(was, kept, seen.reserved_tiers if kept else 0)
+        met, asked = self._met(seen, there, was)
+        own_met, _ = self._met(seen, self.here, was)
+        return Replayed(seen.time_ms, there.name, self.here.name, met, own_met, asked, reason)
+
+    def _met(self, seen: Observation, there: Arrangement, was: Layout) -> tuple[float, float]:
+        demands = demands_of(seen, self.settings)
+        found = score(there, seen, demands, self.costs, self.settings, was)
+        return (0.0 if found.refused else found.attainment), found.asked
+
+    def _recent(self, now_ms: int) -> tuple[SwitchSeen, ...]:
+        return tuple(
+            SwitchSeen(now_ms - at, before, after, POLICY)
+            for at, before, after in self.switches
+            if now_ms - at < MINUTE_MS
+        )
+
+    def _parse(self, text: str) -> Layout:
+        try:
+            return parse_layout(text, self.world, self.widths)
+        except ValueError as error:
+            raise ReplayError(str(error)) from error
+
+
+def summary(found: list[Replayed]) -> dict[str, float]:
+    """Return the part of requests that meet their goals, as it was and as it would have been."""
+    asked = sum(each.asked for each in found) or 1.0
+    return {
+        "observations": len(found),
+        "changes": sum(bool(each.reason) for each in found),
+        "met_as_logged": round(sum(each.was_met * each.asked for each in found) / asked, 4),
+        "met_replayed": round(sum(each.now_met * each.asked for each in found) / asked, 4),
+    }
+
+
+def without_repeats(found: list[Replayed]) -> list[Replayed]:
+    """Return only observations at which something changed, in the log or in the replay."""
+    kept: list[Replayed] = []
+    for each in found:
+        if not kept or each.reason or (each.was, each.now) != (kept[-1].was, kept[-1].now):
+            kept.append(replace(each))
+    return kept

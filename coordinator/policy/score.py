@@ -1,0 +1,114 @@
+"""How good an arrangement is for what is to be served; called by `decide`.
+
+First the requests per second that meet their tiers' goals, then, among arrangements that are as
+good for the goals, how soon they answer: latency in parts of the goals, or the use of the groups
+where a tier has none.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from comm_pool.layout import Group, Layout
+from coordinator.policy.candidates import Arrangement
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.demand import foreign_share
+from coordinator.policy.observation import Observation
+from coordinator.policy.predict import Demand, TierForecast, forecast
+from coordinator.policy.settings import PolicySettings
+from coordinator.protocol.terms import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`goodput` of `asked`, in requests per second by weight; `refused` says what it cannot do."""
+
+    goodput: float
+    worth: float
+    asked: float
+    cost: float
+    tiers: tuple[TierForecast, ...] = ()
+    refused: str = ""
+
+    @property
+    def attainment(self) -> float:
+        """The part of the requests that meet their goals."""
+        return self.goodput / self.asked if self.asked else 1.0
+
+
+def score(
+    arrangement: Arrangement,
+    seen: Observation,
+    demands: Sequence[Demand],
+    costs: CostModel,
+    settings: PolicySettings,
+    current: Layout,
+) -> Score:
+    """Predict what the arrangement would make of the demands."""
+    if reason := _refuse(arrangement, seen, costs, settings):
+        return Score(0.0, 0.0, 1.0, 0.0, refused=reason)
+    horizon_s = settings.horizon_ms / 1000
+    reserved = [g for g in arrangement.layout.groups if g.leader in arrangement.reserved]
+    others = [g for g in arrangement.layout.groups if g.leader not in arrangement.reserved]
+    forecasts: list[TierForecast] = []
+    if reserved:
+        # Less urgent tasks stay where they run, even if that is kept for others from now on.
+        urgent = [each for each in demands if each.tier < arrangement.tiers]
+        rest = [each for each in demands if each.tier >= arrangement.tiers]
+        parts = [foreign_share(reserved, seen.groups, current, each.tier) for each in rest]
+        stay = [each.under_way(part) for each, part in zip(rest, parts, strict=True)]
+        gone = [each.without_running(part) for each, part in zip(rest, parts, strict=True)]
+        forecasts += _pool(reserved, [*urgent, *stay], costs, horizon_s)
+        forecasts += _pool(others, gone, costs, horizon_s)
+    else:
+        forecasts += _pool(others, demands, costs, horizon_s)
+    asked = sum(each.asked for each in forecasts)
+    return Score(
+        goodput=sum(each.good for each in forecasts),
+        worth=sum(each.worth for each in forecasts),
+        asked=asked,
+        cost=sum(each.cost * each.asked for each in forecasts) / asked if asked else 0.0,
+        tiers=tuple(forecasts),
+    )
+
+
+def _pool(
+    groups: Sequence[Group], demands: Sequence[Demand], costs: CostModel, horizon_s: float
+) -> list[TierForecast]:
+    """Return the forecasts of groups that share demands by their number of ranks."""
+    ranks = sum(group.width for group in groups)
+    found: list[TierForecast] = []
+    for name, count in Counter(group.name for group in groups).items():
+        cost = costs.groups[name]
+        width = next(group.width for group in groups if group.name == name)
+        share = count * width / ranks
+        found += forecast(cost, count, [each.part(share) for each in demands], horizon_s)
+    return found
+
+
+def _refuse(
+    arrangement: Arrangement, seen: Observation, costs: CostModel, settings: PolicySettings
+) -> str:
+    layout = arrangement.layout
+    known = [costs.groups.get(group.name) for group in layout.groups]
+    if any(cost is None for cost in known):
+        return "its steps were not measured"
+    longest = max((tier.longest_tokens for tier in seen.tiers), default=0)
+    holds = max(cost.capacity_tokens for cost in known if cost is not None)
+    if longest > holds:
+        return f"no group holds {longest} tokens"
+    for tier in seen.tiers:
+        wanted = settings.goals[Tier(tier.tier)].width_min
+        if (tier.unstarted or tier.running) and _narrowest(arrangement, tier.tier) < wanted:
+            return f"{Tier(tier.tier).name.lower()} tasks ask for a group {wanted} wide"
+    return ""
+
+
+def _narrowest(arrangement: Arrangement, tier: int) -> int:
+    """Return the width of the narrowest group that tasks of a tier may be placed in."""
+    is_kept = bool(arrangement.reserved) and tier < arrangement.tiers
+    return min(
+        group.width
+        for group in arrangement.layout.groups
+        if not arrangement.reserved or (group.leader in arrangement.reserved) == is_kept
+    )

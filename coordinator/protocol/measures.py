@@ -1,0 +1,199 @@
+"""What is counted and timed, under which name, and how totals travel from gateways.
+
+A gateway tells totals since its start, not what is new: a lost or repeated message does no harm,
+and the coordinator adds up what grew. Labels hold nothing that clients choose. Pure.
+
+TTFT, time per output token and their buckets follow OpenTelemetry's GenAI conventions.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+TTFT_BOUNDS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+TPOT_BOUNDS_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0),
+)
+DURATION_BOUNDS_S: Final = (
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    *(163.84, 655.36),
+)
+
+VLLM_PREFIX: Final = "vllm:"
+"""Measures of vLLM's front end in each gateway keep vLLM's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One name: a histogram if it has bucket bounds, else a counter (without `_total`)."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+
+TTFT: Final = Measure(
+    "aileron_time_to_first_token_seconds",
+    "From a request's arrival at the relay to the delivery of its first token.",
+    ("tier", "operation"),
+    TTFT_BOUNDS_S,
+)
+ITL: Final = Measure(
+    "aileron_inter_token_latency_seconds",
+    "Pause between two deliveries of tokens to one stream.",
+    ("tier",),
+    TPOT_BOUNDS_S,
+)
+TPOT: Final = Measure(
+    "aileron_time_per_output_token_seconds",
+    "Mean time between the output tokens of one stream, told at its end.",
+    ("tier", "operation"),
+    TPOT_BOUNDS_S,
+)
+DURATION: Final = Measure(
+    "aileron_request_duration_seconds",
+    "From a request's headers to the last byte of its answer; complete answers with 200 alone.",
+    ("tier", "operation"),
+    DURATION_BOUNDS_S,
+)
+REQUESTS: Final = Measure(
+    "aileron_requests",
+    "Answered requests; the code 499 is a client that went away.",
+    ("route", "tier", "code"),
+)
+REJECTIONS: Final = Measure(
+    "aileron_rejections", "Requests that were answered with an error.", ("reason", "tier")
+)
+DISCONNECTS: Final = Measure(
+    "aileron_client_disconnects", "Clients that left before their answer was complete.", ("tier",)
+)
+TOKENS: Final = Measure("aileron_delivered_tokens", "Tokens handed to streams.", ("tier",))
+SLO_TOTAL: Final = Measure(
+    "aileron_slo", "Tasks that were judged by their tier's objective.", ("tier",)
+)
+SLO_GOOD: Final = Measure(
+    "aileron_slo_good",
+    "Judged tasks whose first token and mean time per token kept the objective.",
+    ("tier",),
+)
+
+OWN: Final = {
+    each.name: each
+    for each in (
+        *(TTFT, ITL, TPOT, DURATION, REQUESTS, REJECTIONS, DISCONNECTS, TOKENS),
+        *(SLO_TOTAL, SLO_GOOD),
+    )
+}
+"""What gateways measure themselves, by name."""
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True):
+    """One combination of labels: a count, or a histogram's sum and its count by bucket."""
+
+    labels: tuple[str, ...]
+    value: float
+    counts: tuple[int, ...] = ()
+    """Not cumulative; the last one is for all above the highest bound."""
+
+
+class Family(msgspec.Struct, frozen=True, array_like=True):
+    """All series of one name; `bounds` is empty for a counter."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...]
+    bounds: tuple[float, ...]
+    series: tuple[Series, ...]
+
+
+class Measures(msgspec.Struct, frozen=True, tag=True):
+    """Totals of a gateway since it opened its first session with this coordinator."""
+
+    families: tuple[Family, ...]
+
+
+@dataclass(slots=True)
+class Growing:
+    """A series that is being added to."""
+
+    value: float = 0.0
+    counts: list[int] = field(default_factory=list)
+
+
+class Tally:
+    """Counters and histograms that grow."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, tuple[Measure, dict[tuple[str, ...], Growing]]] = {}
+
+    def count(self, measure: Measure, *labels: str, by: float = 1) -> None:
+        """Add to a counter."""
+        self._growing(measure, labels).value += by
+
+    def observe(self, measure: Measure, value: float, *labels: str) -> None:
+        """Add one value to a histogram."""
+        growing = self._growing(measure, labels)
+        growing.value += value
+        growing.counts[bisect_left(measure.bounds, value)] += 1
+
+    def add(
+        self, measure: Measure, labels: tuple[str, ...], value: float, counts: Iterable[int]
+    ) -> None:
+        """Add a count or the buckets of a histogram with the measure's bounds."""
+        growing = self._growing(measure, labels)
+        growing.value += value
+        growing.counts = [a + b for a, b in zip(growing.counts, counts, strict=True)]
+
+    def families(self) -> tuple[Family, ...]:
+        """Return all totals."""
+        return tuple(
+            Family(
+                measure.name,
+                measure.text,
+                measure.labels,
+                measure.bounds,
+                tuple(
+                    Series(labels, growing.value, tuple(growing.counts))
+                    for labels, growing in series.items()
+                ),
+            )
+            for measure, series in self._families.values()
+        )
+
+    def series_of(self, measure: Measure) -> dict[tuple[str, ...], Growing]:
+        """Return the series of a measure by their labels; to be looked at only."""
+        return self._families.get(measure.name, (measure, {}))[1]
+
+    def _growing(self, measure: Measure, labels: tuple[str, ...]) -> Growing:
+        _, series = self._families.setdefault(measure.name, (measure, {}))
+        growing = series.get(labels)
+        if growing is None:
+            assert len(labels) == len(measure.labels), f"{measure.name} has other labels."
+            buckets = len(measure.bounds) + 1 if measure.bounds else 0
+            growing = series[labels] = Growing(0.0, [0] * buckets)
+        return growing
+
+
+def quantile(bounds: tuple[float, ...], counts: Iterable[int], share: float) -> float | None:
+    """Return the value below which `share` of a histogram lies, None of an empty one.
+
+    Linear within a bucket, as PromQL's `histogram_quantile`; above the highest bound it is that.
+    """
+    numbers = list(counts)
+    wanted = share * sum(numbers)
+    if not wanted:
+        return None
+    below, lower = 0, 0.0
+    for bound, count in zip(bounds, numbers, strict=False):
+        if below + count >= wanted:
+            return lower + (bound - lower) * (wanted - below) / count
+        below, lower = below + count, bound
+    return bounds[-1]

@@ -1,0 +1,329 @@
+"""A simulated cell: arrivals in, what each request saw out.
+
+The task table, the placement and the decision are the product's; groups are modelled, and a switch
+takes what the cost model says, after the step that each changed group is in. Called by tests and
+`aileron` sweeps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from comm_pool.layout import Group, Layout, Rank, diff, format_layout
+from coordinator.placement import OpenGroup
+from coordinator.policy.arrivals import Arrivals
+from coordinator.policy.candidates import Arrangement, LayoutSpace
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.decide import State as PolicyState
+from coordinator.policy.decide import decide
+from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
+from coordinator.policy.observe import observe_tiers
+from coordinator.policy.settings import PolicySettings
+from coordinator.protocol.messages import Binding, TaskHeader, TaskId, Tier
+from coordinator.simulator.group import SimGroup, SimTask
+from coordinator.task_table import TaskTable
+from coordinator.tasks import State, Task
+
+BLOCK_TOKENS = 16
+AGEING_MS = 30_000
+MINUTE_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to come."""
+
+    at_s: float
+    tier: Tier
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one request saw, in seconds; `first_s` and `end_s` are None if they never came."""
+
+    tier: Tier
+    arrive_s: float
+    first_s: float | None
+    end_s: float | None
+    output: int
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token."""
+        return None if self.first_s is None else self.first_s - self.arrive_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per token behind the first."""
+        if self.end_s is None or self.first_s is None:
+            return None
+        return (self.end_s - self.first_s) / max(1, self.output - 1)
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a load: every request, and every switch as (time, layout, reason)."""
+
+    seen: list[Seen] = field(default_factory=list)
+    switches: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def good(self, settings: PolicySettings) -> int:
+        """Return how many requests were complete within their goals."""
+        return sum(is_good(each, settings) for each in self.seen)
+
+
+def is_good(seen: Seen, settings: PolicySettings) -> bool:
+    """Say whether a request ended and met what its tier is to see."""
+    goal = settings.goals[seen.tier]
+    ttft_s, tpot_s = seen.ttft_s, seen.tpot_s
+    if ttft_s is None or tpot_s is None:
+        return False
+    in_ttft = goal.ttft_s is None or ttft_s <= goal.ttft_s
+    return in_ttft and (goal.tpot_s is None or tpot_s <= goal.tpot_s)
+
+
+class SimCell:
+    """Runs one load in one cell; `space` is None for a layout that stays."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        costs: CostModel,
+        settings: PolicySettings,
+        space: LayoutSpace | None = None,
+    ) -> None:
+        self._costs = costs
+        self._settings = settings
+        self._space = space
+        self._here = Arrangement(layout)
+        self._target: Arrangement | None = None
+        self._pause_context = 0
+        self._table = TaskTable(AGEING_MS)
+        self._arrivals = Arrivals()
+        self._tasks: dict[str, SimTask] = {}
+        self._carried: list[tuple[SimTask, Group]] = []
+        self._state = PolicyState()
+        self._events: list[tuple[float, int, str, object]] = []
+        self._order = count()
+        self._epoch = 1
+        self._switches: list[tuple[int, str, str]] = []
+        self._groups: dict[Rank, SimGroup] = {}
+        self._now_s = 0.0
+        self._form(layout)
+        self.run_of = Run()
+
+    def run(self, arrivals: Sequence[Arrival], until_s: float) -> Run:
+        """Serve these requests, in order of their times, and stop at `until_s`."""
+        for index, each in enumerate(arrivals):
+            self._push(each.at_s, "arrival", (index, each))
+        if self._space is not None:
+            self._push(0.0, "tick", None)
+        self._push(1.0, "grow", None)
+        while self._events and self._events[0][0] <= until_s:
+            self._now_s, _, kind, what = heappop(self._events)
+            self._handle(kind, what)
+        for task in self._tasks.values():
+            header = task.task.header
+            self.run_of.seen.append(
+                Seen(header.tier, task.arrive_s, task.first_s, None, task.output)
+            )
+        return self.run_of
+
+    def _push(self, at_s: float, kind: str, what: object) -> None:
+        heappush(self._events, (at_s, next(self._order), kind, what))
+
+    @property
+    def _now_ms(self) -> int:
+        return int(self._now_s * 1000)
+
+    def _handle(self, kind: str, what: object) -> None:
+        match kind, what:
+            case "arrival", (int(index), Arrival() as arrival):
+                self._arrive(index, arrival)
+            case "step", (SimGroup() as group, int(version)):
+                if group.version == version and group.ends_s is not None:
+                    self._stepped(group)
+            case "tick", None:
+                self._decide()
+                self._push(self._now_s + self._settings.decide_every_ms / 1000, "tick", None)
+            case "grow", None:
+                self._grow()
+                self._push(self._now_s + 1.0, "grow", None)
+            case "switched", None:
+                self._switched()
+
+    # ------------------------------------------------------------------ tasks
+
+    def _arrive(self, index: int, arrival: Arrival) -> None:
+        header = TaskHeader(
+            TaskId(f"t{index}"), "sim", "", arrival.prompt, arrival.output, arrival.tier
+        )
+        task = Task(header, index, self._now_ms, State.QUEUED, self._now_ms, payload=b"")
+        self._tasks[header.task] = SimTask(task, arrival.output, self._now_s)
+        self._table.add(task)
+        self._arrivals[arrival.tier].came(arrival.prompt, self._now_ms)
+        self._place()
+
+    def _place(self) -> None:
+        if not self._table.queue:
+            return
+        chosen = self._table.loads.choose(
+            self._open_groups(), self._table.queue, self._table.__getitem__, self._now_ms
+        )
+        for task, group in chosen:
+            self._table.queue.placed(task, self._now_ms)
+            self._table.enter(task, State.PLACED, self._now_ms, group.leader)
+            self._give(self._groups[group.leader], self._tasks[task.id])
+
+    def _open_groups(self) -> list[OpenGroup]:
+        kept = self._here.reserved
+        return [
+            OpenGroup(
+                Binding(each.group, 1),
+                each.cost.tasks_max,
+                each.cost.capacity_tokens // BLOCK_TOKENS,
+                BLOCK_TOKENS,
+                self._here.tiers if each.group.leader in kept else 0,
+            )
+            for each in self._groups.values()
+            if not each.stopping
+        ]
+
+    def _give(self, group: SimGroup, task: SimTask) -> None:
+        group.add(task, self._now_s)
+        if group.ends_s is None:
+            self._start(group)
+        else:
+            self._push(group.ends_s, "step", (group, group.version))
+
+    def _start(self, group: SimGroup) -> None:
+        if group.start(self._now_s):
+            assert group.ends_s is not None
+            self._push(group.ends_s, "step", (group, group.version))
+
+    def _stepped(self, group: SimGroup) -> None:
+        done = group.finish(self._now_s)
+        for task in done:
+            header = task.task.header
+            del self._tasks[header.task]
+            self._table.remove(task.task)
+            self._arrivals[header.tier].ended(task.output)
+            self.run_of.seen.append(
+                Seen(header.tier, task.arrive_s, task.first_s, self._now_s, task.output)
+            )
+        if group.stopping:
+            self._stopped()
+        else:
+            self._start(group)
+        if done:
+            self._place()
+
+    def _grow(self) -> None:
+        """Take how far tasks got, as leaders tell it with their reports."""
+        for group in self._groups.values():
+            for _, _, task in group.decoding:
+                self._table.grow(task.task, group.generated(task))
+
+    # ------------------------------------------------------------------ switches
+
+    def _form(self, layout: Layout) -> None:
+        for group in layout.groups:
+            if group.leader not in self._groups:
+                self._groups[group.leader] = SimGroup(group, self._costs.groups[group.name])
+
+    def _decide(self) -> None:
+        assert self._space is not None
+        seen = self._observe()
+        verdict, self._state = decide(
+            seen, self._here.layout, self._space, self._costs, self._settings, self._state
+        )
+        if not verdict.changes:
+            return
+        choice = verdict.choice
+        if choice.layout == self._here.layout:
+            self._here = choice
+            self._place()
+            return
+        names = format_layout(self._here.layout), format_layout(choice.layout)
+        self._switches.append((self._now_ms, *names))
+        self.run_of.switches.append((self._now_s, choice.name, verdict.reason))
+        self._target = choice
+        changed = diff(self._here.layout, choice.layout)
+        self._here = Arrangement(self._here.layout)
+        for leader, group in list(self._groups.items()):
+            if leader in changed:
+                group.stopping = True
+                group.cut(self._now_s)
+                if group.ends_s is not None:
+                    self._push(group.ends_s, "step", (group, group.version))
+        self._stopped()
+
+    def _observe(self) -> Observation:
+        tiers, by_leader = observe_tiers(self._table, self._arrivals, self._now_ms)
+        recent = [each for each in self._switches if self._now_ms - each[0] < MINUTE_MS]
+        return Observation(
+            time_ms=self._now_ms,
+            layout=format_layout(self._here.layout),
+            epoch=self._epoch,
+            is_switching=self._target is not None,
+            tiers=tiers,
+            groups=tuple(
+                GroupSeen(each.group.name, int(leader), tuple(by_leader.get(leader, ())))
+                for leader, each in self._groups.items()
+            ),
+            switches=tuple(
+                SwitchSeen(self._now_ms - at, before, after, "policy")
+                for at, before, after in recent
+            ),
+            reserved=tuple(int(rank) for rank in self._here.reserved),
+            reserved_tiers=self._here.tiers,
+        )
+
+    def _stopped(self) -> None:
+        """Move on when every group that changes has ended its step."""
+        stopping = [each for each in self._groups.values() if each.stopping]
+        if any(each.ends_s is not None for each in stopping) or self._target is None:
+            return
+        context = 0
+        for group in stopping:
+            context += group.context
+            held, fresh = group.give_up()
+            self._carried += [(task, group.group) for task in held]
+            for task in fresh:
+                self._table.enter(task.task, State.QUEUED, self._now_ms)
+            del self._groups[group.group.leader]
+        ranks = max(1, len(diff(self._here.layout, self._target.layout)))
+        seconds = self._costs.switch.seconds(context / ranks)
+        self._push(self._now_s + seconds, "switched", None)
+
+    def _switched(self) -> None:
+        assert self._target is not None
+        self._here, self._target = self._target, None
+        self._epoch += 1
+        self._form(self._here.layout)
+        carried, self._carried = self._carried, []
+        for task, old in carried:
+            leader = self._adopter(task, old)
+            if leader is None:
+                task.prefill_left = task.task.context_tokens
+                self._table.enter(task.task, State.QUEUED, self._now_ms)
+                continue
+            self._table.enter(task.task, State.PLACED, self._now_ms, leader)
+            self._give(self._groups[leader], task)
+        self._place()
+
+    def _adopter(self, task: SimTask, old: Group) -> Rank | None:
+        """Return who goes on with a task: the emptiest group on the ranks that have its KV."""
+        needed = task.task.context_tokens
+        near = [
+            each
+            for each in self._groups.values()
+            if not set(old.ranks).isdisjoint(each.group.ranks)
+            and each.context + needed <= each.cost.capacity_tokens
+        ]
+        if not near:
+            return None
+        return min(near, key=lambda each: (each.context, each.group.leader)).group.leader

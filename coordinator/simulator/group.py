@@ -1,0 +1,154 @@
+"""A modelled group: continuous batching, step by step, as vLLM's scheduler does it.
+
+A step decodes one token of every running task and fills the rest of its token budget with prompts,
+the most urgent first. Decodes in between that nothing can disturb are taken in one go. Called by
+the simulated cell.
+"""
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from comm_pool.layout import Group
+from coordinator.policy.cost_model import GroupCost
+from coordinator.tasks import Task
+
+STRIDE_MAX = 64
+"""Most decodes that are taken in one go; tasks' progress is exact all the same."""
+
+
+@dataclass(slots=True)
+class SimTask:
+    """A task and what the simulator knows of it beyond the pool; times in seconds."""
+
+    task: Task
+    output: int
+    arrive_s: float
+    prefill_left: int = 0
+    first_s: float | None = None
+    done_at: int = 0
+    """The group's step count at which its last token comes."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The more urgent tier first, then whoever came first."""
+        return int(self.task.header.tier), self.task.arrival
+
+
+@dataclass(slots=True)
+class SimGroup:
+    """One group that serves; `ends_s` is when the step under way ends, if one is."""
+
+    group: Group
+    cost: GroupCost
+    waiting: list[tuple[tuple[int, int], str, SimTask]] = field(default_factory=list)
+    filling: list[tuple[tuple[int, int], str, SimTask]] = field(default_factory=list)
+    decoding: list[tuple[int, str, SimTask]] = field(default_factory=list)
+    context: int = 0
+    steps: int = 0
+    ends_s: float | None = None
+    version: int = 0
+    stopping: bool = False
+    _stride: int = 0
+    _step_s: float = 0.0
+    _started_s: float = 0.0
+    _chunks: list[tuple[SimTask, int]] = field(default_factory=list)
+
+    def add(self, task: SimTask, now_s: float) -> None:
+        """Take a task; what is under way ends at its next step."""
+        if task.first_s is not None and not task.prefill_left:
+            task.done_at = self.steps + task.output - task.task.generated
+            heappush(self.decoding, (task.done_at, task.task.id, task))
+            self.context += task.task.header.prompt_tokens + task.task.generated
+        else:
+            heappush(self.waiting, (task.order, task.task.id, task))
+        self.cut(now_s)
+
+    def cut(self, now_s: float) -> None:
+        """Let the decodes under way end at the next step."""
+        if self.ends_s is None or self._stride < 2:
+            return
+        done = int((now_s - self._started_s) / self._step_s) + 1
+        if done < self._stride:
+            self._stride = done
+            self.ends_s = self._started_s + done * self._step_s
+            self.version += 1
+
+    def start(self, now_s: float) -> bool:
+        """Start the next step, if there is anything to do."""
+        if self.stopping:
+            return False
+        self._admit()
+        running = len(self.decoding)
+        budget = max(0, self.cost.chunk_tokens - running)
+        self._chunks = []
+        for _, _, task in sorted(self.filling):
+            if budget <= 0:
+                break
+            part = min(task.prefill_left, budget)
+            self._chunks.append((task, part))
+            budget -= part
+        if not running and not self._chunks:
+            return False
+        prefill = sum(part for _, part in self._chunks)
+        self._stride = 1
+        if not prefill:
+            self._stride = max(1, min(STRIDE_MAX, self.decoding[0][0] - self.steps))
+        context = self.context + running * self._stride / 2
+        self._step_s = self.cost.step_s(running + prefill, context)
+        self._started_s = now_s
+        self.ends_s = now_s + self._stride * self._step_s
+        self.version += 1
+        return True
+
+    def finish(self, now_s: float) -> list[SimTask]:
+        """End the step under way; return the tasks that are complete."""
+        self.steps += self._stride
+        self.context += len(self.decoding) * self._stride
+        self.ends_s = None
+        for task, part in self._chunks:
+            task.prefill_left -= part
+            if not task.prefill_left:
+                self._begin_decoding(task, now_s)
+        self._chunks = []
+        done = []
+        while self.decoding and self.decoding[0][0] <= self.steps:
+            task = heappop(self.decoding)[2]
+            self.context -= task.task.header.prompt_tokens + task.output
+            done.append(task)
+        return done
+
+    def generated(self, task: SimTask) -> int:
+        """Return how many tokens a decoding task of this group has."""
+        return task.output - max(0, task.done_at - self.steps)
+
+    def give_up(self) -> tuple[list[SimTask], list[SimTask]]:
+        """Return the tasks that hold KV, and those that do not; the group is gone."""
+        for _, _, task in self.decoding:
+            task.task.generated = self.generated(task)
+        held = [task for _, _, task in self.decoding]
+        fresh = [task for _, _, task in [*self.waiting, *self.filling]]
+        return held, fresh
+
+    def _begin_decoding(self, task: SimTask, now_s: float) -> None:
+        self.filling = [each for each in self.filling if each[2] is not task]
+        generated = max(1, task.task.generated)
+        if task.first_s is None:
+            task.first_s = now_s
+        task.task.generated = generated
+        task.done_at = self.steps + task.output - generated
+        self.context += task.task.header.prompt_tokens + generated
+        heappush(self.decoding, (task.done_at, task.task.id, task))
+
+    def _admit(self) -> None:
+        """Begin waiting prompts while there is KV for them."""
+        held = self.context + sum(each.task.header.prompt_tokens for _, _, each in self.filling)
+        while self.waiting:
+            task = self.waiting[0][2]
+            length = task.task.header.prompt_tokens + task.task.generated
+            alone = not self.decoding and not self.filling
+            if not alone and held + length > self.cost.capacity_tokens:
+                return
+            heappop(self.waiting)
+            task.prefill_left = length
+            held += length
+            self.filling.append((task.order, task.task.id, task))

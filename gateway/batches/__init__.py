@@ -1,0 +1,1 @@
+"""Files and batches of the OpenAI API: records, their stores, the runner, and the routes."""

@@ -1,0 +1,147 @@
+"""What a gateway measures of its requests and streams, and how it tells the coordinator.
+
+TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the
+front end, requests where their answers end. Labels are tiers, listed routes, status codes and
+known error codes: nothing that a client chooses. Called by the relay and the edge with their
+clock's time in seconds; pure.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from coordinator.protocol.measures import (
+    DISCONNECTS,
+    DURATION,
+    ITL,
+    REJECTIONS,
+    REQUESTS,
+    SLO_GOOD,
+    SLO_TOTAL,
+    TOKENS,
+    TPOT,
+    TTFT,
+    Family,
+    Measures,
+    Series,
+    Tally,
+)
+from coordinator.protocol.messages import Tier
+from coordinator.protocol.policy_config import SloTarget
+from gateway.errors import CODES
+from gateway.tasks import Task, family
+from gateway.tiers import tier_name
+
+CLIENT_GONE_STATUS = 499
+"""The status under which a request is counted whose client left; nginx's number."""
+
+CHAT, TEXT = "chat", "text_completion"
+"""Operations, as OpenTelemetry names them."""
+
+_OPERATION_OF_ROUTE = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+_CHAT_PREFIX = "chatcmpl-"
+"""What vLLM's ids of chat requests start with."""
+
+
+class RequestMeter:
+    """Counts and times of one gateway process since its start."""
+
+    def __init__(self, targets: Mapping[Tier, SloTarget] | None = None) -> None:
+        """Judge by these objectives; a tier without one is not judged."""
+        self._targets = targets or {}
+        self.tally = Tally()
+
+    def tokens(self, task: Task, count: int, now_s: float) -> None:
+        """Tokens are about to be handed to the front end; `task.delivered` is what was before."""
+        tier = tier_name(task.header.tier)
+        self.tally.count(TOKENS, tier, by=count)
+        if task.delivered:
+            self.tally.observe(ITL, now_s - task.last_token_at_s, tier)
+            return
+        task.first_token_at_s = now_s
+        self.tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
+
+    def ended(self, task: Task, now_s: float, *, failed: bool = False) -> None:
+        """Judge a task that is finished, failed, or not waited for any more.
+
+        vLLM ends a stream at a stop string as it ends one whose client left, so a stream that has
+        tokens is judged by those. One without is judged once its first token was too late.
+        """
+        tier = tier_name(task.header.tier)
+        count = len(task.delivered)
+        if count > 1:
+            self.tally.observe(TPOT, _mean_s(task), tier, _operation(task))
+        target = self._targets.get(task.header.tier)
+        if target is None:
+            return
+        ttft_ms, tpot_ms = target.ttft_ms or math.inf, target.tpot_ms or math.inf
+        waited_ms = (now_s - task.opened_at_s) * 1_000
+        if not (count or failed or waited_ms > ttft_ms):
+            return
+        is_good = (
+            not failed
+            and count > 0
+            and (task.first_token_at_s - task.opened_at_s) * 1_000 <= ttft_ms
+            and (count == 1 or _mean_s(task) * 1_000 <= tpot_ms)
+        )
+        self.tally.count(SLO_TOTAL, tier)
+        self.tally.count(SLO_GOOD, tier, by=is_good)
+
+    def answered(self, route: str, tier: Tier, status: int, reason: str, took_s: float) -> None:
+        """Count an answer that has ended; `reason` is its error's code, or empty.
+
+        Probes are not counted: what an operator asks every second says nothing of clients.
+        """
+        name = tier_name(tier)
+        self.tally.count(REQUESTS, route, name, str(status))
+        if status == CLIENT_GONE_STATUS:
+            self.tally.count(DISCONNECTS, name)
+        elif reason:
+            self.tally.count(REJECTIONS, reason if reason in CODES else "other", name)
+        elif status == 200 and route in _OPERATION_OF_ROUTE:
+            self.tally.observe(DURATION, took_s, name, _OPERATION_OF_ROUTE[route])
+
+
+class Telling:
+    """Turns totals into messages: what one coordinator was told is not told to the next."""
+
+    def __init__(self) -> None:
+        self._coordinator = ""
+        self._base: dict[tuple[str, tuple[str, ...]], Series] = {}
+        self._last: dict[tuple[str, tuple[str, ...]], Series] = {}
+
+    def message(self, coordinator: str, families: Iterable[Family]) -> Measures:
+        """Return the message for this coordinator, which knows the gateway's other ones."""
+        if coordinator != self._coordinator:
+            self._coordinator, self._base = coordinator, self._last
+        totals = tuple(families)
+        self._last = {(each.name, one.labels): one for each in totals for one in each.series}
+        if not self._base:
+            return Measures(totals)
+        return Measures(
+            tuple(
+                Family(
+                    each.name,
+                    each.text,
+                    each.labels,
+                    each.bounds,
+                    tuple(self._less(each.name, one) for one in each.series),
+                )
+                for each in totals
+            )
+        )
+
+    def _less(self, name: str, series: Series) -> Series:
+        before = self._base.get((name, series.labels))
+        if before is None:
+            return series
+        grown = zip(series.counts, before.counts, strict=True)
+        value = series.value - before.value
+        return Series(series.labels, value, tuple(new - old for new, old in grown))
+
+
+def _operation(task: Task) -> str:
+    return CHAT if family(task.id).startswith(_CHAT_PREFIX) else TEXT
+
+
+def _mean_s(task: Task) -> float:
+    return (task.last_token_at_s - task.first_token_at_s) / (len(task.delivered) - 1)

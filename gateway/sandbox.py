@@ -1,0 +1,176 @@
+"""Calls of native code that may take for ever, in processes that the kernel ends in time.
+
+A nursery is forked once, early, from a process that has imported what the calls need; it forks
+workers on demand, so that one costs milliseconds. A worker sets itself an alarm before each call,
+which kills it even while native code holds the interpreter. Its caller sees the connection end and
+asks for a fresh worker. Everything ends with the process that made the nursery.
+"""
+
+import array
+import asyncio
+import os
+import signal
+import socket
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+WORKERS_MAX = 2
+"""Most calls at once."""
+ANSWERS_MAX = 1_024
+"""Answers that are remembered, so that what is asked again costs nothing."""
+LATE_S = 5.0
+"""How long after its alarm a worker may be silent before it is given up."""
+WAIT_S = 30.0
+"""How long a call may wait for a worker."""
+MESSAGE_BYTES_MAX = 16 * 1024**2
+
+_LENGTH: Final = struct.Struct("!I")
+_ADOPT = b"+"
+
+Call = Callable[[bytes], bytes]
+
+
+class TooSlowError(Exception):
+    """The call did not end in time, or ended its process."""
+
+
+class BusyError(Exception):
+    """All workers are taken for longer than is bearable."""
+
+
+class Nursery:
+    """The process that forks workers; to be made before threads and event loops."""
+
+    def __init__(self, prepare: Callable[[], Call], limit_s: float) -> None:
+        """`prepare` runs once in the nursery and returns what workers call."""
+        self.limit_s = limit_s
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            self._control.close()
+            _run_nursery(theirs, prepare, limit_s)
+        theirs.close()
+
+    def hire(self) -> socket.socket:
+        """Return the connection to a fresh worker; does not wait for it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = array.array("i", [theirs.fileno()])
+            self._control.sendmsg([_ADOPT], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        ours.setblocking(False)
+        return ours
+
+    def close(self) -> None:
+        """End the nursery; its workers end with their connections."""
+        self._control.close()
+        os.waitpid(self.pid, 0)
+
+
+class Sandbox:
+    """Asks workers of a nursery; belongs to one event loop."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._permits = asyncio.Semaphore(WORKERS_MAX)
+        self._idle: list[socket.socket] = []
+        self._answers: OrderedDict[bytes, bytes] = OrderedDict()
+
+    async def ask(self, question: bytes) -> bytes:
+        """Return the answer to a question; raises `TooSlowError` or `BusyError`."""
+        known = self._answers.get(question)
+        if known is not None:
+            self._answers.move_to_end(question)
+            return known
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._permits.acquire()
+        except TimeoutError:
+            raise BusyError from None
+        try:
+            answer = await self._ask_worker(question)
+        finally:
+            self._permits.release()
+        self._answers[question] = answer
+        if len(self._answers) > ANSWERS_MAX:
+            self._answers.popitem(last=False)
+        return answer
+
+    async def _ask_worker(self, question: bytes) -> bytes:
+        worker = self._idle.pop() if self._idle else self._nursery.hire()
+        try:
+            async with asyncio.timeout(self._nursery.limit_s + LATE_S):
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(worker, _LENGTH.pack(len(question)) + question)
+                (size,) = _LENGTH.unpack(await _read(worker, _LENGTH.size))
+                answer = await _read(worker, size)
+        except (TimeoutError, OSError) as error:
+            worker.close()
+            raise TooSlowError from error
+        except BaseException:
+            # Whatever it is doing is of no use any more: its alarm ends it.
+            worker.close()
+            raise
+        self._idle.append(worker)
+        return answer
+
+    def close(self) -> None:
+        """End the workers and the nursery."""
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+        self._nursery.close()
+
+
+async def _read(worker: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = bytearray()
+    while len(data) < size:
+        piece = await loop.sock_recv(worker, size - len(data))
+        if not piece:
+            raise ConnectionResetError
+        data += piece
+    return bytes(data)
+
+
+def _run_nursery(control: socket.socket, prepare: Callable[[], Call], limit_s: float) -> NoReturn:
+    """Fork workers until whoever made the nursery is gone."""
+    status = 1
+    try:
+        # Ctrl-C is for the gateway; this process ends when the gateway does.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        call = prepare()
+        while True:
+            message, fds, _, _ = socket.recv_fds(control, len(_ADOPT), 1)
+            if not message:
+                break
+            connection = socket.socket(fileno=fds[0])
+            if not os.fork():
+                control.close()
+                _run_worker(connection, call, limit_s)
+            connection.close()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _run_worker(connection: socket.socket, call: Call, limit_s: float) -> NoReturn:
+    status = 1
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        with connection.makefile("rwb") as stream:
+            while head := stream.read(_LENGTH.size):
+                (size,) = _LENGTH.unpack(head)
+                assert size <= MESSAGE_BYTES_MAX, size
+                question = stream.read(size)
+                signal.setitimer(signal.ITIMER_REAL, limit_s)
+                answer = call(question)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                stream.write(_LENGTH.pack(len(answer)) + answer)
+                stream.flush()
+        status = 0
+    finally:
+        os._exit(status)

@@ -1,0 +1,87 @@
+"""Whether the load generator itself kept up, measured while it runs.
+
+A generator that falls behind makes a server look better than it is: late sends are load that
+never came (coordinated omission). So latencies count from the planned time, and these numbers
+say how much of them is the client's own: how late sends were, how late the event loop was that
+stamps the tokens, and how busy its one core.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loadgen.records import RequestRecord, lag_ms
+from loadgen.stats import rounded, summarise
+
+PROBE_PERIOD_S = 0.05
+LATE_MS = 20.0
+"""Sends and token times this late, for one in a hundred, are no longer the server's latency."""
+BUSY_CORE_SHARE = 0.9
+MS_PER_S = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a run cost the client: its share of one core, and how late its event loop was."""
+
+    cpu_share: float
+    loop_delay_ms: Sequence[float]
+
+
+class OverheadProbe:
+    """Measures from `start` to `result`; `watch` runs beside the load until it is cancelled."""
+
+    def __init__(self) -> None:
+        self._delays_ms = array("d")
+        self._start_s = self._start_cpu_s = 0.0
+
+    def start(self) -> None:
+        """Take the times at which the run begins."""
+        self._start_s, self._start_cpu_s = time.monotonic(), time.process_time()
+
+    async def watch(self) -> None:
+        """Sleep again and again, and note how much too long each sleep was."""
+        while True:
+            due_s = time.monotonic() + PROBE_PERIOD_S
+            await asyncio.sleep(PROBE_PERIOD_S)
+            self._delays_ms.append(max(0.0, time.monotonic() - due_s) * MS_PER_S)
+
+    def result(self) -> Overhead:
+        """What the run has cost so far."""
+        wall_s = time.monotonic() - self._start_s
+        cpu_s = time.process_time() - self._start_cpu_s
+        return Overhead(cpu_s / wall_s if wall_s > 0 else 0.0, self._delays_ms)
+
+
+def overhead_as_json(records: Sequence[RequestRecord], overhead: Overhead) -> dict[str, object]:
+    """The numbers, and under `fell_behind` a sentence for each way the client was too slow."""
+    return {
+        "cpu_share": rounded(overhead.cpu_share),
+        "loop_delay_ms": summarise(overhead.loop_delay_ms),
+        "fell_behind": fell_behind(records, overhead),
+    }
+
+
+def fell_behind(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
+    """One sentence for each sign that the client did not keep up; none if it did. Pure."""
+    found = []
+    late_ms = summarise(lag_ms(record) for record in records)["p99"]
+    if late_ms is not None and late_ms > LATE_MS:
+        found.append(
+            f"The client fell behind its schedule: 1% of the sends were more than {late_ms:.0f} ms "
+            "late; latencies count from the planned time and contain that delay."
+        )
+    delay_ms = summarise(overhead.loop_delay_ms)["p99"]
+    if delay_ms is not None and delay_ms > LATE_MS:
+        found.append(
+            f"The client's event loop was up to {delay_ms:.0f} ms late (p99), so token times are "
+            "that inexact."
+        )
+    if overhead.cpu_share > BUSY_CORE_SHARE:
+        found.append(
+            f"The client used {overhead.cpu_share:.0%} of its one core: share the load among "
+            "several generators."
+        )
+    return found

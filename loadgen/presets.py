@@ -1,0 +1,144 @@
+"""Named workloads: the ones of the papers that this field compares itself with.
+
+Pure data and one function. `bursty` and `priority` follow Flying Serving (arXiv 2602.22593),
+sections 6.1.3 and 6.3: low load of 2-5 and bursts of 10-30 requests per second, about 4 000
+requests, lengths drawn uniformly; priority requests among normal ones at 3-5 per second. The
+rates walk through those ranges in fixed steps, so that every seed has the same phases and both
+ends are always reached. Lengths in tokens, shares and tiers are our choice.
+"""
+
+from dataclasses import dataclass
+
+from loadgen.arrivals import Phase, scaled_phases
+from loadgen.lengths import Lengths, LogNormal, Uniform, scaled, scaled_tokens
+from loadgen.plan import Mixture, Part, Sessions, Workload
+
+PRESET_MAX_IN_FLIGHT = 4_000
+"""Presets queue for long on a server that is too slow for them, and must not be dropped then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A workload with a name: when its requests come and what they look like."""
+
+    about: str
+    phases: tuple[Phase, ...]
+    workload: Workload
+
+
+def resized(
+    preset: Preset, *, rate_scale: float, length_scale: float, duration_s: float | None
+) -> Preset:
+    """The preset with scaled rates and lengths, stretched to `duration_s` in all if that is given.
+
+    A `UsageError` if that goes over the limits of a run or of a length.
+    """
+    return Preset(
+        preset.about,
+        scaled_phases(preset.phases, rate_scale=rate_scale, duration_s=duration_s),
+        scaled_workload(preset.workload, length_scale),
+    )
+
+
+def scaled_workload(workload: Workload, factor: float) -> Workload:
+    """The workload with every prompt, prefix, history and answer `factor` times as long."""
+    return tuple(Part(part.weight, _scaled_mixture(part.mixture, factor)) for part in workload)
+
+
+def _scaled_mixture(mixture: Mixture, factor: float) -> Mixture:
+    sessions = mixture.sessions
+    return Mixture(
+        prompt=scaled(mixture.prompt, factor),
+        output=scaled(mixture.output, factor),
+        tiers=mixture.tiers,
+        prefix_groups=mixture.prefix_groups,
+        shared_prefix_tokens=scaled_tokens(mixture.shared_prefix_tokens, factor),
+        sessions=sessions
+        and Sessions(sessions.live, sessions.turns, scaled_tokens(sessions.turn_tokens, factor)),
+    )
+
+
+def _part(weight: float, tier: str, prompt: Lengths, output: Lengths) -> Part:
+    return Part(weight, Mixture(prompt, output, ((tier, 1.0),), 0, 0))
+
+
+def _waves(low: tuple[float, ...], high: tuple[float, ...], each_s: float) -> tuple[Phase, ...]:
+    """Low and high phases in turn, each named by its rate; begins and ends low."""
+    assert len(low) == len(high) + 1
+    names = [f"low-{rate:g}" for rate in low], [f"burst-{rate:g}" for rate in high]
+    lows = [Phase(name, rate, each_s) for name, rate in zip(names[0], low, strict=True)]
+    highs = [Phase(name, rate, each_s) for name, rate in zip(names[1], high, strict=True)]
+    pairs = zip(lows, highs, strict=False)
+    return (*(phase for pair in pairs for phase in pair), lows[-1])
+
+
+CHAT_PROMPT, CHAT_OUTPUT = Uniform(128, 2048), Uniform(64, 512)
+BURSTS = _waves((2, 3, 4, 5), (10, 20, 30), 54.0)
+
+PRESETS = {
+    "bursty": Preset(
+        "low load of 2-5/s and bursts of 10, 20 and 30/s in turn, one tier",
+        BURSTS,
+        (_part(1, "standard", CHAT_PROMPT, CHAT_OUTPUT),),
+    ),
+    "priority": Preset(
+        "3-5/s, one request in five interactive, the others standard",
+        tuple(Phase(f"rate-{rate:g}-{turn}", rate, 50.0) for turn in (1, 2) for rate in (3, 5, 4)),
+        (
+            _part(0.2, "interactive", CHAT_PROMPT, CHAT_OUTPUT),
+            _part(0.8, "standard", CHAT_PROMPT, CHAT_OUTPUT),
+        ),
+    ),
+    "long-context": Preset(
+        "3/s, one prompt in twenty of 16 000 to 64 000 tokens",
+        (Phase("steady", 3, 300.0),),
+        (
+            _part(0.95, "standard", CHAT_PROMPT, CHAT_OUTPUT),
+            _part(0.05, "standard", Uniform(16_000, 64_000), CHAT_OUTPUT),
+        ),
+    ),
+    "mixed": Preset(
+        "the phases of bursty with three tiers and one long prompt in fifty",
+        BURSTS,
+        (
+            _part(0.2, "interactive", Uniform(64, 1024), Uniform(32, 256)),
+            _part(0.58, "standard", CHAT_PROMPT, CHAT_OUTPUT),
+            _part(0.2, "batch", Uniform(512, 4096), Uniform(128, 512)),
+            _part(0.02, "standard", Uniform(16_000, 64_000), CHAT_OUTPUT),
+        ),
+    ),
+    "batch": Preset(
+        "12/s of long jobs, all batch: throughput is what counts",
+        (Phase("steady", 12, 300.0),),
+        (_part(1, "batch", Uniform(512, 4096), Uniform(256, 1024)),),
+    ),
+    "interactive": Preset(
+        "4/s of chat, all interactive: latency is what counts",
+        (Phase("steady", 4, 300.0),),
+        (
+            _part(
+                1,
+                "interactive",
+                LogNormal(300, 0.8, 16, 4096),
+                LogNormal(150, 0.7, 8, 1024),
+            ),
+        ),
+    ),
+    "agentic": Preset(
+        "4/s from 24 agents of 4 kinds, each turn behind the agent's prefix and all its history",
+        (Phase("steady", 4, 300.0),),
+        (
+            Part(
+                1,
+                Mixture(
+                    prompt=Uniform(32, 512),
+                    output=Uniform(32, 256),
+                    tiers=(("standard", 1.0),),
+                    prefix_groups=4,
+                    shared_prefix_tokens=2048,
+                    sessions=Sessions(live=24, turns=8, turn_tokens=512),
+                ),
+            ),
+        ),
+    ),
+}

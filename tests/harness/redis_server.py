@@ -1,0 +1,41 @@
+"""A server that speaks Redis' protocol and runs its scripts, in a process of its own."""
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+from tests.bench.servers import free_port
+
+START_S = 60
+SERVER = """
+import sys, fakeredis
+fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").serve_forever()
+"""
+
+
+class Redis:
+    """The server; it may be stopped and started again on its port."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SERVER, str(self.port)])
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with closing(socket.socket()) as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the Redis server does not listen")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()

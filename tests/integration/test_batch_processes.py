@@ -1,0 +1,221 @@
+"""Batches over processes that are killed: nothing is lost, nothing comes twice, one runs each."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from gateway.batches.content import Content
+from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.terms import Status
+from tests.harness.batch_killer import TENANT
+from tests.harness.batch_process import OWN_MOUNTS, ROOT, BatchProcess
+from tests.harness.redis_server import Redis
+
+LIMIT_S = 90.0
+KILLS = 100
+
+
+def ids_of(lines: list[bytes]) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in lines]
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    began = time.monotonic()
+    words = ("-m", "tests.harness.batch_killer", str(tmp_path), str(KILLS), "4711")
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["killed"] == KILLS
+    assert told["status"] == 0, done.stderr[-3_000:]
+    store, content = SqliteStore(tmp_path / "batches.sqlite3"), Content(tmp_path / "files")
+    lines = 0
+    for name, total in told["batches"].items():
+        batch = store.batch(TENANT, f"batch_{name}")
+        assert batch is not None
+        assert batch.status is Status.COMPLETED
+        found: list[str] = []
+        for file_id, count in (
+            (batch.output_file_id, batch.counts.completed),
+            (batch.error_file_id, batch.counts.failed),
+        ):
+            texts = content.path(file_id).read_bytes().splitlines() if file_id else []
+            assert len(texts) == count
+            found += ids_of(texts)
+            record = store.file(TENANT, file_id) if file_id else None
+            assert record is None or record.bytes == content.path(record.id).stat().st_size
+        assert sorted(found) == sorted(f"{name}-{number}" for number in range(total))
+        assert store.recorded(batch.id) == []
+        lines += total
+    store.close()
+    print(
+        f"{KILLS} kills, {len(told['batches'])} batches, {lines} lines, "
+        f"{told['asked'] - lines} lines asked again, {time.monotonic() - began:.1f} s"
+    )
+    assert told["asked"] >= lines
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Callable[..., BatchProcess]]:
+    made: list[BatchProcess] = []
+
+    def start(**settings: Any) -> BatchProcess:
+        made.append(BatchProcess(tmp_path, "", **settings))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+def client_of(process: BatchProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=process.url + "/v1", api_key="none")
+
+
+def lines_of(client: openai.OpenAI, batch: Batch) -> list[str]:
+    found: list[str] = []
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        if file_id is not None:
+            found += ids_of(client.files.content(file_id).content.splitlines())
+    return found
+
+
+def some_lines(prompts: list[str]) -> bytes:
+    lines = [
+        {
+            "custom_id": f"c{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": prompt},
+        }
+        for number, prompt in enumerate(prompts)
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def answered_any(process: BatchProcess) -> bool:
+    """Say whether some line has run there."""
+    return bool(httpx.get(process.url + "/health").json()["most"])
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def storage(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield "sqlite://"
+        return
+    redis = Redis()
+    yield redis.url
+    redis.stop()
+
+
+@pytest.mark.timeout(300)
+def test_another_process_takes_a_batch_over(
+    processes: Callable[..., BatchProcess], storage: str
+) -> None:
+    how = {"lines_at_once": 4, "lease_ms": 2_000, "storage": storage}
+    prompts = [*(["quick"] * 19), "bad", *(["slow"] * 10)]
+    names = sorted(f"c{number}" for number in range(30))
+    # Here the slow lines take an hour, there they are as quick as the others.
+    holder = processes(**how)
+    with client_of(holder) as first:
+        file = first.files.create(file=("in.jsonl", some_lines(prompts)), purpose="batch")
+        batch = first.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+
+        def waits() -> bool:
+            counts = first.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed + counts.failed == 20
+
+        until(waits)
+    other = processes(**how, slow_s=0)
+    holder.kill()
+    killed = time.monotonic()
+    with client_of(other) as second:
+        until(lambda: answered_any(other))
+        took_s = time.monotonic() - killed
+
+        def ended() -> Batch | None:
+            now = second.batches.retrieve(batch.id)
+            return now if now.status == "completed" else None
+
+        end = until(ended)
+        assert sorted(lines_of(second, end)) == names
+        assert end.request_counts.failed == 1
+    print(f"killed at 20 of 30 lines, taken over after {took_s:.1f} s")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(
+    subprocess.run([*OWN_MOUNTS, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this machine lets nobody mount a small disk of their own",
+)
+def test_a_disk_that_is_full(processes: Callable[..., BatchProcess]) -> None:
+    """A real one, of 12 MiB: uploads are refused, a batch waits, chat goes on, and then it ends."""
+    process = processes(disk_bytes=12 * 1024**2, lines_at_once=8)
+    ballast: list[str] = []
+    refusals: list[tuple[int, str | None]] = []
+    with client_of(process) as client:
+        patient = client.with_options(max_retries=20)
+        quick = client.with_options(max_retries=0)
+
+        def is_full() -> bool:
+            try:
+                made = quick.files.create(file=("b", b"b" * 400_000), purpose="batch")
+            except openai.InternalServerError as full:
+                refusals.append((full.status_code, full.code))
+                return True
+            ballast.append(made.id)
+            return False
+
+        # Results are as long as their prompts, and do not fit into what one file leaves.
+        data = some_lines([f"{number} {'x' * 2_000}" for number in range(400)])
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        until(is_full)
+        patient.files.delete(ballast.pop())
+        batch = patient.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        until(lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.total)
+        until(is_full)
+        stuck = client.batches.retrieve(batch.id)
+        assert stuck.status in ("in_progress", "finalizing")
+        chat = httpx.post(process.url + "/v1/completions", json={"model": "m", "prompt": "hi"})
+        assert chat.status_code == 200
+        for each in ballast:
+            assert patient.files.delete(each).deleted
+
+        def ended() -> Batch | None:
+            now = client.batches.retrieve(batch.id)
+            return now if now.status == "completed" else None
+
+        end = until(ended)
+        assert lines_of(client, end) == [f"c{number}" for number in range(400)]
+    assert set(refusals) == {(503, "storage_full")}
+    print(f"full after {len(ballast)} files of 400 kB, the batch at {stuck.request_counts}")

@@ -1,0 +1,322 @@
+"""Metrics, dashboards and rules over the whole product under load, with a real Prometheus if any.
+
+Without `prometheus` on PATH the queries are parsed and their names looked up in a live exposition;
+what was not run then is named as skipped.
+"""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.cli.ports import free_ports
+from tests.harness.admin import get_json
+from tests.harness.busy_client import CHAT, BusyClients, post
+from tests.harness.product import MODEL_NAME, Product, product
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARDS = sorted((ROOT / "helm" / "dashboards").glob("*.json"))
+RULES = sorted((ROOT / "helm" / "rules").glob("*.yaml"))
+TIERS = {"interactive", "standard", "batch"}
+SEEN_LIMIT_S = 120
+SERIES_MAX = 1_500
+"""Most series of a cell of two ranks; what clients send must not add any."""
+
+NO_PROMETHEUS = "NOT RUN: prometheus and promtool are not on PATH; queries were only parsed."
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")), reason=NO_PROMETHEUS
+)
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    with product(tmp_path_factory.mktemp("up"), ranks=2) as running:
+        yield running
+
+
+def families(cell: Product) -> dict[str, Metric]:
+    with urllib.request.urlopen(cell.admin + "/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found = list(text_string_to_metric_families(text))
+    names = [family.name for family in found]
+    assert len(names) == len(set(names)), "each family comes once"
+    return {family.name: family for family in found}
+
+
+def samples(cell: Product) -> Samples:
+    return {
+        (each.name, frozenset(each.labels.items())): each.value
+        for family in families(cell).values()
+        for each in family.samples
+    }
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    """Sum of the series that have these labels."""
+    wanted = set(labels.items())
+    return sum(number for (each, of), number in found.items() if each == name and wanted <= of)
+
+
+def until(cell: Product, name: str, least: float, **labels: str) -> Samples:
+    deadline = time.monotonic() + SEEN_LIMIT_S
+    while value(found := samples(cell), name, **labels) < least:
+        assert time.monotonic() < deadline, (name, labels, value(found, name, **labels))
+        time.sleep(0.3)
+    return found
+
+
+def test_what_clients_did_is_counted_by_tier(cell: Product) -> None:
+    before = samples(cell)
+    clients = BusyClients(cell.url, MODEL_NAME, threads=0)
+    for turn in range(12):
+        clients.one(turn)
+    left = value(before, "aileron_client_disconnects_total")
+    until(cell, "aileron_client_disconnects_total", left + 3)
+    until(cell, "aileron_slo_total", value(before, "aileron_slo_total") + 9)
+    done = value(before, "aileron_requests_total", route=CHAT, code="200")
+    found = until(cell, "aileron_requests_total", done + 3, route=CHAT, code="200")
+    for tier in TIERS:
+
+        def grown(name: str, tier: str = tier, **labels: str) -> float:
+            old = value(before, name, tier=tier, **labels)
+            return value(found, name, tier=tier, **labels) - old
+
+        assert grown("aileron_requests_total", code="404") == 1
+        assert grown("aileron_requests_total", code="499") == 1
+        assert grown("aileron_rejections_total", reason="model_not_found") == 1
+        assert grown("aileron_request_duration_seconds_count") == 2
+        assert grown("aileron_time_to_first_token_seconds_count") == 3
+        assert grown("aileron_delivered_tokens_total") >= 96
+        assert grown("aileron_inter_token_latency_seconds_count") >= 94
+        assert grown("aileron_queue_wait_seconds_count") == 3
+        assert grown("aileron_slo_total") == 3
+    # vLLM's own agree with ours, and so does OpenTelemetry's spelling.
+    new = value(found, "aileron_time_to_first_token_seconds_count")
+    assert value(found, "gen_ai_server_time_to_first_token_seconds_count") == new
+    success = value(before, "vllm:request_success_total", finished_reason="length")
+    found = until(cell, "vllm:request_success_total", success + 6, finished_reason="length")
+    assert value(found, "vllm:generation_tokens_total") >= 6 * 48
+    assert value(found, "vllm:request_queue_time_seconds_sum") >= 0
+    inference = "vllm:request_inference_time_seconds"
+    mean_s = value(found, inference + "_sum") / value(found, inference + "_count")
+    assert 0 < mean_s < 60, "times of the engine's clock are of one clock"
+    found = until(cell, "vllm:prefix_cache_queries_total", 1)
+    assert value(found, "vllm:prefix_cache_hits_total") <= value(
+        found, "vllm:prefix_cache_queries_total"
+    )
+
+
+def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product) -> None:
+    clients = BusyClients(cell.url, MODEL_NAME, threads=0)
+    for turn in range(12):
+        clients.one(turn)
+    until(cell, "aileron_requests_total", 1, code="404")
+    # What the first switch measured comes in behind it.
+    before = until(cell, "aileron_switch_duration_seconds_count", 1)
+    for number in range(150):
+        name = f'x"\n}}{{le="{number}"}} 1 # é\u202e' + "m" * number
+        status, _ = post(
+            cell.url + CHAT,
+            {"model": name, "messages": [{"role": "user", "content": "x"}], "user": name},
+            X_Request_Id=f"id-{number}",
+        )
+        assert status == 404
+    found = until(cell, "aileron_rejections_total", value(before, "aileron_rejections_total") + 150)
+    added = {
+        (name, labels)
+        for name, labels in set(found) - set(before)
+        if name.startswith(("aileron", "gen_ai"))
+    }
+    assert len(added) <= 5, added
+    assert len(found) < SERIES_MAX
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    for family in families(cell).values():
+        if family.name.startswith(("aileron_", "gen_ai_")):
+            name = family.name + "_total" * (family.type == "counter")
+            assert name in documented, "docs/metrics.md lists every name of ours"
+        assert re.fullmatch(r"(aileron_|gen_ai_server_|vllm:|process_)[a-z0-9_]+", family.name)
+        assert family.documentation and family.type in ("counter", "gauge", "histogram")
+        for each in family.samples:
+            for label, text in each.labels.items():
+                assert re.fullmatch(r"[a-z_]+", label)
+                assert len(text) <= 64 and text.isascii() and '"' not in text, (each.name, text)
+            assert math.isfinite(each.value) and each.value >= 0
+
+
+def queries() -> list[tuple[str, str]]:
+    """All (panel, expression) pairs of the dashboards, with their variables filled in."""
+    found = []
+    for file in DASHBOARDS:
+        board = json.loads(file.read_text())
+        for panel in board["panels"]:
+            for target in panel["targets"]:
+                found.append((f"{file.stem}: {panel['title']}", target["expr"]))
+        for each in board["annotations"]["list"]:
+            found.append((f"{file.stem}: {each['name']}", each["expr"]))
+    return [
+        (panel, text.replace("$__rate_interval", "20s").replace("$tier", ".*"))
+        for panel, text in found
+    ]
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = [group for file in RULES for group in yaml.safe_load(file.read_text())["groups"]]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def names_in(node: Any) -> set[str]:
+    """Names of all metrics in an expression."""
+    match node:
+        case promql_parser.VectorSelector():
+            return {str(node.name)}
+        case promql_parser.MatrixSelector():
+            return names_in(node.vector_selector)
+        case promql_parser.AggregateExpr() | promql_parser.ParenExpr():
+            return names_in(node.expr)
+        case promql_parser.BinaryExpr():
+            return names_in(node.lhs) | names_in(node.rhs)
+        case promql_parser.Call():
+            return {name for each in node.args for name in names_in(each)}
+        case promql_parser.NumberLiteral():
+            return set()
+    raise AssertionError(f"{type(node).__name__} is not looked into.")
+
+
+def test_dashboards_are_complete() -> None:
+    boards = [json.loads(file.read_text()) for file in DASHBOARDS]
+    assert len({board["uid"] for board in boards}) == len(boards) == 4
+    for board in boards:
+        ids = [panel["id"] for panel in board["panels"]]
+        assert len(ids) == len(set(ids))
+        cells: set[tuple[int, int]] = set()
+        for panel in board["panels"]:
+            at = panel["gridPos"]
+            taken = {
+                (x, y)
+                for x in range(at["x"], at["x"] + at["w"])
+                for y in range(at["y"], at["y"] + at["h"])
+            }
+            assert not taken & cells, f"{panel['title']} lies upon another panel"
+            assert at["x"] + at["w"] <= 24
+            cells |= taken
+
+
+def test_every_query_names_metrics_that_exist(cell: Product) -> None:
+    """Parsed by a PromQL parser; names are those of a live exposition, or recorded by a rule."""
+    late = {
+        *("aileron_reshard_bytes_total", "aileron_switch_stall_seconds_count"),
+        *("vllm:request_success_total", "aileron_client_disconnects_total"),
+    }
+    deadline = time.monotonic() + 2 * SEEN_LIMIT_S
+    with BusyClients(cell.url, MODEL_NAME):
+        for layout in itertools.cycle(("tp2", "dp2")):
+            live = {name for name, _ in samples(cell)}
+            if late <= live:
+                break
+            assert time.monotonic() < deadline, late - live
+            cell.switch(layout, "reshard")
+            time.sleep(1)
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    wanted = {rule["record" if "record" in rule else "alert"]: rule["expr"] for rule in rules()}
+    assert len(queries()) >= 60
+    for where, text in [*queries(), *wanted.items()]:
+        names = names_in(promql_parser.parse(text))
+        assert names, f"{where}: {text} names no metric"
+        assert names <= live | recorded, f"{where}: {names - live - recorded} do not exist"
+
+
+@contextmanager
+def prometheus(cell: Product, folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes the cell every second; yields its URL."""
+    (port,) = free_ports(1)
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(file) for file in RULES],
+        "scrape_configs": [
+            {
+                "job_name": "aileron",
+                "static_configs": [{"targets": [f"127.0.0.1:{cell.admin_port}"]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'tsdb'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answer_of(url: str, text: str) -> list[float]:
+    """Finite values of an instant query; [] while Prometheus starts."""
+    path = "/api/v1/query?" + urllib.parse.urlencode({"query": text})
+    try:
+        said = get_json(url + path)
+    except OSError:
+        return []
+    values = [float(each["value"][1]) for each in said["data"]["result"]]
+    return [each for each in values if math.isfinite(each)]
+
+
+@needs_prometheus
+def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path) -> None:
+    missing = {text: panel for panel, text in queries() if "changes(" not in text}
+    deadline = time.monotonic() + 2 * SEEN_LIMIT_S
+    with BusyClients(cell.url, MODEL_NAME), prometheus(cell, tmp_path) as url:
+        for layout in itertools.cycle(("tp2", "dp2")):
+            assert time.monotonic() < deadline, missing
+            cell.switch(layout, "reshard")
+            time.sleep(2)
+            missing = {text: panel for text, panel in missing.items() if not answer_of(url, text)}
+            if not missing:
+                break
+        assert get_json(url + "/api/v1/targets")["data"]["activeTargets"][0]["health"] == "up"
+        assert not answer_of(url, 'ALERTS{alertstate="firing",alertname="AileronAway"}')
+
+
+@needs_prometheus
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check", "rules", *map(str, RULES)],
+        ["test", "rules", str(ROOT / "tests" / "rules" / "alerts_test.yaml")],
+    ],
+    ids=["check", "test"],
+)
+def test_rules_hold(command: list[str]) -> None:
+    done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,85 @@
+"""What gateways measured, added up over gateways, sessions and coordinators."""
+
+from coordinator.gathered import SERIES_MAX, Gathered
+from coordinator.protocol.measures import REQUESTS, TTFT, Family, Measures, Series, Tally, quantile
+from gateway.measuring import Telling
+
+
+def told(tally: Tally) -> Measures:
+    return Measures(tally.families())
+
+
+def requests(gathered: Gathered) -> dict[tuple[str, ...], float]:
+    return {key: each.value for key, each in gathered.tally.series_of(REQUESTS).items()}
+
+
+def test_several_gateways_add_up_and_repetitions_do_not() -> None:
+    one, other, gathered = Tally(), Tally(), Gathered()
+    one.count(REQUESTS, "/v1/completions", "batch", "200", by=3)
+    other.count(REQUESTS, "/v1/completions", "batch", "200", by=4)
+    for _ in range(3):
+        gathered.take("one", told(one))
+        gathered.take("other", told(other))
+    assert requests(gathered) == {("/v1/completions", "batch", "200"): 7}
+    one.count(REQUESTS, "/v1/completions", "batch", "200")
+    gathered.take("one", told(one))
+    assert requests(gathered) == {("/v1/completions", "batch", "200"): 8}
+
+
+def test_histograms_add_up_bucket_by_bucket() -> None:
+    one, other, gathered = Tally(), Tally(), Gathered()
+    for seconds in (0.0005, 0.03, 1000.0):
+        one.observe(TTFT, seconds, "standard", "chat")
+    other.observe(TTFT, 0.03, "standard", "chat")
+    gathered.take("one", told(one))
+    gathered.take("other", told(other))
+    growing = gathered.tally.series_of(TTFT)["standard", "chat"]
+    assert sum(growing.counts) == 4
+    assert (growing.counts[0], growing.counts[-1]) == (1, 1)
+    assert growing.counts[TTFT.bounds.index(0.04)] == 2
+    assert growing.value == 0.0005 + 0.03 + 1000.0 + 0.03
+
+
+def test_the_next_coordinator_is_told_only_what_the_last_one_was_not() -> None:
+    tally, telling = Tally(), Telling()
+    tally.count(REQUESTS, "/v1/completions", "batch", "200", by=5)
+    first = Gathered()
+    first.take("g", telling.message("c1", tally.families()))
+    tally.count(REQUESTS, "/v1/completions", "batch", "200", by=2)
+    tally.observe(TTFT, 0.1, "batch", "chat")
+    second = Gathered()
+    for _ in range(2):
+        second.take("g", telling.message("c2", tally.families()))
+    assert requests(first) == {("/v1/completions", "batch", "200"): 5}
+    assert requests(second) == {("/v1/completions", "batch", "200"): 2}
+    assert sum(second.tally.series_of(TTFT)["batch", "chat"].counts) == 1
+
+
+def test_what_is_unknown_or_too_much_is_not_taken() -> None:
+    gathered = Gathered()
+    foreign = Family("node_cpu_seconds", "x", (), (), (Series((), 1.0),))
+    twisted = Family(REQUESTS.name, "x", ("prompt",), (), (Series(("secret",), 1.0),))
+    long = Family("vllm:request_success", "x", ("reason",), (), (Series(("r" * 65,), 1.0),))
+    uneven = Family("vllm:e2e", "x", (), (1.0,), (Series((), 1.0, (1,)),))
+    gathered.take("g", Measures((foreign, twisted, long, uneven)))
+    assert not [each for each in gathered.tally.families() if each.series]
+    many = tuple(Series((str(number),), 1.0) for number in range(SERIES_MAX + 50))
+    gathered.take("g", Measures((Family("vllm:many", "x", ("n",), (), many),)))
+    (family,) = [each for each in gathered.tally.families() if each.name == "vllm:many"]
+    assert len(family.series) == SERIES_MAX
+
+
+def test_totals_never_fall() -> None:
+    gathered = Gathered()
+    for value in (5.0, 2.0, 3.0):
+        family = Family(REQUESTS.name, "", REQUESTS.labels, (), (Series(("a", "b", "c"), value),))
+        gathered.take("g", Measures((family,)))
+    assert requests(gathered) == {("a", "b", "c"): 6.0}
+
+
+def test_quantiles_are_those_of_promql() -> None:
+    bounds = (1.0, 2.0, 4.0)
+    assert quantile(bounds, (0, 0, 0, 0), 0.5) is None
+    assert quantile(bounds, (10, 0, 0, 0), 0.5) == 0.5
+    assert quantile(bounds, (5, 5, 0, 0), 0.75) == 1.5
+    assert quantile(bounds, (0, 0, 1, 9), 0.99) == 4.0

@@ -1,0 +1,74 @@
+"""The adaptive policy within the core: it asks for switches, gives way to operators, explains."""
+
+from typing import Any
+
+from coordinator.events import Observed, SwitchWanted, Tick
+from coordinator.policy.settings import PolicySettings, PolicyStart
+from coordinator.policy.step_file import parse_step_times
+from coordinator.protocol.messages import Carry
+from tests.transcripts.cell import Cell
+
+TIMES = parse_step_times(
+    {
+        "dp1": {"points": [[1, 21.6], [4096, 468]]},
+        "tp2": {"points": [[1, 14.0], [4096, 295]]},
+        "tp4": {"points": [[1, 9.6], [4096, 196]]},
+    }
+)
+SETTINGS = PolicySettings(settle_ms=500, stay_ms=1_000, pin_ms=20_000)
+
+
+def serving() -> Cell:
+    cell = Cell("dp4", policy=PolicyStart(SETTINGS, (1, 2, 4), TIMES))
+    cell.gateway()
+    cell.serve()
+    return cell
+
+
+def wait(cell: Cell, ms: int) -> None:
+    for _ in range(ms // 100):
+        cell.tick(100)
+        cell.settle()
+
+
+def decisions(cell: Cell) -> list[dict[str, Any]]:
+    found: Any = cell.core.decisions_view(50)["decisions"]
+    return list(found)
+
+
+def test_an_idle_cell_goes_wide_by_itself_and_says_why() -> None:
+    cell = serving()
+    wait(cell, 3_000)
+    assert cell.core.layout_view()["target"] == "tp4"
+    changed = [each for each in decisions(cell) if each["changes"]]
+    assert [each["choice"] for each in changed] == ["tp4"]
+    assert changed[0]["cause"] == "policy"
+    assert "less time" in changed[0]["reason"]
+    assert {each["layout"] for each in changed[0]["candidates"]} >= {"dp4", "tp2+tp2", "tp4"}
+    switches: Any = cell.core.switches_view(1)["switches"]
+    assert switches[0]["cause"] == "policy"
+
+
+def test_an_operators_layout_is_left_alone_for_a_while() -> None:
+    cell = serving()
+    cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
+    wait(cell, 15_000)
+    assert cell.core.layout_view()["target"] == "dp4"
+    assert "an operator chose" in decisions(cell)[-1]["reason"]
+    wait(cell, 8_000)
+    assert cell.core.layout_view()["target"] == "tp4"
+
+
+def test_decisions_to_stay_are_remembered_as_one() -> None:
+    cell = serving()
+    wait(cell, 60_000)
+    assert len(decisions(cell)) < 10
+    last = decisions(cell)[-1]
+    assert not last["changes"]
+    assert last["time"] > last["since"]
+
+
+def test_every_look_can_be_logged() -> None:
+    cell = serving()
+    effects = cell.core.handle(Tick(), cell.now_ms + 1_000)
+    assert sum(isinstance(effect, Observed) for effect in effects) >= 1

@@ -1,0 +1,96 @@
+"""What the coordinator measures of tasks and switches that pass it."""
+
+from dataclasses import replace
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.events import Effect, GatewaySaid, ToGateway, ToRank
+from coordinator.protocol.measures import Growing, Measure
+from coordinator.protocol.messages import (
+    Binding,
+    Cancel,
+    Carry,
+    Place,
+    Submit,
+    TaskFailed,
+    TaskHeader,
+    TaskId,
+    Tier,
+)
+from coordinator.records import Outcome, SwitchRecord
+from coordinator.views import switch_view
+from coordinator.watching import (
+    FAILURES,
+    LAYOUT_PAIRS_MAX,
+    QUEUE_WAIT,
+    RESHARD_BYTES,
+    SETTLE_MS,
+    SWITCH_DURATION,
+    SWITCH_STALL,
+    SWITCHES,
+    CoreWatcher,
+)
+
+RECORD = SwitchRecord(3, "dp2", "tp2", "operator", Carry.RESHARD, 100, 0, total_ms=40)
+BINDING = Binding(Group((Rank(0),), Mode.DP), 1)
+
+
+def header(name: str) -> TaskHeader:
+    return TaskHeader(TaskId(name), "g", "tcp://here", 3, 9, Tier.INTERACTIVE)
+
+
+def placed(name: str) -> Effect:
+    return ToRank(Rank(0), Place(header(name), 1, BINDING, b""))
+
+
+def series(watcher: CoreWatcher, measure: Measure) -> dict[tuple[str, ...], Growing]:
+    return watcher.tally.series_of(measure)
+
+
+def watcher_of(*switches: SwitchRecord) -> CoreWatcher:
+    return CoreWatcher(lambda: [dict(switch_view(each)) for each in switches])
+
+
+def test_waits_are_told_once_and_by_tier() -> None:
+    watcher = watcher_of()
+    watcher.saw_event(GatewaySaid("g", Submit(header("a"), b"")), 1_000)
+    watcher.saw_event(GatewaySaid("g", Submit(header("b"), b"")), 1_000)
+    watcher.saw_event(GatewaySaid("g", Cancel(TaskId("b"))), 1_100)
+    for now_ms in (1_250, 9_000):
+        watcher.saw_effect(placed("a"), now_ms)
+        watcher.saw_effect(placed("b"), now_ms)
+    (growing,) = series(watcher, QUEUE_WAIT).values()
+    assert (growing.value, sum(growing.counts)) == (0.25, 1)
+
+
+def test_failures_have_known_reasons() -> None:
+    watcher = watcher_of()
+    for code in ("queue_full", "whatever a leader says"):
+        watcher.saw_effect(ToGateway("g", TaskFailed(TaskId("a"), code, "")), 0)
+    assert set(series(watcher, FAILURES)) == {("queue_full",), ("other",)}
+
+
+def test_a_switch_is_counted_at_once_and_measured_when_all_is_known() -> None:
+    ended = replace(RECORD, outcome=Outcome.SERVED)
+    late = replace(ended, gap_ms_max=30.0, reshard_ms=20.0, reshard_bytes=5_000, swap_ms=1.0)
+    watcher = watcher_of(late)
+    watcher.switch_ended(ended, 1_000)
+    watcher.settle(1_000 + SETTLE_MS - 1)
+    assert series(watcher, SWITCHES)["dp2", "tp2", "served"].value == 1
+    assert not series(watcher, SWITCH_DURATION)
+    for _ in range(2):
+        watcher.settle(1_000 + SETTLE_MS)
+    durations = series(watcher, SWITCH_DURATION)
+    phases = {phase: each.value for (phase,), each in durations.items()}
+    assert phases == {"reshard": 0.02, "swap": 0.001, "total": 0.04}
+    assert series(watcher, SWITCH_STALL)[()].value == 0.03
+    assert series(watcher, RESHARD_BYTES)[()].value == 5_000
+    assert watcher.reshard_bytes_per_s == 250_000
+
+
+def test_layout_names_do_not_grow_without_bound() -> None:
+    watcher = watcher_of()
+    for number in range(LAYOUT_PAIRS_MAX + 100):
+        record = replace(RECORD, epoch=number, to_layout=f"dp{number}", outcome=Outcome.SERVED)
+        watcher.switch_ended(record, 0)
+    assert len(series(watcher, SWITCHES)) == LAYOUT_PAIRS_MAX + 1
+    assert series(watcher, SWITCHES)["other", "other", "served"].value == 100

@@ -1,0 +1,115 @@
+"""What a gateway measures of streams and requests."""
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from coordinator.protocol.measures import (
+    DISCONNECTS,
+    DURATION,
+    ITL,
+    REJECTIONS,
+    REQUESTS,
+    SLO_GOOD,
+    SLO_TOTAL,
+    TOKENS,
+    TPOT,
+    TTFT,
+    Measure,
+)
+from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.policy_config import SloTarget
+from gateway.engine_measures import engine_families
+from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
+from gateway.tasks import Task
+
+TARGETS = {Tier.STANDARD: SloTarget(ttft_ms=500, tpot_ms=100)}
+
+
+def task(name: str = "chatcmpl-1") -> Task:
+    header = TaskHeader(TaskId(name), "g", "tcp://here", 3, 9, Tier.STANDARD)
+    return Task(header, b"", opened_at_s=10.0)
+
+
+def deliver(meter: RequestMeter, one: Task, *times: float) -> None:
+    for now_s in times:
+        meter.tokens(one, 1, now_s)
+        one.delivered.append(7)
+        one.last_token_at_s = now_s
+
+
+def values(meter: RequestMeter, measure: Measure) -> dict[tuple[str, ...], float]:
+    return {key: round(each.value, 6) for key, each in meter.tally.series_of(measure).items()}
+
+
+def test_a_stream_is_timed_where_its_tokens_are_delivered() -> None:
+    meter, one = RequestMeter(TARGETS), task()
+    deliver(meter, one, 10.2, 10.3, 10.5)
+    meter.ended(one, 10.5)
+    assert values(meter, TTFT) == {("standard", "chat"): 0.2}
+    assert values(meter, ITL) == {("standard",): 0.3}
+    assert values(meter, TPOT) == {("standard", "chat"): 0.15}
+    assert values(meter, TOKENS) == {("standard",): 3}
+    assert values(meter, SLO_TOTAL) == {("standard",): 1}
+    assert values(meter, SLO_GOOD) == {("standard",): 0}, "0.15 s per token are too many"
+
+
+@pytest.mark.parametrize(
+    ("times", "ended_s", "failed", "judged", "good"),
+    [
+        ((10.4, 10.45), 10.5, False, 1, 1),
+        ((10.4,), 10.5, False, 1, 1),
+        ((10.6,), 10.7, False, 1, 0),
+        ((10.4, 10.7), 10.7, False, 1, 0),
+        ((10.4, 10.45), 10.5, True, 1, 0),
+        ((), 10.4, False, 0, 0),
+        ((), 10.6, False, 1, 0),
+        ((), 10.1, True, 1, 0),
+    ],
+    ids=["kept", "one", "late", "slow", "failed", "left early", "left late", "refused"],
+)
+def test_objectives(
+    times: tuple[float, ...], ended_s: float, failed: bool, judged: int, good: int
+) -> None:
+    meter, one = RequestMeter(TARGETS), task()
+    deliver(meter, one, *times)
+    meter.ended(one, ended_s, failed=failed)
+    assert values(meter, SLO_TOTAL).get(("standard",), 0) == judged
+    assert values(meter, SLO_GOOD).get(("standard",), 0) == good
+
+
+def test_children_and_completions_have_their_operation() -> None:
+    meter = RequestMeter()
+    for name in ("0_chatcmpl-9", "cmpl-chatcmpl-0"):
+        deliver(meter, task(name), 10.1)
+    assert set(values(meter, TTFT)) == {("standard", "chat"), ("standard", "text_completion")}
+
+
+def test_answers_are_counted_by_what_they_were() -> None:
+    meter, chat = RequestMeter(), "/v1/chat/completions"
+    meter.answered(chat, Tier.BATCH, 200, "", 1.5)
+    meter.answered(chat, Tier.BATCH, 429, "queue_full", 0.1)
+    meter.answered(chat, Tier.BATCH, 500, "no code of ours", 0.1)
+    meter.answered(chat, Tier.BATCH, CLIENT_GONE_STATUS, "", 0.1)
+    assert set(values(meter, REQUESTS)) == {
+        (chat, "batch", code) for code in ("200", "429", "500", "499")
+    }
+    assert values(meter, REJECTIONS) == {("queue_full", "batch"): 1, ("other", "batch"): 1}
+    assert values(meter, DISCONNECTS) == {("batch",): 1}
+    assert values(meter, DURATION) == {("batch", "chat"): 1.5}
+
+
+def test_engine_metrics_are_read_as_vllm_keeps_them() -> None:
+    registry, labels = CollectorRegistry(), ("model_name", "engine", "finished_reason")
+    success = Counter("vllm:request_success", "Done.", labels, registry=registry)
+    success.labels("demo", "0", "stop").inc(3)
+    Gauge("vllm:num_requests_running", "Now.", registry=registry).set(4)
+    Counter("http_requests", "Not vLLM's.", registry=registry).inc()
+    Counter("vllm:num_preemptions", "The ranks tell.", registry=registry).inc()
+    times = Histogram("vllm:e2e", "E2E.", labels[:2], buckets=(1, 2), registry=registry)
+    for seconds in (0.5, 1.5, 9.0):
+        times.labels("demo", "0").observe(seconds)
+    counter, histogram = engine_families(registry)
+    assert (counter.name, counter.labels) == ("vllm:request_success", ("finished_reason",))
+    assert [(each.labels, each.value) for each in counter.series] == [(("stop",), 3.0)]
+    assert (histogram.labels, histogram.bounds) == ((), (1.0, 2.0))
+    assert [(each.value, each.counts) for each in histogram.series] == [(11.0, (1, 1, 1))]

@@ -1,0 +1,51 @@
+"""What a leader tells of served steps."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from comm_pool.layout import Mode
+from coordinator.policy.step_line import fit
+from worker.step_log import StepLog
+
+MS = 1_000_000
+
+
+@dataclass
+class Plan:
+    tokens: int
+    context: int = 0
+    mode: Mode = Mode.DP
+
+
+def test_sums_fit_what_was_served() -> None:
+    log, now = StepLog(), 0
+    for tokens in (1, 2, 8, 64, 512) * 20:
+        took = 10 * MS + tokens * MS // 10
+        log.ended(Plan(tokens), 1, now, now + took)
+        now += took
+    (told,) = log.take()
+    line = fit(told.sums)
+    assert line is not None
+    assert (told.mode, told.width, told.sums.steps) == (Mode.DP, 1, 100)
+    assert line.seconds(512, 0) == pytest.approx(0.0612, rel=0.01)
+    assert log.take() == ()
+
+
+def test_a_step_launched_behind_another_lasts_from_its_end() -> None:
+    log = StepLog()
+    log.ended(Plan(1), 1, 0, 10 * MS)
+    log.ended(Plan(1), 1, 2 * MS, 20 * MS)
+    (told,) = log.take()
+    assert told.sums.y / told.sums.n == pytest.approx(0.010)
+
+
+def test_outliers_and_empty_steps_are_left_out() -> None:
+    log, now = StepLog(), 0
+    for number in range(60):
+        took = 500 * MS if number == 50 else 10 * MS
+        log.ended(Plan(4), 2, now, now + took)
+        now += took
+    log.ended(Plan(0), 2, now, now + MS)
+    (told,) = log.take()
+    assert told.sums.steps == 59

@@ -1,0 +1,88 @@
+"""What a leader tells of the steps it served: sums for a fit of their times. Pure.
+
+A step lasts from its launch, or from the end of the one before if that came later, to its end. One
+that takes several times what steps of its size usually take met something else, such as a page
+fault or a compile, and is left out.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from comm_pool.layout import Mode
+from coordinator.protocol.messages import ServedSteps, StepSums
+
+OUTLIER = 3.0
+"""Steps that take so many times the median of their size are left out."""
+
+ADAPTATION = 1.05
+"""By what factor one step moves the median that is kept of its size."""
+
+KNOWN_FROM = 8
+"""Steps of a size after which its median is believed."""
+
+TOKENS_UNIT, CONTEXT_UNIT = 1e3, 1e6
+
+
+class Planned(Protocol):
+    """What is asked of a step's plan."""
+
+    mode: Mode
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed in it."""
+
+    @property
+    def context(self) -> int:
+        """Tokens before those, whose KV is read."""
+
+
+@dataclass(slots=True)
+class _Median:
+    """A median that follows its values."""
+
+    seconds: float
+    count: int = 0
+
+    def takes(self, seconds: float) -> bool:
+        """Move towards a value; say whether it belongs to the others."""
+        self.count += 1
+        self.seconds *= ADAPTATION if seconds > self.seconds else 1 / ADAPTATION
+        return self.count < KNOWN_FROM or seconds < OUTLIER * self.seconds
+
+
+class StepLog:
+    """Sums by mode and width since they were taken last."""
+
+    __slots__ = ("_last_end_ns", "_medians", "_sums")
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Mode, int], list[float]] = {}
+        self._medians: dict[tuple[Mode, int, int], _Median] = {}
+        self._last_end_ns = 0
+
+    def ended(self, plan: Planned, width: int, launched_ns: int, end_ns: int) -> None:
+        """Count a step of a group; times are of one clock."""
+        mode, tokens = plan.mode, plan.tokens
+        seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9
+        self._last_end_ns = end_ns
+        # The policy weighs no layouts of mixed groups.
+        if seconds <= 0 or not tokens or not isinstance(mode, Mode):
+            return
+        median = self._medians.setdefault((mode, width, tokens.bit_length()), _Median(seconds))
+        if not median.takes(seconds):
+            return
+        w = 1 / (seconds * seconds)
+        t, c = tokens / TOKENS_UNIT, plan.context / CONTEXT_UNIT
+        found = [w, w * t, w * c, w * seconds, w * t * t, w * t * c, w * c * c]
+        found += [w * t * seconds, w * c * seconds, 1.0]
+        sums = self._sums.setdefault((mode, width), [0.0] * len(found))
+        for index, value in enumerate(found):
+            sums[index] += value
+
+    def take(self) -> tuple[ServedSteps, ...]:
+        """Return the sums since the last call."""
+        taken, self._sums = self._sums, {}
+        return tuple(
+            ServedSteps(mode, width, StepSums(*sums)) for (mode, width), sums in taken.items()
+        )

@@ -1,0 +1,55 @@
+"""vLLM adapter: what a rank tells of its process, and what the schedulers of its modes counted.
+
+vLLM's scheduler gives its statistics away with every step; a rank keeps totals and tells them with
+its report, so that they survive a switch from one mode to the next.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import psutil
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Totals of one scheduler since the rank started."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+    def drain(self, kv_cache: KVCacheManager) -> None:
+        """Add what the prefix cache was asked for since the last call."""
+        stats = kv_cache.make_prefix_cache_stats()
+        if stats is not None:
+            self.prefix_queries += stats.queries
+            self.prefix_hits += stats.hits
+
+
+class Counting(Protocol):
+    """A scheduler that counts."""
+
+    def counted(self) -> EngineCounts:
+        """Return its totals."""
+
+
+def engine_totals(schedulers: Iterable[Counting | None]) -> tuple[tuple[str, int], ...]:
+    """Return the sums over the schedulers of the modes that this rank leads."""
+    each = tuple(scheduler.counted() for scheduler in schedulers if scheduler is not None)
+    return (
+        ("prefix_queries", sum(one.prefix_queries for one in each)),
+        ("prefix_hits", sum(one.prefix_hits for one in each)),
+        ("preemptions", sum(one.preemptions for one in each)),
+    )
+
+
+def process_gauges() -> tuple[tuple[str, int], ...]:
+    """Return what a leak would show in."""
+    process = psutil.Process()
+    return (
+        ("rss_bytes", process.memory_info().rss),
+        ("open_files", process.num_fds()),
+        ("threads", process.num_threads()),
+    )
