@@ -6,10 +6,8 @@ comes (prepacked), and aileron with one rank. `python -m tests.bench.cpu [--roun
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.bench.provenance import commit, cpu_name, today
 from tests.bench.servers import (
     COMPUTE_THREADS,
     ROOT,
@@ -105,36 +104,21 @@ def table(values: dict[str, dict[str, list[float]]]) -> list[str]:
     return rows
 
 
-def cpu_name() -> str:
-    """The processor as the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
 def main() -> None:
     """Measure, print, and leave a dated JSON file and table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     values = measure(rounds)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    measured, date = commit(), today()
     hardware = f"{os.cpu_count()} cores of {cpu_name()}"
     folder = ROOT / "docs" / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     text = [
-        f"# aileron dp1 against `vllm serve` on CPU, {today}",
+        f"# aileron dp1 against `vllm serve` on CPU, {date}",
         "",
-        f"Command: `make bench` (`python -m tests.bench.cpu --rounds {rounds}`), commit {commit}, "
-        f"{hardware}.",
+        f"Command: `make bench` (`python -m tests.bench.cpu --rounds {rounds}`), "
+        f"commit {measured}, {hardware}.",
         "Demo model in bf16, eager, prompts of 128 and answers of 64 tokens; the three servers run "
         f"side by side and are loaded in turn, {rounds} rounds.",
         f"Each server computes with {COMPUTE_THREADS} thread(s).",
@@ -142,9 +126,9 @@ def main() -> None:
         "",
         *table(values),
     ]
-    name = folder / f"{today}-cpu-dp1"
+    name = folder / f"{date}-cpu-dp1"
     name.with_suffix(".md").write_text("\n".join(text) + "\n")
-    record = {"date": today, "commit": commit, "hardware": hardware, "rounds": rounds}
+    record = {"date": date, "commit": measured, "hardware": hardware, "rounds": rounds}
     name.with_suffix(".json").write_text(json.dumps({**record, "values": values}, indent=1) + "\n")
     print("\n".join(text))
 

@@ -13,10 +13,8 @@ adds a wide static engine with vLLM's own settings, whose compilation takes minu
 import argparse
 import asyncio
 import dataclasses
-import datetime
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,21 +27,11 @@ from tests.bench.gpu_report import write_report
 from tests.bench.gpu_run import MODES, PARTS, Run, Setup, prepare_environment
 from tests.bench.gpu_servers import nvidia_smi
 from tests.bench.gpu_shapes import DEMO, SHAPES, plan_for
+from tests.bench.provenance import commit, today
 from tests.bench.servers import ROOT
 
 STOP_LIMIT_S = 25
 """Kept of `--limit-s` for stopping servers and writing the report."""
-
-
-def commit() -> str:
-    """The commit that is measured, as far as git or the environment knows."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        found = done.stdout.strip()
-    except OSError:
-        found = ""
-    return os.environ.get("COMMIT") or found or "unknown"
 
 
 def versions() -> dict[str, str]:
@@ -122,7 +110,7 @@ def plan_of(options: argparse.Namespace, shape: str) -> Any:
 
 def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s: float) -> Setup:
     """Everything that a run of one shape must know."""
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    date = today()
     parts = tuple(options.only.split(","))
     if options.static_default and "static-default" not in parts:
         parts += ("static-default",)
@@ -130,7 +118,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
     kind = ("-" + "-".join(modes) if modes != MODES[:2] else "") + (
         "-slow-link" if options.slow_link else ""
     )
-    name = f"{today}-gpu-{shape}-{options.ranks}{kind}"
+    name = f"{date}-gpu-{shape}-{options.ranks}{kind}"
     return Setup(
         shape=shape,
         ranks=options.ranks,
@@ -147,7 +135,7 @@ def set_up(options: argparse.Namespace, shape: str, idle: Path | None, started_s
         idle=idle,
         started_s=started_s,
         header={
-            "date": today,
+            "date": date,
             "command": " ".join(["python -m tests.bench.gpu", *sys.argv[1:]]),
             "commit": commit(),
             "hardware": hardware(options.ranks),

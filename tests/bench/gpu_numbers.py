@@ -24,6 +24,12 @@ def find(results: Results, *path: str) -> Any:
     return found
 
 
+def sizes(results: Results, kind: str) -> list[str]:
+    """All sizes of a kind that any server was measured with, in order."""
+    found = {size for server in results["servers"].values() for size in server.get(kind, {})}
+    return sorted((size for size in found if size.isdigit()), key=int)
+
+
 def ratio(ours: float | None, theirs: float | None) -> float | None:
     """ours / theirs, if both were measured."""
     return ours / theirs if ours is not None and theirs else None

@@ -6,8 +6,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.bench.gpu_numbers import Results, find
-from tests.bench.gpu_report import modes, sizes
+from tests.bench.gpu_numbers import Results, find, sizes
+from tests.bench.gpu_report import modes
 
 COLOURS = {"dp": "#1f6fb4", "tp": "#e07b1a"}
 STYLES: dict[str, dict[str, Any]] = {

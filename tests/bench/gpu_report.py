@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.bench import gpu_report_sp
-from tests.bench.gpu_numbers import Results, find, ratio
-from tests.bench.gpu_verdict import Verdict
+from tests.bench.gpu_numbers import Results, find, ratio, sizes
+from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
 SAME_SPEED_MAX = 1.02
 """aileron's time over static vLLM's in tp."""
@@ -16,12 +16,6 @@ CUT_OVER_MS_MAX = 5.0
 SWAP_MS_MAX = 0.1
 KV_BYTES_LESS_MAX = 2.5e9
 """Below static vLLM's, per GPU and at the same memory share."""
-
-
-def sizes(results: Results, kind: str) -> list[str]:
-    """All sizes of a kind that any server was measured with, in order."""
-    found = {size for server in results["servers"].values() for size in server.get(kind, {})}
-    return sorted((size for size in found if size.isdigit()), key=int)
 
 
 def modes(results: Results) -> list[str]:
@@ -88,29 +82,24 @@ def verdicts(results: Results) -> list[Verdict]:
                 find(results, "servers", f"aileron {tp}", *path),
                 find(results, "servers", f"static {tp}", *path),
             )
-            judged.append(_at_most(f"{tp} {what} {size}: at most 1.02 x static", by, 1.02, ".3f"))
+            judged.append(at_most(f"{tp} {what} {size}: at most 1.02 x static", by, 1.02, ".3f"))
     path = ("saturated", "all", "tokens_per_s")
     by = ratio(
         find(results, "servers", f"aileron {dp}", *path),
         find(results, "servers", f"static {dp}", *path),
     )
-    judged.append(
-        Verdict(
-            f"{dp} saturated: at least {SATURATED_MIN} x static",
-            "–" if by is None else f"{by:.3f}",
-            None if by is None else by >= SATURATED_MIN,
-        )
-    )
+    target = f"{dp} saturated: at least {SATURATED_MIN} x static"
+    judged.append(at_least(target, by, SATURATED_MIN))
     times = find(results, "aileron", "switches", "pause", "phases") or {}
     cut_over = find(times, "cut_over_ms", "p99")
-    judged.append(_at_most("cut-over p99: at most 5 ms", cut_over, CUT_OVER_MS_MAX, ".2f"))
+    judged.append(at_most("cut-over p99: at most 5 ms", cut_over, CUT_OVER_MS_MAX, ".2f"))
     swap = find(times, "swap_ms", "max")
-    judged.append(_at_most("swap, slowest: below 0.1 ms", swap, SWAP_MS_MAX, ".3f"))
+    judged.append(at_most("swap, slowest: below 0.1 ms", swap, SWAP_MS_MAX, ".3f"))
     ours = find(results, "servers", f"aileron {dp}", "kv_bytes_per_gpu")
     theirs = find(results, "servers", f"static {dp}", "kv_bytes_per_gpu")
     less = None if ours is None or theirs is None else (theirs - ours) / 1e9
     target = f"{dp} KV: at most 2.5 GB per GPU below static"
-    judged.append(_at_most(target, less, KV_BYTES_LESS_MAX / 1e9, ".2f"))
+    judged.append(at_most(target, less, KV_BYTES_LESS_MAX / 1e9, ".2f"))
     return judged
 
 
@@ -120,12 +109,6 @@ def all_verdicts(results: Results) -> list[Verdict]:
         return verdicts(results)
     judged = gpu_report_sp.verdicts(results)
     return judged + [one for one in verdicts(results) if one.met is not None]
-
-
-def _at_most(target: str, value: float | None, limit: float, shown: str) -> Verdict:
-    if value is None:
-        return Verdict(target, "–", None)
-    return Verdict(target, format(value, shown), value <= limit)
 
 
 def verdict_table(results: Results) -> list[str]:

@@ -6,7 +6,7 @@ are tighter where the link is fast, since there is less communication to save.
 
 from typing import Any
 
-from tests.bench.gpu_numbers import Results, find, ratio
+from tests.bench.gpu_numbers import Results, find, ratio, sizes
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
 LONG_PROMPT = "32768"
@@ -42,12 +42,6 @@ def _value(results: Results, server: str, kind: str, size: str) -> float | None:
     return None if found is None else float(found)
 
 
-def _sizes(results: Results, kind: str) -> list[str]:
-    servers = results["servers"].values()
-    found = {size for server in servers for size in server.get(kind, {}) if size.isdigit()}
-    return sorted(found, key=int)
-
-
 def table(results: Results) -> list[str]:
     """Every size in every mode that was measured."""
     ranks = results["ranks"]
@@ -56,8 +50,8 @@ def table(results: Results) -> list[str]:
     names = [name for name in names if name in results["servers"]]
     lines = ["", "### Sequence parallelism", "", "| | " + " | ".join(names) + " |"]
     lines += ["|---" * (len(names) + 1) + "|"]
-    rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in _sizes(results, "ttft")]
-    rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in _sizes(results, "tpot")]
+    rows = [("ttft", size, f"TTFT of {int(size):,} tokens, ms") for size in sizes(results, "ttft")]
+    rows += [("tpot", size, f"TPOT, {size} streams, ms") for size in sizes(results, "tpot")]
     rows += [("saturated", "all", "saturated, output tokens/s")]
     for kind, size, label in rows:
         values = [_value(results, name, kind, size) for name in names]
@@ -77,22 +71,27 @@ def verdicts(results: Results) -> list[Verdict]:
     if find(results, "engine", "disable_custom_all_reduce"):
         return [
             at_least(
-                f"slow link: TTFT {LONG_PROMPT} sooner than tp{ranks}'s",
+                f"slow link: TTFT {LONG_PROMPT} sooner than tp{ranks}'s: at least "
+                f"{SLOW_LINK_TTFT_MIN}",
                 ratio(ttft[1], ttft[0]),
                 SLOW_LINK_TTFT_MIN,
             ),
             at_least(
-                f"slow link: saturated over tp{ranks}'s",
+                f"slow link: saturated over tp{ranks}'s: at least {SLOW_LINK_THROUGHPUT_MIN}",
                 ratio(rate[0], rate[1]),
                 SLOW_LINK_THROUGHPUT_MIN,
             ),
         ]
     return [
         _long_prompt(results, ttft),
-        at_least(f"saturated over dp{ranks}'s", ratio(rate[0], rate[2]), THROUGHPUT_OF_DP_MIN),
-        at_least(f"saturated over tp{ranks}'s", ratio(rate[0], rate[1]), 1.0),
+        at_least(
+            f"saturated over dp{ranks}'s: at least {THROUGHPUT_OF_DP_MIN}",
+            ratio(rate[0], rate[2]),
+            THROUGHPUT_OF_DP_MIN,
+        ),
+        at_least(f"saturated over tp{ranks}'s: at least 1", ratio(rate[0], rate[1]), 1.0),
         at_most(
-            f"shift{ranks} TPOT 1 over tp{ranks}'s",
+            f"shift{ranks} TPOT 1 over tp{ranks}'s: at most {TPOT_OF_TP_MAX}",
             ratio(*(_value(results, server, "tpot", "1") for server in (shift, tp))),
             TPOT_OF_TP_MAX,
         ),
@@ -117,7 +116,7 @@ def _choice(results: Results) -> Verdict:
     ranks = results["ranks"]
     worst: tuple[float, str] | None = None
     for kind in ("ttft", "tpot"):
-        for size in _sizes(results, kind):
+        for size in sizes(results, kind):
             shift, sp, tp = (
                 _value(results, f"aileron {mode}{ranks}", kind, size)
                 for mode in ("shift", "sp", "tp")

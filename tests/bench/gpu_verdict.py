@@ -17,17 +17,17 @@ class Verdict:
         return {True: "met", False: "**missed**", None: "not measured"}[self.met]
 
 
-def at_most(target: str, value: float | None, limit: float) -> Verdict:
-    """Met where the value does not exceed the limit."""
-    text = f"{target}: at most {limit:g}"
-    return Verdict(text, "–", None) if value is None else _of(text, value, value <= limit)
+def at_most(target: str, value: float | None, limit: float, shown: str = ".3f") -> Verdict:
+    """Met where the value does not exceed the limit; the target's words name it."""
+    return _verdict(target, value, shown, value is not None and value <= limit)
 
 
-def at_least(target: str, value: float | None, limit: float) -> Verdict:
-    """Met where the value reaches the limit."""
-    text = f"{target}: at least {limit:g}"
-    return Verdict(text, "–", None) if value is None else _of(text, value, value >= limit)
+def at_least(target: str, value: float | None, limit: float, shown: str = ".3f") -> Verdict:
+    """Met where the value reaches the limit; the target's words name it."""
+    return _verdict(target, value, shown, value is not None and value >= limit)
 
 
-def _of(target: str, value: float, met: bool) -> Verdict:
-    return Verdict(target, f"{value:.3f}", met)
+def _verdict(target: str, value: float | None, shown: str, met: bool) -> Verdict:
+    if value is None:
+        return Verdict(target, "–", None)
+    return Verdict(target, format(value, shown), met)

@@ -7,7 +7,6 @@ per second that clients receive. What aileron's engine computes differently is p
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import random
@@ -21,7 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.bench.cpu import OPTIONS, UNPACKED, cpu_name
+from tests.bench.cpu import OPTIONS, UNPACKED
+from tests.bench.provenance import commit, cpu_name, today
 from tests.bench.servers import ROOT, aileron_command, environment, free_port, running
 
 PROMPT_TOKENS = 128
@@ -171,25 +171,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     rounds = parser.parse_args().rounds
     rows = verdict(measure(rounds))
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    date = today()
     text = [
-        f"# What the way over HTTP adds, {today}",
+        f"# What the way over HTTP adds, {date}",
         "",
-        f"Command: `python -m tests.bench.overhead --rounds {rounds}`, commit {commit}, "
+        f"Command: `python -m tests.bench.overhead --rounds {rounds}`, commit {commit()}, "
         f"{os.cpu_count()} cores of {cpu_name()}.",
         "AsyncLLM in-process (plain layers, as aileron's views are) and aileron with one rank side "
         f"by side, loaded in turn; prompts of {PROMPT_TOKENS} tokens.",
         "",
         *rows,
     ]
-    file = ROOT / "docs" / "benchmarks" / f"{today}-cpu-overhead.md"
+    file = ROOT / "docs" / "benchmarks" / f"{date}-cpu-overhead.md"
     file.write_text("\n".join(text) + "\n")
     print("\n".join(text))
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.gpu_report import document, joined, sizes, verdicts, write_report
+from tests.bench.gpu_numbers import sizes
+from tests.bench.gpu_report import document, joined, verdicts, write_report
 from tests.bench.gpu_verdict import Verdict
 
 
