@@ -1,16 +1,57 @@
-"""Tests that compare measured times may be repeated; every repeat is reported."""
+"""Which tests may be repeated, how often, and that every repeat is reported and counted.
+
+Real processes on a machine that others use too meet moments that no test foresaw. One such moment
+must not fail a run of half an hour, and a run with many of them must not pass: they are counted.
+"""
 
 import pytest
 
 TIMING_REPEATS = 2
-"""A machine that does other work for some seconds must not fail a run that takes half an hour.
+"""For tests marked `timing`: a time that is really too long fails three times in a row."""
+PROCESS_REPEATS = 1
+"""For other tests under integration/, except those marked `exact`."""
+REPEATED_MAX = 5
+"""Repeats in one run; with more of them it fails, whatever the repeats said."""
+REPEATED = pytest.StashKey[list[str]]()
 
-A time that is really too long fails three times in a row.
-"""
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin the count of this run."""
+    config.stash[REPEATED] = []
+    config.pluginmanager.register(Repeats(config), "aileron-repeats")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Only tests marked `timing` are repeated: everything else must pass the first time."""
+    """Pure tests and comparisons of numbers are never repeated: they must pass the first time."""
     for item in items:
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=TIMING_REPEATS, reruns_delay=2))
+        elif "integration" in item.path.parts and not item.get_closest_marker("exact"):
+            item.add_marker(pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2))
+
+
+class Repeats:
+    """Counts the repeats of a run and fails it when they are too many."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._names = config.stash[REPEATED]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that failed and will be repeated."""
+        outcome: str = report.outcome
+        if outcome == "rerun":
+            self._names.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Turn a run with too many repeats into a failed one."""
+        if len(self._names) > REPEATED_MAX and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say how many there were."""
+        if self._names:
+            terminalreporter.write_line(
+                f"repeated {len(self._names)} times, at most {REPEATED_MAX} allowed: "
+                + ", ".join(self._names)
+            )

@@ -78,6 +78,13 @@ class BareCell:
         """POST /admin/layout and do not wait until it serves."""
         return ask(self.admin, layout, carry)
 
+    def record(self, origin: str, wanted: str) -> dict[str, Any]:
+        """The newest switch of this pair: a group may have been formed anew for pages since."""
+        records = self.get("/admin/switches?last=20")["switches"]
+        pair = [r for r in records if (r["from"], r["to"]) == (origin, wanted)]
+        assert pair, f"no switch from {origin} to {wanted} in {records}"
+        return max(pair, key=lambda record: int(record["epoch"]))
+
     def pages(self) -> list[dict[str, int]]:
         """The page accounting of every rank, which must add up."""
         pages: list[dict[str, int]] = [rank["pages"] for rank in self.get("/admin/ranks")["ranks"]]

@@ -18,7 +18,7 @@ from tests.integration.test_numerics import (
 )
 from tests.integration.test_sp import MOE, static
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from transformers import (
 from tests.bench.servers import MODEL, ROOT
 from tests.harness.bare_cell import TaskClient, bare_cell
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,

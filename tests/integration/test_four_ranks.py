@@ -77,8 +77,7 @@ async def test_a_paused_task_is_resumed_elsewhere_after_the_limit(cell: BareCell
     started = time.monotonic()
     assert await run(cell, "paused", [("tp4", "pause")]) == expected
     assert time.monotonic() - started > 1.0, "the tasks waited for the pause limit"
-    record = cell.get("/admin/switches?last=1")["switches"][0]
-    assert record["to"] == "tp4"
+    record = cell.record("dp4", "tp4")
     assert record["tasks"]["pause"] == TASKS
     assert cell.get("/admin/layout")["layout"] == "tp4"
 
@@ -88,8 +87,7 @@ async def test_drain_lets_tasks_finish_first(cell: BareCell) -> None:
     cell.switch("dp4", "recompute")
     expected = await run(cell, "undrained", [])
     assert await run(cell, "drained", [("tp2+tp2", "drain")]) == expected
-    record = cell.get("/admin/switches?last=1")["switches"][0]
-    assert record["to"] == "tp2+tp2"
+    record = cell.record("dp4", "tp2+tp2")
     assert record["tasks"]["recompute"] == record["tasks"]["pause"] == 0
 
 

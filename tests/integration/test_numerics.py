@@ -15,7 +15,7 @@ from tests.bench.servers import MODEL
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.static_process import run_static
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 LENGTHS = (5, 6, 9, 17, 31, 32, 33, 48, 63, 64, 65, 96, 100, 128, 150, 200, 255, 300, 350, 400)
 NEW_TOKENS = 12

@@ -21,7 +21,7 @@ from tests.harness.reshard_cases import Case, draw_case, vllm_settings
 from tests.harness.static_process import SHARED_MEMORY, run_static
 from tests.integration.test_four_ranks import LAYOUTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 SEEDS = 320
 AT_ONCE = 60

@@ -25,7 +25,7 @@ from tests.integration.test_numerics import (
     prompts_and_text,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 RUNS = ("tp", "sp", "random-1", "random-2")
 MIXED: dict[str, Any] = {

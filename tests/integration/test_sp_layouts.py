@@ -10,7 +10,7 @@ import pytest
 from tests.harness.bare_cell import BareCell, bare_cell
 from tests.integration.test_four_ranks import TASKS, prompt, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 LAYOUTS = ("dp4", "sp2tp2", "sp2+tp2", "shift2+dp2", "shift4")
 LONGEST_PROMPT = len(prompt(TASKS - 1))
