@@ -126,7 +126,8 @@ class CommunicatorPool:
                 use_message_queue_broadcaster=has_queue,
                 group_name=TP_GROUP_NAME,
             )
-        _warm(group, device)
+        _release_unusable(group)
+        _warm(group, device, exchanges=has_queue and device.type == "cuda")
         _release_names(group)
         if group.mq_broadcaster is not None and device.type == "cpu":
             # vLLM's readers spin for 1 s after each message: too long where ranks share cores.
@@ -182,16 +183,48 @@ def activate(communicator: Communicator) -> None:
         parallel_state._EP = communicator.group
 
 
-def _warm(group: GroupCoordinator, device: torch.device) -> None:
+def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
+    """(k, ...) -> (k, ...): part j goes to member j, and its part for this rank comes back as j.
+
+    Over the NCCL communicator that vLLM reduces with: torch's process group would make another one,
+    which costs hundreds of MiB for good and several times the host's time per call.
+    """
+    received = torch.empty_like(sent)
+    plane = getattr(group.device_communicator, "pynccl_comm", None)
+    if plane is None or plane.disabled:
+        dist.all_to_all_single(received, sent, group=group.device_group)
+        return received
+    own = int(group.rank_in_group)
+    plane.group_start()
+    for peer in range(group.world_size):
+        if peer != own:
+            plane.send(sent[peer], peer)
+            plane.recv(received[peer], peer)
+    plane.group_end()
+    received[own].copy_(sent[own])
+    return received
+
+
+def _release_unusable(group: GroupCoordinator) -> None:
+    """Free the buffer of vLLM's multicast all-reduce where the device has no multicast."""
+    plane = getattr(group.device_communicator, "symm_mem_comm", None)
+    if plane is not None and plane.disabled and hasattr(plane, "buffer"):
+        del plane.buffer
+
+
+def _warm(group: GroupCoordinator, device: torch.device, *, exchanges: bool) -> None:
     """One collective of each kind that serving uses, so that the first step finds them warm.
 
-    NCCL takes its buffers at the first message that custom all-reduce leaves to it.
+    NCCL takes its buffers at the first message that custom all-reduce leaves to it, and others at
+    the first exchange between two members.
     """
     tensor = torch.ones(64, 64, device=device)
     group.all_reduce(tensor)
     if device.type == "cuda":
         group.all_reduce(torch.zeros(LARGE_MESSAGE_BYTES // 2, dtype=torch.bfloat16, device=device))
     group.all_gather(tensor, dim=-1)
+    if exchanges:
+        all_to_all(group, torch.zeros(group.world_size, LARGE_MESSAGE_BYTES // 8, device=device))
     group.barrier()
 
 

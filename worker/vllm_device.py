@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import structlog
 import torch
 import vllm.ir
 from torch import nn
@@ -14,6 +15,8 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
 
 from comm_pool.layout import StepMode
+
+log = structlog.get_logger()
 
 NCCL_SETTINGS = {"NCCL_BUFFSIZE": 2 << 20, "NCCL_LL128_BUFFSIZE": 4915200 // 4}
 """Bytes per channel and peer of NCCL's two large protocols; half and a quarter of its own.
@@ -77,6 +80,27 @@ def used_bytes(device: torch.device) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
+
+
+class MemoryNotes:
+    """What start-up takes of a device, stage by stage, so that nothing of it is without a name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._used = used_bytes(device)
+        self.context = self._used
+        """Of the driver, before anything of ours is there."""
+
+    def note(self, stage: str) -> int:
+        """Log and return the bytes that this stage has left in use."""
+        before, self._used = self._used, used_bytes(self._device)
+        if self._device.type == "cuda":
+            log.info("device_memory", stage=stage, taken=self._used - before, used=self._used)
+        return self._used - before
+
+    def rest(self, named: int) -> int:
+        """Bytes in use now beside the context and what has a name."""
+        return max(0, used_bytes(self._device) - self.context - named)
 
 
 def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:

@@ -34,6 +34,7 @@ from worker.vllm_calibrate import measure_steps
 from worker.vllm_config import ModeKey, mode_config
 from worker.vllm_counts import engine_totals, process_gauges
 from worker.vllm_device import (
+    MemoryNotes,
     activation_bytes,
     kv_budget_bytes,
     make_runner,
@@ -116,6 +117,7 @@ class RankEngine:
         self.spec = spec
         self.base = base
         self.device = prepare_process(base, spec.rank, spec.threads)
+        notes = MemoryNotes(self.device)
         progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
         self.communicators = CommunicatorPool(
             base,
@@ -127,6 +129,7 @@ class RankEngine:
             device=self.device,
             progress=lambda done, total: progress("communicators", done, total),
         )
+        notes.note("communicators")
         progress("weights", 0, 1)
         self.keys = tuple(
             ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
@@ -135,14 +138,18 @@ class RankEngine:
         builder = TreeBuilder(base, configs, self.keys, spec.mixed, self.communicators, self.device)
         replica = builder.load()
         progress("weights", 1, 1)
+        notes.note("weights")
         trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
+        notes.note("trees")
         self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
-        self.other_bytes: dict[str, int] = {}
+        self.other_bytes: dict[str, int] = {"context": notes.context}
         """Device memory of runners, graphs and activations, by piece."""
         runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
         self.kv = self._allocate_kv(configs, runners, progress)
         progress("kv", 1, 1)
+        notes.note("graph trials and kv")
         self.boards, self.mover = self._connect_peers()
+        notes.note("peers")
         self.pages = PagePool(self.kv.num_pages)
         self.block_hasher = self._block_hasher()
         structured = StructuredOutputManager(configs[self.keys[0]])
@@ -151,6 +158,9 @@ class RankEngine:
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
         self._warm(progress)
+        notes.note("graphs and warm steps")
+        named = sum(size for name, size in self.memory() if name not in ("context", "activations"))
+        self.other_bytes["rest"] = notes.rest(named)
 
     # ------------------------------------------------------------------ building
 

@@ -14,7 +14,6 @@ import copy
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -24,7 +23,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode
-from comm_pool.vllm_pool import Communicator, activate
+from comm_pool.vllm_pool import Communicator, activate, all_to_all
 from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
 from worker.vllm_moe import experts_shell
 
@@ -52,18 +51,13 @@ class Exchange:
     def to_heads(self, rows: torch.Tensor) -> torch.Tensor:
         """(share, k·w) -> (T, w): all tokens of this rank's columns; column range j is rank j's."""
         sent = rows.unflatten(-1, (self.plan.width, -1)).transpose(0, 1).contiguous()
-        return self._all_to_all(sent).flatten(0, 1)[: self.tokens]
+        return all_to_all(self._group, sent).flatten(0, 1)[: self.tokens]
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """(T, w) -> (share, k·w): this rank's tokens of all columns, in the order of the ranks."""
         share = self.plan.share(self.tokens)
         sent = _padded(rows, share * self.plan.width).unflatten(0, (self.plan.width, share))
-        return self._all_to_all(sent.contiguous()).transpose(0, 1).flatten(1)
-
-    def _all_to_all(self, sent: torch.Tensor) -> torch.Tensor:
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group.device_group)
-        return received
+        return all_to_all(self._group, sent.contiguous()).transpose(0, 1).flatten(1)
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -60,6 +60,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
     "llama-3-70b-fp8": _LLAMA_70B,
+    # For a look at what a layer costs the host: starts in seconds.
+    "llama-3-70b-fp8-short": {**_LLAMA_70B, "num_hidden_layers": 24},
     # As a published fp8 checkpoint looks. vLLM's dummy loader rounds its weights to nearly zero,
     # which draws less power than real ones do: prefill of both sides looks faster than it is.
     "llama-3-70b-fp8-checkpoint": {
@@ -71,6 +73,7 @@ SHAPE_OPTIONS: dict[str, dict[str, Any]] = {
     # vLLM makes each layer's bf16 weights and quantizes them before it makes the next layer's, so
     # 140 GB never exist at once; scales follow the largest weight, so all of fp8's range is used.
     "llama-3-70b-fp8": {"quantization": "fp8_per_tensor"},
+    "llama-3-70b-fp8-short": {"quantization": "fp8_per_tensor"},
 }
 DEMO = "demo"
 
