@@ -197,17 +197,21 @@ async def in_cell(model: Path, arguments: list[str], options: argparse.Namespace
 
 async def switched(cell: Any, options: argparse.Namespace) -> Any:
     """Records of pause switches under streams."""
-    requests = {
-        f"stream-{each}": cell.client.prepare(f"stream-{each}", list(range(10, 138)), 300)
-        for each in range(options.streams)
-    }
-    streams = asyncio.create_task(cell.client.finish(requests))
-    await asyncio.sleep(1.0)
+    streams = []
+    for layout in ("tp", "dp"):
+        await cell.switch(f"{layout}{options.ranks}", "pause")
+        requests = {
+            f"{layout}-{each}": cell.client.prepare(f"{layout}-{each}", list(range(10, 138)), 600)
+            for each in range(options.streams)
+        }
+        streams.append(asyncio.create_task(cell.client.finish(requests)))
+        await asyncio.sleep(1.0)
     for turn in range(SWITCHES):
-        await cell.switch(f"{('dp', 'tp')[turn % 2]}{options.ranks}", "pause")
+        await cell.switch(f"{('tp', 'dp')[turn % 2]}{options.ranks}", "pause")
         await asyncio.sleep(0.15)
     records = await cell.switches(SWITCHES)
-    streams.cancel()
+    for each in streams:
+        each.cancel()
     await cell.client.clear()
     for record in records:
         print({name: value for name, value in record.items() if value}, flush=True)
@@ -224,7 +228,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32, 512], help="of a prompt")
     parser.add_argument("--pause-s", type=float, default=0.05, help="between two prompts")
-    parser.add_argument("--streams", type=int, default=128, help="under switches in a cell")
+    parser.add_argument(
+        "--streams", type=int, default=64, help="of each layout, under switches in a cell"
+    )
     parser.add_argument("--cell", action="store_true", help="a whole cell")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
