@@ -184,14 +184,15 @@ async def in_cell(model: Path, arguments: list[str], options: argparse.Namespace
         engine_args=arguments,
     )
     async with up as cell:
-        for layout in (f"dp{options.ranks}", f"tp{options.ranks}"):
+        for layout in (f"{mode}{options.ranks}" for mode in options.modes):
             await cell.switch(layout)
             for tokens in options.tokens:
                 sizes = {"tokens": tokens, "repeats": TURNS, "vocab": 4000}
                 answer = await cell.measure("ttft", False, 60.0, **sizes)
                 found[f"{layout} {tokens}"] = answer["values_ms"]
                 print(layout, tokens, answer, flush=True)
-        found["switches"] = await switched(cell, options)
+        if options.streams:
+            found["switches"] = await switched(cell, options)
     return found
 
 
@@ -231,6 +232,7 @@ def main() -> int:
     parser.add_argument(
         "--streams", type=int, default=64, help="of each layout, under switches in a cell"
     )
+    parser.add_argument("--modes", nargs="+", default=["dp", "tp"], help="in a cell")
     parser.add_argument("--cell", action="store_true", help="a whole cell")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

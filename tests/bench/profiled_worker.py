@@ -1,8 +1,9 @@
 """`python -m worker` with a stopwatch, or under cProfile.
 
 `PROFILE_OUT` names a folder for rank-N.events.json: [what, began, ended] in nanoseconds of the
-host's monotonic clock, for what takes 50 µs or more; with `PROFILE_KIND=cprofile` it gets
-rank-N.txt instead. Used by `tests.bench.profile_steps --cell`.
+host's monotonic clock, for what takes 50 µs or more. With `PROFILE_KIND=cprofile` it gets
+rank-N.txt instead, and with `PROFILE_KIND=torch` the operations of some prefills of wide groups.
+Used by `tests.bench.profile_steps --cell`.
 """
 
 import cProfile
@@ -20,6 +21,7 @@ from typing import Any
 from worker.__main__ import main
 
 NOTED_NS = 50_000
+TRACED_EVERY = 8
 ROWS = 60
 """Of each profile."""
 
@@ -49,11 +51,40 @@ def watch(events: list[tuple[str, int, int]], owner: Any, name: str) -> None:
     setattr(owner, name, noted)
 
 
+def trace_prefills(out: Path) -> None:
+    """Leave torch's own profile of a few prefills of a wide group: host and device times by op."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from worker.member import Member
+
+    execute = Member._execute
+    seen = 0
+
+    def traced(self: Member, mode: Any, plan: Any) -> Any:
+        nonlocal seen
+        is_prefill = plan.tokens > 1 and mode.key.width > 1
+        seen += is_prefill
+        if not is_prefill or seen % TRACED_EVERY:
+            return execute(self, mode, plan)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            result = execute(self, mode, plan)
+        table = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=ROWS)
+        name = f"rank-{self.engine.spec.rank}.torch.txt"
+        with (out / name).open("a") as file:
+            file.write(f"{plan.tokens} tokens\n{table}\n")
+        return result
+
+    Member._execute = traced  # type: ignore[method-assign]
+
+
 def install(out: Path, kind: str) -> None:
     """Let the ranks' loops leave their profile behind."""
     from worker.member import Member
     from worker.rank_loop import RankLoop
 
+    if kind == "torch":
+        trace_prefills(out)
+        return
     events: list[tuple[str, int, int]] = []
     run = RankLoop.run
 
