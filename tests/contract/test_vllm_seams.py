@@ -11,7 +11,12 @@ vllm = pytest.importorskip("vllm")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
-from vllm.distributed.device_communicators import shm_broadcast  # noqa: E402
+from vllm.distributed.device_communicators import (  # noqa: E402
+    cuda_communicator,
+    pynccl,
+    shm_broadcast,
+    symm_mem,
+)
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockPool  # noqa: E402
@@ -58,6 +63,21 @@ def test_step_queue_has_the_fields_that_we_set() -> None:
     assert "self.shared_memory" in ring
     assert "busy_loop_s" in inspect.signature(shm_broadcast.SpinCondition.__init__).parameters
     assert "timeout" in inspect.signature(shm_broadcast.MessageQueue.dequeue).parameters
+
+
+def test_communicators_have_what_the_exchange_calls() -> None:
+    for name in ("send", "recv"):
+        assert "stream" in inspect.signature(getattr(pynccl.PyNcclCommunicator, name)).parameters
+    assert {"group_start", "group_end"} <= set(vars(pynccl.PyNcclCommunicator))
+    source = inspect.getsource(symm_mem.SymmMemCommunicator.__init__)
+    assert "self.disabled = True" in source
+    assert "self.buffer = " in source
+    # It is asked before the buffer is used.
+    should_use = inspect.getsource(symm_mem.SymmMemCommunicator.should_use_symm_mem)
+    assert "if self.disabled" in should_use
+    made = inspect.getsource(cuda_communicator.CudaCommunicator.__init__)
+    assert "self.pynccl_comm" in made
+    assert "self.symm_mem_comm" in made
 
 
 def test_runner_and_scheduler_have_the_methods_that_we_override() -> None:
