@@ -61,7 +61,7 @@ ENTRYPOINT ["aileron"]
 CMD ["--help"]
 
 FROM ${PYTHON_CPU} AS cpu
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install --yes --no-install-recommends libnuma1 && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 10001 aileron && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /cache aileron
 RUN mkdir /cache && chown 10001:10001 /cache
 COPY --from=cpu-packages /opt/aileron/ /opt/aileron/

@@ -45,6 +45,7 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
     "keys in values": (
         "kind",
         {
+            "config": {"gateway": {"insecure_no_auth": False}},
             "auth": {
                 "apiKeys": {
                     "keys": [
