@@ -117,19 +117,18 @@ def test_selectors_find_the_pods_that_they_are_for(release: Release) -> None:
         assert found
         for port in each["spec"]["ports"]:
             for name, pod in found:
-                assert port["targetPort"] in port_names(pod), (each["metadata"]["name"], name)
+                assert port["targetPort"] in ports_of(pod), (each["metadata"]["name"], name)
     for each in release.of_kind("PodDisruptionBudget", "NetworkPolicy"):
         key = "selector" if each["kind"] == "PodDisruptionBudget" else "podSelector"
         assert selected(release, each["spec"][key]["matchLabels"])
 
 
-def port_names(pod: Object) -> dict[str, int]:
-    """The named ports of a pod."""
-    return {
-        port["name"]: port["containerPort"]
-        for container in containers_of(pod)
-        for port in container.get("ports", [])
-    }
+def ports_of(pod: Object) -> set[str | int]:
+    """The ports of a pod by number, and by name those that are no sidecar's."""
+    sidecars = pod["spec"].get("initContainers", [])
+    ports = [(each, port) for each in containers_of(pod) for port in each.get("ports", [])]
+    numbers: set[str | int] = {port["containerPort"] for _, port in ports}
+    return numbers | {port["name"] for each, port in ports if each not in sidecars}
 
 
 def test_serving_port_is_that_of_the_pods_with_gateways_alone(release: Release) -> None:
@@ -156,7 +155,7 @@ def policy_ports(policy: Object) -> Iterator[tuple[str, Object, str | int]]:
                     yield direction, peer, port["port"]
 
 
-def test_network_policies_name_ports_and_pods_that_exist(release: Release) -> None:
+def test_network_policies_open_ports_and_pods_that_exist(release: Release) -> None:
     for policy in release.of_kind("NetworkPolicy"):
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
         own = selected(release, policy["spec"]["podSelector"]["matchLabels"])
@@ -164,9 +163,8 @@ def test_network_policies_name_ports_and_pods_that_exist(release: Release) -> No
             labels = peer.get("podSelector", {}).get("matchLabels")
             others = selected(release, labels) if labels else []
             assert bool(others) == bool(labels)
-            if isinstance(port, str):
-                for _, pod in own if direction == "ingress" else others:
-                    assert port in port_names(pod)
+            for _, pod in own if direction == "ingress" else others:
+                assert port in ports_of(pod)
 
 
 def test_what_gateways_and_cells_say_to_each_other_is_allowed(release: Release) -> None:
@@ -174,9 +172,9 @@ def test_what_gateways_and_cells_say_to_each_other_is_allowed(release: Release) 
         return
     gateway = release.one("NetworkPolicy", "-gateway")
     cell = release.one("NetworkPolicy", "-cell")
-    grpc = [(way, port) for way, _, port in policy_ports(gateway) if port == "grpc"]
-    assert grpc == [("egress", "grpc")]
-    assert ("ingress", "grpc") in [(way, port) for way, _, port in policy_ports(cell)]
+    grpc = [(way, port) for way, _, port in policy_ports(gateway) if port == 8002]
+    assert grpc == [("egress", 8002)]
+    assert ("ingress", 8002) in [(way, port) for way, _, port in policy_ports(cell)]
     several = release.values["config"].get("gateway", {}).get("processes", 1) > 1
     pushes = [
         rule.get("ports")
@@ -184,10 +182,10 @@ def test_what_gateways_and_cells_say_to_each_other_is_allowed(release: Release) 
         for peer in rule.get("from", rule.get("to", []))
         if peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/component")
         in ("cell", "gateway")
-        and "grpc" not in str(rule)
+        and "8002" not in str(rule)
     ]
     # Each of several processes listens on a port of its own, which no policy can name.
-    assert pushes == 2 * ([None] if several else [[{"port": "tokens", "protocol": "TCP"}]])
+    assert pushes == 2 * ([None] if several else [[{"port": 8003, "protocol": "TCP"}]])
 
 
 def test_volumes_secrets_and_claims_exist_or_are_the_users(release: Release) -> None:
