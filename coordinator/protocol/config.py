@@ -2,7 +2,7 @@
 
 Unknown keys are refused and relations between values are checked here, so that no process starts
 with a configuration that another one would refuse. Secrets come from the environment only.
-Names end in their unit. `helm/values.schema.json` is to be generated from these models.
+Names end in their unit. `helm/values.schema.json` is generated from these models.
 """
 
 import ipaddress

@@ -1,0 +1,100 @@
+{{/* What the processes are told. Arguments: root; role (coordinator, ranks or gateway); cell, its number. */}}
+{{- define "aileron.config" -}}
+{{- $own := include (printf "aileron.config.%s" .role) . | fromYaml -}}
+{{- mergeOverwrite (deepCopy .root.Values.config) $own | toYaml -}}
+{{- end -}}
+
+{{- define "aileron.config.coordinator" -}}
+coordinator: {listen: "{{ ternary "127.0.0.1" "0.0.0.0" (eq .root.Values.gateway.placement "cell") }}:8002"}
+cell: {dist_port: 29500}
+admin: {host: 0.0.0.0, port: 8001}
+{{- end -}}
+
+{{- define "aileron.config.ranks" -}}
+coordinator: {listen: "127.0.0.1:8002"}
+cell: {dist_port: 29500}
+{{- end -}}
+
+{{- define "aileron.config.gateway" -}}
+{{- $root := .root -}}
+{{- $name := include "aileron.fullname" $root -}}
+{{- $set := $root.Values.config.gateway | default dict -}}
+{{- if eq $root.Values.gateway.placement "cell" }}
+coordinator: {listen: "127.0.0.1:8002"}
+{{- else }}
+coordinator: {listen: "{{ $name }}-cell-{{ .cell }}.{{ $name }}-cells.{{ $root.Release.Namespace }}.svc:8002"}
+{{- end }}
+cell: {dist_port: 29500}
+gateway:
+  host: 0.0.0.0
+  port: 8000
+  token_listen: {{ include "aileron.tokenAddress" $root }}
+  {{- if include "aileron.keysSecret" $root }}
+  keys_file: /etc/aileron/keys/keys.yaml
+  {{- end }}
+  {{- if and $root.Values.redis.enabled (not $set.rate_limit_storage) }}
+  rate_limit_storage: {{ .redis }}/0
+  {{- end }}
+{{- if $root.Values.batches.enabled }}
+batches:
+  data_dir: /var/lib/aileron/batches
+  {{- if and $root.Values.redis.enabled (not (dig "batches" "storage" "" $root.Values.config)) }}
+  storage: {{ .redis }}/1
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where leaders push tokens to. ZeroMQ resolves the interface's name, so ranks are told the pod's address. */}}
+{{- define "aileron.tokenAddress" -}}
+{{- if eq .Values.gateway.placement "cell" -}}
+tcp://127.0.0.1:0
+{{- else if gt (dig "gateway" "processes" 1 .Values.config | int) 1 -}}
+tcp://{{ .Values.gateway.podInterface }}:0
+{{- else -}}
+tcp://{{ .Values.gateway.podInterface }}:8003
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses combinations that the product cannot serve; each sentence says what to change. */}}
+{{- define "aileron.check" -}}
+{{- $values := .Values -}}
+{{- $gateways := include "aileron.gatewaysMax" . | int -}}
+{{- $config := $values.config.gateway | default dict -}}
+{{- if not (dig "model" "path" "" $values.config) -}}
+{{- fail "No model: set config.model.path to a Hugging Face id, or to a folder of models.volume." -}}
+{{- end -}}
+{{- if and (not (include "aileron.keysSecret" .)) (not $config.insecure_no_auth) -}}
+{{- fail "No API keys: set auth.apiKeys (see `aileron key --help`), or config.gateway.insecure_no_auth: true to serve everyone who reaches the Service." -}}
+{{- end -}}
+{{- if and (include "aileron.keysSecret" .) (gt $gateways 1) (not $values.redis.enabled) (not (hasPrefix "redis" ($config.rate_limit_storage | default ""))) -}}
+{{- fail "Several gateways with API keys would each count requests per minute for itself: set redis.enabled: true, or config.gateway.rate_limit_storage to a redis:// URL." -}}
+{{- end -}}
+{{- if and $values.batches.enabled (gt $gateways 1) (not $values.redis.enabled) (not (hasPrefix "redis" (dig "batches" "storage" "" $values.config))) -}}
+{{- fail "Several gateways share batches through Redis: set redis.enabled: true, or config.batches.storage to a redis:// URL." -}}
+{{- end -}}
+{{- if eq $values.gateway.placement "cell" -}}
+{{- if $values.gateway.autoscaling.enabled -}}
+{{- fail "gateway.autoscaling belongs to gateway.placement: deployment; cells are scaled by cell.autoscaling." -}}
+{{- end -}}
+{{- else -}}
+{{- if ne $values.cell.autoscaling.type "none" -}}
+{{- fail "cell.autoscaling needs gateway.placement: cell, because a new cell needs a gateway of its own." -}}
+{{- end -}}
+{{- if gt (div $gateways (int $values.cells)) 64 -}}
+{{- fail "A cell takes 64 gateways at most: lower gateway.replicas, gateway.autoscaling.maxReplicas or config.gateway.processes." -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Changes with what the pods of a cell or a gateway read at their start, so that they are rolled. */}}
+{{- define "aileron.cellDigest" -}}
+{{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator")) (include "aileron.config" (dict "root" . "role" "ranks")) (.Files.Get "scripts/cell_probe.py") -}}
+{{- if eq .Values.gateway.placement "cell" -}}
+{{- $texts = append $texts (include "aileron.gatewayDigest" .) -}}
+{{- end -}}
+{{- toJson $texts | sha256sum -}}
+{{- end -}}
+
+{{- define "aileron.gatewayDigest" -}}
+{{- include "aileron.config" (dict "root" . "role" "gateway" "cell" 0 "redis" "redis") | sha256sum -}}
+{{- end -}}

@@ -1,0 +1,204 @@
+"""The chart's values as models: `values.schema.json` is generated from these and from `Config`.
+
+Nothing has a default here: defaults stand in values.yaml, which Helm has merged before it checks.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+Object = dict[str, Any]
+"""A part of a Kubernetes object, which Kubernetes checks itself."""
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTP]i?)?$")]
+Labels = dict[str, str]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[int, Field(ge=0)]
+NAMED_IMAGE = r"^[^:@]+(:[0-9]+/[^:@]+)?(:[\w.-]+|@sha256:[0-9a-f]{64})$"
+NOT_LATEST: dict[str, Any] = {"not": {"pattern": "(^|:)latest$"}}
+"""A rollout must be of the image that was tested."""
+TierName = Literal["interactive", "standard", "batch"]
+
+
+class _Values(BaseModel):
+    """Names are those of Kubernetes in values, and Python's here."""
+
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel)
+
+
+class Image(_Values):
+    repository: Annotated[str, Field(min_length=1)]
+    tag: Annotated[str, Field(pattern=r"^[\w.-]*$", json_schema_extra=NOT_LATEST)]
+    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
+    pull_policy: Literal["Always", "IfNotPresent", "Never"]
+
+
+class Resources(_Values):
+    requests: dict[str, Quantity | int]
+    limits: dict[str, Quantity | int]
+
+
+class _Pods(_Values):
+    """What a section says of where its pods run."""
+
+    pod_annotations: Labels
+    node_selector: Labels
+    tolerations: list[Object]
+    affinity: Object
+    topology_spread_constraints: list[Object]
+
+
+class GatewayScaling(_Values):
+    enabled: bool
+    min_replicas: Count
+    max_replicas: Count
+    cpu_percent: Annotated[int, Field(ge=1, le=100)]
+
+
+class Gateway(_Pods):
+    placement: Literal["deployment", "cell"]
+    replicas: Count
+    pod_interface: Annotated[str, Field(pattern=r"^[\w.-]{1,15}$")]
+    pre_stop_seconds: Seconds
+    startup_seconds: Count
+    resources: Resources
+    autoscaling: GatewayScaling
+    extra_env: list[Object]
+
+
+class CellScaling(_Values):
+    type: Literal["none", "hpa", "keda"]
+    min_cells: Count
+    max_cells: Count
+    queue_depth: Annotated[dict[TierName, Count], Field(min_length=1)]
+    scale_down_seconds: Annotated[int, Field(ge=0, le=3600)]
+    prometheus_address: Annotated[str, Field(pattern="^https?://")]
+
+
+class Coordinator(_Values):
+    resources: Resources
+
+
+class Ranks(_Values):
+    resources: Resources
+    extra_env: list[Object]
+
+
+class Cell(_Pods):
+    startup_seconds: Count
+    shm_size: Quantity
+    coordinator: Coordinator
+    ranks: Ranks
+    autoscaling: CellScaling
+
+
+class Models(_Values):
+    volume: Object
+    mount_path: Annotated[str, Field(pattern="^/")]
+
+
+class Cache(_Values):
+    size_limit: Quantity
+    volume: Object
+
+
+class HuggingFace(_Values):
+    offline: bool
+    existing_secret: str
+
+
+class KeyEntry(_Values):
+    """One entry of a file of API keys; see `aileron key`."""
+
+    model_config = ConfigDict(extra="forbid", alias_generator=None)
+
+    hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    max_tier: TierName = "interactive"
+    default_tier: TierName = "standard"
+    requests_per_minute: Annotated[int, Field(ge=0)] = 0
+    tokens_per_minute: Annotated[int, Field(ge=0)] = 0
+
+
+class ApiKeys(_Values):
+    existing_secret: str
+    keys: list[KeyEntry]
+
+
+class Auth(_Values):
+    existing_secret: str
+    api_keys: ApiKeys
+
+
+class Redis(_Values):
+    enabled: bool
+    image: Annotated[str, Field(pattern=NAMED_IMAGE, json_schema_extra=NOT_LATEST)]
+    resources: Resources
+    storage: Annotated[str, Field(pattern=r"^([0-9]+[KMGT]i)?$")]
+    storage_class: str
+
+
+class Batches(_Values):
+    enabled: bool
+    existing_claim: str
+    storage: Quantity
+    storage_class: str
+    access_modes: list[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"]]
+
+
+class Service(_Values):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    annotations: Labels
+    session_affinity: Literal["None", "ClientIP"]
+
+
+class Switch(_Values):
+    enabled: bool
+
+
+class ServiceMonitor(_Values):
+    enabled: bool
+    interval: Annotated[str, Field(pattern="^[0-9]+(s|m)$")]
+    labels: Labels
+
+
+class Labelled(_Values):
+    enabled: bool
+    labels: Labels
+
+
+class Metrics(_Values):
+    service_monitor: ServiceMonitor
+    prometheus_rule: Labelled
+    dashboards: Labelled
+
+
+class NetworkPolicy(_Values):
+    enabled: bool
+    clients: list[Object]
+    monitoring: list[Object]
+    extra_egress: list[Object]
+
+
+class ChartValues(_Values):
+    """Everything but `config`, whose schema is the product's own."""
+
+    image: Image
+    image_pull_secrets: list[Object]
+    name_override: str
+    fullname_override: str
+    service_account_name: str
+    cells: Annotated[int, Field(ge=1, le=1000)]
+    gateway: Gateway
+    cell: Cell
+    models: Models
+    cache: Cache
+    hugging_face: HuggingFace
+    auth: Auth
+    redis: Redis
+    batches: Batches
+    service: Service
+    pod_disruption_budget: Switch
+    metrics: Metrics
+    network_policy: NetworkPolicy

@@ -1,0 +1,196 @@
+"""The chart as Helm renders it: for each of its example values, and for variations of them."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm"
+RELEASE, NAMESPACE = "chat", "llm"
+OLDEST_KUBERNETES, NEWEST_KUBERNETES = "1.29", "1.37"
+RENDER_LIMIT_S = 100
+
+Object = dict[str, Any]
+
+VARIATIONS: dict[str, tuple[str, Object]] = {
+    "kind": ("kind", {}),
+    "8xgpu": ("8xgpu", {}),
+    "many-cells": ("many-cells", {}),
+    "three cells with gateways apart": (
+        "8xgpu",
+        {
+            "cells": 3,
+            "gateway": {"replicas": 2, "autoscaling": {"enabled": False}},
+            "config": {"gateway": {"processes": 4}},
+            "fullnameOverride": "serving",
+        },
+    ),
+    "cells scaled by an HPA": (
+        "many-cells",
+        {
+            "cell": {"autoscaling": {"type": "hpa"}},
+            "redis": {"enabled": True, "storage": ""},
+            "batches": {"existingClaim": "shared"},
+            "huggingFace": {"offline": False, "existingSecret": "hugging-face"},
+            "models": {"volume": {"persistentVolumeClaim": None}},
+        },
+    ),
+    "keys in values": (
+        "kind",
+        {
+            "config": {"gateway": {"insecure_no_auth": False}},
+            "auth": {
+                "apiKeys": {
+                    "keys": [
+                        {"hash": "sha256:" + "0" * 64, "tenant": "acme", "max_tier": "standard"},
+                        {"hash": "sha256:" + "1" * 64, "tenant": "b", "tokens_per_minute": 10},
+                    ]
+                }
+            },
+            "cache": {"volume": {"persistentVolumeClaim": {"claimName": "cache"}}},
+            "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
+            "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
+        },
+    ),
+    "as little as possible": (
+        "kind",
+        {
+            "redis": {"enabled": False},
+            "batches": {"enabled": False},
+            "networkPolicy": {"enabled": False},
+            "podDisruptionBudget": {"enabled": False},
+        },
+    ),
+}
+"""Name -> the example that it starts from, and what is laid over it."""
+
+
+def merged(base: Object, over: Object) -> Object:
+    """Lay one mapping over another, as Helm does with values; null takes what was there away."""
+    out = {key: value for key, value in base.items() if over.get(key, value) is not None}
+    for key, value in ((key, value) for key, value in over.items() if value is not None):
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if both else value
+    return out
+
+
+def example(name: str) -> Object:
+    """The values of an example file."""
+    values: Object = yaml.safe_load((CHART / "values" / f"{name}.yaml").read_text())
+    return values
+
+
+def default_values() -> Object:
+    """The chart's own values."""
+    values: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+    return values
+
+
+def variation(name: str) -> Object:
+    """The values of a variation, without the chart's own."""
+    base, over = VARIATIONS[name]
+    return merged(example(base), over)
+
+
+def ask_helm(*values: Object) -> list[Object]:
+    """Let Helm render and lint the chart with each of these values; see `helm_process`."""
+    jobs = [
+        {
+            "chart": str(CHART),
+            "values": each,
+            "name": RELEASE,
+            "namespace": NAMESPACE,
+            "kubernetes": f"v{NEWEST_KUBERNETES}.0",
+        }
+        for each in values
+    ]
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.helm.helm_process"],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=RENDER_LIMIT_S,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    answers: list[Object] = json.loads(process.stdout)
+    return answers
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a variation installs."""
+
+    name: str
+    values: Object
+    """With the chart's own."""
+    objects: tuple[Object, ...]
+    notes: str
+    lint: tuple[Any, ...] = field(repr=False)
+
+    def of_kind(self, *kinds: str) -> list[Object]:
+        """The objects of some kinds."""
+        return [each for each in self.objects if each["kind"] in kinds]
+
+    def get(self, kind: str, name: str) -> Object:
+        """One object."""
+        return next(each for each in self.of_kind(kind) if each["metadata"]["name"] == name)
+
+    def one(self, kind: str, end: str) -> Object:
+        """The only object of a kind whose name ends so."""
+        (found,) = [each for each in self.of_kind(kind) if each["metadata"]["name"].endswith(end)]
+        return found
+
+    def pods(self) -> Iterator[tuple[str, Object]]:
+        """The workloads' names and pod templates."""
+        for each in self.of_kind("Deployment", "StatefulSet"):
+            yield each["metadata"]["name"], each["spec"]["template"]
+        for each in self.of_kind("Pod"):
+            yield each["metadata"]["name"], each
+
+    def configurations(self) -> dict[str, str]:
+        """The configuration files by name."""
+        secret: dict[str, str] = self.one("Secret", "-config")["stringData"]
+        return secret
+
+    @property
+    def together(self) -> bool:
+        """Whether gateways are in cells' pods."""
+        return bool(self.values["gateway"]["placement"] == "cell")
+
+
+def containers_of(template: Object) -> list[Object]:
+    """A pod's containers, sidecars first."""
+    spec = template["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+@cache
+def _answers() -> list[Object]:
+    return ask_helm(*(variation(name) for name in VARIATIONS))
+
+
+@cache
+def releases() -> dict[str, Release]:
+    """Every variation, rendered once for all tests."""
+    out = {}
+    for name, answer in zip(VARIATIONS, _answers(), strict=True):
+        assert "error" not in answer, f"{name}: {answer['error']}"
+        objects: list[Object] = []
+        notes = ""
+        for path, text in sorted(answer["rendered"].items()):
+            if path.endswith("NOTES.txt"):
+                notes = text
+            else:
+                objects += [each for each in yaml.safe_load_all(text) if each]
+        values = merged(default_values(), variation(name))
+        out[name] = Release(name, values, tuple(objects), notes, tuple(answer["lint"]))
+    return out

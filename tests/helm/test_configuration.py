@@ -1,0 +1,369 @@
+"""What the rendered manifests tell the processes: the product's own readers must take it."""
+
+import ast
+import json
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import redis
+import yaml
+import zmq
+
+from coordinator.admin_guard import require_key
+from coordinator.cli.arguments import parse_arguments
+from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_NAME
+from coordinator.protocol.config import (
+    TOKEN_CHARS_MIN,
+    TOKEN_ENV,
+    Config,
+    check_config,
+    shared_token,
+)
+from coordinator.protocol.keys import load_keys
+from tests.bench.servers import free_port
+from tests.helm.charts import CHART, NAMESPACE, ROOT, Object, Release, containers_of, releases
+
+ROLES = {"coordinator": "coordinator", "rank": "ranks", "gateway": "gateway"}
+"""Command -> what its files are called after."""
+START_LIMIT_S = 30
+
+
+def configurations(release: Release) -> dict[str, Config]:
+    """The rendered files, as the processes read them."""
+    return {
+        name: check_config(yaml.safe_load(text)) for name, text in release.configurations().items()
+    }
+
+
+def processes(release: Release) -> list[tuple[str, Object, Object]]:
+    """The workload, pod and container of each of the product's processes."""
+    return [
+        (name, pod, container)
+        for name, pod in release.pods()
+        for container in containers_of(pod)
+        if container["command"][0] == "aileron"
+    ]
+
+
+def file_of(container: Object) -> str:
+    """The name of the configuration file that a container is started with."""
+    return str(container["command"][-1]).rpartition("/")[2]
+
+
+def test_every_process_is_started_with_a_file_that_it_takes(release: Release) -> None:
+    configs = configurations(release)
+    started = []
+    for _, pod, container in processes(release):
+        options = parse_arguments(container["command"][1:])
+        assert options.name in ROLES
+        name = file_of(container)
+        assert name.startswith(ROLES[options.name])
+        assert name in configs
+        (mount,) = [
+            each for each in container["volumeMounts"] if each["mountPath"] == str(options.config)
+        ]
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        assert volumes[mount["name"]]["secret"]["secretName"].endswith("-config")
+        assert mount["subPath"] == name
+        started.append(name)
+    assert sorted(started) == sorted(configs)
+
+
+def test_processes_of_a_cell_are_told_the_same(release: Release) -> None:
+    """Files differ in addresses alone, and in what only gateways read."""
+    seen: list[Object] = []
+    for config in configurations(release).values():
+        told: Object = config.model_dump(exclude={"admin", "gateway", "batches"})
+        del told["coordinator"]["listen"]
+        seen.append(told)
+    assert all(told == seen[0] for told in seen)
+
+
+def test_what_the_user_configures_arrives(release: Release) -> None:
+    wanted = release.values["config"]
+    for name, config in configurations(release).items():
+        told = config.model_dump(mode="json")
+        assert_contains(told, wanted, name)
+
+
+def assert_contains(told: Any, wanted: Any, where: str) -> None:
+    """Every value of one tree is in the other."""
+    if isinstance(wanted, dict):
+        for key, value in wanted.items():
+            assert_contains(told[key], value, f"{where}.{key}")
+    else:
+        assert told == wanted, where
+
+
+def test_addresses_lead_to_who_listens(release: Release) -> None:
+    configs = configurations(release)
+    cell = release.one("StatefulSet", "-cell")
+    headless = release.one("Service", "-cells")
+    assert cell["spec"]["serviceName"] == headless["metadata"]["name"]
+    assert headless["spec"]["clusterIP"] == "None"
+    assert headless["spec"]["publishNotReadyAddresses"]
+    coordinator = configs["coordinator.yaml"]
+    port = coordinator.coordinator.listen.rpartition(":")[2]
+    assert configs["ranks.yaml"].coordinator.listen == f"127.0.0.1:{port}"
+    ports = {
+        container["name"]: {each["containerPort"] for each in container.get("ports", [])}
+        for _, _, container in processes(release)
+    }
+    assert coordinator.admin.port in ports["coordinator"]
+    for name, config in configs.items():
+        if not name.startswith("gateway"):
+            continue
+        assert config.gateway.port in ports["gateway"]
+        host, _, grpc = config.coordinator.listen.rpartition(":")
+        assert grpc == port
+        if release.together:
+            assert host == "127.0.0.1"
+            assert config.gateway.token_listen == "tcp://127.0.0.1:0"
+        else:
+            number = int(name.removeprefix("gateway-").removesuffix(".yaml"))
+            assert number < cell["spec"]["replicas"]
+            pod = f"{cell['metadata']['name']}-{number}"
+            assert host == f"{pod}.{headless['metadata']['name']}.{NAMESPACE}.svc"
+            assert coordinator.coordinator.listen == f"0.0.0.0:{port}"
+            tokens = config.gateway.token_listen.rpartition(":")[2]
+            assert tokens == "0" or int(tokens) in ports["gateway"]
+
+
+def test_gateways_reach_the_redis_of_the_release_with_its_password(release: Release) -> None:
+    if not release.values["redis"]["enabled"]:
+        return
+    password = release.one("Secret", "-redis")["stringData"]["password"]
+    service = release.one("Service", "-redis")
+    host, port = (
+        f"{service['metadata']['name']}.{NAMESPACE}.svc",
+        service["spec"]["ports"][0]["port"],
+    )
+    for name, config in configurations(release).items():
+        own = "rate_limit_storage" in release.values["config"].get("gateway", {})
+        if name.startswith("gateway") and not own:
+            url = f"redis://:{password}@{host}:{port}"
+            assert config.gateway.rate_limit_storage == f"{url}/0"
+            batches = release.values["batches"]["enabled"]
+            assert config.batches.storage == (f"{url}/1" if batches else "sqlite://")
+
+
+def test_zeromq_resolves_the_interface_that_gateways_are_told(release: Release) -> None:
+    """Ranks connect to what the socket says it is bound to, so that must be an address."""
+    for name, config in configurations(release).items():
+        if name.startswith("gateway") and not release.together:
+            _, _, interface = config.gateway.token_listen.partition("//")
+            assert interface.partition(":")[0] == release.values["gateway"]["podInterface"]
+    with zmq.Context() as context, context.socket(zmq.PULL) as tokens:
+        tokens.bind("tcp://lo:0")
+        assert tokens.get_string(zmq.LAST_ENDPOINT).startswith("tcp://127.0.0.1:")
+
+
+def test_secrets_are_taken_by_the_product(
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for secret in release.of_kind("Secret"):
+        if secret["metadata"]["name"].endswith("-auth"):
+            data = secret["data"]
+            for value in data.values():
+                assert len(value) > TOKEN_CHARS_MIN
+            monkeypatch.setenv(TOKEN_ENV, data["token"])
+            assert shared_token() == data["token"]
+            require_key("0.0.0.0", data["admin-key"])
+            assert data["token"] != data["admin-key"]
+        if "keys.yaml" in secret.get("stringData", {}):
+            file = tmp_path / "keys.yaml"
+            file.write_text(secret["stringData"]["keys.yaml"])
+            keys = release.values["auth"]["apiKeys"]["keys"]
+            assert [key.tenant for key in load_keys(file).values()] == [
+                key["tenant"] for key in keys
+            ]
+
+
+def test_keys_are_mounted_where_gateways_look(release: Release) -> None:
+    for _, _, container in processes(release):
+        if container["name"] == "gateway":
+            config = configurations(release)[file_of(container)]
+            folders = [each["mountPath"] for each in container["volumeMounts"]]
+            keyed = bool(config.gateway.keys_file)
+            assert keyed != config.gateway.insecure_no_auth
+            assert (str(Path(config.gateway.keys_file).parent) in folders) == keyed
+            assert bool(config.batches.data_dir) == release.values["batches"]["enabled"]
+            assert not config.batches.data_dir or config.batches.data_dir in folders
+
+
+def test_everything_that_is_written_goes_to_a_volume(release: Release) -> None:
+    for _, pod, container in processes(release):
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        writable = {
+            each["mountPath"]
+            for each in container["volumeMounts"]
+            if not each.get("readOnly") and "secret" not in volumes[each["name"]]
+        }
+        assert "/tmp" in writable
+        if container["name"] != "coordinator":
+            folders = [each["value"] for each in container["env"] if each["name"].endswith("HOME")]
+            assert folders
+            assert all(any(folder.startswith(each) for each in writable) for folder in folders)
+
+
+def constant(file: str, name: str) -> float:
+    """A number that a module gives a name, without importing the module's engine."""
+    for node in ast.parse((ROOT / file).read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
+                return float(ast.literal_eval(value))
+    raise AssertionError(f"{file} has no {name}")
+
+
+def test_streams_are_drained_before_a_pod_is_killed(release: Release) -> None:
+    drain_s = constant("gateway/process.py", "DRAIN_S")
+    end_s = constant("gateway/process.py", "SHUTDOWN_S") + constant("gateway/process.py", "FLUSH_S")
+    ranks_s = constant("worker/launcher.py", "STOP_LIMIT_S")
+    for _, pod, container in processes(release):
+        grace_s = pod["spec"]["terminationGracePeriodSeconds"]
+        if container["name"] == "gateway":
+            ((_, before),) = [container["lifecycle"]["preStop"]["exec"]["command"]]
+            after_s = ranks_s if release.together else 0
+            assert grace_s >= int(before) + drain_s + end_s + after_s + 10
+        assert grace_s > ranks_s
+    sidecars = release.one("StatefulSet", "-cell")["spec"]["template"]["spec"].get(
+        "initContainers", []
+    )
+    # Kubernetes ends sidecars after the containers, and the last one first.
+    names = [each["name"] for each in sidecars if each["restartPolicy"] == "Always"]
+    assert names == (["coordinator", "ranks"] if release.together else [])
+
+
+def test_gateways_are_probed_on_the_paths_that_need_no_key(release: Release) -> None:
+    routes = (ROOT / "gateway" / "routes.py").read_text()
+    for _, _, container in processes(release):
+        if container["name"] == "gateway":
+            assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+            assert container["livenessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+            assert (
+                'OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})'
+                in routes
+            )
+
+
+def test_prometheus_scrapes_cells_with_the_admin_key(release: Release) -> None:
+    for monitor in release.of_kind("ServiceMonitor"):
+        service = release.one("Service", "-cells")
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= service["metadata"]["labels"].items()
+        matching = [
+            each
+            for each in release.of_kind("Service")
+            if wanted.items() <= each["metadata"]["labels"].items()
+        ]
+        for endpoint in monitor["spec"]["endpoints"]:
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert endpoint["port"] in ports
+            for other in matching:
+                same = {port["name"] for port in other["spec"]["ports"]}
+                assert other is service or endpoint["port"] not in same
+
+
+def test_rules_and_dashboards_are_those_of_the_repository(release: Release) -> None:
+    for rule in release.of_kind("PrometheusRule"):
+        groups = [
+            group
+            for file in sorted((CHART / "rules").glob("*.yaml"))
+            for group in yaml.safe_load(file.read_text())["groups"]
+        ]
+        assert rule["spec"]["groups"] == groups
+    dashboards = {
+        name: text
+        for each in release.of_kind("ConfigMap")
+        if "-dashboard-" in each["metadata"]["name"]
+        for name, text in each["data"].items()
+    }
+    if release.values["metrics"]["dashboards"]["enabled"]:
+        files = {
+            f"aileron-{file.name}": file.read_text() for file in CHART.glob("dashboards/*.json")
+        }
+        assert {name: json.loads(text) for name, text in dashboards.items()} == {
+            name: json.loads(text) for name, text in files.items()
+        }
+
+
+def test_scaling_asks_for_a_metric_that_there_is(release: Release) -> None:
+    exposition = (ROOT / "docs" / "metrics.md").read_text()
+    assert "| `aileron_queue_depth` | tier |" in exposition
+    tiers = release.values["cell"]["autoscaling"]["queueDepth"]
+    for scaled in release.of_kind("ScaledObject"):
+        asked = {}
+        for trigger in scaled["spec"]["triggers"]:
+            found = promql_parser.parse(trigger["metadata"]["query"])
+            assert isinstance(found, promql_parser.AggregateExpr)
+            series = found.expr
+            assert isinstance(series, promql_parser.VectorSelector)
+            assert series.name == "aileron_queue_depth"
+            labels = {each.name: each.value for each in series.matchers.matchers}
+            assert labels["service"] == release.one("Service", "-cells")["metadata"]["name"]
+            assert labels["namespace"] == NAMESPACE
+            asked[labels["tier"]] = int(trigger["metadata"]["threshold"])
+        assert asked == tiers
+    for scaler in release.of_kind("HorizontalPodAutoscaler"):
+        if scaler["spec"]["scaleTargetRef"]["kind"] == "StatefulSet":
+            pods = [each["pods"] for each in scaler["spec"]["metrics"]]
+            assert {each["metric"]["name"] for each in pods} == {"aileron_queue_depth"}
+            assert {
+                each["metric"]["selector"]["matchLabels"]["tier"]: int(
+                    each["target"]["averageValue"]
+                )
+                for each in pods
+            } == tiers
+
+
+def test_kind_serves_the_demo_model_as_aileron_up_does() -> None:
+    model = releases()["kind"].values["config"]["model"]
+    assert model["served_name"] == DEMO_NAME
+    assert tuple(model["engine_args"]) == DEMO_ENGINE_ARGS
+
+
+def test_notes_say_where_it_is_served(release: Release) -> None:
+    service = release.get("Service", "serving" if "three" in release.name else "chat-aileron")
+    assert f"http://{service['metadata']['name']}.{NAMESPACE}.svc:80/v1" in release.notes
+    assert ("There are no API keys" in release.notes) == (
+        release.values["config"].get("gateway", {}).get("insecure_no_auth", False)
+        and not release.values["auth"]["apiKeys"]["keys"]
+    )
+
+
+def test_redis_starts_with_the_rendered_file(tmp_path: Path) -> None:
+    server = shutil.which("redis-server")
+    if server is None:
+        pytest.skip("NOT TESTED: no redis-server on PATH (Debian: apt-get install redis-server).")
+    secret = releases()["kind"].one("Secret", "-redis")["stringData"]
+    file, port = tmp_path / "redis.conf", free_port()
+    assert "\ndir /data\n" in secret["redis.conf"]
+    file.write_text(secret["redis.conf"].replace("/data", str(tmp_path)))
+    command = [server, str(file), "--port", str(port), "--bind", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
+        try:
+            wait_for_port(port, process)
+            with redis.Redis(port=port, password=secret["password"]) as client:
+                assert client.ping()
+                assert client.config_get("appendonly") == {"appendonly": "yes"}
+            with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
+                stranger.ping()
+        finally:
+            process.kill()
+
+
+def wait_for_port(port: int, process: "subprocess.Popen[bytes]") -> None:
+    """Return when the process listens."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on port {port}")

@@ -1,0 +1,104 @@
+"""`python -m tests.helm.values_schema`: writes helm/values.schema.json from the models.
+
+`config` is the schema of the product's `Config`, with the texts of its attributes as descriptions
+and without what the chart decides itself: addresses, ports and folders.
+"""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from coordinator.protocol import config, policy_config
+from tests.helm.chart_values import ChartValues
+
+SCHEMA = Path(__file__).resolve().parents[2] / "helm" / "values.schema.json"
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""What Helm 3 and 4 both check; the models need nothing newer."""
+
+CHART_DECIDES = {
+    "Config": ("admin", "run_dir"),
+    "CellConfig": ("dist_port",),
+    "CoordinatorConfig": ("listen",),
+    "GatewayConfig": ("host", "port", "token_listen", "keys_file"),
+    "BatchesConfig": ("data_dir",),
+}
+"""Model -> fields that `config` may not have."""
+
+Schema = dict[str, Any]
+
+
+def values_schema() -> Schema:
+    """The schema of all values, as it stands in the file."""
+    values = ChartValues.model_json_schema()
+    product = config.Config.model_json_schema()
+    definitions: Schema = {**values.pop("$defs"), **product.pop("$defs"), "Config": product}
+    assert len(definitions) == len(values_definitions()) + len(product_definitions()) + 1
+    texts = {**attribute_texts(config), **attribute_texts(policy_config)}
+    for name, definition in definitions.items():
+        properties = definition.get("properties", {})
+        for field in CHART_DECIDES.get(name, ()):
+            del properties[field]
+        for field, text in texts.get(name, {}).items():
+            if field in properties:
+                properties[field]["description"] = text
+    definitions.pop("AdminConfig")
+    values["properties"]["config"] = {"$ref": "#/$defs/Config"}
+    values["properties"]["global"] = {"type": "object", "description": "Helm's; not used."}
+    values["required"].append("config")
+    values.pop("description")
+    plain: Schema = {"$schema": DIALECT, "title": "aileron", **_without_titles(values)}
+    plain["$defs"] = _without_titles(dict(sorted(definitions.items())))
+    return plain
+
+
+def values_definitions() -> Schema:
+    """The models that the chart's own values are made of."""
+    definitions: Schema = ChartValues.model_json_schema()["$defs"]
+    return definitions
+
+
+def product_definitions() -> Schema:
+    """The models that the product's configuration is made of."""
+    definitions: Schema = config.Config.model_json_schema()["$defs"]
+    return definitions
+
+
+def attribute_texts(module: ModuleType) -> dict[str, dict[str, str]]:
+    """Class -> field -> the text under it; pydantic would have to read the source at each start."""
+    texts: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, text in zip(node.body, node.body[1:], strict=False):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(said))),
+                ):
+                    texts.setdefault(node.name, {})[name] = inspect.cleandoc(said)
+    return texts
+
+
+def _without_titles(value: Any) -> Any:
+    """Drop the titles that pydantic makes of names; a field named `title` would be an object."""
+    if isinstance(value, list):
+        return [_without_titles(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_titles(each)
+        for key, each in value.items()
+        if not (key == "title" and isinstance(each, str))
+    }
+
+
+def schema_text() -> str:
+    """What the file holds."""
+    return json.dumps(values_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(schema_text())
