@@ -17,6 +17,7 @@ from comm_pool.layout import Rank
 from coordinator.events import (
     Effect,
     Event,
+    Foreseen,
     Level,
     Note,
     Observed,
@@ -134,6 +135,8 @@ class CoreOwner:
                 self.on_switch(record)
             case Observed(line):
                 self.on_observation(line)
+            case Foreseen():
+                pass  # For those who watch.
             case Note(Level.INFO, event, fields):
                 log.info(event, **fields)
             case Note(Level.WARNING, event, fields):

@@ -111,6 +111,8 @@ def build_metrics(core: Core, owner: CoreOwner, server: CellServer, config: Conf
     metrics = Metrics(views, server.gathered, facts)
     owner.on_switch = metrics.switch_ended
     owner.watchers = (metrics.watcher,)
+    if config.policy.name == "adaptive":
+        owner.watchers += (metrics.came_true,)
     return metrics
 
 

@@ -87,6 +87,7 @@ class Gateway:
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
+        self._spans = None if tracing is None else RequestSpans(tracing)
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
@@ -129,9 +130,8 @@ class Gateway:
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
         gateway = self._config.gateway
-        spans = None if self._tracing is None else RequestSpans(self._tracing)
         limits = _edge_limits(gateway)
-        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, spans)
+        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, self._spans)
         connections = ConnectionLimits(
             _connections_max(max(1, gateway.connections_max // gateway.processes)),
             gateway.connections_per_address_max,

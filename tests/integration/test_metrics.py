@@ -49,7 +49,9 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    with product(tmp_path_factory.mktemp("up"), ranks=2) as running:
+    # Predictions are compared between switches, which come every second or two here.
+    policy = {"name": "adaptive", "horizon_ms": 300, "decide_every_ms": 100, "stay_ms": 600_000}
+    with product(tmp_path_factory.mktemp("up"), ranks=2, settings={"policy": policy}) as running:
         yield running
 
 
@@ -125,6 +127,24 @@ def test_what_clients_did_is_counted_by_tier(cell: Product) -> None:
     )
 
 
+def test_predictions_of_the_policy_are_compared_with_what_came_true(cell: Product) -> None:
+    with BusyClients(cell.url, MODEL_NAME):
+        for name in ("time_to_first_token", "time_per_output_token", "attainment"):
+            until(cell, "aileron_policy_prediction_ratio_count", 1, measure=name)
+    found = until(cell, "aileron_policy_predictions_total", 1, outcome="compared")
+    for kind in ("predicted", "observed"):
+        for tier in ("interactive", "standard"):
+            mean_s = value(
+                found,
+                f"aileron_policy_{kind}_seconds",
+                measure="time_per_output_token",
+                tier=tier,
+            )
+            assert 0 <= mean_s < 60
+    measured = {dict(of).get("measure") for (name, of) in found if "_policy_predi" in name}
+    assert measured <= {None, "time_to_first_token", "time_per_output_token", "attainment"}
+
+
 def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product) -> None:
     clients = BusyClients(cell.url, MODEL_NAME, threads=0)
     for turn in range(12):
@@ -144,7 +164,7 @@ def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product)
     added = {
         (name, labels)
         for name, labels in set(found) - set(before)
-        if name.startswith(("aileron", "gen_ai"))
+        if name.startswith(("aileron", "gen_ai")) and "_policy_" not in name
     }
     assert len(added) <= 5, added
     assert len(found) < SERIES_MAX
@@ -225,6 +245,7 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
     late = {
         *("aileron_reshard_bytes_total", "aileron_switch_stall_seconds_count"),
         *("vllm:request_success_total", "aileron_client_disconnects_total"),
+        *("aileron_policy_prediction_ratio_bucket", "aileron_policy_observed_seconds"),
     }
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
     with BusyClients(cell.url, MODEL_NAME):
