@@ -84,7 +84,7 @@ class Tracing:
         self._tracer = tracer
         self._processor = processor
         self._ratio = ratio
-        # vLLM seeds Python's own generator, the same in every process.
+        # vLLM may seed Python's own generator, in every process alike.
         self._random = random.SystemRandom()
 
     def is_sampled(self, parent: TraceContext | None) -> bool:
@@ -178,7 +178,7 @@ def _ids() -> "IdGenerator":
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class OsIds(IdGenerator):
-        """Ids from the operating system: vLLM seeds all processes' generators alike."""
+        """Ids from the operating system: vLLM seeds Python's generator alike in every rank."""
 
         def generate_span_id(self) -> int:
             return secrets.randbits(64) or 1

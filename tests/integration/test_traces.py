@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ SECRET_KEY = "sk-of-a-client-that-nobody-else-may-see"
 SECRET_PROMPT = "The treasure lies under the third oak behind the mill."
 SWITCH_LIMIT_S = 120
 AWAY_LIMIT_S = 30
+SENT: Counter[str] = Counter()
+"""Requests to each cell so far."""
 OWN_MODULES = (
     *("coordinator.process", "coordinator.cell_spans", "gateway.spans", "gateway.edge"),
     *("gateway.tasks", "worker.traced_book"),
@@ -51,6 +54,12 @@ def header(trace: str, *, sampled: bool = True) -> str:
     return f"00-{trace}-{'ab' * 8}-{int(sampled):02x}"
 
 
+def send(cell: Product, body: dict[str, Any], path: str = CHAT, **headers: str) -> int:
+    """POST; returns the status. Every request of this module is counted."""
+    SENT[cell.url] += 1
+    return post(cell.url + path, body, **headers)[0]
+
+
 def body(count: int, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": SECRET_PROMPT}]
     fields = {"max_tokens": count, "ignore_eos": True, "stream": True}
@@ -58,14 +67,14 @@ def body(count: int, **more: Any) -> dict[str, Any]:
 
 
 def ask(cell: Product, trace: str, count: int = 8, **more: Any) -> None:
-    answer = post(
-        cell.url + CHAT,
+    status = send(
+        cell,
         body(count, **more),
         traceparent=header(trace),
         Authorization=f"Bearer {SECRET_KEY}",
         tracestate="vendor=secret-state",
     )
-    assert answer[0] == 200, answer
+    assert status == 200
 
 
 def ended(told: Collector, trace: str) -> dict[str, list[Seen]]:
@@ -94,6 +103,7 @@ def switched_stream(cell: Product, told: Collector) -> str:
             json.dumps(body(600)).encode(),
             {"Content-Type": "application/json", "traceparent": header(trace)},
         )
+        SENT[cell.url] += 1
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.readline()
             cell.switch(layout, "reshard")
@@ -174,7 +184,7 @@ def test_errors_are_codes_and_nothing_of_clients_is_told(cell: Product, told: Co
     trace, wrong = new_trace(), new_trace()
     ask(cell, trace, user=SECRET_PROMPT)
     refused = body(8) | {"model": SECRET_PROMPT}
-    assert post(cell.url + TEXT, refused, traceparent=header(wrong))[0] in (400, 404)
+    assert send(cell, refused, TEXT, traceparent=header(wrong)) in (400, 404)
     (span,) = told.until(lambda: told.of(wrong))
     assert span.attributes["http.response.status_code"] in (400, 404)
     assert span.attributes["error.type"] and not span.is_error
@@ -187,12 +197,11 @@ def test_errors_are_codes_and_nothing_of_clients_is_told(cell: Product, told: Co
 
 def test_callers_decide_whether_they_are_traced(cell: Product, told: Collector) -> None:
     without, malformed = new_trace(), new_trace()
-    status, _ = post(cell.url + CHAT, body(4), traceparent=header(without, sampled=False))
-    assert status == 200
+    assert send(cell, body(4), traceparent=header(without, sampled=False)) == 200
     # No traceparent that can be used: a trace of its own.
     before = {each.trace for each in told.spans}
     bad = header(malformed)[:-1]
-    assert post(cell.url + CHAT, body(4, max_tokens=5), traceparent=bad)[0] == 200
+    assert send(cell, body(5), traceparent=bad) == 200
     now_ns = time.time_ns()
 
     def both_told() -> bool:
@@ -209,6 +218,24 @@ def test_callers_decide_whether_they_are_traced(cell: Product, told: Collector) 
 
     told.until(lambda: any(each.kind == SERVER and not each.parent for each in own()))
     assert not told.of(without) and not told.of(malformed)
+
+
+def counted(cell: Product, name: str) -> float:
+    with urllib.request.urlopen(cell.admin + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
+def test_totals_are_those_of_both_gateways(cell: Product, told: Collector) -> None:
+    """No matter of traces, but of a cell with two gateways, which this one is."""
+
+    def asked() -> bool:
+        ask(cell, new_trace(), 2)
+        spans = [each for each in list(told.spans) if each.kind == SERVER]
+        return len({each.instance for each in spans}) == 2
+
+    told.until(asked)
+    told.until(lambda: counted(cell, "aileron_requests_total") == SENT[cell.url])
 
 
 def test_a_dead_collector_costs_no_request_anything(cell: Product, told: Collector) -> None:
