@@ -6,7 +6,7 @@ trace of its own, with links to the traced tasks that it met; it is told `SETTLE
 when what ranks and gateways measured of it is there. Only made where tracing is on.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,10 +38,13 @@ from coordinator.watching import FAILURE_REASONS, PHASES, SETTLE_MS
 
 TASKS_MAX: Final = 16_384
 """Most traced tasks that are followed; those that came first are forgotten."""
+LEFT_MAX: Final = 256
+"""Most tasks that are remembered when they have ended."""
 LINKS_MAX: Final = 64
 """Most tasks that a switch's span names."""
 SWITCHES_LOOKED_AT: Final = 100
 
+CANCELLED: Final = "cancelled"
 ARRIVED, RANK_LOST = "arrived", "rank_lost"
 """Why a task queues; other reasons are those of `ReturnCause`."""
 
@@ -71,6 +74,8 @@ class CellSpans:
         self._tracing = tracing
         self._switches = switches
         self._tasks: OrderedDict[TaskId, _Known] = OrderedDict()
+        self._left: deque[tuple[int, _Known]] = deque(maxlen=LEFT_MAX)
+        """Tasks that ended last, with the time: a switch may have met them."""
         self._ended: list[_Ended] = []
 
     def saw_event(self, event: Event, now_ms: int) -> None:
@@ -79,9 +84,9 @@ class CellSpans:
             case GatewaySaid(message=Submit(header=header)) if header.trace:
                 self._came(header)
             case GatewaySaid(message=Cancel(task)):
-                self._gone(task, "cancelled")
+                self._gone(task, CANCELLED, now_ms)
             case GatewaySaid(message=Done(task)):
-                self._gone(task, "")
+                self._gone(task, "", now_ms)
             case RankSaid(report=report):
                 for returned in report.returned:
                     self._queues(returned.task, str(returned.cause))
@@ -96,7 +101,7 @@ class CellSpans:
             case ToRank(message=Place(header=header) as place) if header.trace:
                 self._placed(place, now_ms)
             case ToGateway(message=TaskFailed(task=task, code=code)):
-                self._gone(task, code if code in FAILURE_REASONS else "other")
+                self._gone(task, code if code in FAILURE_REASONS else "other", now_ms)
             case ToGateway(message=Resubmit(task=task)):
                 self._queues(task, RANK_LOST)
             case SwitchRecorded(record):
@@ -140,17 +145,22 @@ class CellSpans:
         if known.placed_ms is None:
             known.placed_ms = now_ms
 
-    def _gone(self, task: TaskId, why: str) -> None:
+    def _gone(self, task: TaskId, why: str, now_ms: int) -> None:
         known = self._tasks.pop(task, None)
-        if known is not None and known.queueing is not None:
-            known.queueing.end(error=why)
+        if known is None:
+            return
+        if known.queueing is not None:
+            known.queueing.set({"aileron.left": why or "done"})
+            known.queueing.end(error="" if why in ("", CANCELLED) else why)
+        self._left.append((now_ms, known))
 
     # ------------------------------------------------------------------ switches
 
     def _met(self, record: SwitchRecord) -> tuple[TraceContext, ...]:
         """Contexts of tasks that were with a group when the switch began."""
         found: list[TraceContext] = []
-        for known in self._tasks.values():
+        left = [known for left_ms, known in self._left if left_ms >= record.started_ms]
+        for known in (*self._tasks.values(), *left):
             if known.placed_ms is not None and known.placed_ms <= record.started_ms:
                 context = read_traceparent(known.header.trace)
                 if context is not None and len(found) < LINKS_MAX:

@@ -24,6 +24,8 @@ SERVER = 2
 SECRET_KEY = "sk-of-a-client-that-nobody-else-may-see"
 SECRET_PROMPT = "The treasure lies under the third oak behind the mill."
 SWITCH_LIMIT_S = 120
+LONG_TOKENS = 300
+"""Of a stream that a switch is to meet."""
 AWAY_LIMIT_S = 30
 SENT: Counter[str] = Counter()
 """Requests to each cell so far."""
@@ -57,7 +59,7 @@ def header(trace: str, *, sampled: bool = True) -> str:
 def send(cell: Product, body: dict[str, Any], path: str = CHAT, **headers: str) -> int:
     """POST; returns the status. Every request of this module is counted."""
     SENT[cell.url] += 1
-    return post(cell.url + path, body, **headers)[0]
+    return post(cell.url + path, body, lines_max=None, **headers)[0]
 
 
 def body(count: int, **more: Any) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def switched_stream(cell: Product, told: Collector) -> str:
         trace = new_trace()
         request = urllib.request.Request(
             cell.url + CHAT,
-            json.dumps(body(600)).encode(),
+            json.dumps(body(LONG_TOKENS)).encode(),
             {"Content-Type": "application/json", "traceparent": header(trace)},
         )
         SENT[cell.url] += 1
@@ -174,7 +176,7 @@ def test_a_switch_is_an_event_of_what_it_met_and_a_span(cell: Product, told: Col
     assert events[said["aileron.epoch"]]["aileron.pause_seconds"] > 0
     stays = sorted((s for s in spans if s.name == "generate"), key=lambda each: each.began_ns)
     assert [each.attributes["aileron.left"] for each in stays] == ["moved", "finished"]
-    assert sum(each.attributes["gen_ai.usage.output_tokens"] for each in stays) == 600
+    assert sum(each.attributes["gen_ai.usage.output_tokens"] for each in stays) == LONG_TOKENS
     before, after = (each.attributes["aileron.group"] for each in stays)
     assert before != after
 
