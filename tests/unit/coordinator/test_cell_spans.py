@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.cell_spans import SETTLE_MS, CellSpans
+from coordinator.cell_spans import CellSpans
 from coordinator.events import GatewaySaid, SwitchRecorded, Tick, ToGateway, ToRank
 from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.messages import (
@@ -23,6 +23,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.tracing import Tracing, start_tracing
 from coordinator.records import Outcome, SwitchRecord
+from coordinator.watching import SETTLE_MS
 from tests.harness.collector import Collector, collector
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
