@@ -34,7 +34,7 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import Span, Tracing, ago_ns
 from coordinator.records import SwitchRecord
-from coordinator.watching import FAILURE_REASONS, PHASES, SETTLE_MS
+from coordinator.watching import FAILURE_REASONS, PHASES, RANK_LOST, SETTLE_MS
 
 TASKS_MAX: Final = 16_384
 """Most traced tasks that are followed; those that came first are forgotten."""
@@ -45,8 +45,8 @@ LINKS_MAX: Final = 64
 SWITCHES_LOOKED_AT: Final = 100
 
 CANCELLED: Final = "cancelled"
-ARRIVED, RANK_LOST = "arrived", "rank_lost"
-"""Why a task queues; other reasons are those of `ReturnCause`."""
+ARRIVED: Final = "arrived"
+"""Why a task queues; other reasons are `RANK_LOST` and those of `ReturnCause`."""
 
 
 @dataclass(slots=True)

@@ -238,6 +238,7 @@ def names_in(node: Any) -> set[str]:
 
 def test_dashboards_are_complete() -> None:
     boards = [json.loads(file.read_text()) for file in DASHBOARDS]
+    documented = (ROOT / "docs" / "metrics.md").read_text()
     assert len({board["uid"] for board in boards}) == len(boards) == 4
     for board in boards:
         ids = [panel["id"] for panel in board["panels"]]
@@ -253,6 +254,9 @@ def test_dashboards_are_complete() -> None:
             assert not taken & cells, f"{panel['title']} lies upon another panel"
             assert at["x"] + at["w"] <= 24
             cells |= taken
+            for target in panel["targets"]:
+                row = f"| {panel['title']} | `{target['expr']}` |"
+                assert row in documented, "docs/metrics.md lists every query"
 
 
 def test_every_query_names_metrics_that_exist(cell: Product) -> None:
