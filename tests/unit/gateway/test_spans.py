@@ -4,14 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
 
 from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import start_tracing
-from gateway.errors import ApiError, RequestState
+from gateway.batches.line_call import LineCall
+from gateway.edge import Edge
+from gateway.errors import ApiError, RequestState, current_request
 from gateway.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
 from gateway.tasks import GapMeter, TaskBook
 from tests.harness.collector import Collector, Seen, collector
+from tests.unit.gateway.edge_app import Browser
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -114,3 +119,30 @@ def test_unknown_paths_are_not_told(spans: Spans) -> None:
     assert (found.name, found.parent) == ("HTTP", "")
     assert found.attributes["http.request.method"] == "_OTHER"
     assert "secret" not in str(found) and "BREW" not in str(found)
+
+
+async def test_the_edge_hands_the_spans_context_to_the_application(spans: Spans) -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        state = current_request.get()
+        if scope["path"] != "/health":
+            assert state is not None
+            seen.append(state.trace)
+            state.finish_reasons = ("stop",)
+        await JSONResponse({})(scope, receive, send)
+
+    edge = Edge(app, spans=spans.requests)
+    browser = Browser({"model": "demo", "prompt": "secret"})
+    await edge(browser.scope("/v1/completions"), browser.receive, browser.send)
+    line = LineCall("/v1/chat/completions", b'{"model": "demo", "messages": []}', "tenant", 1_000)
+    assert (await edge.answer_line(line)).status == 200
+    await edge(browser.scope("/health"), browser.receive, browser.send)
+    request, batch = spans.sent()
+    assert [request.name, batch.name] == ["POST /v1/completions", "batch line"]
+    assert [read_traceparent(text) for text in seen] == [
+        TraceContext(int(each.trace, 16), int(each.id, 16)) for each in (request, batch)
+    ]
+    for each in (request, batch):
+        assert each.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+        assert "secret" not in str(each) and "tenant" not in str(each)
