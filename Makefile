@@ -8,7 +8,7 @@ SEED   ?= 1
 BIN    := .venv/bin
 TESTS  := $(BIN)/python -m pytest -m "not gpu"
 
-.PHONY: up demo test setup check sim bench gpu-bench
+.PHONY: up demo test setup check sim bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -34,6 +34,9 @@ sim: setup  ## replay one simulation: make sim SEED=4711
 
 bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
 	@$(BIN)/python -m tests.bench.cpu
+
+screenshot: setup  ## docs/live-page.png anew, of a cell of four ranks under load; needs a Chromium
+	@AILERON_KEEP_SCREENSHOT=1 $(TESTS) -p no:randomly tests/integration/test_metrics.py -k live_page
 
 gpu-bench: DEVICE = cuda
 gpu-bench: setup  ## against static vLLM on the GPUs here: make gpu-bench [RANKS=4] [SHAPE=llama-3-8b,qwen3-32b]

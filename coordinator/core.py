@@ -14,6 +14,7 @@ from coordinator.cell_state import CellTeller
 from coordinator.events import (
     Effect,
     Event,
+    Foreseen,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
@@ -319,6 +320,8 @@ class Core:
             return []
         effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
         effects.append(Observed(looked.seen))
+        if looked.expected:
+            effects.append(Foreseen(looked.seen.epoch, steering.horizon_ms, looked.expected))
         carry = self._settings.default_carry
         decision = recorded(looked.verdict, carry, now_ms)
         layout = looked.verdict.choice.layout

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from comm_pool.layout import Layout, Rank
+from coordinator.policy.foresight import Expected
 from coordinator.policy.log import Line
 from coordinator.protocol.messages import (
     Carry,
@@ -148,7 +149,16 @@ class Observed:
     line: Line
 
 
-Effect = ToRank | ToGateway | SwitchRecorded | Observed | Note
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What tiers are to see over the horizon if the layout of `epoch` goes on to serve."""
+
+    epoch: int
+    horizon_ms: int
+    tiers: tuple[Expected, ...]
+
+
+Effect = ToRank | ToGateway | SwitchRecorded | Observed | Foreseen | Note
 
 
 def note(event: str, **fields: object) -> Note:

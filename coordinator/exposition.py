@@ -225,6 +225,21 @@ def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
         )
 
 
+def prediction_metrics(
+    last: Mapping[tuple[str, str], tuple[float, float]],
+) -> Iterator[Metric]:
+    """Return what was predicted and observed last, by measure and tier."""
+    names = ("measure", "tier")
+    for place, (name, text) in enumerate(
+        (
+            ("predicted", "Mean time that the adaptive policy predicted last, and compared."),
+            ("observed", "Mean time that was observed where the policy predicted."),
+        )
+    ):
+        rows = [(labels, pair[place]) for labels, pair in last.items()]
+        yield _gauge(f"aileron_policy_{name}_seconds", text, names, rows)
+
+
 def tier_family(tally: Tally, measure: Measure) -> Family:
     """Return a measure by tier alone."""
     series = tuple(_by(tally, measure, "tier"))

@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from coordinator import exposition
+from coordinator.came_true import CameTrue
 from coordinator.gathered import Gathered
 from coordinator.protocol.measures import DURATION, TPOT, TTFT
 from coordinator.protocol.policy_config import SloConfig
@@ -53,6 +54,7 @@ class Metrics:
         self._views = views
         self.gathered = gathered
         self.watcher = CoreWatcher(lambda: views.switches(SWITCHES_LOOKED_AT)["switches"])
+        self.came_true = CameTrue(gathered.tally)
         self._registry = CollectorRegistry()
         self._registry.register(_CellCollector(self, views, facts or Facts()))
         ProcessCollector(registry=self._registry)
@@ -92,6 +94,9 @@ class _CellCollector(Collector):
         yield from exposition.engine_metrics(layout, ranks, model)
         watcher, told = self._metrics.watcher, self._metrics.gathered.tally
         yield from exposition.tally_metrics(watcher.tally.families(), model)
+        came_true = self._metrics.came_true
+        yield from exposition.tally_metrics(came_true.tally.families(), model)
+        yield from exposition.prediction_metrics(came_true.last)
         yield GaugeMetricFamily(
             "aileron_reshard_bytes_per_second",
             "How fast the last switch with a move pulled KV, over all ranks.",

@@ -17,6 +17,7 @@ from comm_pool.layout import Rank
 from coordinator.events import (
     Effect,
     Event,
+    Foreseen,
     Level,
     Note,
     Observed,
@@ -79,7 +80,7 @@ class CoreOwner:
         self.batches: dict[str, tuple[BatchProgress, ...]] = {}
         """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
-        self.watcher: Watcher | None = None
+        self.watchers: tuple[Watcher, ...] = ()
         self.on_observation: Callable[[Line], None] = lambda _: None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
@@ -115,11 +116,11 @@ class CoreOwner:
 
     def _handle(self, event: Event, now_ms: int) -> None:
         effects = self._core.handle(event, now_ms)
-        if self.watcher is not None:
-            self.watcher.saw_event(event, now_ms)
+        for watcher in self.watchers:
+            watcher.saw_event(event, now_ms)
         for effect in effects:
-            if self.watcher is not None:
-                self.watcher.saw_effect(effect, now_ms)
+            for watcher in self.watchers:
+                watcher.saw_effect(effect, now_ms)
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
@@ -134,6 +135,8 @@ class CoreOwner:
                 self.on_switch(record)
             case Observed(line):
                 self.on_observation(line)
+            case Foreseen():
+                pass  # For those who watch.
             case Note(Level.INFO, event, fields):
                 log.info(event, **fields)
             case Note(Level.WARNING, event, fields):

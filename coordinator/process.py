@@ -22,6 +22,7 @@ import uvicorn
 
 from coordinator.admin import AdminContext, build_admin
 from coordinator.admin_guard import ADMIN_KEY_ENV, AdminGuard, require_key
+from coordinator.cell_spans import SWITCHES_LOOKED_AT, CellSpans
 from coordinator.core import Core
 from coordinator.history import INTERVAL_S, History
 from coordinator.metrics import Facts, Metrics, Views
@@ -29,6 +30,7 @@ from coordinator.owner import CoreOwner, monotonic_ms
 from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import Carry
+from coordinator.protocol.tracing import start_tracing
 from coordinator.server import CellServer, ListenError
 from coordinator.settings import core_settings
 
@@ -59,6 +61,13 @@ async def serve(config: Config, token: str, key: str) -> None:
     server = CellServer(owner, token, config.cell.ranks)
     metrics = build_metrics(core, owner, server, config)
     history = History(server.gathered.tally)
+    tracing = start_tracing(
+        config.tracing, "coordinator", version=own_version(), instance=coordinator_id
+    )
+    spans = None
+    if tracing is not None:
+        spans = CellSpans(tracing, lambda: core.switches_view(SWITCHES_LOOKED_AT))
+        owner.watchers += (spans,)
     policy = config.policy
     owner.on_observation = ObservationLog(
         policy.observation_log, policy.observation_log_bytes_max
@@ -83,6 +92,9 @@ async def serve(config: Config, token: str, key: str) -> None:
         sampling = asyncio.create_task(_sample(core, metrics, history))
         await _run(owner, server, admin, listener)
         sampling.cancel()
+    if tracing is not None and spans is not None:
+        spans.close()
+        tracing.close()
     log.info("coordinator_stopped")
 
 
@@ -98,7 +110,9 @@ def build_metrics(core: Core, owner: CoreOwner, server: CellServer, config: Conf
     facts = Facts(config.served_model_name, own_version(), config.slo)
     metrics = Metrics(views, server.gathered, facts)
     owner.on_switch = metrics.switch_ended
-    owner.watcher = metrics.watcher
+    owner.watchers = (metrics.watcher,)
+    if config.policy.name == "adaptive":
+        owner.watchers += (metrics.came_true,)
     return metrics
 
 

@@ -8,9 +8,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from coordinator.events import Effect, Event, GatewaySaid, ToGateway, ToRank
+from coordinator.events import Effect, Event, GatewaySaid, RankSaid, ToGateway, ToRank
 from coordinator.protocol.measures import Measure, Tally
-from coordinator.protocol.messages import Cancel, Done, Place, Submit, TaskFailed, TaskId
+from coordinator.protocol.messages import (
+    Cancel,
+    Done,
+    Place,
+    Resubmit,
+    ReturnCause,
+    Submit,
+    TaskFailed,
+    TaskId,
+)
 from coordinator.records import SwitchRecord
 
 SETTLE_MS = 3_000
@@ -35,6 +44,15 @@ QUEUE_WAIT: Final = Measure(
 )
 FAILURES: Final = Measure(
     "aileron_task_failures", "Tasks that the coordinator ended with an error.", ("reason",)
+)
+REQUEUED: Final = Measure(
+    "aileron_tasks_requeued",
+    "Tasks that came back to the queue, by why their group lost or returned them.",
+    ("reason",),
+)
+RECOMPUTED: Final = Measure(
+    "aileron_recomputed_tokens",
+    "Tokens of tasks whose KV was lost or given up, placed again; prefix hits among them too.",
 )
 SWITCHES: Final = Measure("aileron_switch", "Switches that ended.", ("from", "to", "outcome"))
 SWITCH_DURATION: Final = Measure(
@@ -65,6 +83,9 @@ PHASES: Final = {
 }
 """Phase -> field of a switch."""
 
+RANK_LOST: Final = "rank_lost"
+"""Why a task comes back that its gateway has to submit again; see `ReturnCause` for others."""
+
 LAYOUT_PAIRS_MAX = 256
 """Pairs of layouts that are counted by name; further ones are counted as "other"."""
 
@@ -84,9 +105,14 @@ class CoreWatcher:
         """`switches` returns the newest switches as the admin API shows them."""
         self._switches = switches
         self._arrived: OrderedDict[TaskId, tuple[int, str]] = OrderedDict()
+        self._again: set[TaskId] = set()
+        """Tasks that queue once more, without the KV that they had."""
         self._unsettled: dict[int, int] = {}
         self._pairs: set[tuple[str, str]] = set()
         self.tally = Tally()
+        for reason in (*ReturnCause, RANK_LOST):
+            self.tally.count(REQUEUED, str(reason), by=0)
+        self.tally.count(RECOMPUTED, by=0)
         self.reshard_bytes_per_s = 0.0
         """Of the last switch that moved KV."""
 
@@ -99,19 +125,37 @@ class CoreWatcher:
                 while len(self._arrived) > WAITING_MAX:
                     self._arrived.popitem(last=False)
             case GatewaySaid(message=Cancel(task) | Done(task)):
-                self._arrived.pop(task, None)
+                self._gone(task)
+            case RankSaid(report=report):
+                for returned in report.returned:
+                    lost_kv = returned.cause is ReturnCause.RECOMPUTE
+                    self._came_back(returned.task, str(returned.cause), lost_kv=lost_kv)
             case _:
                 pass
+
+    def _gone(self, task: TaskId) -> None:
+        self._arrived.pop(task, None)
+        self._again.discard(task)
+
+    def _came_back(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
+        self.tally.count(REQUEUED, reason)
+        if lost_kv and len(self._again) < WAITING_MAX:
+            self._again.add(task)
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
         """Measure placements and failures."""
         match effect:
-            case ToRank(message=Place(header=header)):
+            case ToRank(message=Place(header=header, generated_tokens=generated)):
                 arrived_ms, tier = self._arrived.pop(header.task, (0, ""))
                 if tier:
                     self.tally.observe(QUEUE_WAIT, (now_ms - arrived_ms) / 1_000, tier)
+                if header.task in self._again:
+                    self._again.discard(header.task)
+                    self.tally.count(RECOMPUTED, by=header.prompt_tokens + len(generated))
+            case ToGateway(message=Resubmit(task=task)):
+                self._came_back(task, RANK_LOST, lost_kv=True)
             case ToGateway(message=TaskFailed(task=task, code=code)):
-                self._arrived.pop(task, None)
+                self._gone(task)
                 self.tally.count(FAILURES, code if code in FAILURE_REASONS else "other")
             case _:
                 pass

@@ -18,6 +18,7 @@ from gateway.errors import (
     shape_error,
 )
 from gateway.replays import KeptAnswer
+from gateway.spans import RequestSpan
 from gateway.tiers import service_tier_name, tier_name
 
 KEEP_ALIVE_S = 15.0
@@ -82,6 +83,8 @@ class Answer:
         """Whether the client left before the answer was complete."""
         self.tier = Tier.STANDARD
         self.request = RequestState()
+        self.span: RequestSpan | None = None
+        """Its span, if the request is traced."""
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
         self.kept: KeptAnswer | None = None

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.messages import Tier
+from coordinator.protocol.trace_context import TRACEPARENT_HEADER
 from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError
 from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
@@ -34,6 +35,7 @@ from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
 from gateway.replays import IDEMPOTENCY_HEADER, Replays
 from gateway.routes import OPEN_PATHS, find_route, route_name, takes_no_json
+from gateway.spans import RequestSpans
 from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
@@ -64,6 +66,7 @@ class Edge:
         rates: RateLimits | None = None,
         limits: EdgeLimits | None = None,
         meter: RequestMeter | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
@@ -71,6 +74,7 @@ class Edge:
         self._rates = rates or RateLimits("memory://")
         self._limits = limits or EdgeLimits()
         self._meter = meter or RequestMeter()
+        self._spans = spans
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._replays = Replays()
@@ -96,6 +100,9 @@ class Edge:
             return
         head = read_head(scope)
         answer = Answer(send, head.request_id)
+        if self._spans is not None and scope["path"] not in OPEN_PATHS:
+            told = head.headers.get(TRACEPARENT_HEADER, "")
+            answer.span = self._spans.begin(scope, told, head.request_id)
         try:
             error = await self._serve(scope, receive, answer, head)
             if error is not None:
@@ -117,6 +124,8 @@ class Edge:
         status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
         route = route_name(scope["method"], scope["path"])
         self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
+        if answer.span is not None:
+            answer.span.end(status, answer.error_code, answer.tier, answer.request)
 
     async def _serve(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
@@ -176,6 +185,8 @@ class Edge:
         if error is not None:
             await answer.refuse(error)
             return told.answer(answer.request_id)
+        if self._spans is not None:
+            answer.span = self._spans.begin_line(call.path)
         try:
             error = await self._run_line(call, answer)
             if error is not None:
@@ -186,6 +197,8 @@ class Edge:
         finally:
             self._admission.give_back(Tier.BATCH)
             answer.close()
+            if answer.span is not None:
+                answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
         return told.answer(answer.request_id)
 
     async def _run_line(self, call: LineCall, answer: Answer) -> ApiError | None:
@@ -284,6 +297,8 @@ class Edge:
             if isinstance(admitted, ApiError):
                 return admitted
             answer.headers = admitted
+        if answer.span is not None:
+            answer.request.trace = answer.span.traceparent
         token = current_request.set(answer.request)
         try:
             await self._app(inner_scope(scope, answer, replay.length), replay, answer.send)

@@ -146,7 +146,7 @@ def api_error(
 class RequestState:
     """What the HTTP side and the engine side of one request share."""
 
-    __slots__ = ("deadline_ms", "failure", "generated_tokens", "tenant")
+    __slots__ = ("deadline_ms", "failure", "finish_reasons", "generated_tokens", "tenant", "trace")
 
     def __init__(self, tenant: str = "", deadline_ms: int = 0) -> None:
         """Start without a failure; a deadline of 0 is none."""
@@ -154,6 +154,9 @@ class RequestState:
         self.tenant = tenant
         self.deadline_ms = deadline_ms
         self.generated_tokens = 0
+        self.finish_reasons: tuple[str, ...] = ()
+        self.trace = ""
+        """The `traceparent` of the request's span; empty if it is not traced."""
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)

@@ -25,7 +25,7 @@ from coordinator.protocol.measures import (
     Series,
     Tally,
 )
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.messages import TaskId, Tier
 from coordinator.protocol.policy_config import SloTarget
 from gateway.errors import CODES
 from gateway.tasks import Task, family
@@ -37,7 +37,7 @@ CLIENT_GONE_STATUS = 499
 CHAT, TEXT = "chat", "text_completion"
 """Operations, as OpenTelemetry names them."""
 
-_OPERATION_OF_ROUTE = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+OPERATION_OF_ROUTE = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 _CHAT_PREFIX = "chatcmpl-"
 """What vLLM's ids of chat requests start with."""
 
@@ -97,8 +97,8 @@ class RequestMeter:
             self.tally.count(DISCONNECTS, name)
         elif reason:
             self.tally.count(REJECTIONS, reason if reason in CODES else "other", name)
-        elif status == 200 and route in _OPERATION_OF_ROUTE:
-            self.tally.observe(DURATION, took_s, name, _OPERATION_OF_ROUTE[route])
+        elif status == 200 and route in OPERATION_OF_ROUTE:
+            self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
 
 
 class Telling:
@@ -139,8 +139,13 @@ class Telling:
         return Series(series.labels, value, tuple(new - old for new, old in grown))
 
 
+def operation_of(task: TaskId) -> str:
+    """Return what a task's request is, in OpenTelemetry's words."""
+    return CHAT if family(task).startswith(_CHAT_PREFIX) else TEXT
+
+
 def _operation(task: Task) -> str:
-    return CHAT if family(task.id).startswith(_CHAT_PREFIX) else TEXT
+    return operation_of(task.id)
 
 
 def _mean_s(task: Task) -> float:

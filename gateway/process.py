@@ -24,6 +24,7 @@ import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
 from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
+from coordinator.protocol.tracing import start_tracing
 from gateway import vllm_app, vllm_engine_wire, vllm_grammar
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
@@ -41,6 +42,7 @@ from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
 from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets
+from gateway.spans import RequestSpans, TaskSpans
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
@@ -84,6 +86,8 @@ class Gateway:
         """Bind the token socket and connect the rest; must be called in the event loop."""
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
+        self._spans = None if tracing is None else RequestSpans(tracing)
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
@@ -97,6 +101,7 @@ class Gateway:
             gateway=name,
             reply_to=self._sockets.token_address,
             meter=self._meter,
+            spans=None if tracing is None else TaskSpans(tracing, config.served_model_name),
         )
         self._keys = KeyRing(config.gateway.keys_file)
         self._rates = RateLimits(config.gateway.rate_limit_storage)
@@ -125,8 +130,9 @@ class Gateway:
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
         gateway = self._config.gateway
-        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway), self._meter)
-        limits = ConnectionLimits(
+        limits = _edge_limits(gateway)
+        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, self._spans)
+        connections = ConnectionLimits(
             _connections_max(max(1, gateway.connections_max // gateway.processes)),
             gateway.connections_per_address_max,
         )
@@ -134,7 +140,7 @@ class Gateway:
             self._announce,
             uvicorn.Config(
                 self._edge,
-                http=cast(type[Connection], partial(Connection, limits=limits)),
+                http=cast(type[Connection], partial(Connection, limits=connections)),
                 backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
@@ -171,6 +177,8 @@ class Gateway:
             for inbox in inboxes:
                 inbox.close()
             self._sockets.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
         log.info("gateway_stopped")
         if self._bug is not None:
             raise self._bug

@@ -29,6 +29,7 @@ from coordinator.protocol.messages import (
 from gateway import vllm_engine_wire as engine
 from gateway.errors import ApiError, api_error
 from gateway.measuring import RequestMeter
+from gateway.spans import TaskSpan, TaskSpans
 from gateway.tasks import GapMeter, Task, TaskBook
 from gateway.tiers import tier_of_priority
 from gateway.token_stream import Answer, Trim, Verdict
@@ -61,6 +62,7 @@ class Relay:
         reply_to: str,
         clock: Callable[[], float] = time.monotonic,
         meter: RequestMeter | None = None,
+        spans: TaskSpans | None = None,
     ) -> None:
         """Start with no tasks; `to_front_end` must take frames without blocking."""
         self._session = session
@@ -70,6 +72,7 @@ class Relay:
         self._reply_to = reply_to
         self._gaps = GapMeter()
         self._meter = meter or RequestMeter()
+        self._spans = spans
         self.book = TaskBook()
         self.cell: CellState | None = None
         """What the coordinator last said of the cell; None while no session is up."""
@@ -154,6 +157,7 @@ class Relay:
             self._fail(task, error)
 
     def _submit(self, request: engine.AddRequest) -> None:
+        span = self._begin_span(request)
         header = TaskHeader(
             task=TaskId(request.request_id),
             gateway=self._gateway,
@@ -163,17 +167,34 @@ class Relay:
             tier=tier_of_priority(request.priority),
             deadline_ms=request.deadline_ms,
             tenant=request.tenant,
+            trace=span.traceparent if span is not None else "",
         )
         payload = wire.encode(request.frames)
         if len(payload) > PAYLOAD_BYTES_MAX:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
-            self._answer_failure([header.task], error)
+            self._refuse(header.task, error, span)
             return
-        answer = self.book.open(header, payload, self._clock())
+        answer = self.book.open(header, payload, self._clock(), span)
         if isinstance(answer, ApiError):
-            self._answer_failure([header.task], answer)
+            self._refuse(header.task, answer, span)
         elif answer is not None:
             self._session.send(answer)
+
+    def _begin_span(self, request: engine.AddRequest) -> TaskSpan | None:
+        if not request.trace or self._spans is None:
+            return None
+        return self._spans.begin(
+            TaskId(request.request_id),
+            request.trace,
+            tier=tier_of_priority(request.priority),
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+        )
+
+    def _refuse(self, task: TaskId, error: ApiError, span: TaskSpan | None) -> None:
+        if span is not None:
+            span.refused(error.code)
+        self._answer_failure([task], error)
 
     def _offer(self, task: Task | None, span: TokenSpan) -> Answer:
         if task is not None:
@@ -260,6 +281,8 @@ class Relay:
 
     def _fail(self, task: TaskId, error: ApiError) -> None:
         broken = self.book.get(task)
+        if broken is not None and broken.trace is not None:
+            broken.trace.failed(error.code)
         failed, cancels = self.book.fail(task)
         if broken is None:
             return

@@ -59,6 +59,9 @@ _PATTERNS: Final = (
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
 """Errors of pydantic that quote what is allowed; the others may quote the request."""
 
+OTHER_ROUTE = "other"
+"""The name of all routes that do not exist."""
+
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _PYDANTIC_WORDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "nullable"})
 
@@ -93,7 +96,7 @@ def find_route(method: str, path: str) -> ApiError | None:
 def route_name(method: str, path: str) -> str:
     """Name the route in metrics: one of those that exist, or "other"."""
     if find_route(method, path) is not None:
-        return "other"
+        return OTHER_ROUTE
     return _named(path)
 
 

@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from coordinator.protocol.messages import (
     Cancel,
@@ -49,6 +49,24 @@ GAP_REPORT_INTERVAL_S = 0.1
 
 End = TypeVar("End", Cancel, Done)
 
+
+class TaskTrace(Protocol):
+    """The span of a task that is traced."""
+
+    @property
+    def traceparent(self) -> str:
+        """Whose children the task's spans elsewhere are."""
+
+    def crossed(self, epoch: int, pause_s: float) -> None:
+        """Note the first token of `epoch`, which came after such a pause."""
+
+    def failed(self, error_code: str) -> None:
+        """Note why the task will end; `ended` follows."""
+
+    def ended(self, task: "Task") -> None:
+        """End the span: the task has left the book."""
+
+
 _SIBLING = re.compile(r"\d+_(.+)")
 
 
@@ -67,6 +85,7 @@ class Task:
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     held_since_s: float | None = None
+    trace: TaskTrace | None = None
 
     @property
     def id(self) -> TaskId:
@@ -114,14 +133,16 @@ class TaskBook:
         """Return the open task of that id."""
         return self._open.get(task)
 
-    def open(self, header: TaskHeader, payload: bytes, now_s: float) -> Submit | ApiError | None:
+    def open(
+        self, header: TaskHeader, payload: bytes, now_s: float, trace: TaskTrace | None = None
+    ) -> Submit | ApiError | None:
         """Take a new task; its Submit is None while no session is open."""
         assert header.task not in self._open, "vLLM gave two requests one id"
         if len(self._open) >= OPEN_TASKS_MAX:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
             return api_error("queue_full", "The gateway holds as many prompts as it can.")
-        task = Task(header, payload, now_s)
+        task = Task(header, payload, now_s, trace=trace)
         self._open[task.id] = task
         self._families.setdefault(family(task.id), set()).add(task.id)
         self._payload_bytes += len(payload)
@@ -205,6 +226,8 @@ class TaskBook:
 
     def _close(self, task_id: TaskId) -> None:
         task = self._open.pop(task_id)
+        if task.trace is not None:
+            task.trace.ended(task)
         self._payload_bytes -= len(task.payload)
         siblings = self._families[family(task_id)]
         siblings.remove(task_id)
@@ -230,6 +253,8 @@ class GapMeter:
         if epoch > task.epoch:
             if task.epoch >= 0:
                 self._note(epoch, now_s - task.last_token_at_s)
+                if task.trace is not None:
+                    task.trace.crossed(epoch, now_s - task.last_token_at_s)
             task.epoch = epoch
         task.last_token_at_s = now_s
 

@@ -68,7 +68,8 @@ class RelayedLLM(AsyncLLM):
         request = current_request.get() or RequestState()
         if self.sandbox is not None:
             await self._try_grammar(args[1] if len(args) > 1 else kwargs["sampling_params"])
-        note = write_note(request.tenant, request.deadline_ms, kwargs.get("session_id"))
+        session = kwargs.get("session_id")
+        note = write_note(request.tenant, request.deadline_ms, session, request.trace)
         async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
@@ -78,6 +79,7 @@ class RelayedLLM(AsyncLLM):
                         raise TaskFailedError(failure_of(choice.stop_reason))
                     if reason is not None:
                         choice.finish_reason = _OPENAI_REASON.get(reason, reason)
+                        request.finish_reasons += (choice.finish_reason,)
                 yield output
 
     async def _try_grammar(self, params: Any) -> None:

@@ -51,6 +51,7 @@ class AddRequest:
     priority: int
     tenant: str
     deadline_ms: int
+    trace: str
     frames: tuple[bytes, ...]
 
 
@@ -162,7 +163,8 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
         return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
     if request.resumable:
         return UnfitRequest(request.request_id, "Streamed input is not supported.")
-    tenant, deadline_ms, request.session_id = _read_note(request.session_id)
+    note = _read_note(request.session_id)
+    request.session_id = note.session_id
     if params.seed is None:
         # All ranks of a group must draw the same tokens, and so must a later attempt.
         params.seed = secrets.randbits(SEED_BITS)
@@ -175,21 +177,29 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
         prompt_tokens=prompt_tokens,
         max_tokens=params.max_tokens or 0,
         priority=request.priority,
-        tenant=tenant,
-        deadline_ms=deadline_ms,
+        tenant=note.tenant,
+        deadline_ms=note.deadline_ms,
+        trace=note.trace,
         frames=_encode(request),
     )
 
 
-def write_note(tenant: str, deadline_ms: int, session_id: str | None) -> str:
+class _Note(msgspec.Struct, array_like=True):
+    tenant: str
+    deadline_ms: int
+    session_id: str | None
+    trace: str = ""
+
+
+def write_note(tenant: str, deadline_ms: int, session_id: str | None, trace: str = "") -> str:
     """Put what the gateway knows of a request into the name of its session."""
-    return NOTE_MARK + msgspec.json.encode([tenant, deadline_ms, session_id]).decode()
+    return NOTE_MARK + msgspec.json.encode([tenant, deadline_ms, session_id, trace]).decode()
 
 
-def _read_note(session_id: str | None) -> tuple[str, int, str | None]:
+def _read_note(session_id: str | None) -> _Note:
     if session_id is None or not session_id.startswith(NOTE_MARK):
-        return "", 0, session_id
-    return msgspec.json.decode(session_id.removeprefix(NOTE_MARK), type=tuple[str, int, str | None])
+        return _Note("", 0, session_id)
+    return msgspec.json.decode(session_id.removeprefix(NOTE_MARK), type=_Note)
 
 
 def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from comm_pool.layout import Group
 from coordinator.protocol.messages import TaskHeader, TaskId, TokenSpan
 
+MOVED = "moved"
+"""Why a task leaves that another leader goes on with."""
+
 
 @dataclass(slots=True)
 class LedTask:
@@ -45,8 +48,8 @@ class TaskBook:
         """The task, or None if it is not led here (any more)."""
         return self._tasks.get(task)
 
-    def close(self, task: TaskId) -> LedTask | None:
-        """Forget a task and return it."""
+    def close(self, task: TaskId, _why: str = "") -> LedTask | None:
+        """Forget a task and return it; why is for those who trace tasks."""
         return self._tasks.pop(task, None)
 
     def of_group(self, group: Group) -> list[LedTask]:

@@ -28,7 +28,7 @@ from coordinator.protocol.messages import (
     TokenSpan,
 )
 from kvadaptor.pages import without
-from worker.book import TaskBook
+from worker.book import MOVED, TaskBook
 from worker.moving import Moving
 from worker.outlet import Outlet
 from worker.step_log import StepLog
@@ -216,7 +216,7 @@ class Member:
         self.settle()
         led = self.book.get(task)
         if led is not None and led.attempt <= attempt:
-            self.book.close(task)
+            self.book.close(task, EndCause.CANCELLED)
             if self._led(led.group).take_back([task]):
                 self._withdraw_if_parked(led.group)
             self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
@@ -248,7 +248,7 @@ class Member:
         """Forget tasks that another leader goes on with."""
         self._led(group).leave_to_others(tasks)
         for name in tasks:
-            self.book.close(TaskId(name))
+            self.book.close(TaskId(name), MOVED)
 
     def tidy(self) -> None:
         """Do what a switch has put off."""
@@ -273,7 +273,7 @@ class Member:
         """Return tasks to the pool, with the tokens they have; a parked group gives up pages."""
         returned = self._led(group).take_back(tasks)
         for name, generated in returned.items():
-            led = self.book.close(TaskId(name))
+            led = self.book.close(TaskId(name), cause)
             if led is not None:
                 self._give_back(led.header.task, led.attempt, tuple(generated), cause)
         if returned and not keeps_pages:
@@ -356,7 +356,7 @@ class Member:
             spans.append(span)
             batch.append(output)
             if output.finished:
-                self.book.close(task)
+                self.book.close(task, EndCause.FINISHED)
                 self.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
         for reply_to, (spans, batch) in by_gateway.items():
             header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))

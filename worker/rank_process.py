@@ -14,10 +14,12 @@ import structlog
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config, shared_token
+from coordinator.protocol.tracing import start_tracing
 from worker.member import Member
 from worker.outlet import Encoder, Outlet
 from worker.rank_loop import RankLoop
 from worker.session import Inbox, RankSession
+from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
 from worker.vllm_rank import RankEngine, RankSpec
@@ -81,7 +83,10 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
     session = RankSession(
         config.coordinator.listen, shared_token(), config.coordinator.heartbeat_ms / 1e3, inbox
     )
+    tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     member = Member(engine, incarnation, outlet)
+    if tracing is not None:
+        member.book = TracedBook(tracing, rank)
     loop = RankLoop(config, engine, member, session, inbox, incarnation)
 
     def stop(number: int, _frame: object) -> None:
@@ -98,6 +103,8 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
     finally:
         session.close()
         outlet.close()
+        if tracing is not None:
+            tracing.close()
     log.info("rank_stopped", reason=loop.stop_reason)
 
 

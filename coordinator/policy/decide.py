@@ -84,7 +84,7 @@ def decide(
     state: State,
 ) -> tuple[Verdict, State]:
     """Return the verdict and what to remember; `current` is the layout of the observation."""
-    here = Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
+    here = standing(seen, current)
     if seen.is_switching:
         return Verdict(here, "a switch is under way", changes=False), state
     if seen.pinned_ms:
@@ -100,6 +100,11 @@ def decide(
     state = _remember(state, best, here, seen.time_ms)
     verdict = _choose(seen, now, best, settings, state)
     return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
+
+
+def standing(seen: Observation, current: Layout) -> Arrangement:
+    """Return the arrangement that an observation is of; `current` is its layout."""
+    return Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
 
 
 def _judge(

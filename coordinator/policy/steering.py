@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
+from coordinator.policy.foresight import Expected, foresee
 from coordinator.policy.knowledge import Knowledge
 from coordinator.policy.log import CostsSeen, costs_seen
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
@@ -28,11 +29,15 @@ COSTS_EVERY_MS = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """One look: what was seen and what follows; `costs` are there when they are to be logged."""
+    """One look: what was seen and what follows; `costs` are there when they are to be logged.
+
+    `expected` is what tiers are to see if the layout that serves stays.
+    """
 
     seen: Observation
     verdict: Verdict
     costs: CostsSeen | None
+    expected: tuple[Expected, ...] = ()
 
 
 class Steering:
@@ -62,6 +67,11 @@ class Steering:
         self._kept_in: Layout | None = None
         self._reserved: tuple[Rank, ...] = ()
         self._tiers = 0
+
+    @property
+    def horizon_ms(self) -> int:
+        """How far ahead is looked."""
+        return self._start.settings.horizon_ms
 
     def kept(self, layout: Layout) -> dict[Rank, int]:
         """Return the leaders of groups of `layout` that are kept, each for so many tiers."""
@@ -116,7 +126,7 @@ class Steering:
             self._costs_due_ms = now_ms + COSTS_EVERY_MS
             modes = self._knowledge.modes(roster, switcher.alive)
             told = costs_seen(now_ms, roster.world, modes, costs, settings)
-        return Looked(seen, verdict, told)
+        return Looked(seen, verdict, told, foresee(seen, current, verdict, costs, settings))
 
     def _observe(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int

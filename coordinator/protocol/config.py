@@ -9,6 +9,7 @@ import ipaddress
 import os
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -148,6 +149,33 @@ class AdminConfig(_Frozen):
     port: int = Field(default=8001, ge=0, le=65535)
 
 
+class TracingConfig(_Frozen):
+    """OpenTelemetry traces of requests and switches; none without an endpoint."""
+
+    endpoint: str = ""
+    """Collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty traces nothing."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Part of the requests that are traced; one with a `traceparent` is if that says so."""
+    queue_spans_max: int = Field(default=4_096, ge=16)
+    """Most spans of a process that wait for the collector; more are dropped."""
+
+    @model_validator(mode="after")
+    def _check_endpoint(self) -> Self:
+        parts = urlsplit(self.endpoint)
+        if self.endpoint and not (parts.scheme in ("http", "https") and parts.hostname):
+            raise ValueError(
+                "endpoint must be the http:// or https:// URL of a collector, such as "
+                "http://127.0.0.1:4318; leave it empty to trace nothing."
+            )
+        return self
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans are sent: OTLP's own path, unless the endpoint has one."""
+        has_path = urlsplit(self.endpoint).path not in ("", "/")
+        return self.endpoint if has_path else self.endpoint.rstrip("/") + "/v1/traces"
+
+
 class Config(_Frozen):
     """Everything a process of a cell is told."""
 
@@ -159,6 +187,7 @@ class Config(_Frozen):
     batches: BatchesConfig = BatchesConfig()
     admin: AdminConfig = AdminConfig()
     slo: SloConfig = SloConfig()
+    tracing: TracingConfig = TracingConfig()
     run_dir: str = ""
     """Folder for sockets and logs; empty means a fresh temporary one."""
 

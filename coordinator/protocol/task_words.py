@@ -14,7 +14,8 @@ class TaskHeader(msgspec.Struct, frozen=True):
 
     `reply_to` is the ZeroMQ address that leaders push tokens to. `deadline_ms` counts from the
     task's arrival at the coordinator; 0 means none. `tenant` is whom its share of a tier is charged
-    to.
+    to. `trace` is the `traceparent` that spans of the task have as their parent; empty if it is not
+    traced.
     """
 
     task: TaskId
@@ -25,6 +26,7 @@ class TaskHeader(msgspec.Struct, frozen=True):
     tier: Tier = Tier.STANDARD
     deadline_ms: int = 0
     tenant: str = ""
+    trace: str = ""
 
 
 class HeldTask(msgspec.Struct, frozen=True):

@@ -105,6 +105,14 @@ class Page:
         await self.call("Input.dispatchKeyEvent", type="keyDown", **about)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=name, **code)
 
+    async def point(self, script: str) -> None:
+        """Move the mouse onto the middle of an element."""
+        at = await self.evaluate(
+            f"(box => [box.left + box.width / 2, box.top + box.height / 2])"
+            f"(({script}).getBoundingClientRect())"
+        )
+        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=at[0], y=at[1])
+
     async def type(self, text: str) -> None:
         """Type into what has the focus."""
         await self.call("Input.insertText", text=text)

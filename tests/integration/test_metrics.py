@@ -1,33 +1,38 @@
-"""Metrics, dashboards and rules over the whole product under load, with a real Prometheus if any.
+"""Metrics, dashboards, rules and the live page over the whole product under load.
 
+With a real Prometheus and a real Chromium where there are any. `AILERON_KEEP_SCREENSHOT=1` (`make
+screenshot`) takes docs/live-page.png anew; otherwise nothing outside temporary folders is written.
 Without `prometheus` on PATH the queries are parsed and their names looked up in a live exposition;
 what was not run then is named as skipped.
 """
 
+import asyncio
+import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import promql_parser
 import pytest
 import yaml
+from PIL import Image
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.cli.ports import free_ports
 from tests.harness.admin import get_json
+from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.busy_client import CHAT, BusyClients, post
 from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.prometheus import answer_of, prometheus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,12 +49,27 @@ needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason=NO_PROMETHEUS
 )
 
+BROWSER = find_browser()
+KEEPS_SCREENSHOT = bool(os.environ.get("AILERON_KEEP_SCREENSHOT"))
+RANKS = 4 if KEEPS_SCREENSHOT else 2
+SCREENSHOT = ROOT / "docs" / "live-page.png"
+SCREENSHOT_SIZE = (1280, 1250)
+SHOWN = ("tp2+dp2", "tp4", "sp4", "shift4") if KEEPS_SCREENSHOT else ("tp2", "dp2")
+SHOWN_S = 13 if KEEPS_SCREENSHOT else 1
+
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    with product(tmp_path_factory.mktemp("up"), ranks=2) as running:
+    # Predictions are compared between switches, which come every second or two here.
+    policy = {"name": "adaptive", "horizon_ms": 300, "decide_every_ms": 100}
+    policy |= {"stay_ms": 600_000, "pin_ms": 3_600_000}
+    with product(
+        tmp_path_factory.mktemp("up"), ranks=RANKS, settings={"policy": policy}
+    ) as running:
+        # Layouts are the tests' to choose: this one is an operator's, and left alone.
+        running.switch(f"dp{RANKS}", "reshard")
         yield running
 
 
@@ -125,11 +145,30 @@ def test_what_clients_did_is_counted_by_tier(cell: Product) -> None:
     )
 
 
+def test_predictions_of_the_policy_are_compared_with_what_came_true(cell: Product) -> None:
+    with BusyClients(cell.url, MODEL_NAME):
+        for name in ("time_to_first_token", "time_per_output_token", "attainment"):
+            until(cell, "aileron_policy_prediction_ratio_count", 1, measure=name)
+    found = until(cell, "aileron_policy_predictions_total", 1, outcome="compared")
+    for kind in ("predicted", "observed"):
+        for tier in ("interactive", "standard"):
+            mean_s = value(
+                found,
+                f"aileron_policy_{kind}_seconds",
+                measure="time_per_output_token",
+                tier=tier,
+            )
+            assert 0 <= mean_s < 60
+    measured = {dict(of).get("measure") for (name, of) in found if "_policy_predi" in name}
+    assert measured <= {None, "time_to_first_token", "time_per_output_token", "attainment"}
+
+
 def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product) -> None:
     clients = BusyClients(cell.url, MODEL_NAME, threads=0)
     for turn in range(12):
         clients.one(turn)
-    until(cell, "aileron_requests_total", 1, code="404")
+    for name, least in (("client_disconnects", 3), ("rejections", 3), ("slo", 9)):
+        until(cell, f"aileron_{name}_total", least)
     # What the first switch measured comes in behind it.
     before = until(cell, "aileron_switch_duration_seconds_count", 1)
     for number in range(150):
@@ -144,7 +183,7 @@ def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product)
     added = {
         (name, labels)
         for name, labels in set(found) - set(before)
-        if name.startswith(("aileron", "gen_ai"))
+        if name.startswith(("aileron", "gen_ai")) and "_policy_" not in name
     }
     assert len(added) <= 5, added
     assert len(found) < SERIES_MAX
@@ -203,6 +242,7 @@ def names_in(node: Any) -> set[str]:
 
 def test_dashboards_are_complete() -> None:
     boards = [json.loads(file.read_text()) for file in DASHBOARDS]
+    documented = (ROOT / "docs" / "metrics.md").read_text()
     assert len({board["uid"] for board in boards}) == len(boards) == 4
     for board in boards:
         ids = [panel["id"] for panel in board["panels"]]
@@ -218,6 +258,9 @@ def test_dashboards_are_complete() -> None:
             assert not taken & cells, f"{panel['title']} lies upon another panel"
             assert at["x"] + at["w"] <= 24
             cells |= taken
+            for target in panel["targets"]:
+                row = f"| {panel['title']} | `{target['expr']}` |"
+                assert row in documented, "docs/metrics.md lists every query"
 
 
 def test_every_query_names_metrics_that_exist(cell: Product) -> None:
@@ -225,6 +268,7 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
     late = {
         *("aileron_reshard_bytes_total", "aileron_switch_stall_seconds_count"),
         *("vllm:request_success_total", "aileron_client_disconnects_total"),
+        *("aileron_policy_prediction_ratio_bucket", "aileron_policy_observed_seconds"),
     }
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
     with BusyClients(cell.url, MODEL_NAME):
@@ -244,59 +288,11 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
         assert names <= live | recorded, f"{where}: {names - live - recorded} do not exist"
 
 
-@contextmanager
-def prometheus(cell: Product, folder: Path) -> Iterator[str]:
-    """A Prometheus that scrapes the cell every second; yields its URL."""
-    (port,) = free_ports(1)
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(file) for file in RULES],
-        "scrape_configs": [
-            {
-                "job_name": "aileron",
-                "static_configs": [{"targets": [f"127.0.0.1:{cell.admin_port}"]}],
-            }
-        ],
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def answer_of(url: str, text: str) -> list[float]:
-    """Finite values of an instant query; [] while Prometheus starts."""
-    path = "/api/v1/query?" + urllib.parse.urlencode({"query": text})
-    try:
-        said = get_json(url + path)
-    except OSError:
-        return []
-    values = [float(each["value"][1]) for each in said["data"]["result"]]
-    return [each for each in values if math.isfinite(each)]
-
-
 @needs_prometheus
 def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path) -> None:
     missing = {text: panel for panel, text in queries() if "changes(" not in text}
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
-    with BusyClients(cell.url, MODEL_NAME), prometheus(cell, tmp_path) as url:
+    with BusyClients(cell.url, MODEL_NAME), prometheus(cell.admin_port, RULES, tmp_path) as url:
         for layout in itertools.cycle(("tp2", "dp2")):
             assert time.monotonic() < deadline, missing
             cell.switch(layout, "reshard")
@@ -320,3 +316,53 @@ def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path
 def test_rules_hold(command: list[str]) -> None:
     done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def told_on_hover(page: Page, mark: str) -> str:
+    """Hover over a switch until its reason shows; the mark moves on with time."""
+    for _ in range(200):
+        await page.point(mark)
+        if await page.evaluate("!document.getElementById('tip').hidden"):
+            return str(await page.evaluate("document.getElementById('tip').textContent"))
+        await asyncio.sleep(0.05)
+    raise AssertionError("nothing shows on hover")
+
+
+@pytest.mark.skipif(BROWSER is None, reason=NO_BROWSER)
+async def test_the_live_page_shows_a_cell_under_load(cell: Product, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    mark = "[...document.querySelectorAll('.mark')].at(-1)"
+    tip = "document.getElementById('tip')"
+    with BusyClients(cell.url, MODEL_NAME):
+        async with browser(BROWSER, tmp_path / "b") as page:
+            width, height = SCREENSHOT_SIZE
+            await page.open(cell.admin + "/", width=width, height=height)
+            if KEEPS_SCREENSHOT:
+                await page.evaluate("document.getElementById('span').value = '60'")
+            for layout in SHOWN:
+                await asyncio.to_thread(cell.switch, layout, "reshard")
+                await asyncio.sleep(SHOWN_S)
+            await page.until(f"document.getElementById('layout').textContent === '{layout} serves'")
+            await page.until(f"{mark}?.ariaLabel.includes('→ {layout} ')")
+            story = await told_on_hover(page, mark)
+            assert f"→ {layout}  (served)\nbecause: operator" in story
+            # The keyboard's focus stays where it is while the mark moves, the mouse does not.
+            await page.point("document.querySelector('h1')")
+            await page.evaluate(f"{mark}.focus()")
+            await page.until(f"!{tip}.hidden && /longest gap/.test({tip}.textContent)")
+            picture = await page.screenshot()
+            box = await page.evaluate(
+                "(box => [box.left, box.top, box.right, box.bottom].map(Math.round))"
+                f"({tip}.getBoundingClientRect())"
+            )
+            assert page.problems == []
+    (tmp_path / "live-page.png").write_bytes(picture)
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    assert image.size == SCREENSHOT_SIZE
+    colours = image.getcolors(width * height)
+    assert colours is not None and len(colours) > 50, "it is not blank"
+    shown = image.crop((box[0], box[1], box[2], box[3]))
+    counts = {colour: count for count, colour in shown.getcolors(width * height) or []}
+    assert counts[26, 32, 41] > shown.width * shown.height / 3, "the reason is in the picture"
+    if KEEPS_SCREENSHOT:
+        SCREENSHOT.write_bytes(picture)

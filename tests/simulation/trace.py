@@ -3,6 +3,7 @@
 from coordinator.events import (
     Effect,
     Event,
+    Foreseen,
     GatewaySaid,
     Note,
     Observed,
@@ -47,7 +48,7 @@ def line_of(effect: Effect) -> str | None:
             return f"core: switch to {record.to_layout} {record.outcome.value}"
         case Note(_, event, fields):
             return f"core: {event} {fields}"
-        case Observed():
+        case Observed() | Foreseen():
             return None
 
 

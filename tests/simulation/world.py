@@ -14,6 +14,7 @@ from coordinator.core import Core
 from coordinator.events import (
     Effect,
     Event,
+    Foreseen,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
@@ -305,7 +306,7 @@ class World:
                     self.network.in_order(session, "down", lambda: gateway.on_message(answer))
             case SwitchRecorded():
                 self.stats.switches += 1
-            case Note() | Observed():
+            case Note() | Observed() | Foreseen():
                 pass
 
     def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:

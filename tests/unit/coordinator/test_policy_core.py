@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coordinator.events import Observed, SwitchWanted, Tick
+from coordinator.events import Foreseen, Observed, SwitchWanted, Tick
 from coordinator.policy.settings import PolicySettings, PolicyStart
 from coordinator.policy.step_file import parse_step_times
 from coordinator.protocol.messages import Carry
@@ -72,3 +72,18 @@ def test_every_look_can_be_logged() -> None:
     cell = serving()
     effects = cell.core.handle(Tick(), cell.now_ms + 1_000)
     assert sum(isinstance(effect, Observed) for effect in effects) >= 1
+
+
+def test_what_the_serving_layout_promises_is_told_also_where_an_operator_chose() -> None:
+    cell = serving()
+    cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
+    wait(cell, 2_000)
+    effects = cell.core.handle(Tick(), cell.now_ms + 1_000)
+    (foreseen,) = [effect for effect in effects if isinstance(effect, Foreseen)]
+    layout: Any = cell.core.layout_view()
+    assert foreseen.epoch == layout["epoch"]
+    assert "an operator chose" in decisions(cell)[-1]["reason"]
+    (idle,) = foreseen.tiers
+    assert idle.tier == "standard"
+    assert 0.0216 <= idle.tpot_s < 0.03, "a step of one task, by the step times given"
+    assert idle.attainment > 0.9

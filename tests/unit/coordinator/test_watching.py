@@ -3,17 +3,24 @@
 from dataclasses import replace
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import Effect, GatewaySaid, ToGateway, ToRank
+from coordinator.events import Effect, GatewaySaid, RankSaid, ToGateway, ToRank
 from coordinator.protocol.measures import Growing, Measure
 from coordinator.protocol.messages import (
     Binding,
     Cancel,
     Carry,
+    PageReport,
+    Phase,
     Place,
+    Report,
+    Resubmit,
+    ReturnCause,
+    Stage,
     Submit,
     TaskFailed,
     TaskHeader,
     TaskId,
+    TaskReturned,
     Tier,
 )
 from coordinator.records import Outcome, SwitchRecord
@@ -22,6 +29,8 @@ from coordinator.watching import (
     FAILURES,
     LAYOUT_PAIRS_MAX,
     QUEUE_WAIT,
+    RECOMPUTED,
+    REQUEUED,
     RESHARD_BYTES,
     SETTLE_MS,
     SWITCH_DURATION,
@@ -60,6 +69,37 @@ def test_waits_are_told_once_and_by_tier() -> None:
         watcher.saw_effect(placed("b"), now_ms)
     (growing,) = series(watcher, QUEUE_WAIT).values()
     assert (growing.value, sum(growing.counts)) == (0.25, 1)
+
+
+def returned(name: str, cause: ReturnCause) -> RankSaid:
+    pages = PageReport(1, 1, 0, 0)
+    report = Report(
+        *(Rank(0), 1, 0, Stage(1, Phase.SERVE), BINDING, None, pages),
+        returned=(TaskReturned(TaskId(name), 1, cause, (5, 6)),),
+    )
+    return RankSaid(Rank(0), report)
+
+
+def again(name: str) -> Effect:
+    return ToRank(Rank(0), Place(header(name), 2, BINDING, b"", (5, 6)))
+
+
+def test_tasks_that_come_back_are_counted_and_what_they_cost() -> None:
+    watcher = watcher_of()
+    assert {reason for (reason,) in series(watcher, REQUEUED)} == {*ReturnCause, "rank_lost"}
+    for name, cause in (
+        *(("a", ReturnCause.RECOMPUTE), ("b", ReturnCause.NOT_STARTED)),
+        *(("c", ReturnCause.RECOMPUTE), ("e", ReturnCause.STALE)),
+    ):
+        watcher.saw_event(returned(name, cause), 0)
+    watcher.saw_effect(ToGateway("g", Resubmit(TaskId("d"), 1)), 0)
+    watcher.saw_event(GatewaySaid("g", Cancel(TaskId("c"))), 0)
+    for name in "abcde" * 2:
+        watcher.saw_effect(again(name), 0)
+    counts = {reason: each.value for (reason,), each in series(watcher, REQUEUED).items()}
+    assert counts == {"recompute": 2, "not_started": 1, "stale": 1, "rank_lost": 1}
+    # Of a and d: a prompt of 3 tokens, and 2 that were generated.
+    assert series(watcher, RECOMPUTED)[()].value == 10
 
 
 def test_failures_have_known_reasons() -> None:

@@ -1,0 +1,70 @@
+"""What the adaptive policy expects of the layout that serves, in numbers that can come true.
+
+Each decision predicts all candidates; this is the part about the layout that stays. It is there
+also where nothing was to be decided, because an operator chose: a prediction that is wrong says
+that the step times are, whoever chooses. Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from comm_pool.layout import Layout
+from coordinator.policy.cost_model import CostModel
+from coordinator.policy.decide import Verdict, standing
+from coordinator.policy.demand import demands_of
+from coordinator.policy.observation import Observation
+from coordinator.policy.predict import TierForecast
+from coordinator.policy.score import Score, score
+from coordinator.policy.settings import PolicySettings
+from coordinator.protocol.terms import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What requests of a tier are to see over the horizon.
+
+    Mean times in seconds; `attainment` is the part of requests that meet the tier's goals.
+    """
+
+    tier: str
+    ttft_s: float
+    tpot_s: float
+    attainment: float
+
+
+def foresee(
+    seen: Observation,
+    current: Layout,
+    verdict: Verdict,
+    costs: CostModel,
+    settings: PolicySettings,
+) -> tuple[Expected, ...]:
+    """Return what each tier with tasks is to see if `current`, the observation's layout, stays."""
+    if seen.is_switching:
+        return ()
+    here = standing(seen, current)
+    judged = next((each for each in verdict.candidates if each.arrangement == here), None)
+    found: Score | None = judged.score if judged is not None else None
+    if found is None:
+        found = score(here, seen, demands_of(seen, settings), costs, settings, current)
+    return _by_tier(found.tiers)
+
+
+def _by_tier(forecasts: Iterable[TierForecast]) -> tuple[Expected, ...]:
+    """Join what several kinds of groups promise to one tier, by how much each is asked for."""
+    parts: dict[int, list[TierForecast]] = {}
+    for each in forecasts:
+        if each.asked > 0:
+            parts.setdefault(each.tier, []).append(each)
+    expected = []
+    for tier, of_tier in parts.items():
+        asked = sum(each.asked for each in of_tier)
+        expected.append(
+            Expected(
+                tier=Tier(tier).name.lower(),
+                ttft_s=sum(each.ttft_s * each.asked for each in of_tier) / asked,
+                tpot_s=sum(each.tpot_s * each.asked for each in of_tier) / asked,
+                attainment=sum(each.good for each in of_tier) / asked,
+            )
+        )
+    return tuple(expected)
