@@ -18,6 +18,9 @@ RETRY_AFTER_MAX_S = 60
 """OpenAI's clients do not obey a longer wait."""
 
 MESSAGE_CHARS_MAX = 1_000
+"""Of what a client is told."""
+READ_CHARS_MAX = 4 * MESSAGE_CHARS_MAX
+"""A longer line repeats what the client sent, and would take seconds to search for it."""
 UNKNOWN_CODE_STATUS = 500
 MODEL_NOT_FOUND_MESSAGE = "The model does not exist: GET /v1/models lists what is served."
 SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
@@ -80,7 +83,7 @@ _NO_RETRY = frozenset({"conflict", "deadline_exceeded", "quota_exceeded", "reque
 _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)
-_VALUE_ECHO = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
+_VALUE_ECHO = re.compile(r" \((?:parameter|value)=")
 _QUOTED = re.compile(r"""(?<!\w)'.*'(?!\w)|".*"|`.*`""")
 _INSIDES = re.compile(
     r"validation errors?|input_value|Traceback|<class|0x[0-9a-f]{4}|\w+\.\w+\.\w+|\w\(\)"
@@ -205,7 +208,9 @@ def strip_echo(message: str) -> str:
 
     May be empty. What stands in quotes is likely to be the request's.
     """
-    first_line = _VALUE_ECHO.sub("", message).partition("\n")[0]
+    first_line = _VALUE_ECHO.split(message, maxsplit=1)[0].partition("\n")[0]
+    if len(first_line) > READ_CHARS_MAX:
+        return ""
     plain = _QUOTED.sub("…", first_line)
     return "" if _INSIDES.search(plain) else plain[:MESSAGE_CHARS_MAX]
 

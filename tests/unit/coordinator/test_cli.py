@@ -181,6 +181,7 @@ def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[s
     assert "start `aileron up`" in capsys.readouterr().err
 
 
+@pytest.mark.timing
 def test_command_starts_fast_and_without_the_engine() -> None:
     code = (
         "import sys, coordinator.cli, coordinator.cli.operate, coordinator.cli.up\n"
