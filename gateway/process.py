@@ -40,7 +40,7 @@ from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
 from gateway.siblings import Announce, Siblings
-from gateway.sockets import Inbox, Sockets
+from gateway.sockets import Inbox, Sockets, listen
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
@@ -93,11 +93,13 @@ class Gateway:
         )
         self._relay = Relay(
             self._session,
-            self._sockets.send_outputs,
+            self._take_outputs,
             gateway=name,
             reply_to=self._sockets.token_address,
             meter=self._meter,
+            answer_call=self._sockets.send_outputs,
         )
+        self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
         self._rates = RateLimits(config.gateway.rate_limit_storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
@@ -112,14 +114,16 @@ class Gateway:
         sandbox = Sandbox(nursery)
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
         inboxes = (
-            Inbox(self._sockets.requests, self._relay.front_end_said),
+            Inbox(self._sockets.requests, self._relay.front_end_called),
             Inbox(self._sockets.tokens, self._relay.leader_said),
         )
         app, llm = await vllm_app.build_front_end(
             front_end,
+            self._relay.front_end_said,
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )
+        self._llm = llm
         llm.use_sandbox(sandbox)
         close_other_routes(app)
         add_own_routes(app, self.readiness)
@@ -188,6 +192,10 @@ class Gateway:
             text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
+
+    def _take_outputs(self, frames: Sequence[bytes]) -> None:
+        assert self._llm is not None, "there are no tasks before there is a front end."
+        self._llm.take_outputs(frames)
 
     def _is_ready(self) -> bool:
         return self.readiness().ready
@@ -314,21 +322,6 @@ def _unready(code: str, reason: str) -> Readiness:
     return Readiness(ready=False, reason=api_error(code, reason))
 
 
-def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind the serving port; a shared one can be bound by siblings as well."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"gateway: cannot listen on {host}:{port}: {error.strerror}.") from error
-    return listener
-
-
 async def _run(
     config: Config,
     token: str,
@@ -372,17 +365,17 @@ def serve(config: Config, token: str) -> int:
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
         # Forked before there are threads and sockets, none of which a child should have.
         nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
-        own = _listen(host, port, shared=shared)
+        own = listen(host, port, shared=shared)
         _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
 
     if gateway.processes == 1:
         run(say, gateway.host, gateway.port, shared=False)
         return 0
     # Another server on the port is found before siblings agree to share it.
-    with _listen(gateway.host, gateway.port) as probe:
+    with listen(gateway.host, gateway.port) as probe:
         address = probe.getsockname()[:2]
     # Held by this process, which never listens: the port stays ours while siblings come and go.
-    keeper = _listen(*address, shared=True)
+    keeper = listen(*address, shared=True)
 
     def run_one(announce: Announce) -> None:
         keeper.close()

@@ -1,10 +1,11 @@
 """vLLM's private engine wire, seen from the engine's side (vLLM 0.32.0).
 
-The one module that knows vLLM's frames: requests from AsyncLLM's ROUTER socket, and
-`EngineCoreOutputs` to its PULL socket. `tests/integration/test_gateway.py` is its contract test.
-Called by the relay.
+The one module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
+as they write it, and the calls of methods that come from AsyncLLM's ROUTER socket and are answered
+at its PULL socket. `tests/integration/test_gateway.py` is its contract test. Called by the relay.
 """
 
+import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class UtilityCall:
     args: tuple[Any, ...]
 
 
-EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall | None
+EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall
 
 
 class _TokenIds(msgspec.Struct, array_like=True, gc=False):
@@ -99,7 +100,6 @@ class _BatchIds(msgspec.Struct, array_like=True, gc=False):
 
 
 _encoder = MsgpackEncoder()
-_decode_request = MsgpackDecoder(EngineCoreRequest).decode
 _decode_any = MsgpackDecoder().decode
 _decode_outputs = MsgpackDecoder(EngineCoreOutputs).decode
 _decode_ids = msgspec.msgpack.Decoder(_BatchIds).decode
@@ -141,23 +141,23 @@ def ready_frame(config: VllmConfig) -> bytes:
     return msgspec.msgpack.encode(response)
 
 
-def decode_engine_message(frames: Frames) -> EngineMessage:
-    """Read what AsyncLLM sent; None for what concerns only vLLM's own engines."""
-    kind, body = EngineCoreRequestType(bytes(frames[0])), frames[1:]
-    if kind == EngineCoreRequestType.ADD:
-        return _read_request(_decode_request(body))
-    if kind == EngineCoreRequestType.ABORT:
-        return AbortRequests(tuple(_decode_any(body)))
-    if kind == EngineCoreRequestType.UTILITY:
-        _client, call_id, method, args = _decode_any(body)
-        return UtilityCall(call_id, method, tuple(args))
-    return None
+def decode_call(frames: Frames) -> UtilityCall | None:
+    """Read what AsyncLLM sent over its socket; None for what concerns only vLLM's own engines.
+
+    Requests and aborts do not come here: AsyncLLM hands them over by a call.
+    """
+    if EngineCoreRequestType(bytes(frames[0])) != EngineCoreRequestType.UTILITY:
+        return None
+    _client, call_id, method, args = _decode_any(frames[1:])
+    return UtilityCall(call_id, method, tuple(args))
 
 
-def _read_request(request: EngineCoreRequest) -> EngineMessage:
+def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
+    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already."""
     if request.abort_immediately:
         return None
-    params = request.sampling_params
+    # AsyncLLM goes on using its own: one object of parameters serves all choices of a request.
+    request, params = copy.copy(request), request.sampling_params
     if params is None:
         return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
     if request.resumable:
@@ -165,6 +165,7 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
     tenant, deadline_ms, request.session_id = _read_note(request.session_id)
     if params.seed is None:
         # All ranks of a group must draw the same tokens, and so must a later attempt.
+        params = request.sampling_params = copy.copy(params)
         params.seed = secrets.randbits(SEED_BITS)
     if request.prompt_token_ids is not None:
         prompt_tokens = len(request.prompt_token_ids)

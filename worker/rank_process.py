@@ -20,7 +20,7 @@ from worker.rank_loop import RankLoop
 from worker.session import Inbox, RankSession
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
-from worker.vllm_rank import RankEngine, RankSpec
+from worker.vllm_rank import RankEngine, RankSpec, settle_environment
 
 log = structlog.get_logger()
 
@@ -89,6 +89,7 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settle_environment()
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
