@@ -58,8 +58,23 @@ def test_submitting_again_changes_nothing() -> None:
 
 def test_the_gateway_may_be_first_to_know_the_end() -> None:
     tasks = placed("a")
-    assert messages(tasks.release(A)) == [Drop(A, 1)]
+    assert tasks.release(A, is_done=True) == [], "its only leader has ended it by itself"
+    assert len(tasks.tasks) == 0
     assert tasks.ended(ZERO, ended(A, 1)) == []
+
+
+def test_the_end_of_an_earlier_attempt_drops_the_later_one() -> None:
+    tasks = placed("a")
+    tasks.lost(ZERO, 1)
+    tasks.submit(submit("a", attempt=2), 2)
+    tasks.place([group(TWO)], 2)
+    assert tasks.release(A, is_done=True) == [ToRank(TWO, Drop(A, 3))]
+
+
+def test_a_task_that_has_moved_is_dropped_at_its_end() -> None:
+    tasks = placed("a")
+    tasks.adopted(TWO, Adopted(A, 2, 4), 2)
+    assert tasks.release(A, is_done=True) == [ToRank(TWO, Drop(A, 2))]
 
 
 def test_a_cancelled_task_is_dropped_by_whoever_holds_it() -> None:
