@@ -326,7 +326,8 @@ class TaskPool:
         self._shedding.placed(now_ms)
         self._tasks.queue.placed(task, now_ms)
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
-        place = Place(task.header, task.attempt, group.binding, task.payload, task.tokens)
+        what = (task.header, task.attempt, group.binding, task.payload, task.tokens)
+        place = Place(*what, waited_ms=now_ms - task.arrived_ms)
         return ToRank(group.leader, place)
 
     def _hold(self, rank: Rank, held: HeldTask, now_ms: int) -> list[Effect]:

@@ -146,7 +146,7 @@ def api_error(
 class RequestState:
     """What the HTTP side and the engine side of one request share."""
 
-    __slots__ = ("deadline_ms", "failure", "generated_tokens", "tenant")
+    __slots__ = ("deadline_ms", "failure", "generated_tokens", "queue_wait_ms", "tenant")
 
     def __init__(self, tenant: str = "", deadline_ms: int = 0) -> None:
         """Start without a failure; a deadline of 0 is none."""
@@ -154,6 +154,9 @@ class RequestState:
         self.tenant = tenant
         self.deadline_ms = deadline_ms
         self.generated_tokens = 0
+        self.queue_wait_ms: int | None = None
+        """How long it waited for a group; None until its first token. Of several choices the most.
+        """
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)

@@ -146,7 +146,7 @@ class Relay:
             self._to_front_end(frames)
             for task, span, ids in zip(tasks, batch.spans, token_ids, strict=True):
                 assert task is not None, "a span of no open task is dropped"
-                self._delivered(task, ids, batch.epoch, now_s)
+                self._delivered(task, span, ids, batch.epoch, now_s)
                 if span.finished:
                     self._finish(task, now_s)
         else:
@@ -181,7 +181,7 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
             self._answer_failure([header.task], error)
             return
-        answer = self.book.open(header, payload, self._clock())
+        answer = self.book.open(header, payload, self._clock(), request.state)
         if isinstance(answer, ApiError):
             self._answer_failure([header.task], answer)
         elif answer is not None:
@@ -243,11 +243,16 @@ class Relay:
                 self._fail(task.id, _LOST)
                 return False
             engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
-        self._delivered(task, output.new_token_ids, part.epoch, self._clock())
+        self._delivered(task, part.span, output.new_token_ids, part.epoch, self._clock())
         return True
 
-    def _delivered(self, task: Task, token_ids: Sequence[int], epoch: int, now_s: float) -> None:
+    def _delivered(
+        self, task: Task, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
+    ) -> None:
         if token_ids:
+            if not task.delivered and task.request is not None:
+                known_ms = task.request.queue_wait_ms or 0
+                task.request.queue_wait_ms = max(span.waited_ms, known_ms)
             self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
             self._gaps.tokens_arrived(task, epoch, now_s)

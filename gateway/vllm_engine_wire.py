@@ -25,7 +25,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from gateway.errors import ApiError, api_error
+from gateway.errors import ApiError, RequestState, api_error, current_request
 
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
 """ZeroMQ identity of engine 0, as which the relay poses."""
@@ -53,6 +53,8 @@ class AddRequest:
     tenant: str
     deadline_ms: int
     frames: tuple[bytes, ...]
+    state: RequestState | None = None
+    """What the HTTP side is to know of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,10 @@ def decode_call(frames: Frames) -> UtilityCall | None:
 
 
 def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
-    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already."""
+    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already.
+
+    To be called in the context of the HTTP request that it came from.
+    """
     if request.abort_immediately:
         return None
     # AsyncLLM goes on using its own: one object of parameters serves all choices of a request.
@@ -179,6 +184,7 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
         tenant=tenant,
         deadline_ms=deadline_ms,
         frames=_encode(request),
+        state=current_request.get(),
     )
 
 

@@ -209,7 +209,10 @@ class Member:
                 TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated), str(error))
             )
             return
-        self.book.open(header, place.attempt, binding.group, len(generated), place.payload)
+        self.book.open(
+            *(header, place.attempt, binding.group, len(generated), place.payload),
+            waited_ms=place.waited_ms,
+        )
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is this attempt or an older one."""

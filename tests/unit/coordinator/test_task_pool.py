@@ -39,9 +39,9 @@ def test_a_task_is_placed_with_its_payload_and_ends() -> None:
     tasks = pool()
     assert tasks.submit(submit("a"), 0) == []
     assert state(tasks, A) is State.QUEUED
-    (effect,) = tasks.place([group()], 0)
+    (effect,) = tasks.place([group()], 30)
     assert isinstance(effect, ToRank)
-    assert effect.message == Place(header("a"), 1, group().binding, b"a", ())
+    assert effect.message == Place(header("a"), 1, group().binding, b"a", (), waited_ms=30)
     assert state(tasks, A) is State.PLACED
     assert tasks.ended(ZERO, ended(A, 1)) == []
     assert state(tasks, A) is None

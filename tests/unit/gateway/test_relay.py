@@ -34,7 +34,7 @@ from coordinator.protocol.messages import (
 )
 from gateway import relay as relay_module
 from gateway import token_stream
-from gateway.errors import api_error
+from gateway.errors import RequestState, api_error, current_request
 from gateway.relay import Relay
 from gateway.tasks import GAP_WAIT_S
 from gateway.vllm_engine_wire import AbortRequests, failure_of, read_request
@@ -120,6 +120,20 @@ def part(
 ) -> tuple[TokenSpan, EngineCoreOutput]:
     output = EngineCoreOutput(task, ids, finish_reason=end, **fields)
     return TokenSpan(task, attempt, first, len(ids), end is not None), output
+
+
+def test_the_http_side_is_told_how_long_the_request_waited() -> None:
+    request = RequestState()
+    token = current_request.set(request)
+    ends = Ends()
+    for choice in ("0_c", "1_c"):
+        ends.add(choice)
+    current_request.reset(token)
+    ends.push((TokenSpan(TaskId("0_c"), 1, 0, 1, False, 30), EngineCoreOutput("0_c", [5])))
+    assert request.queue_wait_ms == 30
+    ends.push((TokenSpan(TaskId("1_c"), 1, 0, 1, False, 20), EngineCoreOutput("1_c", [5])))
+    ends.push((TokenSpan(TaskId("0_c"), 1, 1, 1, False, 90), EngineCoreOutput("0_c", [6])))
+    assert request.queue_wait_ms == 30, "the longest wait for a first token of its choices"
 
 
 def test_request_is_submitted_with_its_sizes_and_tier() -> None:
