@@ -39,6 +39,8 @@ from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
+from gateway.shared_replays import SharedReplays
+from gateway.shared_storage import SharedStorage
 from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets, listen
 
@@ -101,7 +103,8 @@ class Gateway:
         )
         self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
-        self._rates = RateLimits(config.gateway.rate_limit_storage)
+        storage = SharedStorage(config.gateway.rate_limit_storage)
+        self._rates, self._replays = RateLimits(storage), SharedReplays(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._told: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
@@ -128,27 +131,9 @@ class Gateway:
         close_other_routes(app)
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
-        gateway = self._config.gateway
-        self._edge = Edge(app, self._keys, self._rates, _edge_limits(gateway), self._meter)
-        limits = ConnectionLimits(
-            _connections_max(max(1, gateway.connections_max // gateway.processes)),
-            gateway.connections_per_address_max,
-        )
-        self._server = _Server(
-            self._announce,
-            uvicorn.Config(
-                self._edge,
-                http=cast(type[Connection], partial(Connection, limits=limits)),
-                backlog=BACKLOG,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                lifespan="on",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=SHUTDOWN_S,
-            ),
-        )
+        limits = _edge_limits(self._config.gateway)
+        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, self._replays)
+        self._server = self._serving(self._edge)
         self._handle_signals()
         work = [
             asyncio.create_task(self._session.run(self._relay)),
@@ -170,6 +155,7 @@ class Gateway:
             if self._batches is not None:
                 await self._batches.desk.close()
                 await self._batches.store.close()
+            await self._replays.close()
             llm.shutdown()
             sandbox.close()
             for inbox in inboxes:
@@ -178,6 +164,28 @@ class Gateway:
         log.info("gateway_stopped")
         if self._bug is not None:
             raise self._bug
+
+    def _serving(self, edge: Edge) -> "_Server":
+        gateway = self._config.gateway
+        limits = ConnectionLimits(
+            _connections_max(max(1, gateway.connections_max // gateway.processes)),
+            gateway.connections_per_address_max,
+        )
+        return _Server(
+            self._announce,
+            uvicorn.Config(
+                edge,
+                http=cast(type[Connection], partial(Connection, limits=limits)),
+                backlog=BACKLOG,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            ),
+        )
 
     def readiness(self) -> Readiness:
         """Whether a request that comes now can be served."""
