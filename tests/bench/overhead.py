@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -42,10 +43,12 @@ LATENCY = {"at_once": 1, "tokens": 4, "requests": 40}
 THROUGHPUT = {"at_once": 16, "tokens": 64, "requests": 48}
 ADDED_P50_MS_MAX, ADDED_P99_MS_MAX = 2.0, 10.0
 LOST_SHARE_MAX = 0.03
+NAMED = ["--served-model-name", "model"]
+"""What aileron calls its model by default."""
 QUIET_SHARE = 0.15
 """Share of one core below which all servers together count as quiet."""
 QUIET_LOOK_S, QUIET_WAIT_S = 0.25, 20.0
-INNER, PEER, OURS = "AsyncLLM in-process", "vllm serve", "aileron"
+INNER, PEER, EARLIER, OURS = "AsyncLLM in-process", "vllm serve", "aileron before", "aileron"
 
 
 class InProcess:
@@ -155,7 +158,7 @@ class Servers:
                 words, times = process.cmdline(), process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            role = next((known for known in ROLES if known in " ".join(words[:3])), "front end")
+            role = next((known for known in ROLES if known in " ".join(words[:5])), "front end")
             seconds[ROLES.get(role, role)] = (
                 seconds.get(ROLES.get(role, role), 0.0) + times.user + times.system
             )
@@ -199,23 +202,24 @@ class Seen:
     requests: Counter[str] = field(default_factory=Counter)
 
 
-def measure(rounds: int) -> dict[str, Seen]:
-    """Server -> what was seen of it."""
-    seen = {name: Seen() for name in (INNER, PEER, OURS)}
-    servers = Servers()
+def measure(rounds: int, earlier: Path | None) -> dict[str, Seen]:
+    """Server -> what was seen of it; `earlier` is another checkout of aileron to compare with."""
+    servers, urls = Servers(), {}
     with ExitStack() as stack:
-        print("starting all three", flush=True)
+        print("starting all", flush=True)
         inner = stack.enter_context(in_process([*OPTIONS, *UNPACKED]))
         servers.started(INNER)
-        urls = {}
-        port = free_port()
-        peer = [*vllm_command(port, [*OPTIONS, *UNPACKED]), "--served-model-name", "model"]
-        urls[PEER] = stack.enter_context(running(peer, port))
-        servers.started(PEER)
-        port = free_port()
-        ours = aileron_command(port, 1, OPTIONS)
-        urls[OURS] = stack.enter_context(running(ours, port, "/ready"))
-        servers.started(OURS)
+        for name, root in ((PEER, ROOT), (EARLIER, earlier), (OURS, ROOT)):
+            if root is None:
+                continue
+            port = free_port()
+            command, probe = aileron_command(port, 1, OPTIONS), "/ready"
+            if name == PEER:
+                command = [*vllm_command(port, [*OPTIONS, *UNPACKED]), *NAMED]
+                probe = "/health"
+            urls[name] = stack.enter_context(running(command, port, probe, root))
+            servers.started(name)
+        seen = {name: Seen() for name in (INNER, *urls)}
 
         def serve(name: str, load: dict[str, Any]) -> dict[str, Any]:
             if name == INNER:
@@ -250,24 +254,16 @@ def note(seen: Seen, kind: str, result: dict[str, Any], used: dict[str, float]) 
 
 
 def verdict(seen: dict[str, Seen]) -> list[str]:
-    """A table of all, and what was added and lost."""
-    rows = [
-        f"| | {INNER} | {PEER} | {OURS} | {PEER} adds | {OURS} adds | target |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """A table of all, what each adds to the first, and what it costs in CPU time."""
+    rows = [f"| | {' | '.join(seen)} | target |", "|---" * (len(seen) + 2) + "|"]
     for place, limit in ((50, ADDED_P50_MS_MAX), (99, ADDED_P99_MS_MAX)):
-        inner, peer, ours = (
-            statistics.quantiles(each.ttft_ms, n=100)[place - 1] for each in seen.values()
-        )
-        rows.append(
-            f"| TTFT p{place}, ms | {inner:.2f} | {peer:.2f} | {ours:.2f} "
-            f"| {peer - inner:+.2f} | {ours - inner:+.2f} | at most +{limit:g} |"
-        )
-    inner, peer, ours = (statistics.median(each.tokens_per_s) for each in seen.values())
-    rows.append(
-        f"| tokens/s, {THROUGHPUT['at_once']} at once | {inner:.0f} | {peer:.0f} | {ours:.0f} "
-        f"| {peer / inner - 1:+.1%} | {ours / inner - 1:+.1%} | at least -{LOST_SHARE_MAX:.0%} |"
-    )
+        base, *ms = (statistics.quantiles(each.ttft_ms, n=100)[place - 1] for each in seen.values())
+        cells = [f"{base:.2f}", *(f"{each:.2f} ({each - base:+.2f})" for each in ms)]
+        rows.append(f"| TTFT p{place}, ms | {' | '.join(cells)} | at most +{limit:g} |")
+    base, *rates = (statistics.median(each.tokens_per_s) for each in seen.values())
+    cells = [f"{base:.0f}", *(f"{each:.0f} ({each / base - 1:+.1%})" for each in rates)]
+    what = f"tokens/s, {THROUGHPUT['at_once']} at once"
+    rows.append(f"| {what} | {' | '.join(cells)} | at least -{LOST_SHARE_MAX:.0%} |")
     return [*rows, "", *cpu_table(seen)]
 
 
@@ -291,8 +287,10 @@ def main() -> None:
     """Measure, print, and leave a dated table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
-    rounds = parser.parse_args().rounds
-    rows = verdict(measure(rounds))
+    parser.add_argument("--before", type=Path, help="another checkout to compare with")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    rows = verdict(measure(rounds, arguments.before))
     date = today()
     text = [
         f"# What the way over HTTP adds, {date}",
