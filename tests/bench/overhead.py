@@ -45,8 +45,8 @@ ADDED_P50_MS_MAX, ADDED_P99_MS_MAX = 2.0, 10.0
 LOST_SHARE_MAX = 0.03
 NAMED = ["--served-model-name", "model"]
 """What aileron calls its model by default."""
-QUIET_SHARE = 0.15
-"""Share of one core below which all servers together count as quiet."""
+QUIET_SHARE = 0.4
+"""Share of one core below which all servers together count as quiet; one that spins takes one."""
 QUIET_LOOK_S, QUIET_WAIT_S = 0.25, 20.0
 INNER, PEER, EARLIER, OURS = "AsyncLLM in-process", "vllm serve", "aileron before", "aileron"
 
