@@ -264,8 +264,10 @@ class Core:
                 if self._steering is not None and message.header.task not in self._pool.tasks:
                     self._steering.came(message, now_ms)
                 return self._pool.submit(message, now_ms)
-            case Cancel(task) | Done(task):
+            case Cancel(task):
                 return self._pool.release(task)
+            case Done(task):
+                return self._pool.release(task, is_done=True)
             case StreamGap(epoch, gap_ms):
                 self._switcher.log.on_gap(epoch, gap_ms)
                 return []

@@ -108,14 +108,18 @@ class TaskPool:
             return self._take_back(task, task.told, now_ms)
         return []
 
-    def release(self, task_id: TaskId) -> list[Effect]:
+    def release(self, task_id: TaskId, *, is_done: bool = False) -> list[Effect]:
         """End a task whose gateway needs nothing more: it was cancelled, or all tokens are there.
 
-        The leader may not have said so yet.
+        The leader may not have said so yet. If it is done and only one leader ever had it, that one
+        has ended it by itself: a drop would only make it wait for the step under way.
         """
         self._ended.settle(task_id)
         task = self._tasks.get(task_id)
-        return self._end(task) if task else []
+        if task is None:
+            return []
+        is_known = is_done and task.state is State.PLACED and task.attempt == 1 and not task.former
+        return self._end(task, told_by=task.leader if is_known else None)
 
     def gateway_opened(self, gateway: str, now_ms: int) -> None:
         """Expect the gateway to submit all that it still wants."""
@@ -322,7 +326,8 @@ class TaskPool:
         self._shedding.placed(now_ms)
         self._tasks.queue.placed(task, now_ms)
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
-        place = Place(task.header, task.attempt, group.binding, task.payload, task.tokens)
+        what = (task.header, task.attempt, group.binding, task.payload, task.tokens)
+        place = Place(*what, waited_ms=now_ms - task.arrived_ms)
         return ToRank(group.leader, place)
 
     def _hold(self, rank: Rank, held: HeldTask, now_ms: int) -> list[Effect]:

@@ -251,6 +251,8 @@ class Answer:
             (b"openai-processing-ms", str(round(self.elapsed_s * 1_000)).encode()),
             *self.headers,
         ]
+        if self.request.queue_wait_ms is not None:
+            own.append((b"x-queue-wait-ms", str(self.request.queue_wait_ms).encode()))
         self.status = status
         await self._out(
             {"type": "http.response.start", "status": status, "headers": [*headers, *own]}

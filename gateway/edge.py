@@ -33,8 +33,10 @@ from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, re
 from gateway.keyring import KeyRing
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.rates import RateLimits
-from gateway.replays import IDEMPOTENCY_HEADER, Replays
+from gateway.replays import IDEMPOTENCY_HEADER
 from gateway.routes import OPEN_PATHS, find_route, route_name, takes_no_json
+from gateway.shared_replays import SharedReplays
+from gateway.shared_storage import SharedStorage
 from gateway.spans import RequestSpans
 from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
@@ -67,17 +69,18 @@ class Edge:
         limits: EdgeLimits | None = None,
         meter: RequestMeter | None = None,
         spans: RequestSpans | None = None,
+        replays: SharedReplays | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
         self._keys = keys or KeyRing("")
-        self._rates = rates or RateLimits("memory://")
+        self._rates = rates or RateLimits(SharedStorage("memory://"))
         self._limits = limits or EdgeLimits()
         self._meter = meter or RequestMeter()
         self._spans = spans
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
-        self._replays = Replays()
+        self._replays = replays or SharedReplays(SharedStorage("memory://"))
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -272,8 +275,8 @@ class Edge:
         """Run a request unless the same one was answered before."""
         name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
         request = scope["path"].encode() + b"\0" + replay.digest()
-        now_s = asyncio.get_running_loop().time()
-        known = self._replays.begin(tenant, name, request, now_s)
+        clock = asyncio.get_running_loop().time
+        known = await self._replays.begin(tenant, name, request, clock())
         if isinstance(known, ApiError):
             return known
         if known is not None:
@@ -282,7 +285,7 @@ class Edge:
         try:
             return await self._run(scope, replay, answer, key, facts)
         finally:
-            self._replays.end(tenant, name, answer.kept)
+            await self._replays.end(tenant, name, answer.kept, clock())
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:

@@ -149,7 +149,15 @@ def api_error(
 class RequestState:
     """What the HTTP side and the engine side of one request share."""
 
-    __slots__ = ("deadline_ms", "failure", "finish_reasons", "generated_tokens", "tenant", "trace")
+    __slots__ = (
+        "deadline_ms",
+        "failure",
+        "finish_reasons",
+        "generated_tokens",
+        "queue_wait_ms",
+        "tenant",
+        "trace",
+    )
 
     def __init__(self, tenant: str = "", deadline_ms: int = 0) -> None:
         """Start without a failure; a deadline of 0 is none."""
@@ -160,6 +168,9 @@ class RequestState:
         self.finish_reasons: tuple[str, ...] = ()
         self.trace = ""
         """The `traceparent` of the request's span; empty if it is not traced."""
+        self.queue_wait_ms: int | None = None
+        """How long it waited for a group; None until its first token. Of several choices the most.
+        """
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)

@@ -40,8 +40,10 @@ from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.sandbox import Nursery, Sandbox
 from gateway.session import CoordinatorSession
+from gateway.shared_replays import SharedReplays
+from gateway.shared_storage import SharedStorage
 from gateway.siblings import Announce, Siblings
-from gateway.sockets import Inbox, Sockets
+from gateway.sockets import Inbox, Sockets, listen
 from gateway.spans import RequestSpans, TaskSpans
 
 DRAIN_S = 30.0
@@ -87,7 +89,7 @@ class Gateway:
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
-        self._spans = None if tracing is None else RequestSpans(tracing)
+        self._spans = RequestSpans(tracing) if tracing is not None else None
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
@@ -97,14 +99,17 @@ class Gateway:
         )
         self._relay = Relay(
             self._session,
-            self._sockets.send_outputs,
+            self._take_outputs,
             gateway=name,
             reply_to=self._sockets.token_address,
             meter=self._meter,
             spans=None if tracing is None else TaskSpans(tracing, config.served_model_name),
+            answer_call=self._sockets.send_outputs,
         )
+        self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
-        self._rates = RateLimits(config.gateway.rate_limit_storage)
+        storage = SharedStorage(config.gateway.rate_limit_storage)
+        self._rates, self._replays = RateLimits(storage), SharedReplays(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._told: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
@@ -117,40 +122,23 @@ class Gateway:
         sandbox = Sandbox(nursery)
         self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
         inboxes = (
-            Inbox(self._sockets.requests, self._relay.front_end_said),
+            Inbox(self._sockets.requests, self._relay.front_end_called),
             Inbox(self._sockets.tokens, self._relay.leader_said),
         )
         app, llm = await vllm_app.build_front_end(
             front_end,
+            self._relay.front_end_said,
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )
+        self._llm = llm
         llm.use_sandbox(sandbox)
         close_other_routes(app)
         add_own_routes(app, self.readiness)
         app.router.routes += batch_routes(self._batches)
-        gateway = self._config.gateway
-        limits = _edge_limits(gateway)
-        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, self._spans)
-        connections = ConnectionLimits(
-            _connections_max(max(1, gateway.connections_max // gateway.processes)),
-            gateway.connections_per_address_max,
-        )
-        self._server = _Server(
-            self._announce,
-            uvicorn.Config(
-                self._edge,
-                http=cast(type[Connection], partial(Connection, limits=connections)),
-                backlog=BACKLOG,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                lifespan="on",
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=SHUTDOWN_S,
-            ),
-        )
+        limits, spans = _edge_limits(self._config.gateway), self._spans
+        self._edge = Edge(app, self._keys, self._rates, limits, self._meter, spans, self._replays)
+        self._server = self._serving(self._edge)
         self._handle_signals()
         work = [
             asyncio.create_task(self._session.run(self._relay)),
@@ -172,6 +160,7 @@ class Gateway:
             if self._batches is not None:
                 await self._batches.desk.close()
                 await self._batches.store.close()
+            await self._replays.close()
             llm.shutdown()
             sandbox.close()
             for inbox in inboxes:
@@ -182,6 +171,28 @@ class Gateway:
         log.info("gateway_stopped")
         if self._bug is not None:
             raise self._bug
+
+    def _serving(self, edge: Edge) -> "_Server":
+        gateway = self._config.gateway
+        limits = ConnectionLimits(
+            _connections_max(max(1, gateway.connections_max // gateway.processes)),
+            gateway.connections_per_address_max,
+        )
+        return _Server(
+            self._announce,
+            uvicorn.Config(
+                edge,
+                http=cast(type[Connection], partial(Connection, limits=limits)),
+                backlog=BACKLOG,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            ),
+        )
 
     def readiness(self) -> Readiness:
         """Whether a request that comes now can be served."""
@@ -196,6 +207,10 @@ class Gateway:
             text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
             return _unready("not_serving", text)
         return Readiness(ready=True, layout=cell.layout, epoch=cell.epoch)
+
+    def _take_outputs(self, frames: Sequence[bytes]) -> None:
+        assert self._llm is not None, "there are no tasks before there is a front end."
+        self._llm.take_outputs(frames)
 
     def _is_ready(self) -> bool:
         return self.readiness().ready
@@ -322,21 +337,6 @@ def _unready(code: str, reason: str) -> Readiness:
     return Readiness(ready=False, reason=api_error(code, reason))
 
 
-def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind the serving port; a shared one can be bound by siblings as well."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(f"gateway: cannot listen on {host}:{port}: {error.strerror}.") from error
-    return listener
-
-
 async def _run(
     config: Config,
     token: str,
@@ -380,17 +380,17 @@ def serve(config: Config, token: str) -> int:
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
         # Forked before there are threads and sockets, none of which a child should have.
         nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
-        own = _listen(host, port, shared=shared)
+        own = listen(host, port, shared=shared)
         _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
 
     if gateway.processes == 1:
         run(say, gateway.host, gateway.port, shared=False)
         return 0
     # Another server on the port is found before siblings agree to share it.
-    with _listen(gateway.host, gateway.port) as probe:
+    with listen(gateway.host, gateway.port) as probe:
         address = probe.getsockname()[:2]
     # Held by this process, which never listens: the port stays ours while siblings come and go.
-    keeper = _listen(*address, shared=True)
+    keeper = listen(*address, shared=True)
 
     def run_one(announce: Announce) -> None:
         keeper.close()

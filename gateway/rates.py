@@ -1,17 +1,15 @@
 """Requests and tokens per minute of each API key, counted in memory or in Redis by `limits`.
 
 Requests and the prompt's estimated tokens are charged when a request comes, generated tokens when
-it ends. Redis is shared by all gateways; whenever it is slow or away each counts for itself, so
-that no request waits for it for longer than `STORAGE_WAIT_S`. Called by the edge.
+it ends. Redis is shared by all gateways; whenever it is slow or away each counts for itself. Called
+by the edge.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import structlog
 from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
@@ -19,19 +17,12 @@ from limits.storage import storage_from_string
 
 from coordinator.protocol.keys import ApiKey
 from gateway.errors import ApiError, api_error
-
-STORAGE_WAIT_S = 0.05
-"""How long a request waits for the shared counters."""
-
-STORAGE_RETRY_S = 5.0
-"""How long the shared counters are left alone after they failed."""
+from gateway.shared_storage import SharedStorage, StorageAwayError
 
 RETRY_AFTER_MAX_S = 60
 
 Headers = list[tuple[bytes, bytes]]
 Result = TypeVar("Result")
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +50,10 @@ class _Window:
 class RateLimits:
     """The counters of a gateway."""
 
-    def __init__(self, storage: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`storage` is `memory://` or a Redis URL; raises ValueError for anything else."""
+    def __init__(self, storage: SharedStorage) -> None:
         self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
-        self._shared = None if storage == "memory://" else _connect(storage)
-        self._clock = clock
-        self._shared_from_s = 0.0
+        self._storage = storage
+        self._shared = _connect(storage.url) if storage.is_shared else None
 
     async def admit(self, key: ApiKey, prompt_tokens: int) -> Headers | ApiError:
         """Charge a request; return the headers of its answer, or why it must wait."""
@@ -79,14 +68,11 @@ class RateLimits:
         self, work: Callable[[SlidingWindowCounterRateLimiter], Awaitable[Result]]
     ) -> Result:
         shared = self._shared
-        if shared is None or self._clock() < self._shared_from_s:
+        if shared is None:
             return await work(self._local)
         try:
-            async with asyncio.timeout(STORAGE_WAIT_S):
-                return await work(shared)
-        except Exception as error:  # noqa: BLE001 -- whatever the driver raises, requests go on
-            self._shared_from_s = self._clock() + STORAGE_RETRY_S
-            log.warning("shared_limits_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)
+            return await self._storage.ask(lambda: work(shared))
+        except StorageAwayError:
             return await work(self._local)
 
 
@@ -100,8 +86,6 @@ def duration(seconds: float) -> str:
 
 
 def _connect(url: str) -> SlidingWindowCounterRateLimiter:
-    if not url.startswith(("redis://", "rediss://", "redis+unix://")):
-        raise ValueError("gateway.rate_limit_storage: use memory:// or a redis:// URL.")
     storage = storage_from_string(f"async+{url}", implementation="redispy")
     return SlidingWindowCounterRateLimiter(storage)
 

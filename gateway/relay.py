@@ -1,8 +1,10 @@
 """The relay: AsyncLLM's engine 0 on one side, the coordinator and the group leaders on the other.
 
-Everything here happens in one thread and at once: each message that arrives is handled to its end.
-The book decides about tasks and the streams about tokens; this shell moves frames. A batch whose
-spans are all in order is handed to AsyncLLM as it came; any other is read, cut and written anew.
+AsyncLLM is in the same process and hands requests over by a call; only its calls of its engine's
+methods, a handful at start, come over vLLM's sockets. Everything here happens in one thread and at
+once: each message that arrives is handled to its end. The book decides about tasks and the streams
+about tokens; this shell moves frames. A batch whose spans are all in order is handed to AsyncLLM as
+it came; any other is read, cut and written anew.
 """
 
 import time
@@ -63,11 +65,16 @@ class Relay:
         clock: Callable[[], float] = time.monotonic,
         meter: RequestMeter | None = None,
         spans: TaskSpans | None = None,
+        answer_call: SendFrames | None = None,
     ) -> None:
-        """Start with no tasks; `to_front_end` must take frames without blocking."""
+        """Start with no tasks; `to_front_end` must take outputs without blocking.
+
+        `answer_call` sends the answer to a call that came over vLLM's socket.
+        """
         self._session = session
         self._clock = clock
         self._to_front_end = to_front_end
+        self._answer_call = answer_call or to_front_end
         self._gateway = gateway
         self._reply_to = reply_to
         self._gaps = GapMeter()
@@ -77,15 +84,20 @@ class Relay:
         self.cell: CellState | None = None
         """What the coordinator last said of the cell; None while no session is up."""
 
-    def front_end_said(self, frames: Frames) -> None:
+    def front_end_called(self, frames: Frames) -> None:
+        """Handle what came over AsyncLLM's socket for its engine."""
+        if (call := engine.decode_call(frames)) is not None:
+            self.front_end_said(call)
+
+    def front_end_said(self, message: engine.EngineMessage) -> None:
         """Handle a message of AsyncLLM to its engine."""
-        match engine.decode_engine_message(frames):
+        match message:
             case engine.AddRequest() as request:
                 self._submit(request)
             case engine.AbortRequests(request_ids):
                 self._cancel([TaskId(request_id) for request_id in request_ids])
             case engine.UtilityCall() as call:
-                self._to_front_end(engine.answer_utility(call))
+                self._answer_call(engine.answer_utility(call))
             case engine.UnfitRequest(request_id, reason):
                 self._answer_failure([request_id], api_error("unsupported_parameter", reason))
 
@@ -137,7 +149,7 @@ class Relay:
             self._to_front_end(frames)
             for task, span, ids in zip(tasks, batch.spans, token_ids, strict=True):
                 assert task is not None, "a span of no open task is dropped"
-                self._delivered(task, ids, batch.epoch, now_s)
+                self._delivered(task, span, ids, batch.epoch, now_s)
                 if span.finished:
                     self._finish(task, now_s)
         else:
@@ -174,7 +186,7 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
             self._refuse(header.task, error, span)
             return
-        answer = self.book.open(header, payload, self._clock(), span)
+        answer = self.book.open(header, payload, self._clock(), span, request.state)
         if isinstance(answer, ApiError):
             self._refuse(header.task, answer, span)
         elif answer is not None:
@@ -252,11 +264,16 @@ class Relay:
                 self._fail(task.id, _LOST)
                 return False
             engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
-        self._delivered(task, output.new_token_ids, part.epoch, self._clock())
+        self._delivered(task, part.span, output.new_token_ids, part.epoch, self._clock())
         return True
 
-    def _delivered(self, task: Task, token_ids: Sequence[int], epoch: int, now_s: float) -> None:
+    def _delivered(
+        self, task: Task, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
+    ) -> None:
         if token_ids:
+            if not task.delivered and task.request is not None:
+                known_ms = task.request.queue_wait_ms or 0
+                task.request.queue_wait_ms = max(span.waited_ms, known_ms)
             self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
             self._gaps.tokens_arrived(task, epoch, now_s)

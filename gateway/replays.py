@@ -2,7 +2,7 @@
 
 A finished answer that was not streamed comes back as it was, for a day; while the first request is
 still being answered, a second one is refused. Errors are not kept: asking again is what they are
-for. Kept in memory, so by each gateway for itself. Called by the edge. Pure.
+for. Kept in memory, so by each gateway for itself; `shared_replays` keeps them for all. Pure.
 """
 
 from collections import OrderedDict
@@ -43,12 +43,36 @@ class _Slot:
         return len(self.answer.body) if self.answer else 0
 
 
+def check_key(key: str) -> ApiError | None:
+    """Return what is wrong with an `Idempotency-Key`."""
+    if 0 < len(key) <= KEY_CHARS_MAX and key.isprintable():
+        return None
+    text = f"Idempotency-Key must be 1 to {KEY_CHARS_MAX} printable characters."
+    return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
+
+
+def used_for_another() -> ApiError:
+    """Return the error of a key that was used before."""
+    text = "This Idempotency-Key was used for another request: use a fresh one for each."
+    return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
+
+
+def being_answered() -> ApiError:
+    """Return the error of a key whose first request has no answer yet."""
+    return api_error("conflict", "The request with this Idempotency-Key is being answered.")
+
+
 class Replays:
     """The answers of one gateway."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[tuple[str, str], _Slot] = OrderedDict()
         self._bytes = 0
+
+    def has(self, place: tuple[str, str], now_s: float) -> bool:
+        """Say whether a request with this tenant and key was begun here and is not forgotten."""
+        slot = self._slots.get(place)
+        return slot is not None and (slot.answer is None or now_s < slot.until_s)
 
     def begin(
         self, tenant: str, key: str, request: bytes, now_s: float
@@ -57,9 +81,6 @@ class Replays:
 
         `request` stands for everything that makes two requests the same.
         """
-        if not 0 < len(key) <= KEY_CHARS_MAX or not key.isprintable():
-            text = f"Idempotency-Key must be 1 to {KEY_CHARS_MAX} printable characters."
-            return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
         slot = self._slots.get((tenant, key))
         if slot is not None and slot.answer is not None and now_s >= slot.until_s:
             self._drop((tenant, key))
@@ -68,10 +89,9 @@ class Replays:
             self._slots[tenant, key] = _Slot(request, now_s + KEPT_S)
             return None
         if slot.request != request:
-            text = "This Idempotency-Key was used for another request: use a fresh one for each."
-            return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
+            return used_for_another()
         if slot.answer is None:
-            return api_error("conflict", "The request with this Idempotency-Key is being answered.")
+            return being_answered()
         return slot.answer
 
     def end(self, tenant: str, key: str, answer: KeptAnswer | None) -> None:

@@ -1,10 +1,11 @@
-"""The gateway's ZeroMQ sockets and how their messages reach the event loop.
+"""The gateway's sockets: its port, and ZeroMQ's and how their messages reach the event loop.
 
-Each socket belongs to the loop's thread. Receiving is a callback per message rather than a task,
+ZeroMQ's belong to the loop's thread. Receiving is a callback per message rather than a task,
 because a push of tokens is handled at once and to its end.
 """
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class Sockets:
         self.requests.send(frame)
 
     def send_outputs(self, frames: Sequence[bytes]) -> None:
-        """Hand outputs to AsyncLLM."""
+        """Answer a call of AsyncLLM."""
         self.outputs.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -101,3 +102,18 @@ def _ipc_address(path: Path) -> str:
     if len(str(path).encode()) > UNIX_PATH_BYTES_MAX:
         raise OSError(f"run_dir: {path} is too long for a Unix socket; use a shorter folder.")
     return f"ipc://{path}"
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bind the serving port; a shared one can be bound by siblings as well."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"gateway: cannot listen on {host}:{port}: {error.strerror}.") from error
+    return listener

@@ -22,7 +22,7 @@ from coordinator.protocol.messages import (
     TaskHeader,
     TaskId,
 )
-from gateway.errors import ApiError, api_error
+from gateway.errors import ApiError, RequestState, api_error
 from gateway.token_stream import TokenStream
 
 OPEN_TASKS_MAX = 16_384
@@ -86,6 +86,8 @@ class Task:
     last_token_at_s: float = 0.0
     held_since_s: float | None = None
     trace: TaskTrace | None = None
+    request: RequestState | None = None
+    """What the HTTP side is to know of it."""
 
     @property
     def id(self) -> TaskId:
@@ -134,7 +136,12 @@ class TaskBook:
         return self._open.get(task)
 
     def open(
-        self, header: TaskHeader, payload: bytes, now_s: float, trace: TaskTrace | None = None
+        self,
+        header: TaskHeader,
+        payload: bytes,
+        now_s: float,
+        trace: TaskTrace | None = None,
+        request: RequestState | None = None,
     ) -> Submit | ApiError | None:
         """Take a new task; its Submit is None while no session is open."""
         assert header.task not in self._open, "vLLM gave two requests one id"
@@ -142,7 +149,7 @@ class TaskBook:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
             return api_error("queue_full", "The gateway holds as many prompts as it can.")
-        task = Task(header, payload, now_s, trace=trace)
+        task = Task(header, payload, now_s, trace=trace, request=request)
         self._open[task.id] = task
         self._families.setdefault(family(task.id), set()).add(task.id)
         self._payload_bytes += len(payload)

@@ -1,19 +1,21 @@
 """vLLM's OpenAI front end, built from the cell's configuration (vLLM 0.32.0).
 
 `build_app`, `init_app_state` and `AsyncLLM` are used as they are, over AsyncLLM's seam for engines
-that it does not manage (`client_addresses`). The one difference: `generate` raises a task's failure
-as an error that both of vLLM's ways of answering, whole and streamed, understand.
+that it does not manage (`client_addresses`). Two differences: `generate` raises a task's failure
+as an error that both of vLLM's ways of answering, whole and streamed, understand; and requests and
+outputs, which are of this process only, do not take the way over the engine's sockets.
 """
 
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -22,11 +24,21 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 
 from gateway.errors import ApiError, RequestState, current_request
 from gateway.sandbox import Sandbox
-from gateway.vllm_engine_wire import failure_of, write_note
+from gateway.vllm_engine_wire import (
+    AbortRequests,
+    EngineMessage,
+    Frames,
+    decode_outputs,
+    failure_of,
+    read_request,
+    write_note,
+)
 from gateway.vllm_grammar import UnfitGrammarError, try_grammar
 
 _FAILED = ("error", "abort")
@@ -54,6 +66,30 @@ class RelayedLLM(AsyncLLM):
 
     sandbox: Sandbox | None = None
     """Where grammars are tried out; without one they are checked in the event loop."""
+
+    def connect(self, say: Callable[[EngineMessage], None]) -> None:
+        """Hand requests and aborts to the relay by a call: the sockets cost five thread hops."""
+        client = self._client
+
+        async def add_request(request: EngineCoreRequest) -> None:
+            request.client_index = client.client_index
+            if (message := read_request(request)) is not None:
+                say(message)
+
+        async def abort_requests(request_ids: list[str]) -> None:
+            say(AbortRequests(tuple(request_ids)))
+
+        client.add_request_async = add_request
+        client.abort_requests_async = abort_requests
+
+    def take_outputs(self, frames: Frames) -> None:
+        """Take a batch of outputs as if it had come over the engine's socket."""
+        self._client.outputs_queue.put_nowait(decode_outputs(frames))
+
+    @property
+    def _client(self) -> AsyncMPClient:
+        client: AsyncMPClient = self.engine_core
+        return client
 
     def use_sandbox(self, sandbox: Sandbox) -> None:
         """Try grammars out in a sandbox from now on, instead of in the event loop."""
@@ -128,12 +164,17 @@ class _Parser(FlexibleArgumentParser):
 
 
 async def build_front_end(
-    config: FrontEndConfig, *, input_address: str, output_address: str
+    config: FrontEndConfig,
+    say: Callable[[EngineMessage], None],
+    *,
+    input_address: str,
+    output_address: str,
 ) -> tuple[FastAPI, RelayedLLM]:
     """Build AsyncLLM and the app around it.
 
     The engine's ready frame must be on its way to `input_address`, and the engine must answer
     utility calls while this runs: AsyncLLM's constructor waits for the one, the app for the other.
+    `say` takes the requests.
     """
     llm = RelayedLLM.from_vllm_config(
         config.vllm,
@@ -141,10 +182,13 @@ async def build_front_end(
         disable_log_stats=config.args.disable_log_stats,
         client_addresses={"input_address": input_address, "output_address": output_address},
     )
+    llm.connect(say)
     tasks = await llm.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(config.args, tasks, llm.model_config)
     # A package that vLLM imports for its routes turns the root logger down.
     logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
+    # Some variables are asked for with every token; from now on they stay as they are.
+    envs.enable_envs_cache()
     return app, llm

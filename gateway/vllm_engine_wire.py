@@ -1,10 +1,11 @@
 """vLLM's private engine wire, seen from the engine's side (vLLM 0.32.0).
 
-The one module that knows vLLM's frames: requests from AsyncLLM's ROUTER socket, and
-`EngineCoreOutputs` to its PULL socket. `tests/integration/test_gateway.py` is its contract test.
-Called by the relay.
+The one module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
+as they write it, and the calls of methods that come from AsyncLLM's ROUTER socket and are answered
+at its PULL socket. `tests/integration/test_gateway.py` is its contract test. Called by the relay.
 """
 
+import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from gateway.errors import ApiError, api_error
+from gateway.errors import ApiError, RequestState, api_error, current_request
 
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
 """ZeroMQ identity of engine 0, as which the relay poses."""
@@ -53,6 +54,8 @@ class AddRequest:
     deadline_ms: int
     trace: str
     frames: tuple[bytes, ...]
+    state: RequestState | None = None
+    """What the HTTP side is to know of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class UtilityCall:
     args: tuple[Any, ...]
 
 
-EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall | None
+EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall
 
 
 class _TokenIds(msgspec.Struct, array_like=True, gc=False):
@@ -100,7 +103,6 @@ class _BatchIds(msgspec.Struct, array_like=True, gc=False):
 
 
 _encoder = MsgpackEncoder()
-_decode_request = MsgpackDecoder(EngineCoreRequest).decode
 _decode_any = MsgpackDecoder().decode
 _decode_outputs = MsgpackDecoder(EngineCoreOutputs).decode
 _decode_ids = msgspec.msgpack.Decoder(_BatchIds).decode
@@ -142,23 +144,26 @@ def ready_frame(config: VllmConfig) -> bytes:
     return msgspec.msgpack.encode(response)
 
 
-def decode_engine_message(frames: Frames) -> EngineMessage:
-    """Read what AsyncLLM sent; None for what concerns only vLLM's own engines."""
-    kind, body = EngineCoreRequestType(bytes(frames[0])), frames[1:]
-    if kind == EngineCoreRequestType.ADD:
-        return _read_request(_decode_request(body))
-    if kind == EngineCoreRequestType.ABORT:
-        return AbortRequests(tuple(_decode_any(body)))
-    if kind == EngineCoreRequestType.UTILITY:
-        _client, call_id, method, args = _decode_any(body)
-        return UtilityCall(call_id, method, tuple(args))
-    return None
+def decode_call(frames: Frames) -> UtilityCall | None:
+    """Read what AsyncLLM sent over its socket; None for what concerns only vLLM's own engines.
+
+    Requests and aborts do not come here: AsyncLLM hands them over by a call.
+    """
+    if EngineCoreRequestType(bytes(frames[0])) != EngineCoreRequestType.UTILITY:
+        return None
+    _client, call_id, method, args = _decode_any(frames[1:])
+    return UtilityCall(call_id, method, tuple(args))
 
 
-def _read_request(request: EngineCoreRequest) -> EngineMessage:
+def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
+    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already.
+
+    To be called in the context of the HTTP request that it came from.
+    """
     if request.abort_immediately:
         return None
-    params = request.sampling_params
+    # AsyncLLM goes on using its own: one object of parameters serves all choices of a request.
+    request, params = copy.copy(request), request.sampling_params
     if params is None:
         return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
     if request.resumable:
@@ -167,6 +172,7 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
     request.session_id = note.session_id
     if params.seed is None:
         # All ranks of a group must draw the same tokens, and so must a later attempt.
+        params = request.sampling_params = copy.copy(params)
         params.seed = secrets.randbits(SEED_BITS)
     if request.prompt_token_ids is not None:
         prompt_tokens = len(request.prompt_token_ids)
@@ -181,6 +187,7 @@ def _read_request(request: EngineCoreRequest) -> EngineMessage:
         deadline_ms=note.deadline_ms,
         trace=note.trace,
         frames=_encode(request),
+        state=current_request.get(),
     )
 
 

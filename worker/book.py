@@ -24,6 +24,8 @@ class LedTask:
     emitted: int
     payload: bytes = b""
     """What the gateway sent, for whoever goes on with the task."""
+    waited_ms: int = 0
+    """How long it was in the pool before it was placed here."""
 
 
 class TaskBook:
@@ -39,10 +41,16 @@ class TaskBook:
         return iter(self._tasks.values())
 
     def open(
-        self, header: TaskHeader, attempt: int, group: Group, generated: int, payload: bytes
+        self,
+        header: TaskHeader,
+        attempt: int,
+        group: Group,
+        generated: int,
+        payload: bytes,
+        waited_ms: int = 0,
     ) -> None:
         """Take a task whose first `generated` tokens were made by earlier attempts."""
-        self._tasks[header.task] = LedTask(header, attempt, group, generated, payload)
+        self._tasks[header.task] = LedTask(header, attempt, group, generated, payload, waited_ms)
 
     def get(self, task: TaskId) -> LedTask | None:
         """The task, or None if it is not led here (any more)."""
@@ -59,6 +67,7 @@ class TaskBook:
     def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:
         """Advance a task's stream by `count` tokens and describe them."""
         led = self._tasks[task]
-        span = TokenSpan(task, led.attempt, led.emitted, count, finished)
+        waited_ms = 0 if led.emitted else led.waited_ms
+        span = TokenSpan(task, led.attempt, led.emitted, count, finished, waited_ms)
         led.emitted += count
         return span

@@ -201,15 +201,15 @@ class Member:
             return  # A repetition.
         generated = list(place.generated_tokens)
         try:
-            request = self.intake.request(place.payload)
-            self._mode.scheduler.add_task(request, generated)
+            self._mode.scheduler.add_task(self.intake.request(place.payload), generated)
         except Exception as error:  # Whatever vLLM finds wrong is this task's failure alone.
             log.exception("task_refused", task=header.task)
             self.ended.append(
                 TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated), str(error))
             )
             return
-        self.book.open(header, place.attempt, binding.group, len(generated), place.payload)
+        what = (header, place.attempt, binding.group, len(generated), place.payload)
+        self.book.open(*what, place.waited_ms)
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is this attempt or an older one."""

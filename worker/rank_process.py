@@ -22,7 +22,7 @@ from worker.session import Inbox, RankSession
 from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
-from worker.vllm_rank import RankEngine, RankSpec
+from worker.vllm_rank import RankEngine, RankSpec, settle_environment
 
 log = structlog.get_logger()
 
@@ -94,6 +94,7 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settle_environment()
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()

@@ -25,10 +25,16 @@ class TracedBook(TaskBook):
         self._stays: dict[TaskId, _Stay] = {}
 
     def open(
-        self, header: TaskHeader, attempt: int, group: Group, generated: int, payload: bytes
+        self,
+        header: TaskHeader,
+        attempt: int,
+        group: Group,
+        generated: int,
+        payload: bytes,
+        waited_ms: int = 0,
     ) -> None:
         """Take a task in."""
-        super().open(header, attempt, group, generated, payload)
+        super().open(header, attempt, group, generated, payload, waited_ms)
         if not header.trace:
             return
         about: dict[str, str | int] = {

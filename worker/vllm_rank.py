@@ -14,6 +14,7 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -108,6 +109,11 @@ class RankSpec:
     init_method: str
     threads: int
     mixed: tuple[Mixed, ...] = ()
+
+
+def settle_environment() -> None:
+    """Let vLLM remember its environment variables, as its own engine does: steps ask for them."""
+    envs.enable_envs_cache()
 
 
 class RankEngine:

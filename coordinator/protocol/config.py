@@ -114,7 +114,8 @@ class GatewayConfig(_Frozen):
     insecure_no_auth: bool = False
     """Serve without keys on an address that other machines reach."""
     rate_limit_storage: str = "memory://"
-    """Where requests and tokens per minute are counted; a redis:// URL for several gateways."""
+    """Where requests and tokens per minute are counted, and answers are kept for clients that send
+    an `Idempotency-Key`; a redis:// URL for several gateways."""
     objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
     """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
     media_domains: tuple[str, ...] = ()

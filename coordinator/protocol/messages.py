@@ -244,6 +244,8 @@ class Place(Message, frozen=True):
     binding: Binding
     payload: bytes
     generated_tokens: tuple[int, ...] = ()
+    waited_ms: int = 0
+    """How long ago the task came into the pool."""
 
 
 class Drop(Message, frozen=True):
@@ -378,6 +380,8 @@ class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
     first: int
     count: int
     finished: bool
+    waited_ms: int = 0
+    """With the first token: how long the task waited in the pool."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

@@ -37,9 +37,9 @@ def vllm_metadata_folder() -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
-    """What both servers run under."""
-    paths = [str(ROOT), str(vllm_metadata_folder()), os.environ.get("PYTHONPATH", "")]
+def environment(root: Path = ROOT) -> dict[str, str]:
+    """What both servers run under; `root` is the checkout whose code they run."""
+    paths = [str(root), str(vllm_metadata_folder()), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -69,13 +69,15 @@ def aileron_command(port: int, ranks: int, options: list[str]) -> list[str]:
 
 
 @contextmanager
-def running(command: list[str], port: int, path: str = "/health") -> Iterator[str]:
-    """Run a server until the block ends; yields its base URL."""
+def running(
+    command: list[str], port: int, path: str = "/health", root: Path = ROOT
+) -> Iterator[str]:
+    """Run a server of a checkout until the block ends; yields its base URL."""
     log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)  # noqa: SIM115
     process = subprocess.Popen(
         command,
-        cwd=ROOT,
-        env=environment(),
+        cwd=root,
+        env=environment(root),
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -47,6 +47,8 @@ TOKEN = "a-secret-for-tests-only"
 SERVING = CellState("dp2", 1, True, 2, 2, 0, 2_048)
 START_S = 180
 SEEN_S = 5
+WAITED_MS = 7
+"""How long tasks waited, as the cell says with their first tokens."""
 ENGINE_FINISHED = {None: None, "stop": 0, "length": 1}
 
 
@@ -85,7 +87,8 @@ class Ran:
             new_logprobs=None if logprobs is None else some_logprobs(first, ids, logprobs),
             finish_reason=None if reason is None else FinishReason(reason),
         )
-        span = TokenSpan(self.id, attempt, first, len(ids), reason is not None)
+        waited_ms = 0 if first else WAITED_MS
+        span = TokenSpan(self.id, attempt, first, len(ids), reason is not None, waited_ms)
         return span, output
 
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.messages import Cancel, Done, Submit, Tier
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
@@ -206,6 +206,7 @@ async def test_tier_reaches_the_coordinator_and_comes_back(
         response = await client.post("/v1/chat/completions", json={**CHAT, **body})
     assert response.status_code == 200
     assert response.headers["x-priority-tier"] == tier.name.lower()
+    assert response.headers["x-queue-wait-ms"] == str(WAITED_MS)
     assert [submit.header.tier for submit in cell.of(Submit)] == [tier]
 
 

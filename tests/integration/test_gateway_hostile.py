@@ -194,6 +194,24 @@ async def test_large_bodies_do_not_hold_up_others(
     assert worst_ms < 1_000
 
 
+@pytest.mark.timing
+async def test_a_prompt_that_is_far_too_long_holds_nobody_up(client: httpx.AsyncClient) -> None:
+    body = {"model": "demo", "prompt": "word " * (8 * MIB // 5 - 20)}
+    took_s = []
+
+    async def send() -> None:
+        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
+            for _ in range(2):
+                began = time.perf_counter()
+                response = await other.post("/v1/completions", json=body)
+                took_s.append(time.perf_counter() - began)
+                assert response.status_code == 400
+                check_refusal(response)
+
+    worst_ms = await worst_health_ms(client, send())
+    print(f"8 MiB of prompt refused after {min(took_s):.2f} s, worst /health {worst_ms:.0f} ms")
+
+
 async def open_idle(gateway: GatewayProcess, number: int, say: bytes) -> list[Any]:
     """Connections that have said something; a hundred are opened at a time."""
     made: list[Any] = []

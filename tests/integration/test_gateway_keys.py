@@ -219,6 +219,19 @@ async def test_deadline_reaches_the_coordinator_and_holds_without_it(
         assert response.headers["x-should-retry"] == "false"
 
 
+def test_a_request_that_is_repeated_gets_its_answer_again(
+    cell: FakeCell, redis: Redis, client: Clients
+) -> None:
+    create = client("acme").chat.completions.with_raw_response.create
+    headers = {"Idempotency-Key": "order-66"}
+    first, again = (create(**CHAT, extra_headers=headers) for _ in range(2))
+    assert again.headers["idempotent-replayed"] == "true"
+    assert again.parse() == first.parse()
+    assert len(cell.of(Submit)) == 1
+    with pytest.raises(openai.BadRequestError):
+        create(**{**CHAT, "max_tokens": 3}, extra_headers=headers)
+
+
 def test_shared_counters_that_go_away_stop_nobody(
     gateway: GatewayProcess, cell: FakeCell, redis: Redis, client: Clients
 ) -> None:
@@ -242,7 +255,7 @@ def test_shared_counters_that_go_away_stop_nobody(
     with pytest.raises(openai.RateLimitError):
         for _ in range(8):
             rare.chat.completions.create(**CHAT)
-    assert "shared_limits_away" in gateway.log.read_text()
+    assert "shared_storage_away" in gateway.log.read_text()
 
 
 def test_wrong_keys_are_slowed_down_and_right_ones_are_not(

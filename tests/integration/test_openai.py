@@ -63,11 +63,13 @@ def test_it_serves_within_a_minute(running: Product) -> None:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+    raw = client.chat.completions.with_raw_response.create(
         model=MODEL_NAME,
         messages=[{"role": "user", "content": "Explain `json.dumps`."}],
         max_tokens=24,
     )
+    assert 0 <= int(raw.headers["x-queue-wait-ms"]) <= int(raw.headers["openai-processing-ms"])
+    answer = raw.parse()
     assert answer.choices[0].message.content
     assert answer.choices[0].finish_reason in ("stop", "length")
     assert answer.usage is not None

@@ -39,9 +39,9 @@ def test_a_task_is_placed_with_its_payload_and_ends() -> None:
     tasks = pool()
     assert tasks.submit(submit("a"), 0) == []
     assert state(tasks, A) is State.QUEUED
-    (effect,) = tasks.place([group()], 0)
+    (effect,) = tasks.place([group()], 30)
     assert isinstance(effect, ToRank)
-    assert effect.message == Place(header("a"), 1, group().binding, b"a", ())
+    assert effect.message == Place(header("a"), 1, group().binding, b"a", (), waited_ms=30)
     assert state(tasks, A) is State.PLACED
     assert tasks.ended(ZERO, ended(A, 1)) == []
     assert state(tasks, A) is None
@@ -58,8 +58,23 @@ def test_submitting_again_changes_nothing() -> None:
 
 def test_the_gateway_may_be_first_to_know_the_end() -> None:
     tasks = placed("a")
-    assert messages(tasks.release(A)) == [Drop(A, 1)]
+    assert tasks.release(A, is_done=True) == [], "its only leader has ended it by itself"
+    assert len(tasks.tasks) == 0
     assert tasks.ended(ZERO, ended(A, 1)) == []
+
+
+def test_the_end_of_an_earlier_attempt_drops_the_later_one() -> None:
+    tasks = placed("a")
+    tasks.lost(ZERO, 1)
+    tasks.submit(submit("a", attempt=2), 2)
+    tasks.place([group(TWO)], 2)
+    assert tasks.release(A, is_done=True) == [ToRank(TWO, Drop(A, 3))]
+
+
+def test_a_task_that_has_moved_is_dropped_at_its_end() -> None:
+    tasks = placed("a")
+    tasks.adopted(TWO, Adopted(A, 2, 4), 2)
+    assert tasks.release(A, is_done=True) == [ToRank(TWO, Drop(A, 2))]
 
 
 def test_a_cancelled_task_is_dropped_by_whoever_holds_it() -> None:

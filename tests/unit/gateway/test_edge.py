@@ -180,6 +180,7 @@ async def test_every_answer_has_openai_s_headers(client: httpx.AsyncClient) -> N
         assert response.headers["openai-version"] == "2020-10-01"
         assert int(response.headers["openai-processing-ms"]) >= 0
         assert response.headers["x-request-id"]
+        assert "x-queue-wait-ms" not in response.headers, "nothing of these has waited for a group"
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "1e3", "9" * 30, "86400001"])

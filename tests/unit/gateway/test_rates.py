@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from coordinator.protocol.keys import ApiKey, hash_of
-from gateway import rates
+from gateway import shared_storage
 from gateway.errors import ApiError
 from gateway.rates import RateLimits, duration
+from gateway.shared_storage import SharedStorage
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
@@ -20,7 +21,7 @@ def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
 
 @pytest.fixture
 def limits() -> RateLimits:
-    return RateLimits("memory://")
+    return RateLimits(SharedStorage("memory://"))
 
 
 async def test_without_limits_there_are_no_headers(limits: RateLimits) -> None:
@@ -81,15 +82,15 @@ class Broken:
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> None:
     now = 100.0
-    limits = RateLimits("memory://", clock=lambda: now)
+    limits = RateLimits(SharedStorage("memory://", clock=lambda: now))
     broken: Any = Broken(hangs=hangs)
     limits._shared = broken
     began = time.perf_counter()
     assert isinstance(await limits.admit(key(requests=1), 1), list)
-    assert time.perf_counter() - began < rates.STORAGE_WAIT_S + 0.1
+    assert time.perf_counter() - began < shared_storage.STORAGE_WAIT_S + 0.1
     assert isinstance(await limits.admit(key(requests=1), 1), ApiError), "each counts for itself"
     assert broken.asked == 1, "it is left alone for a while"
-    now += rates.STORAGE_RETRY_S + 1
+    now += shared_storage.STORAGE_RETRY_S + 1
     await limits.admit(key(requests=1), 1)
     assert broken.asked == 2
 
@@ -97,7 +98,7 @@ async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> No
 @pytest.mark.parametrize("url", ["redish://x", "http://x", ""])
 def test_other_storages_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="rate_limit_storage"):
-        RateLimits(url)
+        SharedStorage(url)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ from coordinator.protocol.messages import (
 )
 from gateway import relay as relay_module
 from gateway import token_stream
-from gateway.errors import api_error
+from gateway.errors import RequestState, api_error, current_request
 from gateway.relay import Relay
 from gateway.tasks import GAP_WAIT_S
-from gateway.vllm_engine_wire import failure_of
+from gateway.vllm_engine_wire import AbortRequests, failure_of, read_request
 
 A, B = TaskId("chat-a"), TaskId("chat-b")
 
@@ -76,11 +76,13 @@ class Ends:
             None,
             priority=priority,
         )
-        self.engine(EngineCoreRequestType.ADD, request)
+        message = read_request(request)
+        assert message is not None
+        self.relay.front_end_said(message)
 
-    def engine(self, kind: EngineCoreRequestType, body: Any) -> None:
-        frames = [kind.value, *(bytes(frame) for frame in MsgpackEncoder().encode(body))]
-        self.relay.front_end_said(frames)
+    def call(self, body: Any) -> None:
+        frames = [bytes(frame) for frame in MsgpackEncoder().encode(body)]
+        self.relay.front_end_called([EngineCoreRequestType.UTILITY.value, *frames])
 
     def push(self, *parts: tuple[TokenSpan, EngineCoreOutput], epoch: int = 1) -> list[bytes]:
         header = TokenBatch(Rank(0), 1, epoch, tuple(span for span, _ in parts))
@@ -118,6 +120,20 @@ def part(
 ) -> tuple[TokenSpan, EngineCoreOutput]:
     output = EngineCoreOutput(task, ids, finish_reason=end, **fields)
     return TokenSpan(task, attempt, first, len(ids), end is not None), output
+
+
+def test_the_http_side_is_told_how_long_the_request_waited() -> None:
+    request = RequestState()
+    token = current_request.set(request)
+    ends = Ends()
+    for choice in ("0_c", "1_c"):
+        ends.add(choice)
+    current_request.reset(token)
+    ends.push((TokenSpan(TaskId("0_c"), 1, 0, 1, False, 30), EngineCoreOutput("0_c", [5])))
+    assert request.queue_wait_ms == 30
+    ends.push((TokenSpan(TaskId("1_c"), 1, 0, 1, False, 20), EngineCoreOutput("1_c", [5])))
+    ends.push((TokenSpan(TaskId("0_c"), 1, 1, 1, False, 90), EngineCoreOutput("0_c", [6])))
+    assert request.queue_wait_ms == 30, "the longest wait for a first token of its choices"
 
 
 def test_request_is_submitted_with_its_sizes_and_tier() -> None:
@@ -208,7 +224,7 @@ def test_failed_task_ends_with_its_error(ends: Ends) -> None:
 
 
 def test_aborted_task_is_cancelled_and_its_late_tokens_are_dropped(ends: Ends) -> None:
-    ends.engine(EngineCoreRequestType.ABORT, [A])
+    ends.relay.front_end_said(AbortRequests((A,)))
     ends.push(part(A, 0, [5]), part(B, 0, [6]))
     assert ends.tokens(A) == []
     assert ends.tokens(B) == [6]
@@ -306,7 +322,7 @@ def test_streams_go_on_and_new_tasks_wait_while_the_coordinator_is_away(ends: En
 
 
 def test_utility_call_is_answered(ends: Ends) -> None:
-    ends.engine(EngineCoreRequestType.UTILITY, (0, 3, "get_supported_tasks", ()))
+    ends.call((0, 3, "get_supported_tasks", ()))
     [frames] = ends.handed
     answer = MsgpackDecoder(EngineCoreOutputs).decode(list(frames)).utility_output
     assert answer is not None

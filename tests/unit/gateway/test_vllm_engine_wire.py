@@ -53,8 +53,8 @@ def request(**fields: Any) -> EngineCoreRequest:
     return EngineCoreRequest(**{**known, **fields})
 
 
-def read(message: EngineCoreRequest) -> wire.EngineMessage:
-    return wire.decode_engine_message(frames_of(EngineCoreRequestType.ADD, message))
+def read(message: EngineCoreRequest) -> wire.AddRequest | wire.UnfitRequest | None:
+    return wire.read_request(message)
 
 
 def test_request_gets_a_seed_and_keeps_the_rest() -> None:
@@ -74,6 +74,26 @@ def test_request_gets_a_seed_and_keeps_the_rest() -> None:
     other = read(request())
     assert isinstance(other, wire.AddRequest)
     assert other.frames != seen.frames, "every request draws a seed of its own"
+
+
+def test_a_request_stays_as_asyncllm_has_it() -> None:
+    # One object of parameters serves all choices of a request: a seed in it would be that of all.
+    params = SamplingParams(max_tokens=1)
+    first, second = (
+        request(request_id=name, sampling_params=params, session_id=wire.write_note("t", 0, None))
+        for name in ("0_chat", "1_chat")
+    )
+    seen = [read(first), read(second)]
+    assert params.seed is None
+    assert first.session_id == wire.write_note("t", 0, None)
+    seeds = set()
+    for each in seen:
+        assert isinstance(each, wire.AddRequest)
+        assert each.tenant == "t"
+        again = MsgpackDecoder(EngineCoreRequest).decode(list(each.frames))
+        assert again.session_id is None
+        seeds.add(again.sampling_params.seed)
+    assert len(seeds) == 2
 
 
 def test_seed_of_the_client_is_kept() -> None:
@@ -99,9 +119,8 @@ def test_requests_that_cannot_be_run_are_told_apart() -> None:
     assert read(request(abort_immediately=True)) is None
 
 
-def test_abort() -> None:
-    frames = frames_of(EngineCoreRequestType.ABORT, ["a", "b"])
-    assert wire.decode_engine_message(frames) == wire.AbortRequests(("a", "b"))
+def test_what_concerns_only_engines_of_vllm_is_left_alone() -> None:
+    assert wire.decode_call(frames_of(EngineCoreRequestType.START_DP_WAVE, [0, 0])) is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +139,7 @@ def test_abort() -> None:
 )
 def test_utility_calls_are_answered(method: str, result: object) -> None:
     frames = frames_of(EngineCoreRequestType.UTILITY, (0, 77, method, ()))
-    call = wire.decode_engine_message(frames)
+    call = wire.decode_call(frames)
     assert call == wire.UtilityCall(77, method, ())
     assert isinstance(call, wire.UtilityCall)
     answer = decode(wire.answer_utility(call)).utility_output

@@ -1,0 +1,56 @@
+"""The Redis that gateways share, as requests may use it: hardly waited for, and left alone if away.
+
+What counts rates and what keeps answers ask through one `SharedStorage`, so that whatever notices
+first that Redis is slow or away spares the other the wait. Called by both.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+STORAGE_WAIT_S = 0.05
+"""How long a request waits for Redis."""
+
+STORAGE_RETRY_S = 5.0
+"""How long Redis is left alone after it failed."""
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger(__name__)
+
+
+class StorageAwayError(Exception):
+    """Redis was not asked, or did not answer in time: do without it."""
+
+
+class SharedStorage:
+    """Whether there is a Redis at an address, and whether it may be asked now."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`url` is `memory://` for none, or a Redis URL; raises ValueError for anything else."""
+        if url != "memory://" and not url.startswith(("redis://", "rediss://", "redis+unix://")):
+            raise ValueError("gateway.rate_limit_storage: use memory:// or a redis:// URL.")
+        self.url = url
+        self._clock = clock
+        self._away_until_s = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is one at all."""
+        return self.url != "memory://"
+
+    async def ask(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Return what Redis answers to `work`; raises `StorageAwayError` in time."""
+        if self._clock() < self._away_until_s:
+            raise StorageAwayError
+        try:
+            async with asyncio.timeout(STORAGE_WAIT_S):
+                return await work()
+        except Exception as error:
+            # Whatever the driver raises, requests go on.
+            self._away_until_s = self._clock() + STORAGE_RETRY_S
+            log.warning("shared_storage_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)
+            raise StorageAwayError from error

@@ -1,0 +1,186 @@
+"""What is promised of kept answers, in memory and over Redis, and what it costs if that is away."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fakeredis
+import pytest
+
+from gateway import shared_replays, shared_storage
+from gateway.errors import ApiError
+from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
+from gateway.shared_replays import CLAIM_S, SharedReplays
+from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage
+
+ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
+REDIS = "redis://127.0.0.1:1"
+
+Make = Callable[[], SharedReplays]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server() -> fakeredis.FakeServer:
+    return fakeredis.FakeServer()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine even a Redis in memory may take longer than a request waits for it."""
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+
+
+@pytest.fixture
+def gateway(clock: Clock, server: fakeredis.FakeServer) -> Make:
+    """Makes gateways that share one Redis."""
+
+    def make() -> SharedReplays:
+        made = SharedReplays(SharedStorage(REDIS, clock))
+        made._redis = fakeredis.FakeAsyncRedis(server=server)
+        return made
+
+    return make
+
+
+@pytest.fixture(params=["memory", "redis"])
+def kept(request: pytest.FixtureRequest, gateway: Make) -> SharedReplays:
+    if request.param == "memory":
+        return SharedReplays(SharedStorage("memory://"))
+    return gateway()
+
+
+def code_of(answer: object) -> str:
+    assert isinstance(answer, ApiError), answer
+    return answer.code
+
+
+async def test_an_answer_comes_back(kept: SharedReplays) -> None:
+    assert await kept.begin("t", "a", b"r", 0.0) is None
+    assert code_of(await kept.begin("t", "a", b"r", 0.0)) == "conflict"
+    await kept.end("t", "a", ANSWER, 0.0)
+    assert await kept.begin("t", "a", b"r", 1.0) == ANSWER
+    assert code_of(await kept.begin("t", "a", b"other", 1.0)) == "invalid_value"
+    assert await kept.begin("other", "a", b"r", 1.0) is None, "tenants do not see each other's"
+
+
+@pytest.mark.parametrize("answer", [None, KeptAnswer(200, [], b"x" * (ANSWER_BYTES_MAX + 1))])
+async def test_what_cannot_be_kept_is_asked_anew(
+    kept: SharedReplays, answer: KeptAnswer | None
+) -> None:
+    assert await kept.begin("t", "a", b"r", 0.0) is None
+    await kept.end("t", "a", answer, 0.0)
+    assert await kept.begin("t", "a", b"other", 0.0) is None
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "a\nb"])
+async def test_keys_that_are_none(kept: SharedReplays, key: str) -> None:
+    assert code_of(await kept.begin("t", key, b"r", 0.0)) == "invalid_value"
+
+
+async def test_gateways_share_answers_and_claims(gateway: Make) -> None:
+    one, two = gateway(), gateway()
+    assert await one.begin("t", "a", b"r", 0.0) is None
+    assert code_of(await two.begin("t", "a", b"r", 0.0)) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0)
+    assert await two.begin("t", "a", b"r", 0.0) == ANSWER
+    assert code_of(await two.begin("t", "a", b"other", 0.0)) == "invalid_value"
+    assert 0 < await two._redis.ttl(shared_replays._name(("t", "a"))) <= KEPT_S
+
+
+async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:
+    gateways = [gateway() for _ in range(8)]
+    said = await asyncio.gather(*(each.begin("t", "a", b"r", 0.0) for each in gateways))
+    assert said.count(None) == 1
+    assert sum(isinstance(each, ApiError) for each in said) == 7
+
+
+async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
+    one, two = gateway(), gateway()
+    assert await one.begin("t", "a", b"r", 0.0) is None
+    name = shared_replays._name(("t", "a"))
+    assert 0 < await two._redis.ttl(name) <= CLAIM_S
+    await two._redis.delete(name)  # What Redis does then.
+    assert await two.begin("t", "a", b"r", 0.0) is None
+    await one.end("t", "a", ANSWER, 0.0)
+    other = gateway()
+    assert code_of(await other.begin("t", "a", b"r", 0.0)) == "conflict", "two's claim stands"
+    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0)
+    assert await other.begin("t", "a", b"r", 0.0) == KeptAnswer(200, [], b"two")
+
+
+async def test_an_answer_outlives_a_redis_that_goes_away(
+    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+) -> None:
+    one, two = gateway(), gateway()
+    assert await one.begin("t", "a", b"r", 0.0) is None
+    server.connected = False
+    assert code_of(await one.begin("t", "a", b"r", 0.0)) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0)
+    assert await one.begin("t", "a", b"r", 0.0) == ANSWER
+    assert await one.begin("t", "b", b"r", 0.0) is None
+    await one.end("t", "b", None, 0.0)
+    server.connected = True
+    assert await one.begin("t", "c", b"r", 0.0) is None, "it is left alone for a while"
+    await one.end("t", "c", ANSWER, 0.0)
+    assert await two.begin("t", "c", b"r", 0.0) is None
+    clock.now_s += STORAGE_RETRY_S + 1
+    assert await one.begin("t", "d", b"r", 0.0) is None
+    await one.end("t", "d", ANSWER, 0.0)
+    assert await two.begin("t", "d", b"r", 0.0) == ANSWER
+
+
+async def test_a_claim_that_could_not_be_ended_is_taken_up_again(
+    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+) -> None:
+    one = gateway()
+    assert await one.begin("t", "a", b"r", 0.0) is None
+    server.connected = False
+    await one.end("t", "a", None, 0.0)
+    server.connected = True
+    clock.now_s += STORAGE_RETRY_S + 1
+    assert await one.begin("t", "a", b"r", 0.0) is None
+    await one.end("t", "a", ANSWER, 0.0)
+    assert await gateway().begin("t", "a", b"r", 0.0) == ANSWER
+
+
+class Hanging:
+    """A Redis that does not answer."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def set(self, *_: Any, **__: Any) -> None:
+        self.asked += 1
+        await asyncio.sleep(3_600)
+
+
+async def test_nobody_waits_for_a_redis_that_hangs(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 0.05)
+    one = gateway()
+    one._redis = hanging = Hanging()
+    took_s = []
+    for key in "abc":
+        began = time.perf_counter()
+        assert await one.begin("t", key, b"r", 0.0) is None
+        await one.end("t", key, ANSWER, 0.0)
+        took_s.append(time.perf_counter() - began)
+        assert await one.begin("t", key, b"r", 0.0) == ANSWER
+    assert hanging.asked == 1, "only the first one waits"
+    assert min(took_s) < 0.05, took_s
+    print(f"with a Redis that hangs: {', '.join(f'{each * 1e3:.1f} ms' for each in took_s)}")
