@@ -40,6 +40,8 @@ from coordinator.tasks import HELD, State, Task, ask, dropped, new_task, too_lon
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
 
+LOSSES_MAX = 3
+LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
 FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
 """What the client of a task is told that its leader could not run."""
 
@@ -199,9 +201,12 @@ class TaskPool:
     def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
         """Take up again what a lost rank led, behind what the gateways have of it."""
         effects: list[Effect] = []
-        for task in self._tasks:
+        for task in list(self._tasks):
+            task.losses += task.leader == rank
+            if task.losses > LOSSES_MAX:
+                effects += self._fail(TaskFailed(task.id, "worker_lost", LOST_TOO_OFTEN))
             # Its last tokens may be lost; or the rank lives, and comes back with the task.
-            if task.leader == rank or (rank in task.former and task.state is not State.ASKED):
+            elif task.leader == rank or (rank in task.former and task.state is not State.ASKED):
                 effects += self._take_back(task, task.attempt, now_ms)
         for task_id, ended in self._ended.in_doubt(rank):
             effects.append(ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1)))

@@ -52,6 +52,8 @@ class Task:
     """Leaders that gave it on, and whose last tokens may still be under way."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
+    losses: int = 0
+    """How many ranks were lost while they led it."""
     is_charged: bool = False
     """Its tenant's share of the tier was charged with it."""
 

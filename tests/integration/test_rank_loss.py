@@ -109,11 +109,15 @@ def submit(client: TaskClient, tag: str) -> list[str]:
     return names
 
 
-def kill(cell: BareCell, rank: int) -> tuple[int, float]:
-    """SIGKILL a rank and wait until the coordinator knows; returns its pid and the seconds."""
-    pid = int(ranks_of(cell)[rank]["pid"])
-    os.kill(pid, signal.SIGKILL)
-    return pid, until(cell, "seen", lambda _: ranks_of(cell)[rank]["exited"])
+def kill(cell: BareCell, rank: int) -> float:
+    """SIGKILL a rank and wait until the coordinator knows; returns the seconds.
+
+    By the rank's silence alone it would know after `lost_after_ms`.
+    """
+    os.kill(int(ranks_of(cell)[rank]["pid"]), signal.SIGKILL)
+    seen_s = until(cell, "seen", lambda _: ranks_of(cell)[rank]["exited"])
+    assert seen_s < cell.config.coordinator.lost_after_ms / 1e3
+    return seen_s
 
 
 async def streams_through_loss(
@@ -128,7 +132,7 @@ async def streams_through_loss(
         assert not all(client.streams[name].finished for name in names)
         if switch_to is not None:
             await asyncio.to_thread(cell.ask, switch_to, "reshard")
-        _, seen_s = await asyncio.to_thread(kill, cell, rank)
+        seen_s = await asyncio.to_thread(kill, cell, rank)
         streams = await client.finish(*names)
     pauses = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
     print(
