@@ -147,7 +147,7 @@ class Launcher:
         os.close(writer)
         self._pids[pid] = rank
         self._ready[rank] = reader
-        announce("rank_started", rank=rank, pid=pid, incarnation=incarnation)
+        announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
 
     def _keep_up(self, base: EngineConfig) -> bool:
         """Wait until all ranks have ended for good; returns whether that was a failure."""

@@ -6,6 +6,7 @@ group if they ended too. Times are printed; docs/faults.md has them.
 """
 
 import asyncio
+import json
 import os
 import signal
 import statistics
@@ -19,30 +20,33 @@ import pytest
 
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 TASKS = 8
-TOKENS = 120
+TOKENS = 240
 BEGUN_TOKENS = 20
 """All streams have so many when the rank is killed."""
 BACK_LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
+STARTED = '"event": "rank_started"'
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     """Four ranks in fp32, so that tokens must be identical; nothing is left of them."""
-    before = set(SHARED_MEMORY.iterdir())
     with bare_cell(
         tmp_path_factory.mktemp("loss"),
         ranks=4,
         engine_args=["--dtype", "float32", "--max-model-len", "1024"],
     ) as running:
         yield running
-        pids = [rank["pid"] for rank in ranks_of(running)]
-        pids += [int(process.pid) for process in running.processes.values()]
-    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-    assert set(SHARED_MEMORY.glob("*aileron*")) <= before
+    started = [json.loads(line) for line in running.log("worker").splitlines() if STARTED in line]
+    assert len(started) > 4
+    assert [each for each in started if Path(f"/proc/{each['pid']}").exists()] == []
+    names = [path.name for path in SHARED_MEMORY.iterdir()]
+    for each in started:
+        own = f"{each['dist_port']}-", f"aileron-board-{each['pid']}-"
+        assert not [name for name in names if name.startswith(own)]
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +113,12 @@ def submit(client: TaskClient, tag: str) -> list[str]:
     return names
 
 
-def kill(cell: BareCell, rank: int) -> float:
+def kill(cell: BareCell, rank: int, pid: int) -> float:
     """SIGKILL a rank and wait until the coordinator knows; returns the seconds.
 
     By the rank's silence alone it would know after `lost_after_ms`.
     """
-    os.kill(int(ranks_of(cell)[rank]["pid"]), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     seen_s = until(cell, "seen", lambda _: ranks_of(cell)[rank]["exited"])
     assert seen_s < cell.config.coordinator.lost_after_ms / 1e3
     return seen_s
@@ -124,7 +128,7 @@ async def streams_through_loss(
     cell: BareCell, tag: str, rank: int, switch_to: str | None = None
 ) -> list[Stream]:
     """Kill a rank in the middle of all streams (and of a switch); returns them at their end."""
-    client = TaskClient()
+    client, pid = TaskClient(), int(ranks_of(cell)[rank]["pid"])
     async with client.connected(cell):
         names = submit(client, tag)
         while any(len(client.streams[name].tokens) < BEGUN_TOKENS for name in names):
@@ -132,7 +136,7 @@ async def streams_through_loss(
         assert not all(client.streams[name].finished for name in names)
         if switch_to is not None:
             await asyncio.to_thread(cell.ask, switch_to, "reshard")
-        seen_s = await asyncio.to_thread(kill, cell, rank)
+        seen_s = await asyncio.to_thread(kill, cell, rank, pid)
         streams = await client.finish(*names)
     pauses = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
     print(

@@ -1,7 +1,7 @@
 """When a rank's main loop counts as stuck."""
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Phase, Stop
+from coordinator.protocol.messages import Carry, Phase, Stop, Target
 from coordinator.protocol.seat import Seat
 from tests.unit.coordinator.builders import directive, target
 from worker.peer_loss import PeerLoss
@@ -28,13 +28,13 @@ def watched(rank: int) -> PeerLoss:
     return loss
 
 
-def without(rank: int) -> object:
+def without(rank: int) -> Target:
     return target(f"{'off1+dp1' if rank == 0 else 'dp1+off1'}+dp2", 2)
 
 
 def test_a_rank_whose_peer_is_cut_out_may_take_its_time_and_no_longer() -> None:
     loss = watched(0)
-    loss.heard(directive(without(1), 2, Phase.PARK))  # type: ignore[arg-type]
+    loss.heard(directive(without(1), 2, Phase.PARK))
     assert not loss.is_stuck(5.0)
     assert not loss.is_stuck(5.0 + LIMIT_S)
     assert loss.is_stuck(5.1 + LIMIT_S)
@@ -50,7 +50,7 @@ def test_a_peer_that_is_a_new_process_is_lost() -> None:
 def test_a_rank_that_leaves_in_time_is_not_stuck() -> None:
     seat = joined(0)
     loss = PeerLoss(seat, LIMIT_S)
-    told = directive(without(1), 2, Phase.PARK, carry=Carry.RECOMPUTE)  # type: ignore[arg-type]
+    told = directive(without(1), 2, Phase.PARK, carry=Carry.RECOMPUTE)
     loss.heard(told)
     assert not loss.is_stuck(0.0)
     seat.on_directive(told)
