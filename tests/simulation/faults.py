@@ -55,11 +55,11 @@ class Faults:
         self._restart_at: dict[Rank, int] = {}
         self._exit_at: dict[Rank, int] = {}
         own = random.Random(str(rng.getstate()))
-        self.spins = own.random() < 0.5
+        self.spins = own.random() < 0.25
         """A collective with a dead peer never ends, instead of failing."""
-        self.pairs = own.random() < 0.5
+        self.pairs = own.random() < 0.2
         """A rank's neighbour dies with it."""
-        self.together = own.choice((0, 5, 80))
+        self.together = own.choice((0, 0, 5, 80))
         """Ranks that are to be started again within so many ticks start together."""
         self._core_at = 0
         self._now = 0
