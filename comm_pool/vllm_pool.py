@@ -73,6 +73,7 @@ class CommunicatorPool:
         config: VllmConfig,
         *,
         rank: Rank,
+        first: Rank,
         world: int,
         widths: tuple[int, ...],
         mixed: tuple[Mixed, ...],
@@ -80,14 +81,18 @@ class CommunicatorPool:
         device: torch.device,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Join the world and create every group of the plan; a collective call of all ranks.
+        """Join the world and create every group of the plan; a collective call of all its ranks.
 
-        `mixed` shapes get their strided groups behind it; those have no control plane.
+        The `world` ranks from `first` on have been started together: all of the cell, or an aligned
+        part of it that was started again. `mixed` shapes get their strided groups behind the plan;
+        those have no control plane.
         """
+        self._first = first
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ["VLLM_DIST_IDENT"] = init_method.rsplit(":", 1)[-1]
         with set_current_vllm_config(config):
-            parallel_state.init_distributed_environment(world, rank, init_method, rank, backend)
+            place = rank - first
+            parallel_state.init_distributed_environment(world, place, init_method, rank, backend)
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()
         self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
@@ -132,7 +137,7 @@ class CommunicatorPool:
         if group.mq_broadcaster is not None and device.type == "cpu":
             # vLLM's readers spin for 1 s after each message: too long where ranks share cores.
             group.mq_broadcaster._spin_condition.busy_loop_s = CPU_SPIN_S
-        ranks = tuple(Rank(member) for member in group.ranks)
+        ranks = tuple(Rank(self._first + place) for place in group.ranks)
         return Communicator(
             ranks,
             group,

@@ -82,7 +82,7 @@ class Core:
     def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
         self._settings = settings
         self._coordinator_id = coordinator_id
-        self._roster = Roster(settings.world, rejoins=settings.rejoins)
+        self._roster = Roster(settings.world)
         self._switcher = Switcher(settings.switch, self._roster, now_ms)
         self._pool = TaskPool(
             PoolLimits(

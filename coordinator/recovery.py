@@ -51,7 +51,8 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
     target = best.target
     if target is None:
         missing = set(initial.ranks).difference(heard)
-        return Resumed(Target(()), best.stage, initial.without(missing), (), (), "start")
+        layout = _possible(initial.without(missing), roster)
+        return Resumed(Target(()), best.stage, layout, (), (), "start")
     gone = tuple(
         rank
         for rank in map(Rank, range(roster.world))
@@ -60,12 +61,20 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
     return Resumed(
         target=target,
         stage=best.stage,
-        layout=target.layout.without(gone).plus(heard),
+        layout=_possible(target.layout.without(gone).plus(heard), roster),
         serving=tuple(binding for binding in target.bindings if _serves(binding, target, heard)),
         gone=gone,
         cause="coordinator restarted",
         moved=max((report.told_in, report.moved) for report in heard.values())[1],
     )
+
+
+def _possible(layout: Layout, roster: Roster) -> Layout:
+    """Let ranks serve alone whose groups cannot be formed, as they were not started together."""
+    for group in layout.groups:
+        if not all(roster.supports(rank, group.width) for rank in group.ranks):
+            layout = layout.without(group.ranks).plus(group.ranks)
+    return layout
 
 
 def _serves(binding: Binding, target: Target, heard: dict[Rank, Report]) -> bool:

@@ -31,12 +31,13 @@ def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> st
 
 
 def _refuse_group(group: Group, roster: Roster) -> str | None:
+    if not roster.is_one_cohort(group.ranks):
+        newest = max(group.ranks, key=lambda rank: roster[rank].hello.cohort)
+        return (
+            f"rank {newest} was restarted without all others of {group.name}, so they have no "
+            f"communicators: keep them in dp, or restart the cell."
+        )
     for rank in group.ranks:
-        if roster.is_degraded(rank):
-            return (
-                f"rank {rank} was restarted, so its communicators are gone and it can only serve "
-                f"alone: keep it in dp, or restart the cell."
-            )
         if not roster.supports(rank, group.width):
             return f"rank {rank} does not support groups {group.width} wide."
         if group.mode not in (Mode.SP, Mode.SHIFT):

@@ -5,7 +5,7 @@ and a process that was seen to end is never heard again. Called by the switcher,
 placement and the admin views; it decides nothing about layouts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -46,16 +46,17 @@ class Seen:
 class Roster:
     """The ranks of a cell as far as they were heard.
 
-    `rejoins` says whether a restarted rank may be in wide groups again; without it a restart
-    leaves it to serve alone, because its peers' communicators ended with the old process.
+    Only ranks of one cohort, that is started together, can form wide groups: communicators that
+    others shared with an earlier process ended with it.
     """
 
-    __slots__ = ("_rejoins", "_seen", "world")
+    __slots__ = ("_seen", "_widest", "world")
 
-    def __init__(self, world: int, *, rejoins: bool) -> None:
+    def __init__(self, world: int) -> None:
         self.world = world
-        self._rejoins = rejoins
         self._seen: dict[Rank, Seen] = {}
+        self._widest = 1
+        """The widest group that any process could be in."""
 
     def __getitem__(self, rank: Rank) -> Seen:
         """Return what is known of a rank that was heard."""
@@ -76,6 +77,7 @@ class Roster:
     def on_hello(self, hello: RankHello, now_ms: int) -> Arrival:
         """Take a session's first message."""
         seen = self._seen.get(hello.rank)
+        self._widest = max(self._widest, *hello.widths)
         if seen is None:
             self._seen[hello.rank] = Seen(hello, now_ms)
             return Arrival.FIRST
@@ -135,18 +137,25 @@ class Roster:
             seen.heard_at_ms += stall_ms
 
     def is_degraded(self, rank: Rank) -> bool:
-        """Say whether the rank may only serve alone, because it was restarted."""
-        return self._seen[rank].restarts > 0 and not self._rejoins
+        """Say whether the rank may only serve alone, because it or its peers were started again."""
+        return self._widest > 1 and not self.has_peers(rank)
 
     def has_peers(self, rank: Rank) -> bool:
-        """Say whether the rank can share KV with others: those of its first process can."""
+        """Say whether the rank can be in a wide group, and so share KV with others."""
         return any(self.supports(rank, width) for width in self._seen[rank].hello.widths[1:])
 
+    def is_one_cohort(self, ranks: Iterable[Rank]) -> bool:
+        """Say whether those of the ranks that were heard have been started together."""
+        cohorts = {self._seen[rank].hello.cohort for rank in ranks if rank in self._seen}
+        return len(cohorts) <= 1
+
     def supports(self, rank: Rank, width: int) -> bool:
-        """Say whether the rank can be a member of groups of this width."""
+        """Say whether the rank can be a member of its group of this width."""
         if width == 1:
             return True
-        return width in self._seen[rank].hello.widths and not self.is_degraded(rank)
+        first = rank - rank % width
+        peers = map(Rank, range(first, first + width))
+        return width in self._seen[rank].hello.widths and self.is_one_cohort(peers)
 
     def can_compute(self, rank: Rank, width: int, mode: StepMode) -> bool:
         """Say whether the rank can compute steps of such groups in a mode."""

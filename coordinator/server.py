@@ -1,4 +1,4 @@
-"""The gRPC server of a cell: one session per rank and per gateway.
+"""The gRPC server of a cell: one session per rank and per gateway, and those of launchers.
 
 Every session starts with the shared token and a hello of the right version; a second session of
 the same rank or gateway replaces the first. What peers say becomes events, what the core says
@@ -6,6 +6,7 @@ leaves through the session's outbox. Decides nothing about ranks, tasks or layou
 """
 
 import asyncio
+import functools
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from coordinator.events import (
     GatewayOpened,
     GatewaySaid,
     RankClosed,
+    RankExited,
     RankOpened,
     RankSaid,
 )
@@ -88,6 +90,9 @@ class CellServer:
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
+        self._ended: dict[Rank, int] = {}
+        """The newest process of each rank that a launcher saw end."""
+        self._launchers: set[Outbox] = set()
         self.gathered = Gathered()
         """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
@@ -99,6 +104,7 @@ class CellServer:
         handlers = {
             wire.RANK_METHOD: grpc.stream_stream_rpc_method_handler(self._rank_session),
             wire.GATEWAY_METHOD: grpc.stream_stream_rpc_method_handler(self._gateway_session),
+            wire.LAUNCHER_METHOD: grpc.stream_stream_rpc_method_handler(self._launcher_session),
         }
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(wire.SERVICE, handlers),)
@@ -117,7 +123,8 @@ class CellServer:
     async def stop(self) -> None:
         """End all sessions; peers come back to the next coordinator by themselves."""
         owner = self._owner
-        for outbox in (*owner.rank_outboxes.values(), *owner.gateway_outboxes.values()):
+        peers = *owner.rank_outboxes.values(), *owner.gateway_outboxes.values()
+        for outbox in (*peers, *self._launchers):
             outbox.close(STOPPING)
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
@@ -127,6 +134,9 @@ class CellServer:
 
     async def _gateway_session(self, _: object, context: Context) -> None:
         await self._session(context, self._open_gateway)
+
+    async def _launcher_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_launcher)
 
     async def _session(
         self, context: Context, open_session: Callable[[bytes], Awaitable[_Session]]
@@ -177,6 +187,11 @@ class CellServer:
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"a newer process took the place of rank {rank}: end this one.",
             )
+        if hello.incarnation <= self._ended.get(rank, -1):
+            raise RefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this process of rank {rank} has ended, as its launcher says.",
+            )
         self._incarnations[rank] = hello.incarnation
 
         def read(message: bytes) -> Event:
@@ -190,6 +205,25 @@ class CellServer:
 
         closed = RankClosed(rank, hello.incarnation)
         return await self._open(self._owner.rank_outboxes, rank, RankOpened(hello), read, closed)
+
+    async def _open_launcher(self, raw: bytes) -> _Session:
+        async def hear(message: bytes) -> None:
+            said = _decode(wire.decode_launcher_up, message)
+            _require_version(said.version)
+            for rank, incarnation in said.ended:
+                if 0 <= rank < self._world and incarnation > self._ended.get(rank, -1):
+                    self._ended[rank] = incarnation
+                    await self._owner.post(
+                        RankExited(rank), functools.partial(self._is_newest, rank, incarnation)
+                    )
+
+        outbox = Outbox()
+        await hear(raw)
+        self._launchers.add(outbox)
+        return _Session(outbox, hear, lambda: self._launchers.discard(outbox))
+
+    def _is_newest(self, rank: Rank, incarnation: int) -> bool:
+        return self._incarnations.get(rank) == incarnation
 
     async def _open_gateway(self, raw: bytes) -> _Session:
         hello = _decode(wire.decode_gateway_up, raw)

@@ -88,8 +88,6 @@ class CoreSettings:
     """The tasks of a gateway that is away for longer are cancelled."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
-    rejoins: bool = False
-    """Restarted ranks may be in wide groups again: their communicators can be made anew."""
 
     @property
     def switch(self) -> SwitchSettings:

@@ -35,11 +35,13 @@ from coordinator.protocol.messages import (
 from coordinator.settings import PoolLimits
 from coordinator.shedding import Shedding
 from coordinator.task_table import TaskTable
-from coordinator.tasks import HELD, State, Task, ask, dropped, new_task, too_long
+from coordinator.tasks import HELD, State, Task, ask, dropped, is_newest, new_task, too_long
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
 
+LOSSES_MAX = 3
+LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
 FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
 """What the client of a task is told that its leader could not run."""
 
@@ -203,9 +205,12 @@ class TaskPool:
     def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
         """Take up again what a lost rank led, behind what the gateways have of it."""
         effects: list[Effect] = []
-        for task in self._tasks:
+        for task in list(self._tasks):
+            task.losses += task.leader == rank
+            if task.losses > LOSSES_MAX:
+                effects += self._fail(TaskFailed(task.id, "worker_lost", LOST_TOO_OFTEN))
             # Its last tokens may be lost; or the rank lives, and comes back with the task.
-            if task.leader == rank or (rank in task.former and task.state is not State.ASKED):
+            elif task.leader == rank or (rank in task.former and task.state is not State.ASKED):
                 effects += self._take_back(task, task.attempt, now_ms)
         for task_id, ended in self._ended.in_doubt(rank):
             effects.append(ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1)))
@@ -334,7 +339,9 @@ class TaskPool:
         """Believe a rank that it holds a task, unless more is known."""
         task_id = held.header.task
         task = self._tasks.get(task_id)
-        if task_id in self._ended or (task and not self._is_newest(task, rank, held)):
+        if task_id in self._ended or (
+            task and not is_newest(task, rank, held, recovering=self.recovering)
+        ):
             return [ToRank(rank, Drop(task_id, held.attempt))]
         effects: list[Effect] = []
         if task is None:
@@ -348,13 +355,6 @@ class TaskPool:
         task.generated = max(task.generated, held.generated)
         self._tasks.enter(task, State.PAUSED if held.paused else State.PLACED, now_ms, rank)
         return effects
-
-    def _is_newest(self, task: Task, rank: Rank, held: HeldTask) -> bool:
-        """Say whether what the rank holds is the task's newest attempt."""
-        if task.state in HELD:
-            is_known = task.leader == rank and task.attempt == held.attempt
-            return is_known or (self.recovering and held.attempt > task.attempt)
-        return task.state is State.ASKED and self.recovering and held.attempt >= task.told
 
     def _take_back(self, task: Task, attempt: int, now_ms: int) -> list[Effect]:
         """Let a task go on behind what its gateway has, and nowhere up to this attempt."""

@@ -5,7 +5,7 @@ from enum import Enum
 
 from comm_pool.layout import Rank
 from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.protocol.messages import Drop, Resubmit, Submit, TaskHeader, TaskId
+from coordinator.protocol.messages import Drop, HeldTask, Resubmit, Submit, TaskHeader, TaskId
 
 
 class State(Enum):
@@ -52,6 +52,8 @@ class Task:
     """Leaders that gave it on, and whose last tokens may still be under way."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
+    losses: int = 0
+    """How many ranks were lost while they led it."""
     is_charged: bool = False
     """Its tenant's share of the tier was charged with it."""
 
@@ -111,3 +113,11 @@ def dropped(task: Task) -> list[Effect]:
 def ask(task: Task) -> Effect:
     """Ask the task's gateway to submit it again, and to take no token of this attempt."""
     return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
+
+
+def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bool:
+    """Say whether what a rank says that it holds is the task's newest attempt."""
+    if task.state in HELD:
+        is_known = task.leader == rank and task.attempt == held.attempt
+        return is_known or (recovering and held.attempt > task.attempt)
+    return task.state is State.ASKED and recovering and held.attempt >= task.told

@@ -93,7 +93,7 @@ FAILURE_REASONS: Final = frozenset(
     {
         *("context_length_exceeded", "deadline_exceeded", "internal_error", "invalid_value"),
         *("no_healthy_workers", "not_serving", "queue_full", "switching_timeout"),
-        *("tier_capacity",),
+        *("tier_capacity", "worker_lost"),
     }
 )
 

@@ -51,6 +51,7 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "queue_full": (429, "rate_limit_error"),
     "tier_capacity": (429, "rate_limit_error"),
     "internal_error": (500, _SERVER),
+    "worker_lost": (500, _SERVER),
     "not_implemented": (501, _SERVER),
     "no_healthy_workers": (503, _UNAVAILABLE),
     "not_serving": (503, _UNAVAILABLE),
@@ -79,7 +80,9 @@ _CODE_OF_STATUS: Final[dict[int, str]] = {
     504: "deadline_exceeded",
 }
 
-_NO_RETRY = frozenset({"conflict", "deadline_exceeded", "quota_exceeded", "request_too_large"})
+_NO_RETRY = frozenset(
+    {"conflict", "deadline_exceeded", "quota_exceeded", "request_too_large", "worker_lost"}
+)
 _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)

@@ -1,24 +1,30 @@
 """Imports vLLM and reads the engine configuration once, and forks one process per rank from that.
 
 A fork costs milliseconds where an import costs seconds. The launcher itself never computes, so no
-thread pool or device context exists when it forks. It ends when all ranks have ended, and ends them
-all when one dies: a cell without one of its ranks is the coordinator's to heal, not the launcher's.
+thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
+coordinator know through the herald, and starts the rank again; only a rank that fails before the
+whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
+together, so that groups of all widths can be formed once more.
 """
 
 import ctypes
 import functools
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
 from comm_pool.layout import Rank
-from coordinator.protocol.config import Config
+from coordinator.protocol.config import Config, shared_token
+from worker.herald import HeraldPipe, run_herald
 from worker.rank_process import announce, build_engine, serve_rank
+from worker.restarts import Cohort, Restarts, split
 from worker.vllm_config import EngineConfig, replica_config
 
 log = structlog.get_logger()
@@ -26,11 +32,33 @@ log = structlog.get_logger()
 STOP_LIMIT_S = 10.0
 """How long ranks may take to end after SIGTERM before they are killed."""
 
+TOGETHER_MARGIN_S = 0.5
+"""Ranks that end within so much more than `stuck_after_ms` are started again together."""
+
+HERALD_PAUSE_S = 0.1
+"""Before a herald that ended is started again, so that one that cannot start costs little."""
+
+WAKE_S = 0.5
+"""Longest wait for a signal: whatever was missed is seen then."""
+
 PR_SET_PDEATHSIG = 1
+AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that the launcher waits for instead of being interrupted by them."""
+
+READY = b"r"
+NS_PER_S = 1_000_000_000
 
 
 def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
     """Fork; the child runs `run` and exits 0, or prints why not and exits 1. Returns its pid."""
+
+    def failed(error: BaseException) -> None:
+        announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
+
+    return _fork(run, failed)
+
+
+def _fork(run: Callable[[], None], failed: Callable[[BaseException], None]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -40,11 +68,14 @@ def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        # Ctrl-C reaches all processes of a terminal; the launcher ends its own in order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
         run()
         status = 0
     except BaseException as error:  # noqa: BLE001 -- the end of this process, whatever it is
         traceback.print_exc()
-        announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
+        failed(error)
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would run destructors of torch and ZeroMQ in an order nobody tests.
@@ -57,50 +88,178 @@ class Launcher:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._pids: dict[int, Rank] = {}
-        self._stopping = False
+        self._ready: dict[Rank, int] = {}
+        """Where each rank's process says that it can serve: a pipe."""
+        # Members of a group that are stuck end a little later than the one that they wait for.
+        together_s = config.cell.stuck_after_ms / 1e3 + TOGETHER_MARGIN_S
+        self._restarts = Restarts(config.cell.ranks, together_s)
+        self._pipe = HeraldPipe()
+        self._herald = 0
+        self._is_stopping = False
+        self._is_renewing = False
+        """All ranks are to end, and to start again together."""
+        self._kill_at_s: float | None = None
+        """When ranks are killed that were told to end; None while they are kept up."""
 
     def run(self) -> int:
-        """Start all ranks and wait for them; returns the exit code."""
+        """Start all ranks and keep them up until a signal; returns the exit code."""
         announce("worker_progress", stage="config", done=0, total=1)
         base = replica_config(self._config)
         announce("worker_progress", stage="config", done=1, total=1)
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-        for number in range(self._config.cell.ranks):
-            self._start(base, Rank(number))
-        return self._wait()
+        # From here on they are waited for, so none is lost between two looks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+        self._start_herald()
+        cell = self._config.cell
+        self._start(base, tuple(map(Rank, range(cell.ranks))), cell.dist_port)
+        failed = self._keep_up(base)
+        os.kill(self._herald, signal.SIGKILL)
+        os.waitpid(self._herald, 0)
+        return 1 if failed else 0
 
-    def _start(self, base: EngineConfig, rank: Rank) -> None:
-        incarnation = time.time_ns() // 1_000_000_000
-        pid = fork_rank(rank, lambda: serve_rank(self._config, base, rank, incarnation))
+    def _start_herald(self) -> None:
+        listen, token = self._config.coordinator.listen, shared_token()
+
+        def run() -> None:
+            os.close(self._pipe.writer)
+            run_herald(listen, token, self._pipe.reader)
+
+        self._herald = _fork(run, lambda _: None)
+        self._pipe.tell(self._restarts.ended())
+
+    def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
+        cohort = Cohort(time.time_ns(), ranks, port)
+        for rank in ranks:
+            self._start_rank(base, rank, cohort)
+
+    def _start_rank(self, base: EngineConfig, rank: Rank, cohort: Cohort) -> None:
+        incarnation = self._restarts.started(rank, cohort, cohort.number // NS_PER_S)
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+
+        def is_ready() -> None:
+            os.write(writer, READY)
+
+        def run() -> None:
+            self._pipe.close()
+            serve_rank(self._config, base, rank, incarnation, cohort, is_ready)
+
+        pid = fork_rank(rank, run)
+        os.close(writer)
         self._pids[pid] = rank
-        announce("rank_started", rank=rank, pid=pid)
+        self._ready[rank] = reader
+        announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
 
-    def _on_signal(self, _number: int, _frame: object) -> None:
-        self._stopping = True
+    def _keep_up(self, base: EngineConfig) -> bool:
+        """Wait until all ranks have ended for good; returns whether that was a failure."""
+        failed = False
+        while self._pids or (not self._is_stopping and self._are_due):
+            self._await_signal()
+            self._see_who_is_ready()
+            failed |= self._see_who_ended()
+            now_s = time.monotonic()
+            self._kill_late(now_s)
+            if not self._is_stopping:
+                self._start_due(base, now_s)
+        return failed
+
+    @property
+    def _are_due(self) -> bool:
+        return self._is_renewing or self._restarts.next_due_s() is not None
+
+    def _start_due(self, base: EngineConfig, now_s: float) -> None:
+        cell = self._config.cell
+        due = self._restarts.take_due(now_s)
+        if self._is_renewing:
+            due = [] if self._pids else [Rank(number) for number in range(cell.ranks)]
+        if due:
+            self._is_renewing, self._kill_at_s = False, None
+        for ranks in split(due, cell.widths, cell.ranks):
+            self._start(base, ranks, _free_port())
+
+    def _await_signal(self) -> None:
+        wait_s, due_s = WAKE_S, self._restarts.next_due_s()
+        if due_s is not None and not (self._is_stopping or self._is_renewing):
+            wait_s = min(WAKE_S, max(0.0, due_s - time.monotonic()))
+        taken = signal.sigtimedwait(AWAITED, wait_s)
+        if taken is None or taken.si_signo == signal.SIGCHLD:
+            return
+        if taken.si_signo != signal.SIGUSR1:
+            self._stop()
+        elif self._restarts.all_were_ready and not (self._is_stopping or self._is_renewing):
+            log.info("ranks_renewed", reason="SIGUSR1")
+            self._is_renewing = True
+            self._restarts.forgive()
+            self._end_all()
+
+    def _stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._end_all()
+
+    def _end_all(self) -> None:
+        self._kill_at_s = time.monotonic() + STOP_LIMIT_S
         for pid in self._pids:
             os.kill(pid, signal.SIGTERM)
-        signal.signal(signal.SIGALRM, self._kill)
-        signal.setitimer(signal.ITIMER_REAL, STOP_LIMIT_S)
 
-    def _kill(self, _number: int, _frame: object) -> None:
+    def _kill_late(self, now_s: float) -> None:
+        if self._kill_at_s is None or now_s < self._kill_at_s:
+            return
         for pid, rank in self._pids.items():
             log.warning("rank_killed", rank=rank, reason=f"it ran on for {STOP_LIMIT_S} s")
             os.kill(pid, signal.SIGKILL)
 
-    def _wait(self) -> int:
+    def _see_who_is_ready(self) -> None:
+        for rank, reader in self._ready.items():
+            with suppress(BlockingIOError):
+                if os.read(reader, 1) == READY:
+                    self._restarts.ready(rank, time.monotonic())
+
+    def _see_who_ended(self) -> bool:
+        """Take note of all processes that ended; returns whether the cell cannot start."""
         failed = False
-        while self._pids:
-            pid, status = os.wait()
-            rank = self._pids.pop(pid, None)
-            if rank is None:
-                continue
-            code = os.waitstatus_to_exitcode(status)
-            announce("rank_exited", rank=rank, pid=pid, code=code)
-            if code != 0 and not self._stopping:
-                failed = True
-                self._on_signal(0, None)
-        return 1 if failed else 0
+        while (ended := _next_ended()) is not None:
+            pid, status = ended
+            if pid == self._herald:
+                time.sleep(HERALD_PAUSE_S)
+                self._start_herald()
+            elif (rank := self._pids.pop(pid, None)) is not None:
+                failed |= self._rank_ended(rank, pid, os.waitstatus_to_exitcode(status))
+        return failed
+
+    def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
+        os.close(self._ready.pop(rank))
+        cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
+        stuck = self._restarts.waits_for(rank) if code else []
+        delay_s = None
+        if self._is_renewing or code == 0 or self._is_stopping or cannot_start:
+            self._restarts.left(rank)
+        else:
+            delay_s = self._restarts.exited(rank, time.monotonic())
+        self._pipe.tell(self._restarts.ended())
+        announce("rank_exited", rank=rank, pid=pid, code=code, starts_in_s=delay_s)
+        if cannot_start:
+            self._stop()
+        elif not (self._is_stopping or self._is_renewing):
+            for pid in [pid for pid, each in self._pids.items() if each in stuck]:
+                os.kill(pid, signal.SIGKILL)
+        return cannot_start
+
+
+def _free_port() -> int:
+    """A port that nobody listens on now; if it is taken meanwhile, the start is tried again."""
+    with socket.socket() as probed:
+        probed.bind(("127.0.0.1", 0))
+        port: int = probed.getsockname()[1]
+        return port
+
+
+def _next_ended() -> tuple[int, int] | None:
+    """A child that has ended, with its status; None if there is none."""
+    with suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            return pid, status
+    return None
 
 
 def probe(config: Config) -> int:

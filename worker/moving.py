@@ -9,7 +9,7 @@ KV and are computed again.
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class _Pending:
 class Moving:
     """The moves of one rank; used by its main loop alone, at safe points."""
 
-    def __init__(self, member: "Member", boards: Sequence[Board], rank: Rank) -> None:
+    def __init__(self, member: "Member", boards: Mapping[Rank, Board], rank: Rank) -> None:
         self._member = member
         self._boards = boards
         self._rank = rank
@@ -177,7 +177,9 @@ class Moving:
             if own.epoch != epoch:
                 self.tell(epoch)
             manifests: dict[int, Manifest] = {
-                rank: self._read(rank, epoch, overtaken) for rank in directive.movers
+                rank: self._read(rank, epoch, overtaken)
+                for rank in directive.movers
+                if rank in self._boards  # Others cannot be read, nor be in a group with this one.
             }
             engine = self._member.engine
             move = plan_move(
@@ -209,7 +211,7 @@ class Moving:
         return manifest
 
     def _carry_out(self, pending: _Pending, overtaken: Callable[[], bool]) -> None:
-        mover = self._member.engine.mover
+        mover, first = self._member.engine.mover, self._member.engine.spec.first
         own = self._boards[self._rank]
         plan = pending.move.plan
         # What this rank leads may be lost from now on, and it knows: nobody begins before.
@@ -219,7 +221,9 @@ class Moving:
             if number > 1 or spoils or not isinstance(mover, PeerMover):
                 self._meet(pending, number, overtaken)
             copies = {
-                each.dst_rank: by_source(each.src_ranks, each.src_units, each.dst_units)
+                each.dst_rank - first: by_source(
+                    each.src_ranks - first, each.src_units, each.dst_units
+                )
                 for each in plan.copies
                 if each.round == number
             }
@@ -242,7 +246,7 @@ class Moving:
         for rank in pending.move.ranks:
 
             def is_there(rank: int = rank) -> bool:
-                board = self._boards[rank]
+                board = self._boards[Rank(rank)]
                 if board.epoch != pending.epoch or board.round == GAVE_UP:
                     raise MoveFailedError(f"rank {rank} gave the move up.")
                 return board.round >= number

@@ -69,7 +69,7 @@ class RankLoop:
         member: Member,
         session: RankSession,
         inbox: Inbox,
-        incarnation: int,
+        seat: Seat,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -77,8 +77,8 @@ class RankLoop:
         self._session = session
         self._inbox = inbox
         self._rank: Rank = engine.spec.rank
-        self._incarnation = incarnation
-        self._seat = Seat(self._rank, incarnation)
+        self._incarnation = seat.incarnation
+        self._seat = seat
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
         self._deferred: list[Drop | GiveBack] = []
@@ -392,6 +392,7 @@ class RankLoop:
             adopted=self._member.moving.adopted if self._seat.is_moving else (),
             adopted_in=self._member.moving.epoch,
             memory=engine.memory(),
+            cohort=engine.spec.cohort,
             step_times=tuple(map(told, engine.step_times())),
             tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
         )

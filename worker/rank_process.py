@@ -9,20 +9,25 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import structlog
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config, shared_token
+from coordinator.protocol.seat import Seat
 from coordinator.protocol.tracing import start_tracing
 from worker.member import Member
 from worker.outlet import Encoder, Outlet
+from worker.peer_loss import PeerLoss
 from worker.rank_loop import RankLoop
+from worker.restarts import Cohort
 from worker.session import Inbox, RankSession
 from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
 from worker.vllm_rank import RankEngine, RankSpec, settle_environment
+from worker.watchdog import watch
 
 log = structlog.get_logger()
 
@@ -36,32 +41,43 @@ def announce(event: str, **fields: object) -> None:
     os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
 
 
-def rank_spec(config: Config, rank: Rank) -> RankSpec:
-    """What this rank must know, from the cell's configuration."""
+def rank_spec(config: Config, rank: Rank, cohort: Cohort | None = None) -> RankSpec:
+    """What this rank must know; without a `cohort` all ranks of the cell start together."""
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
         threads = 1  # As vLLM's workers: small CPU operations are slower on more.
     if threads == 0 and config.cell.device == "cpu":
         # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
         threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
+    cohort = cohort or Cohort(0, _everyone(config), config.cell.dist_port)
+    world = len(cohort.ranks)
     return RankSpec(
         rank=rank,
-        world=config.cell.ranks,
-        widths=config.cell.widths,
-        mixed=config.mixed_groups(),
-        init_method=f"tcp://127.0.0.1:{config.cell.dist_port}",
+        first=cohort.ranks[0],
+        world=world,
+        widths=tuple(width for width in config.cell.widths if width <= world),
+        widest=max(config.cell.widths),
+        mixed=tuple(each for each in config.mixed_groups() if each.width <= world),
+        init_method=f"tcp://127.0.0.1:{cohort.port}",
         threads=threads,
+        cohort=cohort.number,
     )
 
 
-def build_engine(config: Config, base: EngineConfig, rank: Rank) -> RankEngine:
+def _everyone(config: Config) -> tuple[Rank, ...]:
+    return tuple(map(Rank, range(config.cell.ranks)))
+
+
+def build_engine(
+    config: Config, base: EngineConfig, rank: Rank, cohort: Cohort | None = None
+) -> RankEngine:
     """Build a rank's engine and announce its progress."""
 
     def progress(stage: str, done: int, total: int) -> None:
         announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
 
     started = time.monotonic()
-    engine = RankEngine(base, rank_spec(config, rank), progress)
+    engine = RankEngine(base, rank_spec(config, rank, cohort), progress)
     log.info(
         "rank_built",
         rank=rank,
@@ -73,21 +89,29 @@ def build_engine(config: Config, base: EngineConfig, rank: Rank) -> RankEngine:
     return engine
 
 
-def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int) -> None:
-    """Run a rank until it is told to stop."""
+def serve_rank(
+    config: Config,
+    base: EngineConfig,
+    rank: Rank,
+    incarnation: int,
+    cohort: Cohort,
+    on_ready: Callable[[], None],
+) -> None:
+    """Run a rank until it is told to stop; `on_ready` is called when it can serve."""
     structlog.contextvars.bind_contextvars(rank=rank)
     sys.setswitchinterval(GIL_SWITCH_S)
-    engine = build_engine(config, base, rank)
+    engine = build_engine(config, base, rank, cohort)
     inbox: Inbox = Inbox()
     outlet = Outlet(_encoder)
-    session = RankSession(
-        config.coordinator.listen, shared_token(), config.coordinator.heartbeat_ms / 1e3, inbox
-    )
+    seat = Seat(rank, incarnation)
+    loss = PeerLoss(seat, config.cell.stuck_after_ms / 1e3)
+    heartbeat_s = config.coordinator.heartbeat_ms / 1e3
+    session = RankSession(config.coordinator.listen, shared_token(), heartbeat_s, inbox, loss.heard)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     member = Member(engine, incarnation, outlet)
     if tracing is not None:
         member.book = TracedBook(tracing, rank)
-    loop = RankLoop(config, engine, member, session, inbox, incarnation)
+    loop = RankLoop(config, engine, member, session, inbox, seat)
 
     def stop(number: int, _frame: object) -> None:
         loop.stop_reason = signal.Signals(number).name
@@ -98,7 +122,9 @@ def serve_rank(config: Config, base: EngineConfig, rank: Rank, incarnation: int)
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
+    watch(loss)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
+    on_ready()
     try:
         loop.run()
     finally:

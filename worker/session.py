@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -60,11 +60,20 @@ def merge_reports(older: Report | None, newer: Report) -> Report:
 class RankSession:
     """Keeps one session open; `publish` and `hello` may be called from the main loop."""
 
-    def __init__(self, target: str, token: str, heartbeat_s: float, inbox: Inbox) -> None:
+    def __init__(
+        self,
+        target: str,
+        token: str,
+        heartbeat_s: float,
+        inbox: Inbox,
+        overhear: Callable[[RankDown], None],
+    ) -> None:
+        """`overhear` is told, in the session's thread, what the main loop may be too busy for."""
         self._target = target
         self._token = token
         self._heartbeat_s = heartbeat_s
         self._inbox = inbox
+        self._overhear = overhear
         self._lock = threading.Lock()
         self._latest: Report | None = None
         self._changed = False
@@ -125,6 +134,7 @@ class RankSession:
             self._inbox.put(HelloWanted())
             call = method(self._reports(), metadata=((TOKEN_METADATA_KEY, self._token),))
             async for message in call:
+                self._overhear(message)
                 self._inbox.put(message)
 
     async def _reports(self) -> AsyncIterator[RankUp]:

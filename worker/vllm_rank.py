@@ -101,14 +101,22 @@ class PreparedMode:
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank must know to start."""
+    """What a rank must know to start.
+
+    The `world` ranks from `first` on start together and may form groups of `widths`: all ranks of
+    the cell, or those that are started again. `widest` is the widest group of the cell.
+    """
 
     rank: Rank
+    first: Rank
     world: int
     widths: tuple[int, ...]
+    widest: int
     init_method: str
     threads: int
     mixed: tuple[Mixed, ...] = ()
+    cohort: int = 0
+    """The number that those which start together have in common."""
 
 
 def settle_environment() -> None:
@@ -128,6 +136,7 @@ class RankEngine:
         self.communicators = CommunicatorPool(
             base,
             rank=spec.rank,
+            first=spec.first,
             world=spec.world,
             widths=spec.widths,
             mixed=spec.mixed,
@@ -141,7 +150,9 @@ class RankEngine:
             ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
-        builder = TreeBuilder(base, configs, self.keys, spec.mixed, self.communicators, self.device)
+        builder = TreeBuilder(
+            base, configs, self.keys, spec.widest, spec.mixed, self.communicators, self.device
+        )
         replica = builder.load()
         progress("weights", 1, 1)
         notes.note("weights")
@@ -220,7 +231,7 @@ class RankEngine:
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
             pages = config.cache_config.num_gpu_blocks_override
-        widest = max(self.spec.widths)  # It serves what no rank holds alone.
+        widest = self.spec.widest  # It serves what no rank holds alone.
         longest = config.model_config.max_model_len
         if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
             raise ViewError(
@@ -229,8 +240,11 @@ class RankEngine:
             )
         return KVBuffer(specs, pages, self.device)
 
-    def _connect_peers(self) -> tuple[tuple[Board, ...], Mover]:
-        """Boards and KV memory of all ranks, for moves; a collective of all ranks."""
+    def _connect_peers(self) -> tuple[dict[Rank, Board], Mover]:
+        """Boards and KV memory of all that started together, for moves; a collective of them.
+
+        The mover counts ranks from the first of those that started together.
+        """
         world = get_world_group()
 
         def gather(own: Any) -> Sequence[Any]:
@@ -238,7 +252,8 @@ class RankEngine:
             dist.all_gather_object(told, own, group=world.cpu_group)
             return told
 
-        boards = open_boards(self.spec.rank, gather)
+        opened = open_boards(self.spec.rank - self.spec.first, gather)
+        boards = {Rank(rank): each for rank, each in enumerate(opened, self.spec.first)}
         mover, refusal = make_mover(
             self.kv.raw,
             self.kv.geometry,

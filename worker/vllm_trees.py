@@ -37,12 +37,14 @@ class TreeBuilder:
     """Builds a rank's trees, together with all other ranks.
 
     `keys` are dp and tp of every further width, ascending; `configs` has vLLM's configuration of
-    each, `mixed` the shapes to prepare beside them.
+    each, `mixed` the shapes to prepare beside them. Weights lie in `shards` parts, as in all ranks
+    of the cell, whatever this one has keys for.
     """
 
     base: VllmConfig
     configs: dict[ModeKey, VllmConfig]
     keys: tuple[ModeKey, ...]
+    shards: int
     mixed: tuple[Mixed, ...]
     communicators: CommunicatorPool
     device: torch.device
@@ -57,7 +59,7 @@ class TreeBuilder:
         first = self.keys[0]
         activate(self.communicators.of_width(1))
         with set_current_vllm_config(self.configs[first]):
-            replica = load_replica(self.configs[first], self._shards)
+            replica = load_replica(self.configs[first], self.shards)
             self._prove(replica, replica, first.width, 0)
         self.replica_bytes = weight_bytes(replica)
         return replica
@@ -79,10 +81,6 @@ class TreeBuilder:
         log.info("trees_proved", layers=self._proved, fused_attentions=fused)
         return made
 
-    @property
-    def _shards(self) -> int:
-        return max(key.width for key in self.keys)
-
     def _tp_tree(
         self, width: int, config: VllmConfig, replica: nn.Module, communicator: Communicator
     ) -> nn.Module:
@@ -91,7 +89,7 @@ class TreeBuilder:
         place = communicator.rank_in_group
         with set_current_vllm_config(config):
             tree = build_tp_tree(
-                config, replica, shards=self._shards, width=width, rank_in_group=place
+                config, replica, shards=self.shards, width=width, rank_in_group=place
             )
             self._prove(tree, replica, width, place)
         return tree
@@ -103,7 +101,7 @@ class TreeBuilder:
             width=width,
             rank_in_group=place,
             device=self.device,
-            shards=self._shards,
+            shards=self.shards,
         )
 
     def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:

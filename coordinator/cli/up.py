@@ -125,6 +125,8 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
             return "gateway is up"
         case {"event": "worker_progress", "stage": "config", "done": 0}:
             return "worker has imported vLLM and reads the model's configuration"
+        case {"event": "rank_exited", "rank": rank, "starts_in_s": float(delay_s)}:
+            return f"rank {rank} ended; starting it again in {delay_s:.1f} s, the others serve on"
         case {"event": "rank_failed", "rank": rank, "reason": reason}:
             return f"rank {rank} failed: {reason}"
     return None

@@ -57,6 +57,9 @@ class CellConfig(_Frozen):
     """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
+    stuck_after_ms: int = Field(default=1_000, ge=100)
+    """A rank that does not leave a group within this time after a member was lost is ended: it is
+    stuck in a collective. Longer than a step takes."""
 
 
 class TierLimits(_Frozen):

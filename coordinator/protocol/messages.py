@@ -86,7 +86,7 @@ __all__ = [
     "WidthTimes",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
@@ -98,7 +98,8 @@ class RankHello(Message, frozen=True):
     """First message of a rank's session.
 
     `incarnation` grows with each restart of the rank's process. `max_tasks` is the most tasks a
-    group led by this rank holds at once. `tokens_per_slot` is b of the page geometry.
+    group led by this rank holds at once. `tokens_per_slot` is b of the page geometry. `cohort` is
+    the same number for ranks that were started together: only they share communicators and KV.
     """
 
     version: int
@@ -121,6 +122,7 @@ class RankHello(Message, frozen=True):
     step_times: tuple[WidthTimes, ...] = ()
     tokens_per_step_max: int = 0
     """Most tokens that a step computes; 0 is unknown."""
+    cohort: int = 0
 
 
 class LeaseKept(msgspec.Struct, frozen=True):

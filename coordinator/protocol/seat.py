@@ -162,6 +162,12 @@ class Seat:
         """The last epoch whose move this rank acknowledged."""
 
     @property
+    def joined(self) -> tuple[Binding, dict[Rank, int | None]] | None:
+        """What the rank is joined to, with the incarnations that its members had then."""
+        binding, members = self.binding, self._members
+        return (binding, members) if binding is not None else None
+
+    @property
     def is_leader(self) -> bool:
         """The rank leads the group that it is joined to; true in dp."""
         return self.binding is not None and self.binding.group.leader == self.rank

@@ -1,4 +1,4 @@
-"""gRPC without generated code: two bidirectional streams whose bodies are msgpack structs.
+"""gRPC without generated code: bidirectional streams whose bodies are msgpack structs.
 
 `messages.py` is the schema; msgspec validates types while decoding, so a malformed or foreign
 message is an error at the edge. Both servers and clients take the codecs from here.
@@ -6,6 +6,7 @@ message is an error at the edge. Both servers and clients take the codecs from h
 
 import msgspec
 
+from coordinator.protocol.launch_words import RanksEnded
 from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     GatewayDown,
@@ -18,8 +19,10 @@ from coordinator.protocol.messages import (
 SERVICE = "aileron.Cell"
 RANK_METHOD = "RankSession"
 GATEWAY_METHOD = "GatewaySession"
+LAUNCHER_METHOD = "LauncherSession"
 RANK_PATH = f"/{SERVICE}/{RANK_METHOD}"
 GATEWAY_PATH = f"/{SERVICE}/{GATEWAY_METHOD}"
+LAUNCHER_PATH = f"/{SERVICE}/{LAUNCHER_METHOD}"
 
 TOKEN_METADATA_KEY = "x-aileron-token"
 """Metadata key of the shared secret that every peer of a cell must present."""
@@ -48,6 +51,7 @@ decode_rank_up = msgspec.msgpack.Decoder(RankUp).decode
 decode_rank_down = msgspec.msgpack.Decoder(RankDown).decode
 decode_gateway_up = msgspec.msgpack.Decoder(GatewayUp | Measures).decode
 decode_gateway_down = msgspec.msgpack.Decoder(GatewayDown).decode
+decode_launcher_up = msgspec.msgpack.Decoder(RanksEnded).decode
 decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 decode_frames = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 """A task's payload: the frames of vLLM's encoded `EngineCoreRequest`."""

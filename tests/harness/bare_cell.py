@@ -25,8 +25,10 @@ from coordinator.protocol.config import Config, check_config, dump_config
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Done,
     GatewayHello,
     GatewayUp,
+    Resubmit,
     Submit,
     TaskFailed,
     TaskHeader,
@@ -191,6 +193,8 @@ class Stream:
     finished: bool = False
     times: list[float] = field(default_factory=list)
     failure: str | None = None
+    resumed: int = 0
+    """How often it was submitted again after a rank was lost."""
 
 
 class TaskClient:
@@ -202,6 +206,10 @@ class TaskClient:
         self.streams: dict[str, Stream] = {}
         self._up: asyncio.Queue[GatewayUp] = asyncio.Queue()
         self._reply_to = ""
+        self._readers: list[asyncio.Task[None]] = []
+        self._submitted: dict[str, Submit] = {}
+        self._fences: dict[str, int] = {}
+        """The highest attempt of each task whose tokens are taken no more."""
 
     @asynccontextmanager
     async def connected(self, cell: BareCell) -> AsyncIterator["TaskClient"]:
@@ -220,7 +228,7 @@ class TaskClient:
         )
         self._up.put_nowait(GatewayHello(PROTOCOL_VERSION, "test"))
         call = method(self._messages(), metadata=((wire.TOKEN_METADATA_KEY, TOKEN),))
-        readers = [
+        readers = self._readers = [
             asyncio.create_task(self._read_tokens(pull)),
             asyncio.create_task(self._read_events(call)),
         ]
@@ -242,6 +250,25 @@ class TaskClient:
             if isinstance(message, TaskFailed):
                 stream = self.streams[message.task]
                 stream.failure, stream.finished = f"{message.code}: {message.message}", True
+            if isinstance(message, Resubmit):
+                self._submit_again(message)
+
+    def _submit_again(self, asked: Resubmit) -> None:
+        """A rank was lost: say what came of the task, and take nothing from earlier attempts."""
+        stream = self.streams.get(asked.task)
+        if stream is None:
+            self._up.put_nowait(Cancel(asked.task))  # Of a client before this one.
+            return
+        self._fences[asked.task] = max(asked.attempt, self._fences.get(asked.task, 0))
+        if stream.finished:
+            self._up.put_nowait(Done(asked.task))
+            return
+        first = self._submitted[asked.task]
+        delivered = tuple(stream.tokens)
+        stream.resumed += 1
+        self._up.put_nowait(
+            Submit(first.header, first.payload, delivered, self._fences[asked.task])
+        )
 
     async def _read_tokens(self, pull: Any) -> None:
         from vllm.v1.engine import EngineCoreOutputs
@@ -255,7 +282,8 @@ class TaskClient:
                 self._take(span, output)
 
     def _take(self, span: Any, output: Any) -> None:
-        take(self.streams[span.task], span, output)
+        if span.attempt > self._fences.get(span.task, 0):
+            take(self.streams[span.task], span, output)
 
     def cancel(self, name: str) -> None:
         """Say that nobody waits for this task any more, as a gateway does for a gone client."""
@@ -267,7 +295,8 @@ class TaskClient:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
         header, payload = encoded_request(name, prompt, self._reply_to, tier, params)
         self.streams[name] = Stream()
-        self._up.put_nowait(Submit(header, payload))
+        self._submitted[name] = Submit(header, payload)
+        self._up.put_nowait(self._submitted[name])
         return self.streams[name]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:
@@ -283,6 +312,9 @@ class TaskClient:
         """Wait until these streams are complete."""
         deadline = time.monotonic() + TASK_LIMIT_S
         while not all(self.streams[name].finished for name in names):
+            for reader in self._readers:
+                if reader.done():
+                    reader.result()
             assert time.monotonic() < deadline, {n: len(self.streams[n].tokens) for n in names}
             await asyncio.sleep(0.005)
         for name in names:

@@ -7,6 +7,7 @@ from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.protocol.messages import Carry, Phase, Tier
 from coordinator.settings import CoreSettings, QueueBounds, TierBounds
 from tests.simulation.network import Weather
+from worker.restarts import split
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -51,8 +52,15 @@ class Faults:
         # With few layouts to choose from, paused tasks see theirs come back.
         self.layouts = rng.choice((LAYOUTS, rng.sample(LAYOUTS, 2), rng.sample(LAYOUTS, 3)))
         self._cut_until: dict[Rank, int] = {}
-        self._restart_at: dict[Rank, tuple[int, int]] = {}
+        self._restart_at: dict[Rank, int] = {}
         self._exit_at: dict[Rank, int] = {}
+        own = random.Random(str(rng.getstate()))
+        self.spins = own.random() < 0.25
+        """A collective with a dead peer never ends, instead of failing."""
+        self.pairs = own.random() < 0.2
+        """A rank's neighbour dies with it."""
+        self.together = own.choice((0, 0, 5, 80))
+        """Ranks that are to be started again within so many ticks start together."""
         self._core_at = 0
         self._now = 0
 
@@ -64,7 +72,7 @@ class Faults:
         """One tick's worth of trouble."""
         self._now = world.now
         self._load(world)
-        self._recover(world)
+        self.recover(world)
         chance = self.rng.random
         if chance() < self.crash:
             self._crash(world, Rank(self.rng.randrange(8)))
@@ -98,7 +106,8 @@ class Faults:
             process.stopped_until = 0
         for rank, there in world.ranks.items():
             if there is None:
-                world.restart(rank, self._restart_at[rank][1])
+                self._restart_at[rank] = world.now
+        self.recover(world)
         if world.core is None:
             world.start_core()
 
@@ -147,19 +156,33 @@ class Faults:
         if process is None:
             return
         world.crash(rank)
-        self._restart_at[rank] = (
-            world.now + self.rng.choice((5, 30, 80)),
-            process.incarnation + 1,
-        )
+        self._restart_at[rank] = world.now + self.rng.choice((5, 30, 80))
         if self.rng.random() < 0.5:
             self._exit_at[rank] = world.now + 2
+        neighbour = Rank(rank ^ 1)
+        if self.pairs and world.ranks[neighbour] is not None:
+            self.kill(world, neighbour)
+            self._restart_at[neighbour] = self._restart_at[rank]
 
-    def _recover(self, world: "World") -> None:
+    def kill(self, world: "World", rank: Rank) -> None:
+        """End a rank's process, as its watchdog does, and let the launcher see it."""
+        world.crash(rank)
+        self._restart_at[rank] = world.now + 30
+        self._exit_at[rank] = world.now + 2
+
+    def recover(self, world: "World") -> None:
         for rank in [rank for rank, at in self._exit_at.items() if world.now >= at]:
             del self._exit_at[rank]
             world.exited(rank)
-        for rank in [rank for rank, (at, _) in self._restart_at.items() if world.now >= at]:
-            world.restart(rank, self._restart_at.pop(rank)[1])
+        if any(world.now >= at for at in self._restart_at.values()):
+            soon = world.now + self.together
+            due = [rank for rank, at in self._restart_at.items() if at <= soon]
+            for ranks in split(due, WIDTHS, 8):
+                for rank in ranks:
+                    del self._restart_at[rank]
+                    if self._exit_at.pop(rank, None) is not None:
+                        world.exited(rank)
+                world.restart(ranks)
         if world.core is None and world.now >= self._core_at:
             world.start_core()
 

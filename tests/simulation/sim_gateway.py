@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXPECTED_FAILURES = frozenset(
     {
         *("queue_full", "tier_capacity", "no_healthy_workers"),
-        *("deadline_exceeded", "context_length_exceeded"),
+        *("deadline_exceeded", "context_length_exceeded", "worker_lost"),
     }
 )
 

@@ -129,7 +129,8 @@ class SimMoving:
         if self._own_board.epoch != epoch:
             self._tell(epoch)
         manifests: dict[Rank, Manifest] = {}
-        for rank in directive.movers:
+        movers = tuple(rank for rank in directive.movers if rank in self._boards)
+        for rank in movers:
             board = self._boards[rank]
             yield from self._wait(partial(_tells, board, epoch), is_overtaken)
             assert board.manifest is not None
@@ -141,7 +142,7 @@ class SimMoving:
         rng = self._process.world.rng
         for number in range(1, plan.rounds + 1):
             if number > 1:
-                yield from self._meet(epoch, directive.movers, number, is_overtaken)
+                yield from self._meet(epoch, movers, number, is_overtaken)
             if number == 1:
                 self._restore(plan)
                 if rng.random() < self._process.world.faults.move_fails:

@@ -44,15 +44,23 @@ HEARTBEAT_TICKS = 5
 class SimRank:
     """One process of one rank."""
 
-    def __init__(self, world: "World", rank: Rank, incarnation: int, widths: tuple[int, ...]):
+    def __init__(
+        self,
+        world: "World",
+        rank: Rank,
+        incarnation: int,
+        widths: tuple[int, ...],
+        cohort: int = 0,
+        boards: dict[Rank, Board] | None = None,
+    ):
         self.world = world
         self.rank = rank
         self.incarnation = incarnation
         self.seat = Seat(rank, incarnation)
         self.holdings = Holdings(rank, world.num_pages, incarnation)
-        # Peers map the boards of the first processes alone.
-        boards = world.boards if incarnation == 1 else {rank: Board()}
-        self.moving = SimMoving(self, boards)
+        self.cohort = cohort
+        # Those that start together map each other's boards, and no others.
+        self.moving = SimMoving(self, {rank: Board()} if boards is None else boards)
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
         self.cut_out_at = -1

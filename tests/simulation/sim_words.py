@@ -45,6 +45,7 @@ def hello_of(process: "SimRank") -> RankHello:
         ),
         adopted=moving.adopted,
         adopted_in=moving.adopted_in,
+        cohort=process.cohort,
     )
 
 

@@ -7,6 +7,8 @@ from tests.simulation.world import FAILURES, World
 
 SEEDS = 500
 CHUNK = 50
+SEED_OF_STUCK = 314
+"""A seed in which ranks die inside of collectives that never end; few do."""
 
 
 MEDDLE = 0.1
@@ -47,6 +49,8 @@ def test_simulations_reach_what_they_are_for() -> None:
     assert sum(run.steps for run in runs) > 5_000
     assert sum(run.switches for run in runs) > 200
     assert sum(run.crashes for run in runs) > 10
+    assert World(SEED_OF_STUCK).run().stuck > 0, "nobody was stuck with a dead peer"
+    assert sum(run.reunited for run in runs) > 0, "no group was started again together"
     assert sum(run.core_crashes for run in runs) > 5
     assert sum(run.blocked for run in runs) > 0, "no leader ever found its queue full"
     assert sum(run.moved for run in runs) > 20

@@ -6,7 +6,6 @@ to rest: one layout served by all ranks, every task ended, every page accounted 
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from comm_pool.layout import Group, Layout, Mode, Rank
 from comm_pool.plan import communicator_plan
@@ -47,6 +46,7 @@ from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
 from tests.simulation.sim_moving import Board
 from tests.simulation.sim_rank import SimRank
+from tests.simulation.stats import Stats
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
 from tests.simulation.trace import event_line, line_of, move_line
 
@@ -58,28 +58,6 @@ FAULT_TICKS = 220
 QUIET_TICKS = 1_000
 FAILURES = (AssertionError, LookupError, ValueError)
 """What a broken invariant shows itself as."""
-
-
-@dataclass
-class Stats:
-    """What happened, to see that the simulation reaches what it is for."""
-
-    ticks: int = 0
-    steps: int = 0
-    tokens: int = 0
-    switches: int = 0
-    tasks: int = 0
-    crashes: int = 0
-    core_crashes: int = 0
-    blocked: int = 0
-    moved: int = 0
-    """Tasks that went on in another group with their KV."""
-    failed_moves: int = 0
-    """Per rank, as the others."""
-    overtaken_moves: int = 0
-    """Committed, but the group was not joined."""
-    spoiled_moves: int = 0
-    ends: dict[str, int] = field(default_factory=dict)
 
 
 class World:
@@ -103,6 +81,9 @@ class World:
         self._two_rounds_every = self.rng.choice((1, 2, 3, 1_000))
         self.stats = Stats()
         self.boards = {rank: Board() for rank in map(Rank, range(WORLD))}
+        self.incarnations = dict.fromkeys(map(Rank, range(WORLD)), 1)
+        self.cohorts = 0
+        """How often ranks were started again."""
         self._stages = StageChecker()
         self.moves = MoveChecker()
         self._steps: list[tuple[Step, tuple[SimRank, ...]]] = []
@@ -121,7 +102,7 @@ class World:
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = draw_settings(self.rng, WORLD)
         self.ranks: dict[Rank, SimRank | None] = {
-            rank: SimRank(self, rank, 1, WIDTHS) for rank in map(Rank, range(WORLD))
+            rank: SimRank(self, rank, 1, WIDTHS, 0, self.boards) for rank in map(Rank, range(WORLD))
         }
         self.gateways = {name: SimGateway(self, name) for name in ("east", "west")}
 
@@ -143,6 +124,7 @@ class World:
         reason = "nothing was tried"
         for _ in range(QUIET_TICKS):
             self._tick()
+            self.faults.recover(self)
             if (unrest := unrest_of(self)) is None:
                 check_rest(self)
                 return self.stats
@@ -179,8 +161,17 @@ class World:
                 since = step.dead_since if step.dead_since is not None else self.now
                 step.dead_since = since
                 step.failed = self.now - since >= ABORT_AFTER_TICKS
+                if step.failed and self.faults.spins:
+                    self._kill_stuck(step, members)
             open_steps.append((step, members))
         self._steps = open_steps
+
+    def _kill_stuck(self, step: Step, members: tuple[SimRank, ...]) -> None:
+        """Collectives with a dead peer never end: the watchdogs of those inside end them."""
+        for member in members:
+            if member.rank in step.arrived and self.ranks[member.rank] is member:
+                self.stats.stuck += 1
+                self.faults.kill(self, member.rank)
 
     def start_core(self) -> None:
         self.cores += 1
@@ -206,10 +197,19 @@ class World:
         self.break_rank(rank)
         self.ranks[rank] = None
 
-    def restart(self, rank: Rank, incarnation: int) -> None:
-        # Its communicators ended with the process before it.
-        self.say(f"rank {rank} restarts as {incarnation}")
-        self.ranks[rank] = SimRank(self, rank, incarnation, (1,))
+    def restart(self, ranks: tuple[Rank, ...]) -> None:
+        """Start these again, together: they have communicators and boards of their own."""
+        self.cohorts += 1
+        boards = {rank: Board() for rank in ranks}
+        widths = tuple(width for width in WIDTHS if width <= len(ranks))
+        inside = [group for group in self._queues if set(group) <= set(ranks)]
+        self._queues |= {group: StepQueue(group) for group in inside}
+        for rank in ranks:
+            self.incarnations[rank] += 1
+            number = self.incarnations[rank]
+            self.say(f"rank {rank} restarts as {number} in cohort {self.cohorts}")
+            self._followed[rank] = [self._queues[group] for group in inside if rank in group[1:]]
+            self.ranks[rank] = SimRank(self, rank, number, widths, self.cohorts, boards)
 
     def exited(self, rank: Rank) -> None:
         if self.core is not None:
@@ -340,6 +340,7 @@ class World:
         """A leader sends a step: all members must be in the formation, and it must be wanted."""
         self.stats.steps += 1
         ranks = step.binding.group.ranks
+        self.stats.reunited += leader.cohort > 0 and len(ranks) > 1
         incarnations = leader.holdings.members(ranks)
         members = []
         for rank in ranks:

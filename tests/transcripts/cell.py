@@ -82,6 +82,7 @@ class ObedientRank:
             pid=1_000 + self.seat.rank,
             device="cpu",
             widths=self.widths,
+            cohort=self.seat.incarnation - 1,
             max_tasks=max_tasks,
             max_model_len_tokens=1_000,
             tokens_per_slot=16,

@@ -84,6 +84,7 @@ def hello(
     widths: tuple[int, ...] = WIDTHS,
     max_tasks: int = 4,
     pages_total: int = 11,
+    cohort: int = 0,
 ) -> RankHello:
     return RankHello(
         version=PROTOCOL_VERSION,
@@ -99,6 +100,7 @@ def hello(
         pages_total=pages_total,
         held=tuple(held),
         step_times=tuple(width_times(width) for width in widths if width != 2),
+        cohort=cohort,
     )
 
 

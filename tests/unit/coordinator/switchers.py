@@ -24,7 +24,7 @@ class Ranks:
     """Four ranks that report whatever the test wants."""
 
     def __init__(self) -> None:
-        self.roster = Roster(4, rejoins=False)
+        self.roster = Roster(4)
         self.switcher = Switcher(settings(), self.roster, 0)
         self.now_ms = 0
         for rank in range(4):

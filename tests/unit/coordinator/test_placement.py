@@ -11,7 +11,7 @@ EVERYONE = tuple(map(Rank, range(4)))
 
 
 def roster(**fields: object) -> Roster:
-    made = Roster(4, rejoins=False)
+    made = Roster(4)
     for rank in EVERYONE:
         made.on_hello(hello(rank, **fields), 0)  # type: ignore[arg-type]
     return made
@@ -38,7 +38,7 @@ def test_a_context_shrinks_with_the_ranks_that_are_left() -> None:
     assert max_context_tokens(roster(), (Rank(1), Rank(2))) == 10 * 16
     assert max_context_tokens(roster(), ()) == 0
     ranks = roster()
-    ranks.on_hello(hello(1, 2), 0)
+    ranks.on_hello(hello(1, 2, widths=(1,), cohort=1), 0)
     assert max_context_tokens(ranks, EVERYONE) == 2 * 10 * 16, "only ranks 2 and 3 can pair"
 
 

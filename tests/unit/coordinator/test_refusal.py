@@ -11,7 +11,7 @@ EVERYONE = tuple(map(Rank, range(4)))
 
 
 def roster(world: int = 4, widths: tuple[int, ...] = (1, 2)) -> Roster:
-    made = Roster(world, rejoins=False)
+    made = Roster(world)
     for rank in range(world):
         made.on_hello(hello(rank, widths=widths), 0)
     return made
@@ -60,10 +60,20 @@ def test_a_rank_that_is_cut_out_cannot_be_used() -> None:
     assert refuse(wanted("dp3+off1"), roster(), EVERYONE[:3]) is None
 
 
-def test_a_restarted_rank_can_only_serve_alone() -> None:
+def test_a_rank_that_was_restarted_without_its_peers_serves_alone() -> None:
     ranks = roster()
-    ranks.on_hello(hello(1, 2, widths=(1, 2)), 0)
+    ranks.on_hello(hello(1, 2, widths=(1,), cohort=7), 0)
     answer = refuse(wanted("tp2+dp2"), ranks, EVERYONE)
     assert answer is not None
-    assert answer.startswith("rank 1 was restarted")
+    assert answer.startswith("rank 1 was restarted without all others of tp2")
     assert refuse(wanted("dp2+tp2"), ranks, EVERYONE) is None
+
+
+def test_ranks_that_were_restarted_together_can_be_a_group() -> None:
+    ranks = roster(4, (1, 2, 4))
+    for rank in (0, 1):
+        ranks.on_hello(hello(rank, 2, widths=(1, 2), cohort=7), 0)
+    assert refuse(wanted("tp2+tp2"), ranks, EVERYONE) is None
+    answer = refuse(wanted("tp4"), ranks, EVERYONE)
+    assert answer is not None
+    assert answer.startswith("rank 0 was restarted without all others of tp4")

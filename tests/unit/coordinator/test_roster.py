@@ -8,8 +8,8 @@ from tests.unit.coordinator.builders import hello, report
 ONE = Rank(1)
 
 
-def roster(*, rejoins: bool = False) -> Roster:
-    made = Roster(4, rejoins=rejoins)
+def roster() -> Roster:
+    made = Roster(4)
     assert made.on_hello(hello(1, 5), 0) is Arrival.FIRST
     return made
 
@@ -48,15 +48,35 @@ def test_an_older_report_shows_life_and_replaces_nothing() -> None:
     assert ranks.silent_since(ONE, 250) == 50
 
 
-def test_a_restarted_rank_supports_width_one_unless_it_rejoins() -> None:
-    for rejoins in (False, True):
-        ranks = roster(rejoins=rejoins)
-        assert ranks.supports(ONE, 4)
-        assert not ranks.supports(ONE, 8)
-        ranks.on_hello(hello(1, 6), 1)
-        assert ranks.supports(ONE, 1)
-        assert ranks.supports(ONE, 4) is rejoins
-        assert ranks.is_degraded(ONE) is not rejoins
+def test_ranks_support_the_widths_of_their_cohort() -> None:
+    ranks = roster()
+    for rank in (0, 2, 3):
+        ranks.on_hello(hello(rank), 0)
+    assert ranks.supports(ONE, 4)
+    assert not ranks.supports(ONE, 8)
+    ranks.on_hello(hello(1, 6, widths=(1,), cohort=1), 1)
+    assert ranks.supports(ONE, 1)
+    assert not ranks.supports(ONE, 2)
+    assert not ranks.supports(Rank(0), 2), "its peer is in another cohort"
+    assert [ranks.is_degraded(Rank(rank)) for rank in range(4)] == [True, True, False, False]
+    assert ranks.supports(Rank(2), 2)
+    assert not ranks.supports(Rank(2), 4)
+
+
+def test_ranks_that_started_together_again_have_each_other() -> None:
+    ranks = roster()
+    ranks.on_hello(hello(0), 0)
+    for rank in (0, 1):
+        ranks.on_hello(hello(rank, 6, widths=(1, 2), cohort=1), 1)
+    assert ranks.supports(ONE, 2)
+    assert not ranks.supports(ONE, 4)
+    assert not ranks.is_degraded(ONE)
+
+
+def test_a_rank_is_not_degraded_where_no_groups_are_wide() -> None:
+    ranks = Roster(1)
+    ranks.on_hello(hello(0, widths=(1,)), 0)
+    assert not ranks.is_degraded(Rank(0))
 
 
 def test_the_end_of_an_older_session_is_not_the_end_of_a_newer_process() -> None:

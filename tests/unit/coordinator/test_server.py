@@ -18,6 +18,7 @@ from coordinator.events import (
     GatewayOpened,
     GatewaySaid,
     RankClosed,
+    RankExited,
     RankOpened,
     RankSaid,
     Tick,
@@ -27,6 +28,7 @@ from coordinator.events import (
 from coordinator.outbox import Closing, Outbox
 from coordinator.owner import CoreOwner, monotonic_ms
 from coordinator.protocol import wire
+from coordinator.protocol.launch_words import RanksEnded
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
     BatchesRun,
@@ -102,6 +104,10 @@ class Cell:
 
     def gateway(self, name: str = "g1") -> "contextlib.AbstractAsyncContextManager[Call]":
         return self.session(wire.GATEWAY_PATH, GatewayHello(PROTOCOL_VERSION, name))
+
+    def launcher(self, *ended: tuple[int, int]) -> "contextlib.AbstractAsyncContextManager[Call]":
+        told = tuple((Rank(rank), incarnation) for rank, incarnation in ended)
+        return self.session(wire.LAUNCHER_PATH, RanksEnded(PROTOCOL_VERSION, told))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
@@ -263,6 +269,28 @@ async def test_older_process_cannot_replace_a_newer_one(cell: Cell) -> None:
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
         await newer.write(report(steps=1))
         assert await newer.read() == Drop(TaskId("task-1"), 1)
+
+
+async def test_a_launcher_tells_which_processes_have_ended(cell: Cell) -> None:
+    async with cell.rank(0, 5), cell.rank(1, 7):
+        await cell.until(lambda: cell.core.count(RankOpened) == 2)
+        async with cell.launcher((0, 5), (1, 6), (9, 1)) as call:
+            await cell.until(lambda: RankExited(Rank(0)) in cell.core.heard)
+            await call.write(RanksEnded(PROTOCOL_VERSION, ((Rank(0), 5), (Rank(1), 7))))
+            await cell.until(lambda: RankExited(Rank(1)) in cell.core.heard)
+    assert cell.core.count(RankExited) == 2, "once each, and not of an older process"
+
+
+async def test_a_process_that_has_ended_cannot_say_hello(cell: Cell) -> None:
+    async with cell.rank(1, 3), cell.launcher((0, 5), (1, 3)):
+        await cell.until(lambda: cell.core.count(RankExited) == 1)
+        async with cell.rank(0, 5) as call:
+            error = await refusal(call)
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        opened = cell.core.count(RankOpened)
+        async with cell.rank(0, 6):
+            await cell.until(lambda: cell.core.count(RankOpened) == opened + 1)
+    assert cell.core.heard.count(RankExited(Rank(0))) == 0
 
 
 async def test_sessions_that_come_and_go_fast_leave_the_last_one(cell: Cell) -> None:

@@ -13,7 +13,7 @@ SHAPE = Mixed(2, 2)
 
 
 def roster() -> Roster:
-    made = Roster(4, rejoins=False)
+    made = Roster(4)
     for rank in range(4):
         made.on_hello(hello(rank), 0)
     return made
@@ -44,7 +44,7 @@ def test_the_view_has_each_width_once() -> None:
     assert (four["width"], four["sp_from_tokens"]) == (4, 64)
     assert four["mixed_from_tokens"] == {"sp2tp2": 32}
     assert set(four["curves"]) == {"tp", "sp", "sp2tp2"}
-    assert step_times_view(Roster(4, rejoins=False)) == {"step_times": []}
+    assert step_times_view(Roster(4)) == {"step_times": []}
 
 
 def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:

@@ -262,6 +262,14 @@ def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
     assert cell.core.refuse(cell.layout("tp4")) is not None
 
 
+def test_a_first_layout_that_cannot_be_formed_is_not_tried() -> None:
+    cell = Cell("tp2+tp2")
+    cell.restart(3)
+    cell.serve()
+    assert cell.core.is_serving
+    assert cell.core.layout_view()["layout"] == "tp2+dp2"
+
+
 def test_the_first_rank_that_comes_late_gives_the_others_time() -> None:
     cell = Cell("dp4", lease_ms=1_000, lost_after_ms=1_000, recover_ms=1_000)
     cell.start()

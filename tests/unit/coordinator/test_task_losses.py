@@ -4,8 +4,8 @@ import msgspec
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.events import ToGateway, ToRank
-from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit
-from coordinator.task_pool import ATTEMPTS_APART
+from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit, TaskFailed
+from coordinator.task_pool import ATTEMPTS_APART, LOSSES_MAX
 from coordinator.tasks import State
 from tests.unit.coordinator.builders import header, hello, submit
 from tests.unit.coordinator.pools import (
@@ -33,6 +33,20 @@ def test_a_lost_ranks_tasks_are_submitted_again_by_their_gateway() -> None:
     (place,) = messages(tasks.place([group(TWO)], 3))
     assert isinstance(place, Place)
     assert (place.attempt, place.generated_tokens) == (3, (7, 8))
+
+
+def test_a_task_that_is_lost_with_one_rank_after_another_ends() -> None:
+    tasks = placed("a")
+    for _ in range(LOSSES_MAX):
+        *_, asked = messages(tasks.lost(ZERO, 1))
+        assert isinstance(asked, Resubmit)
+        tasks.submit(submit("a", delivered=[7], attempt=asked.attempt), 2)
+        tasks.place([group(ZERO)], 3)
+    *_, failed = messages(tasks.lost(ZERO, 4))
+    assert isinstance(failed, TaskFailed)
+    assert failed.code == "worker_lost"
+    assert state(tasks, A) is None
+    tasks.integrity()
 
 
 def test_a_finished_task_whose_last_tokens_may_be_lost_is_asked_for() -> None:

@@ -1,0 +1,29 @@
+"""What happened in a run."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """What happened, to see that the simulation reaches what it is for."""
+
+    ticks: int = 0
+    steps: int = 0
+    tokens: int = 0
+    switches: int = 0
+    tasks: int = 0
+    crashes: int = 0
+    core_crashes: int = 0
+    blocked: int = 0
+    stuck: int = 0
+    """Ranks that were ended because a peer had died in their step."""
+    reunited: int = 0
+    """Steps of wide groups whose members were started again together."""
+    moved: int = 0
+    """Tasks that went on in another group with their KV."""
+    failed_moves: int = 0
+    """Per rank, as the others."""
+    overtaken_moves: int = 0
+    """Committed, but the group was not joined."""
+    spoiled_moves: int = 0
+    ends: dict[str, int] = field(default_factory=dict)

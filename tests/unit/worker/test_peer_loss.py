@@ -1,0 +1,80 @@
+"""When a rank's main loop counts as stuck."""
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Phase, Stop, Target
+from coordinator.protocol.seat import Seat
+from tests.unit.coordinator.builders import directive, target
+from worker.peer_loss import PeerLoss
+
+TP2 = target("tp2+dp2", 1)
+LIMIT_S = 1.0
+
+
+def joined(rank: int, *, epoch: int = 1) -> Seat:
+    """A rank that serves in tp2+dp2."""
+    seat = Seat(Rank(rank), 1)
+    for phase in (Phase.PARK, Phase.SWAP):
+        seat.on_directive(directive(TP2, epoch, phase))
+        while (move := seat.next_move(idle=True)) is not None:
+            seat.made(move)
+    assert seat.binding is not None
+    return seat
+
+
+def watched(rank: int) -> PeerLoss:
+    loss = PeerLoss(joined(rank), LIMIT_S)
+    loss.heard(directive(TP2, 1, Phase.SERVE))
+    assert not loss.is_stuck(0.0)
+    return loss
+
+
+def without(rank: int) -> Target:
+    return target(f"{'off1+dp1' if rank == 0 else 'dp1+off1'}+dp2", 2)
+
+
+def test_a_rank_whose_peer_is_cut_out_may_take_its_time_and_no_longer() -> None:
+    loss = watched(0)
+    loss.heard(directive(without(1), 2, Phase.PARK))
+    assert not loss.is_stuck(5.0)
+    assert not loss.is_stuck(5.0 + LIMIT_S)
+    assert loss.is_stuck(5.1 + LIMIT_S)
+
+
+def test_a_peer_that_is_a_new_process_is_lost() -> None:
+    loss = watched(1)
+    loss.heard(directive(TP2, 2, Phase.PARK, members={0: 2}))
+    assert not loss.is_stuck(0.0)
+    assert loss.is_stuck(2.0)
+
+
+def test_a_rank_that_leaves_in_time_is_not_stuck() -> None:
+    seat = joined(0)
+    loss = PeerLoss(seat, LIMIT_S)
+    told = directive(without(1), 2, Phase.PARK, carry=Carry.RECOMPUTE)
+    loss.heard(told)
+    assert not loss.is_stuck(0.0)
+    seat.on_directive(told)
+    while (move := seat.next_move(idle=True)) is not None:
+        seat.made(move)
+    assert not loss.is_stuck(9.0)
+    assert not loss.is_stuck(99.0)
+
+
+def test_ranks_of_other_groups_do_not_matter() -> None:
+    loss = watched(0)
+    loss.heard(directive(target("tp2+dp1+off1", 1), 2, Phase.PARK))
+    assert not loss.is_stuck(0.0)
+    assert not loss.is_stuck(99.0)
+
+
+def test_a_rank_that_is_cut_out_itself_is_not_stuck() -> None:
+    loss = PeerLoss(joined(2), LIMIT_S)
+    loss.heard(directive(target("tp2+off1+dp1", 1), 2, Phase.PARK))
+    assert not loss.is_stuck(0.0)
+    assert not loss.is_stuck(99.0)
+
+
+def test_what_says_nothing_of_members_is_not_heeded() -> None:
+    loss = watched(0)
+    loss.heard(Stop("end"))
+    assert not loss.is_stuck(99.0)

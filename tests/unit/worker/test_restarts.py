@@ -1,0 +1,117 @@
+"""Which ranks are started again, when, together with whom, and as which incarnation."""
+
+import pytest
+
+from comm_pool.layout import Rank
+from worker.restarts import LONGEST_DELAY_S, STEADY_S, Cohort, Restarts, split
+
+WIDTHS = (1, 2, 4)
+TOGETHER_S = 1.5
+
+
+def ranks(*numbers: int) -> tuple[Rank, ...]:
+    return tuple(map(Rank, numbers))
+
+
+def started(world: int = 4, wall_s: int = 100) -> Restarts:
+    """A cell whose ranks serve."""
+    made = Restarts(world, TOGETHER_S)
+    cohort = Cohort(1, ranks(*range(world)), 0)
+    for rank in cohort.ranks:
+        assert made.started(rank, cohort, wall_s) == wall_s
+        made.ready(rank, 0.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("due", "together"),
+    [
+        ((0, 1, 2, 3), [(0, 1, 2, 3)]),
+        ((0, 1), [(0, 1)]),
+        ((1, 2), [(1,), (2,)]),
+        ((0, 1, 3), [(0, 1), (3,)]),
+        ((), []),
+    ],
+)
+def test_whole_groups_start_together(due: tuple[int, ...], together: list[tuple[int, ...]]) -> None:
+    assert split(ranks(*due), WIDTHS, 4) == together
+
+
+def test_all_ranks_start_together_whatever_their_number() -> None:
+    assert split(ranks(0, 1, 2), (1,), 3) == [(0, 1, 2)]
+    assert split(ranks(0, 2), (1,), 3) == [(0,), (2,)]
+
+
+def test_all_were_ready_once_each_has_been() -> None:
+    made = Restarts(2, TOGETHER_S)
+    cohort = Cohort(1, ranks(0, 1), 0)
+    for rank in cohort.ranks:
+        made.started(rank, cohort, 100)
+    made.ready(Rank(0), 1.0)
+    assert not made.all_were_ready
+    made.ready(Rank(1), 1.0)
+    made.exited(Rank(0), 2.0)
+    assert made.all_were_ready
+
+
+def test_incarnations_grow_however_soon_a_rank_is_started() -> None:
+    made, alone = started(), Cohort(2, ranks(1), 0)
+    assert made.started(Rank(1), alone, 100) == 101
+    assert made.started(Rank(1), alone, 90) == 102
+    assert made.started(Rank(1), alone, 500) == 500
+
+
+def test_those_that_end_a_moment_later_are_started_with_the_first() -> None:
+    made = started()
+    assert made.exited(Rank(0), 10.0) == TOGETHER_S
+    assert made.next_due_s() == 10.0 + TOGETHER_S
+    made.exited(Rank(1), 11.0)
+    assert made.take_due(11.4) == []
+    assert made.take_due(11.5) == [0, 1]
+    assert made.ended() == ((0, 100), (1, 100))
+
+
+def test_what_was_started_is_due_no_more() -> None:
+    made = started()
+    made.exited(Rank(2), 10.0)
+    made.started(Rank(2), Cohort(2, ranks(2), 0), 110)
+    assert made.next_due_s() is None
+    assert made.take_due(1e9) == []
+
+
+def test_a_rank_that_fails_again_and_again_is_tried_less_often() -> None:
+    made = started()
+    delays = [made.exited(Rank(0), 10.0) for _ in range(12)]
+    assert delays[:3] == [TOGETHER_S, 2 * TOGETHER_S, 4 * TOGETHER_S]
+    assert delays[-1] == LONGEST_DELAY_S
+    made.ready(Rank(0), 20.0)
+    assert made.exited(Rank(0), 21.0 + STEADY_S) == TOGETHER_S
+
+
+def test_ends_that_were_asked_for_do_not_count() -> None:
+    made = started()
+    made.exited(Rank(0), 10.0)
+    made.exited(Rank(0), 10.0)
+    made.forgive()
+    assert made.next_due_s() is None
+    assert made.exited(Rank(0), 20.0) == TOGETHER_S
+
+
+def test_a_start_that_fails_holds_up_its_peers() -> None:
+    made, cohort = started(), Cohort(2, ranks(0, 1), 0)
+    for rank in cohort.ranks:
+        made.exited(rank, 10.0)
+        made.started(rank, cohort, 110)
+    assert made.waits_for(Rank(0)) == [1]
+    made.ready(Rank(1), 12.0)
+    assert made.waits_for(Rank(0)) == []
+    made.ready(Rank(0), 12.0)
+    made.exited(Rank(0), 13.0)
+    assert made.waits_for(Rank(1)) == []
+
+
+def test_a_rank_that_left_is_told_and_not_started() -> None:
+    made = started()
+    made.left(Rank(3))
+    assert made.ended() == ((3, 100),)
+    assert made.next_due_s() is None

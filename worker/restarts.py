@@ -1,0 +1,122 @@
+"""When ranks whose processes ended are started again, and which of them together. Pure.
+
+Ranks that start together share communicators, so those of one group, which end within a moment of
+each other, come back as a group. A rank is tried for ever: what kills it may pass, such as memory
+that another process took. It is tried less and less often, so that its building costs those that
+serve next to nothing.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from comm_pool.layout import Rank
+
+LONGEST_DELAY_S = 30.0
+STEADY_S = 60.0
+"""A process that served for longer had started well: its end counts as the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """Neighbouring ranks that are started together, and the port at which they find each other."""
+
+    number: int
+    ranks: tuple[Rank, ...]
+    port: int
+
+
+def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:
+    """Return the largest sets of ranks that can be started together: all, else aligned groups."""
+    if len(ranks) == world:
+        return [tuple(sorted(ranks))]
+    found: list[tuple[Rank, ...]] = []
+    left = set(ranks)
+    for width in sorted({1, *widths}, reverse=True):
+        for first in range(0, world, width):
+            group = tuple(map(Rank, range(first, first + width)))
+            if left.issuperset(group):
+                left.difference_update(group)
+                found.append(group)
+    return sorted(found)
+
+
+class Restarts:
+    """The processes of each rank; times are seconds of one clock that never goes back.
+
+    `together_s` is how long the first start waits: whoever ends within it, is started with it.
+    """
+
+    def __init__(self, world: int, together_s: float) -> None:
+        self._world = world
+        self._together_s = together_s
+        self._incarnations: dict[Rank, int] = {}
+        self._cohorts: dict[Rank, Cohort] = {}
+        self._ended: dict[Rank, int] = {}
+        self._failures: dict[Rank, int] = {}
+        self._ready_at: dict[Rank, float] = {}
+        self._were_ready: set[Rank] = set()
+        self._due: dict[Rank, float] = {}
+
+    def started(self, rank: Rank, cohort: Cohort, wall_s: int) -> int:
+        """Return the incarnation of a process that is started at this wall time, in seconds.
+
+        It grows with each process, also over restarts of the launcher.
+        """
+        self._due.pop(rank, None)
+        self._cohorts[rank] = cohort
+        self._incarnations[rank] = max(wall_s, self._incarnations.get(rank, 0) + 1)
+        return self._incarnations[rank]
+
+    def ready(self, rank: Rank, now_s: float) -> None:
+        """The rank's process can serve."""
+        self._ready_at[rank] = now_s
+        self._were_ready.add(rank)
+
+    @property
+    def all_were_ready(self) -> bool:
+        """Say whether each rank could serve at some time."""
+        return len(self._were_ready) == self._world
+
+    def left(self, rank: Rank) -> None:
+        """The rank's process ended, and is not to be started again."""
+        self._ended[rank] = self._incarnations[rank]
+        self._ready_at.pop(rank, None)
+
+    def exited(self, rank: Rank, now_s: float) -> float:
+        """The rank's process ended; return for how many seconds its next start waits."""
+        ready_at = self._ready_at.get(rank)
+        self.left(rank)
+        was_steady = ready_at is not None and now_s - ready_at > STEADY_S
+        failures = 1 if was_steady else self._failures.get(rank, 0) + 1
+        self._failures[rank] = failures
+        delay_s: float = min(LONGEST_DELAY_S, self._together_s * 2 ** min(failures - 1, 20))
+        self._due[rank] = now_s + delay_s
+        return delay_s
+
+    def forgive(self) -> None:
+        """All ranks are started again because someone asked for it: no end counts any more."""
+        self._failures.clear()
+        self._due.clear()
+
+    def waits_for(self, rank: Rank) -> list[Rank]:
+        """Return the ranks that cannot become ready, as they were started with this one."""
+        if rank in self._ready_at:
+            return []
+        peers: Iterable[Rank] = self._cohorts[rank].ranks
+        return [each for each in peers if each != rank and each not in self._ready_at]
+
+    def take_due(self, now_s: float) -> list[Rank]:
+        """Return the ranks to be started now: if any is due, all that are due soon."""
+        if not any(now_s >= due_s for due_s in self._due.values()):
+            return []
+        return sorted(
+            rank for rank, due_s in self._due.items() if now_s + self._together_s >= due_s
+        )
+
+    def next_due_s(self) -> float | None:
+        """Return when `take_due` has something to say; None if nothing waits."""
+        return min(self._due.values(), default=None)
+
+    def ended(self) -> tuple[tuple[Rank, int], ...]:
+        """Return the newest process of each rank that ended, as (rank, incarnation)."""
+        return tuple(sorted(self._ended.items()))
