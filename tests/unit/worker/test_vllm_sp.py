@@ -25,6 +25,7 @@ class Group:
     def __init__(self, world: World) -> None:
         self.rank_in_group = world.rank
         self.device_group = world.cpu_group
+        self.device_communicator = None
         self._size = world.size
 
     def all_gather(self, rows: torch.Tensor, _dim: int) -> torch.Tensor:
