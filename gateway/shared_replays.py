@@ -13,8 +13,6 @@ import secrets
 from typing import Any, Final
 
 import msgspec
-import redis.asyncio
-from redis.exceptions import WatchError
 
 from gateway.errors import ApiError
 from gateway.replays import (
@@ -55,8 +53,7 @@ class SharedReplays:
         self._gateway = secrets.token_hex(8)
         self._claims: dict[Place, bytes] = {}
         """The requests that this gateway has claimed in Redis and is answering."""
-        # Untyped: redis-py's types describe the replies of all versions and settings at once.
-        self._redis: Any = redis.asyncio.Redis.from_url(storage.url) if storage.is_shared else None
+        self._redis: Any = _connect(storage.url) if storage.is_shared else None
 
     async def begin(
         self, tenant: str, key: str, request: bytes, now_s: float
@@ -112,6 +109,8 @@ class SharedReplays:
 
     async def _settle(self, place: Place, request: bytes, answer: KeptAnswer | None) -> None:
         """Put the answer where the claim is, if that is still ours."""
+        from redis.exceptions import WatchError
+
         name = _name(place)
         async with self._redis.pipeline() as pipe:
             await pipe.watch(name)
@@ -128,6 +127,16 @@ class SharedReplays:
                 await pipe.execute()
             except WatchError:
                 return  # It ran out in this moment, and somebody else has begun.
+
+
+def _connect(url: str) -> Any:
+    """A client, untyped: redis-py's types describe replies of all versions and settings at once.
+
+    Imported only where Redis is used: redis-py brings OpenTelemetry with it, if that is installed.
+    """
+    import redis.asyncio
+
+    return redis.asyncio.Redis.from_url(url)
 
 
 def _name(place: Place) -> str:
