@@ -4,6 +4,7 @@ Needs two NVIDIA GPUs and vLLM's CUDA build: `python -m pytest -m gpu tests/gpu`
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -37,6 +38,7 @@ ENGINE = [
 SCORED = 600
 TASKS = 24
 TOKENS = 200
+NUMBERS = itertools.count()
 
 
 def text() -> list[int]:
@@ -95,8 +97,10 @@ async def score(cell: BareCell, layout: str) -> Any:
     await asyncio.to_thread(cell.switch, layout, "recompute")
     client = TaskClient()
     async with client.connected(cell):
-        client.submit(f"score-{layout}", text(), max_tokens=1, prompt_logprobs=0)
-        stream = (await client.finish(f"score-{layout}"))[0]
+        # The coordinator takes a name that comes again for a repetition.
+        name = f"score-{layout}-{next(NUMBERS)}"
+        client.submit(name, text(), max_tokens=1, prompt_logprobs=0)
+        stream = (await client.finish(name))[0]
     return np.asarray(stream.prompt_logprobs.logprobs)[:, 0]
 
 
