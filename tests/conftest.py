@@ -12,13 +12,11 @@ PROCESS_REPEATS = 1
 """For other tests under integration/, except those marked `exact`."""
 REPEATED_MAX = 5
 """Repeats in one run; with more of them it fails, whatever the repeats said."""
-REPEATED = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin the count of this run."""
-    config.stash[REPEATED] = []
-    config.pluginmanager.register(Repeats(config), "aileron-repeats")
+    config.pluginmanager.register(Repeats(), "aileron-repeats")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Repeats:
     """Counts the repeats of a run and fails it when they are too many."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self._names = config.stash[REPEATED]
+    def __init__(self) -> None:
+        self._names: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that failed and will be repeated."""

@@ -91,12 +91,11 @@ class MemoryNotes:
         self.context = self._used
         """Of the driver, before anything of ours is there."""
 
-    def note(self, stage: str) -> int:
-        """Log and return the bytes that this stage has left in use."""
+    def note(self, stage: str) -> None:
+        """Log the bytes that this stage has left in use."""
         before, self._used = self._used, used_bytes(self._device)
         if self._device.type == "cuda":
             log.info("device_memory", stage=stage, taken=self._used - before, used=self._used)
-        return self._used - before
 
     def rest(self, named: int) -> int:
         """Bytes in use now beside the context and what has a name."""
