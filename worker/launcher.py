@@ -11,7 +11,6 @@ import ctypes
 import functools
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from contextlib import suppress
 import structlog
 
 from comm_pool.layout import Rank
+from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
 from worker.herald import HeraldPipe, run_herald
 from worker.rank_process import announce, build_engine, serve_rank
@@ -174,7 +174,9 @@ class Launcher:
         if due:
             self._is_renewing, self._kill_at_s = False, None
         for ranks in split(due, cell.widths, cell.ranks):
-            self._start(base, ranks, _free_port())
+            # If it is taken meanwhile, the start is tried again.
+            (port,) = free_ports(1)
+            self._start(base, ranks, port)
 
     def _await_signal(self) -> None:
         wait_s, due_s = WAKE_S, self._restarts.next_due_s()
@@ -243,14 +245,6 @@ class Launcher:
             for pid in [pid for pid, each in self._pids.items() if each in stuck]:
                 os.kill(pid, signal.SIGKILL)
         return cannot_start
-
-
-def _free_port() -> int:
-    """A port that nobody listens on now; if it is taken meanwhile, the start is tried again."""
-    with socket.socket() as probed:
-        probed.bind(("127.0.0.1", 0))
-        port: int = probed.getsockname()[1]
-        return port
 
 
 def _next_ended() -> tuple[int, int] | None:

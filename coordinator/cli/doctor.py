@@ -16,11 +16,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from comm_pool.ports import LOOPBACK
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_names
 from coordinator.cli.launch import Machine, build_config
-from coordinator.cli.ports import LOOPBACK, free_ports, require_free
+from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.protocol.config import dump_config
 

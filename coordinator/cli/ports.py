@@ -1,22 +1,15 @@
 """Ports: is one free, and which ones may be used."""
 
 import errno
-import random
 import socket
-from pathlib import Path
 
+from comm_pool import ports
 from coordinator.cli.errors import USAGE_STATUS, CliError
-
-LOOPBACK = "127.0.0.1"
-LOW_PORT, HIGH_PORT = 20_000, 60_000
-"""Free ports are looked for in this range, half open."""
-ATTEMPTS_MAX = 200
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def require_free(host: str, port: int, option: str) -> None:
     """Raise one sentence that names `port` and `option` if nothing can listen there."""
-    problem = _bind_error(host, port)
+    problem = ports.bind_error(host, port)
     if problem is None:
         return
     if isinstance(problem, socket.gaierror):
@@ -32,40 +25,8 @@ def require_free(host: str, port: int, option: str) -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return different loopback ports that nothing listens on now.
-
-    They are taken from outside the range that the kernel gives to outgoing connections, because
-    their owners bind them only seconds later.
-    """
-    low, high = _ephemeral_range()
-    allowed = [port for port in range(LOW_PORT, HIGH_PORT) if not low <= port <= high]
-    found: list[int] = []
-    for port in random.sample(allowed, min(ATTEMPTS_MAX, len(allowed))):
-        if _bind_error(LOOPBACK, port) is None:
-            found.append(port)
-            if len(found) == count:
-                return tuple(found)
-    raise CliError(f"no {count} free ports found between {LOW_PORT} and {HIGH_PORT} on {LOOPBACK}.")
-
-
-def _ephemeral_range() -> tuple[int, int]:
+    """Return different loopback ports that nothing listens on now."""
     try:
-        low, high = map(int, _EPHEMERAL.read_text().split())
-    except (OSError, ValueError):
-        return 0, -1
-    # A machine may give nearly everything away; then any free port must do.
-    return (low, high) if low > LOW_PORT + ATTEMPTS_MAX else (0, -1)
-
-
-def _bind_error(host: str, port: int) -> OSError | None:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        return error
-    return None
+        return ports.free_ports(count)
+    except ports.NoFreePortError as error:
+        raise CliError(str(error)) from None

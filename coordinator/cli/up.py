@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from comm_pool.ports import LOOPBACK
 from coordinator.cli.admin_client import ADMIN_KEY_ENV
 from coordinator.cli.cell import Cell, Member
 from coordinator.cli.children import Child, ChildSpec
@@ -21,7 +22,7 @@ from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_names
 from coordinator.cli.last_run import LastRun, remove_record, state_folder, write_record
 from coordinator.cli.launch import Machine, build_config
-from coordinator.cli.ports import LOOPBACK, free_ports, require_free
+from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
