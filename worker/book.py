@@ -40,17 +40,9 @@ class TaskBook:
     def __iter__(self) -> Iterator[LedTask]:
         return iter(self._tasks.values())
 
-    def open(
-        self,
-        header: TaskHeader,
-        attempt: int,
-        group: Group,
-        generated: int,
-        payload: bytes,
-        waited_ms: int = 0,
-    ) -> None:
-        """Take a task whose first `generated` tokens were made by earlier attempts."""
-        self._tasks[header.task] = LedTask(header, attempt, group, generated, payload, waited_ms)
+    def open(self, led: LedTask) -> None:
+        """Take a task; the tokens that it has were made by earlier attempts."""
+        self._tasks[led.header.task] = led
 
     def get(self, task: TaskId) -> LedTask | None:
         """The task, or None if it is not led here (any more)."""

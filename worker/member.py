@@ -28,7 +28,7 @@ from coordinator.protocol.messages import (
     TokenSpan,
 )
 from kvadaptor.pages import without
-from worker.book import MOVED, TaskBook
+from worker.book import MOVED, LedTask, TaskBook
 from worker.moving import Moving
 from worker.outlet import Outlet
 from worker.step_log import StepLog
@@ -209,7 +209,7 @@ class Member:
             )
             return
         what = (header, place.attempt, binding.group, len(generated), place.payload)
-        self.book.open(*what, place.waited_ms)
+        self.book.open(LedTask(*what, place.waited_ms))
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is this attempt or an older one."""

@@ -30,6 +30,7 @@ from coordinator.protocol.seat import Resolve
 from kvadaptor.movers import MoveStats, PeerMover, by_source
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
+from worker.book import LedTask
 from worker.manifest import Cargo, Ints, Manifest, Move, Ranks, plan_move
 from worker.vllm_handover import CachedChain
 
@@ -366,9 +367,8 @@ class Moving:
         dp = binding.group.width == 1
         granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
         for cargo, _, _ in pending.restored:
-            member.book.open(
-                cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload
-            )
+            what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
+            member.book.open(LedTask(*what))
         tasks = [(request, blocks) for _, request, blocks in pending.restored]
         # The newest chain is registered last, so that it is reused last.
         scheduler.adopt(tasks, list(reversed(pending.chains)), granted, indices)

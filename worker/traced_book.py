@@ -7,9 +7,9 @@ only where tracing is on.
 
 import time
 
-from comm_pool.layout import Group, Rank
+from comm_pool.layout import Rank
 from coordinator.protocol import trace_context as words
-from coordinator.protocol.messages import EndCause, TaskHeader, TaskId, TokenSpan
+from coordinator.protocol.messages import EndCause, TaskId, TokenSpan
 from coordinator.protocol.tracing import Span, Tracing
 from worker.book import LedTask, TaskBook
 
@@ -24,17 +24,10 @@ class TracedBook(TaskBook):
         self._rank = rank
         self._stays: dict[TaskId, _Stay] = {}
 
-    def open(
-        self,
-        header: TaskHeader,
-        attempt: int,
-        group: Group,
-        generated: int,
-        payload: bytes,
-        waited_ms: int = 0,
-    ) -> None:
+    def open(self, led: LedTask) -> None:
         """Take a task in."""
-        super().open(header, attempt, group, generated, payload, waited_ms)
+        super().open(led)
+        header, group = led.header, led.group
         if not header.trace:
             return
         about: dict[str, str | int] = {
@@ -42,8 +35,8 @@ class TracedBook(TaskBook):
             "aileron.group": group.name,
             "aileron.mode": str(group.mode),
             "aileron.width": group.width,
-            "aileron.attempt": attempt,
-            "aileron.tokens_before": generated,
+            "aileron.attempt": led.attempt,
+            "aileron.tokens_before": led.emitted,
             words.INPUT_TOKENS: header.prompt_tokens,
         }
         self._stays[header.task] = _Stay(self._tracing.start("generate", header.trace, about))
