@@ -3,7 +3,7 @@
 `PROFILE_OUT` names a folder for rank-N.events.json: [what, began, ended] in nanoseconds of the
 host's monotonic clock, for what takes 50 µs or more. With `PROFILE_KIND=cprofile` it gets
 rank-N.txt instead, and with `PROFILE_KIND=torch` the operations of some prefills of wide groups.
-Used by `tests.bench.profile_steps --cell`.
+Used by `tests.bench.profile_steps`.
 """
 
 import cProfile
