@@ -35,6 +35,7 @@ from coordinator.protocol.messages import (
     TaskId,
     Tier,
 )
+from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.bench.servers import MODEL, ROOT, free_port
 from tests.harness.admin import ask, get_json, switch
 from tests.harness.engine_request import engine_request
@@ -195,6 +196,9 @@ class Stream:
     failure: str | None = None
     resumed: int = 0
     """How often it was submitted again after a rank was lost."""
+    order: TokenStream[Any] = field(default_factory=TokenStream)
+    overtaken: int = 0
+    """Spans that came before one in front of them, from another leader."""
 
 
 class TaskClient:
@@ -232,6 +236,8 @@ class TaskClient:
             asyncio.create_task(self._read_tokens(pull)),
             asyncio.create_task(self._read_events(call)),
         ]
+        for reader in readers:
+            reader.add_done_callback(self._fail_all)
         try:
             yield self
         finally:
@@ -244,6 +250,13 @@ class TaskClient:
     async def _messages(self) -> AsyncIterator[GatewayUp]:
         while True:
             yield await self._up.get()
+
+    def _fail_all(self, reader: asyncio.Task[None]) -> None:
+        """Let streams fail with the reader that fed them, not by their time limits."""
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            for stream in self.streams.values():
+                if not stream.finished:
+                    stream.failure, stream.finished = f"the reader failed: {error!r}", True
 
     async def _read_events(self, call: Any) -> None:
         async for message in call:
@@ -282,8 +295,24 @@ class TaskClient:
                 self._take(span, output)
 
     def _take(self, span: Any, output: Any) -> None:
-        if span.attempt > self._fences.get(span.task, 0):
-            take(self.streams[span.task], span, output)
+        """Take a span in its turn: two leaders of one task reach us by connections of their own."""
+        if span.attempt <= self._fences.get(span.task, 0):
+            return
+        stream = self.streams[span.task]
+        answer = stream.order.offer(span)
+        if answer is Verdict.HOLD:
+            stream.order.hold(span, (span, output))
+            stream.overtaken += 1
+            return
+        due = [(answer, (span, output)), *stream.order.ready()]
+        for answer, (each, what) in due:
+            is_whole = answer is Verdict.FORWARD or (
+                isinstance(answer, Trim) and answer.skip == 0 and answer.keep == each.count
+            )
+            if not is_whole:
+                stream.failure, stream.finished = f"tokens were sent again: {each}", True
+                return
+            take(stream, each, what)
 
     def cancel(self, name: str) -> None:
         """Say that nobody waits for this task any more, as a gateway does for a gone client."""

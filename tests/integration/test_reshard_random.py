@@ -248,7 +248,8 @@ async def test_streams_are_exact_whatever_overtakes_a_move(
     overtaken = sum(record["outcome"] == "superseded" for record in records)
     print(
         f"\n{len(mine)} requests, {len(records)} switches in {took:.1f} s, {overtaken} overtaken:"
-        f" {counts}, logprobs within {worst:.1e}"
+        f" {counts}, logprobs within {worst:.1e},"
+        f" {sum(stream.overtaken for stream in streams.values())} spans out of turn"
     )
     assert overtaken > 0 or len(mine) < SEEDS / 4
     assert settle(cell) == before
