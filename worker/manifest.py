@@ -73,8 +73,8 @@ class Move:
     chains: Mapping[str, CachedChain]
     left: tuple[Ranks, ...]
     """The old groups that take part."""
-    spoils_from: int
-    """The first round that writes where KV of the old groups lies; `plan.rounds` + 1 if none."""
+    spoils_from: int | None
+    """The first round that writes where KV of the old groups lies, if one does."""
 
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""
@@ -96,13 +96,19 @@ def plan_move(
     geometry: PageGeometry,
     num_pages: int,
 ) -> Move:
-    """Plan the move of the component that `rank` is in."""
+    """Plan the move of the component that `rank` is in; nothing moves if it has no new group.
+
+    A rank that joined before a move was wanted takes no part, and so its group cannot either.
+    """
     whole = _whole_groups(manifests)
     newest = _newest_attempts(manifests[group[0]] for group in whole)
     bindings = [each for each in target.bindings if set(each.group.ranks) <= manifests.keys()]
     ranks = _component(rank, [*whole, *(tuple(each.group.ranks) for each in bindings)])
     mine = tuple(each for each in bindings if set(each.group.ranks) <= set(ranks))
     groups = [group for group in whole if set(group) <= set(ranks)]
+    if not mine:
+        plan = ReshardPlan(geometry.num_kv_heads, 0, (), (), (), (), (), 0)
+        return Move(ranks, (), plan, (), {}, {}, tuple(groups), None)
     alone = sorted(set(ranks).difference(*groups))
     cargo: dict[str, tuple[int, Cargo]] = {}
     chains: dict[str, CachedChain] = {}
@@ -132,7 +138,7 @@ def plan_move(
     return Move(ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from)
 
 
-def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int:
+def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
     """See `Move`. Blocks that stay behind, or that lie in several places, may be overwritten."""
     held: dict[int, npt.NDArray[np.bool_]] = {}
     for group in given.old:
@@ -143,7 +149,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int:
             for chain in group.chains:
                 slots[chain.slots[place]] = True
     rounds = [each.round for each in plan.copies if held[each.dst_rank][each.dst_units].any()]
-    return min(rounds, default=plan.rounds + 1)
+    return min(rounds, default=None)
 
 
 def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:

@@ -151,12 +151,12 @@ class Member:
 
     def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""
-        changed = False
+        changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
         for lease in leases:
-            bound = self._binding is not None and self._binding.group.ranks == lease.ranks
             order = (lease.born, lease.version)
-            # What was kept before the group began says nothing about pages leased since.
-            if bound or self._applied_kept.get(lease.ranks, (-1, -1)) >= order:
+            # It says nothing of pages leased since; and what was told of a move has to stay true.
+            is_old = self._applied_kept.get(lease.ranks, (-1, -1)) >= order
+            if is_old or lease.ranks in (bound, self.moving.ranks):
                 continue
             self._applied_kept[lease.ranks] = order
             changed |= self.keep_only(lease.ranks, lease.indices)

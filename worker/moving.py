@@ -76,7 +76,8 @@ class _Pending:
 
         Nobody could begin a round that does before this rank had finished the one before it.
         """
-        return self.rounds_done + 1 >= self.move.spoils_from
+        first = self.move.spoils_from
+        return first is not None and self.rounds_done + 1 >= first
 
 
 class Moving:
@@ -116,9 +117,10 @@ class Moving:
         if self._group is not None and self._group.ranks == ranks:
             self._group = None
 
-    def may_move(self, group: Group) -> bool:
-        """Say whether the tasks of a group are waiting for a move."""
-        return self._group is not None and self._group.ranks == group.ranks
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The group whose tasks are waiting for a move; empty if there is none."""
+        return self._group.ranks if self._group is not None else ()
 
     def tell(self, epoch: int) -> None:
         """Publish this rank's manifest for the move of `epoch`, all its steps complete."""

@@ -366,7 +366,7 @@ class RankLoop:
 
     def _is_paused(self, led: LedTask, group: Group | None) -> bool:
         is_bound = group is not None and led.group.ranks == group.ranks
-        return not is_bound and not self._member.moving.may_move(led.group)
+        return not is_bound and led.group.ranks != self._member.moving.ranks
 
     def _hello(self) -> RankHello:
         engine = self._engine

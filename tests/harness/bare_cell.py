@@ -304,12 +304,9 @@ class TaskClient:
             stream.order.hold(span, (span, output))
             stream.overtaken += 1
             return
-        due = [(answer, (span, output)), *stream.order.ready()]
-        for answer, (each, what) in due:
-            is_whole = answer is Verdict.FORWARD or (
-                isinstance(answer, Trim) and answer.skip == 0 and answer.keep == each.count
-            )
-            if not is_whole:
+        for verdict, (each, what) in [(answer, (span, output)), *stream.order.ready()]:
+            is_cut = isinstance(verdict, Trim) and (verdict.skip, verdict.keep) != (0, each.count)
+            if is_cut or verdict is Verdict.DROP:
                 stream.failure, stream.finished = f"tokens were sent again: {each}", True
                 return
             take(stream, each, what)

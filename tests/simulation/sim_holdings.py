@@ -3,6 +3,8 @@
 `bound` is always the group that the rank is joined to; its lease is whole and not to be touched.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 
 from comm_pool.layout import Rank
@@ -122,10 +124,10 @@ class Holdings:
         if lost or carry is not Carry.RESHARD:
             self.withdraw(ranks)
 
-    def apply(self, kept: LeaseKept, bound: Ranks) -> None:
+    def apply(self, kept: LeaseKept, whole: Collection[Ranks | None]) -> None:
         """Free the pages of an unbound group that its leader does not need."""
         order = (kept.born, kept.version)
-        if kept.ranks == bound or order <= self._applied.get(kept.ranks, (0, 0)):
+        if kept.ranks in whole or order <= self._applied.get(kept.ranks, (0, 0)):
             return
         self._applied[kept.ranks] = order
         held = self.table(kept.ranks)

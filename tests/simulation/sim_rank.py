@@ -362,7 +362,7 @@ class SimRank:
         if directive.incarnation != self.incarnation:
             return
         for kept in directive.kept:
-            self.holdings.apply(kept, self._bound)
+            self.holdings.apply(kept, (self._bound, self.moving.group))
         if self.seat.wanted is directive and directive.stage.epoch > 0:
             self.holdings.forget_lost(dict(directive.members), self._bound)
 

@@ -11,7 +11,6 @@ pytest.importorskip("vllm")
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, Target, TaskHeader, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard import ReshardError
 from worker.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
 from worker.vllm_handover import CachedChain, RunningState
 
@@ -108,11 +107,6 @@ def test_a_rank_that_left_no_group_takes_part_with_what_is_free() -> None:
     assert move.plan.carried[0].id == "task"
 
 
-def test_a_group_whose_members_are_not_all_there_is_an_error_before_anything_is_given_up() -> None:
-    with pytest.raises(ReshardError, match="do not cover the same ranks"):
-        plan(0, {0: dp(0)}, target((0, 1)))
-
-
 def test_fresh_lease_indices_avoid_those_of_paused_tasks() -> None:
     manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1, 2), 20)) for rank in range(2)}
     paused: dict[tuple[int, ...], Ints] = {(0, 1): ints(1, 3)}
@@ -150,7 +144,18 @@ def test_only_full_blocks_are_shared_by_what_they_hold() -> None:
 def test_pages_without_a_chain_are_free_for_the_move() -> None:
     move = plan(0, {0: dp(0, cargo("a", ints(1), 16)), 1: dp(1)}, target((0, 1)))
     assert move.plan.rounds == 1
-    assert move.spoils_from == 2, "there is room: nothing that lies there is overwritten"
+    assert move.spoils_from is None, "there is room: nothing that lies there is overwritten"
+
+
+def test_nothing_moves_where_a_member_of_the_new_group_takes_no_part() -> None:
+    """It joined before a move was wanted. Other components move all the same."""
+    manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1), 16)) for rank in (0, 2, 3)}
+    wanted = target((0, 1), (2, 3))
+    without, others = plan(0, manifests, wanted), plan(3, manifests, wanted)
+    assert (without.ranks, without.left) == ((0,), ((0,),))
+    assert not (without.bindings or without.plan.carried or without.plan.copies)
+    assert without.spoils_from is None
+    assert {carried.id for carried in others.plan.carried} == {"task 2", "task 3"}
 
 
 def test_a_move_that_overwrites_says_from_which_round_on() -> None:
@@ -162,16 +167,18 @@ def test_a_move_that_overwrites_says_from_which_round_on() -> None:
         manifests[rank] = replace(dp(rank, task), pages=full, free=ints())
     move = plan(0, manifests, target((0, 1)))
     assert move.plan.fallbacks or move.plan.rounds > 1
+    assert move.spoils_from is not None
     assert move.spoils_from <= move.plan.rounds
 
 
 def test_a_copy_that_stays_behind_may_be_overwritten_in_the_first_round() -> None:
-    """Of two equal blocks one is read: the page of the other one is vacant at once."""
+    """Of two equal blocks one is read: what nobody needs of the other one is vacant at once."""
     full = np.arange(1, PAGES)
     manifests = {}
     for rank in range(2):
         task = cargo(f"task {rank}", full, full.size * BLOCK)
         task.state.hashes[:] = [b"%d" % number for number in full]
+        task.state.hashes[-1] = b"only here: %d" % rank
         manifests[rank] = replace(dp(rank, task), pages=full, free=ints())
     move = plan(0, manifests, target((0, 1)))
     assert not move.plan.fallbacks
