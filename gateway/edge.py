@@ -10,7 +10,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -102,7 +102,7 @@ class Edge:
             await send({"type": "websocket.close", "code": 1000})
             return
         head = read_head(scope)
-        answer = Answer(send, head.request_id)
+        answer = Answer(send, head.request_id, scope["path"])
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
             told = head.headers.get(TRACEPARENT_HEADER, "")
             answer.span = self._spans.begin(scope, told, head.request_id)
@@ -114,19 +114,23 @@ class Edge:
             answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
-            # The last resort for every bug of ours and of vLLM's: the client gets a 500.
-            path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
-            log.exception("request_failed", request_id=head.request_id, path=path)
+            # The last resort for every bug of ours and of vLLM's: the client gets a 500. Not every
+            # stream of vLLM's can tell a task's failure otherwise than by breaking off.
+            if answer.request.failure is None:
+                path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
+                log.exception("request_failed", request_id=head.request_id, path=path)
             await answer.fail()
         finally:
             answer.close()
             if scope["path"] not in OPEN_PATHS:
-                self._count(answer, scope)
+                self._count(answer, scope, head.is_retry)
 
-    def _count(self, answer: Answer, scope: Scope) -> None:
+    def _count(self, answer: Answer, scope: Scope, is_retry: bool) -> None:
         status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
         route = route_name(scope["method"], scope["path"])
         self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
+        if is_retry:
+            self._meter.retried(answer.tier)
         if answer.span is not None:
             answer.span.end(status, answer.error_code, answer.tier, answer.request)
 
@@ -182,7 +186,7 @@ class Edge:
         It needs a permit like any other, but no key: whoever made the batch had one.
         """
         told = Told()
-        answer = Answer(told.send, uuid.uuid4().hex)
+        answer = Answer(told.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
         error = self._admission.take(Tier.BATCH)
         if error is not None:
@@ -325,5 +329,5 @@ def _with_jitter(error: ApiError) -> ApiError:
     """Spread the next tries of clients that were refused together."""
     if error.status not in (429, 503):
         return error
-    later_s = round(error.retry_after_s * random.uniform(1.0, 1.5))
-    return replace(error, retry_after_s=min(max(later_s, 1), RETRY_AFTER_MAX_S))
+    later_ms = round(error.retry_after_s * random.uniform(1_000, 1_500))
+    return error.with_retry_after(min(later_ms, RETRY_AFTER_MAX_S * 1_000))
