@@ -10,7 +10,9 @@ import asyncio
 import random
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,6 +44,9 @@ from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
+
+CHECKERS = 2
+"""Threads that check large bodies."""
 
 LOGGED_CHARS_MAX = 200
 
@@ -81,6 +86,8 @@ class Edge:
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._replays = replays or SharedReplays(SharedStorage("memory://"))
+        # Not the loop's own threads: all of those may be waiting for the disk of batches.
+        self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -294,7 +301,8 @@ class Edge:
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:
             return check_body(body, self._limits.media_domains)
-        return await asyncio.to_thread(check_body, body, self._limits.media_domains)
+        work = partial(check_body, body, self._limits.media_domains)
+        return await asyncio.get_running_loop().run_in_executor(self._checkers, work)
 
     async def _run(
         self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts

@@ -46,11 +46,12 @@ def ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def one_by_one(ids: list[int], end: str = "length", **how: Any) -> Any:
-    """A leader that pushes one token at a time and then ends."""
+    """A leader that pushes one token at a time and then ends; the token of a stop is no text."""
+    tokens = ids if end == "length" else [*ids, ids[0]]
 
     async def behave(ran: Ran) -> None:
-        for index, token in enumerate(ids):
-            ran.tokens(index, [token], end if index == len(ids) - 1 else None, **how)
+        for index, token in enumerate(tokens):
+            ran.tokens(index, [token], end if index == len(tokens) - 1 else None, **how)
             await asyncio.sleep(0.001)
 
     return behave
@@ -219,7 +220,7 @@ async def test_a_response(client: openai.AsyncOpenAI, cell: FakeCell, ids: list[
     assert (answer.id, answer._request_id) == ("resp_me-7", "me-7")
     assert answer.service_tier == "default"
     assert answer.usage is not None
-    assert answer.usage.output_tokens == len(ids)
+    assert answer.usage.output_tokens == len(ids) + 1
 
 
 @pytest.mark.parametrize(("end", "last"), [("stop", "completed"), ("length", "incomplete")])

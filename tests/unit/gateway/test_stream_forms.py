@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import answer
@@ -145,6 +145,7 @@ async def test_a_silent_response_begins_with_what_is_known(monkeypatch: pytest.M
     assert [each["sequence_number"] for each in events] == [0, 1, 2, 3]
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     form=st.sampled_from([CompletionForm(), ResponsesForm()]),
     message=st.text(max_size=40),
@@ -163,6 +164,7 @@ def test_an_error_event_is_one_event_and_no_success(
     assert form.find_error(event, RequestState()) is None or isinstance(form, CompletionForm)
 
 
+@settings(deadline=None, max_examples=50)
 @given(text=st.text(max_size=60))
 def test_what_a_client_wrote_is_never_taken_for_an_end(text: str) -> None:
     delta = json.dumps({"delta": text, "type": "response.output_text.delta"}, ensure_ascii=False)
