@@ -124,14 +124,21 @@ def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiErr
         return error
     try:
         fields = msgspec.json.decode(body, type=_Fields)
+        # What was skipped may turn out to be wrong only when it is looked at.
+        return _check_fields(fields, media_domains) or BodyFacts(
+            fields.service_tier, len(body) // 4
+        )
     except msgspec.ValidationError:
         return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return api_error("invalid_json", "The request's body is not valid JSON.")
+
+
+def _check_fields(fields: _Fields, media_domains: frozenset[str]) -> ApiError | None:
     error = _check_sizes(fields) or _check_numbers(fields) or _check_unsupported(fields)
     for name in ("messages", "input"):
         error = error or check_media(bytes(getattr(fields, name)), media_domains, name)
-    return error or BodyFacts(fields.service_tier, len(body) // 4)
+    return error
 
 
 def _check_shape(body: bytes) -> ApiError | None:

@@ -35,7 +35,7 @@ class RedisPair:
             self._processes = [each.process for each in self._fakes]
             self.ports = [each.port for each in self._fakes]
             return self
-        self.ports = free_ports(2)
+        self.ports = list(free_ports(2))
         for port in self.ports:
             self._start(SERVER, port, self.ports[0])
         replica = self.client(1)

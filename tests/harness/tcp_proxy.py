@@ -63,10 +63,10 @@ class TcpProxy:
                     await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
                 finally:
                     self._pairs.discard(back)
-                    back.transport.abort()
+                    back.close()
         finally:
             self._pairs.discard(writer)
-            writer.transport.abort()
+            writer.close()
             self._work.discard(task)
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,4 +75,4 @@ class TcpProxy:
                 if not self.is_silent:
                     writer.write(data)
                     await writer.drain()
-        writer.transport.abort()
+        writer.close()
