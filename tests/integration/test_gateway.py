@@ -263,14 +263,15 @@ async def test_a_response_that_is_refused_has_its_status(
 async def test_a_response_that_breaks_off_ends_with_an_error(
     client: openai.AsyncOpenAI, gateway: GatewayProcess, cell: FakeCell, ids: list[int]
 ) -> None:
-    async def lose(ran: Ran) -> None:
+    async def begin(ran: Ran) -> None:
         ran.tokens(0, ids[:3])
-        cell.say(TaskFailed(ran.id, "worker_lost", "Lost.", 0))
 
-    cell.behave = lose
+    cell.behave = begin
     with pytest.raises(openai.APIError) as caught:
-        async for _ in await client.responses.create(model="demo", input="x", stream=True):
-            pass
+        async for event in await client.responses.create(model="demo", input="x", stream=True):
+            if event.type == "response.output_text.delta":
+                task = cell.of(Submit)[0].header.task
+                cell.say(TaskFailed(task, "worker_lost", "Lost.", 0))
     assert (caught.value.code, caught.value.message) == ("worker_lost", "Lost.")
     assert "request_failed" not in gateway.log.read_text()
 
