@@ -24,7 +24,7 @@ from tests.harness.batch_process import OWN_MOUNTS, ROOT, BatchProcess
 from tests.harness.redis_server import Redis
 
 LIMIT_S = 90.0
-DISK_WAIT_MS = 50
+DISK_WAIT_MS, SLOW_LINES = 50, 24
 KILLS = 100
 
 
@@ -245,7 +245,7 @@ def test_a_disk_that_is_slow(processes: Callable[..., BatchProcess]) -> None:
     prompts = {"small": "hi", "large": "hi " * 200_000}
     before = {name: chat_ms(process, prompt, 8) for name, prompt in prompts.items()}
     with client_of(process) as client:
-        data = some_lines(["quick"] * 64)
+        data = some_lines(["quick"] * SLOW_LINES)
         file = client.files.create(file=("in.jsonl", data), purpose="batch")
         began = time.monotonic()
         batch = client.batches.create(
@@ -260,8 +260,8 @@ def test_a_disk_that_is_slow(processes: Callable[..., BatchProcess]) -> None:
             return now if now.status == "completed" else None
 
         end = until(ended)
-        assert sorted(lines_of(client, end)) == sorted(f"c{number}" for number in range(64))
-    print(f"64 lines took {time.monotonic() - began:.1f} s")
+        assert sorted(lines_of(client, end)) == sorted(f"c{number}" for number in range(SLOW_LINES))
+    print(f"{SLOW_LINES} lines took {time.monotonic() - began:.1f} s")
     for name, times in during.items():
         calm, busy = statistics.median(before[name]), statistics.median(times)
         print(f"{name}: median {calm:.1f} -> {busy:.1f} ms of {len(times)}, worst {max(times):.0f}")
