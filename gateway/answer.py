@@ -14,11 +14,11 @@ from gateway.errors import (
     ApiError,
     RequestState,
     api_error,
-    failed_event,
     shape_error,
 )
 from gateway.replays import KeptAnswer
 from gateway.spans import RequestSpan
+from gateway.stream_forms import StreamForm, stream_form
 from gateway.tiers import service_tier_name, tier_name
 
 KEEP_ALIVE_S = 15.0
@@ -35,10 +35,6 @@ ERROR_BODY_BYTES_MAX = 1024**2
 OPENAI_VERSION = b"2020-10-01"
 """The version of OpenAI's API whose shapes are spoken."""
 
-STREAM_END = b"data: [DONE]\n\n"
-_ERROR_EVENT = b'data: {"error"'
-_NO_TIER = b'"service_tier":null'
-_CHUNK_EVENT = b"data: {"
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -62,14 +58,17 @@ class _Phase(Enum):
 class Answer:
     """The state of one answer."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, path: str = "") -> None:
         """`send` is the ASGI server's."""
         self._send = send
+        self._form: StreamForm = stream_form(path)
         self._lock = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
         self._began_s = asyncio.get_running_loop().time()
         self._sent_at_s = 0.0
         self._last: bytes = b""
+        # Events of a stream that were not sent yet, because no token came.
+        self._preface: list[bytes] = []
         self._stalled = False
         self._phase = _Phase.BEFORE
         self._start: Message = {}
@@ -131,8 +130,8 @@ class Answer:
         await self._send_last(kept.body)
 
     async def fail(self) -> None:
-        """End the answer after a bug, as well as what was sent so far allows."""
-        error = api_error("internal_error", SERVER_ERROR_MESSAGE)
+        """End the answer after an exception, as well as what was sent so far allows."""
+        error = self.request.failure or api_error("internal_error", SERVER_ERROR_MESSAGE)
         if self._phase is _Phase.STREAM:
             await self._send_error_event(error)
         else:
@@ -151,8 +150,6 @@ class Answer:
                 await self._begin_stream(message)
             case _Phase.BEFORE:
                 await self._begin_whole(message)
-            case _Phase.STREAM if body.startswith(_ERROR_EVENT):
-                await self._send_error_event(failed_event(bytes(body), self.request.failure))
             case _Phase.STREAM:
                 await self._send_event(message)
             case _Phase.OPEN:
@@ -180,8 +177,8 @@ class Answer:
     async def _begin_whole(self, message: Message) -> None:
         headers, more = self._start["headers"], message.get("more_body", False)
         body = message.get("body", b"")
-        if self.echoes_tier and not more and body.startswith(b"{"):
-            body = self._with_tier(b"{", body)
+        if self._tier_name and not more and body:
+            body = self._form.whole(body, self._tier_name)
             headers = [pair for pair in headers if pair[0].lower() != b"content-length"]
             headers.append((b"content-length", str(len(body)).encode()))
             message = {**message, "body": body}
@@ -191,32 +188,43 @@ class Answer:
         self._phase = _Phase.OPEN if more else _Phase.CLOSED
         await self._out(message)
 
+    @property
+    def _tier_name(self) -> str:
+        """What the body says of the tier; empty if nothing."""
+        named = self.echoes_tier or self._form.always_names_tier
+        return service_tier_name(self.tier) if named else ""
+
     async def _send_event(self, message: Message) -> None:
         """Pass an event on; a stream without its last event must not look complete."""
-        body = message.get("body", b"")
-        if not message.get("more_body", False):
-            if not (body or self._last).endswith(STREAM_END):
-                error = api_error("internal_error", "The stream broke off.")
-                await self._send_error_event(error, body)
-                return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        error = self._form.find_error(bytes(body), self.request)
+        if error is not None:
+            await self._send_error_event(error)
+            return
+        if not more and not self._form.is_end(bytes(body or self._last)):
+            await self._send_error_event(_broken_off(), bytes(body))
+            return
+        if not more:
             self._phase = _Phase.CLOSED
-        elif self.echoes_tier and body.startswith(_CHUNK_EVENT):
-            message = {**message, "body": self._with_tier(_CHUNK_EVENT, body)}
-        if body is not KEEP_ALIVE:
-            self._last = body
+        elif body is not KEEP_ALIVE:
+            self._last = body = self._form.event(bytes(body), self._tier_name)
+            message = {**message, "body": body}
+        if self._preface:
+            message = {**message, "body": b"".join([*self._preface, bytes(body)])}
+            self._preface = []
         await self._out(message)
 
-    def _with_tier(self, prefix: bytes, body: bytes) -> bytes:
-        field = b'"service_tier":"%s"' % service_tier_name(self.tier).encode()
-        if _NO_TIER in body:
-            # Within a string the quotes would be escaped.
-            return body.replace(_NO_TIER, field, 1)
-        return prefix + field + b"," + body[len(prefix) :]
-
     async def _begin_stream(self, message: Message) -> None:
-        body = message.get("body", b"")
-        if body.startswith(_ERROR_EVENT):
-            await self._send_error(failed_event(bytes(body), self.request.failure))
+        body, more = bytes(message.get("body", b"")), message.get("more_body", False)
+        error = self._form.find_error(body, self.request)
+        if error is None and self._preface and not (body or more):
+            error = _broken_off()
+        if error is not None:
+            await self._send_error(error)
+            return
+        if more and self._form.is_preface(body):
+            self._last = self._form.event(body, self._tier_name)
+            self._preface.append(self._last)
             return
         await self._send_start(200, self._start["headers"] + _STREAM_HEADERS)
         self._phase = _Phase.STREAM
@@ -224,7 +232,7 @@ class Answer:
 
     async def _send_error_event(self, error: ApiError, behind: bytes = b"") -> None:
         self.error_code = error.code
-        await self._send_last(behind + error.event())
+        await self._send_last(behind + self._form.error_event(error, behind or bytes(self._last)))
 
     async def _send_error(self, error: ApiError) -> None:
         self.error_code = error.code
@@ -266,6 +274,10 @@ class Answer:
         except TimeoutError:
             self._stalled = True
             raise ClientStalledError from None
+
+
+def _broken_off() -> ApiError:
+    return api_error("internal_error", "The stream broke off.")
 
 
 def _is_cors(name: bytes) -> bool:

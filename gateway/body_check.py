@@ -32,8 +32,10 @@ LOGIT_BIAS_MAX = 1_024
 TOKEN_IDS_MAX = 1_024
 """Most token ids in a list that steers sampling."""
 TOOLS_MAX = 128
+OWN_TOOLS: Final[frozenset[str]] = frozenset({"function", "custom", "namespace"})
+"""Types of tools that the client runs; vLLM would leave others out without a word."""
 SCHEMA_BYTES_MAX = 64 * 1024
-"""Largest `response_format`, `structured_outputs` or single set of tools."""
+"""Largest `response_format`, `structured_outputs`, `text` or single set of tools."""
 MODEL_CHARS_MAX = 256
 TOKENS_MAX = 2**31 - 1
 """Largest number of tokens that a request may name."""
@@ -48,8 +50,16 @@ UNSUPPORTED: Final[tuple[str, ...]] = (
     "use_beam_search",
     "lora_request",
     "kv_hints",
+    "ec_transfer_params",
+    "previous_input_messages",
+    "previous_response_id",
+    "conversation",
+    "background",
 )
-"""Parameters of vLLM with which a client would steer the server itself, or that it cannot run."""
+"""Parameters with which a client would steer the server itself, or that it cannot run.
+
+The last ones are the Responses API's stored state: nothing is stored, whatever `store` says.
+"""
 
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
@@ -73,10 +83,13 @@ class _Fields(msgspec.Struct):
     logit_bias: object = None
     max_tokens: object = None
     max_completion_tokens: object = None
+    max_output_tokens: object = None
     min_tokens: object = None
     bad_words: object = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     response_format: msgspec.Raw = msgspec.Raw()
     structured_outputs: msgspec.Raw = msgspec.Raw()
@@ -89,6 +102,11 @@ class _Fields(msgspec.Struct):
     use_beam_search: msgspec.Raw = msgspec.Raw()
     lora_request: msgspec.Raw = msgspec.Raw()
     kv_hints: msgspec.Raw = msgspec.Raw()
+    ec_transfer_params: msgspec.Raw = msgspec.Raw()
+    previous_input_messages: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
+    background: msgspec.Raw = msgspec.Raw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +124,21 @@ def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiErr
         return error
     try:
         fields = msgspec.json.decode(body, type=_Fields)
+        # What was skipped may turn out to be wrong only when it is looked at.
+        return _check_fields(fields, media_domains) or BodyFacts(
+            fields.service_tier, len(body) // 4
+        )
     except msgspec.ValidationError:
         return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return api_error("invalid_json", "The request's body is not valid JSON.")
+
+
+def _check_fields(fields: _Fields, media_domains: frozenset[str]) -> ApiError | None:
     error = _check_sizes(fields) or _check_numbers(fields) or _check_unsupported(fields)
-    error = error or check_media(bytes(fields.messages), media_domains)
-    return error or BodyFacts(fields.service_tier, len(body) // 4)
+    for name in ("messages", "input"):
+        error = error or check_media(bytes(getattr(fields, name)), media_domains, name)
+    return error
 
 
 def _check_shape(body: bytes) -> ApiError | None:
@@ -170,7 +196,7 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
         return _invalid("stop", f"may have {STOP_CHARS_MAX} characters per string at most")
     if isinstance(fields.model, str) and len(fields.model) > MODEL_CHARS_MAX:
         return _invalid("model", f"may have {MODEL_CHARS_MAX} characters at most")
-    for name in ("tools", "response_format", "structured_outputs"):
+    for name in ("tools", "response_format", "structured_outputs", "text"):
         if len(bytes(getattr(fields, name))) > SCHEMA_BYTES_MAX:
             return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
         raw = bytes(getattr(fields, name))
@@ -180,6 +206,9 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
             return _invalid(name, reason)
     if _count(fields.tools) > TOOLS_MAX:
         return _invalid("tools", f"may have {TOOLS_MAX} entries at most")
+    if not _kinds(fields.tools) <= OWN_TOOLS:
+        text = "This server runs no tools itself: tools may be of type function or custom."
+        return api_error("unsupported_parameter", text, "tools")
     return None
 
 
@@ -191,7 +220,7 @@ def _check_numbers(fields: _Fields) -> ApiError | None:
     choices = int(fields.n) if isinstance(fields.n, int | float) else 1
     if _prompts(bytes(fields.prompt)) * choices > PROMPTS_MAX:
         return _invalid("prompt", f"times n may be {PROMPTS_MAX} prompts at most")
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         value = getattr(fields, name)
         if isinstance(value, int | float) and not 0 <= value <= TOKENS_MAX:
             return _invalid(name, f"must be between 0 and {TOKENS_MAX}")
@@ -218,6 +247,15 @@ def _count(raw: msgspec.Raw) -> int:
     if not bytes(raw).startswith(b"["):
         return 0
     return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+
+
+def _kinds(tools: msgspec.Raw) -> set[str]:
+    """Return the types of tools, as far as they are words; what else is wrong vLLM will say."""
+    if not bytes(tools).startswith(b"["):
+        return set()
+    entries = msgspec.json.decode(tools)
+    kinds = [tool.get("type") for tool in entries if isinstance(tool, dict)]
+    return {kind for kind in kinds if isinstance(kind, str)}
 
 
 def _invalid(param: str, rule: str) -> ApiError:

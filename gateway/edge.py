@@ -10,7 +10,9 @@ import asyncio
 import random
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -42,6 +44,9 @@ from gateway.tiers import TIER_HEADER, TierRules, reword_service_tier
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
+
+CHECKERS = 2
+"""Threads that check large bodies."""
 
 LOGGED_CHARS_MAX = 200
 
@@ -81,6 +86,8 @@ class Edge:
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._replays = replays or SharedReplays(SharedStorage("memory://"))
+        # Not the loop's own threads: all of those may be waiting for the disk of batches.
+        self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
         self._bodies = 0
         self.idle = asyncio.Event()
         """Set while no request with a body is being answered."""
@@ -102,7 +109,7 @@ class Edge:
             await send({"type": "websocket.close", "code": 1000})
             return
         head = read_head(scope)
-        answer = Answer(send, head.request_id)
+        answer = Answer(send, head.request_id, scope["path"])
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
             told = head.headers.get(TRACEPARENT_HEADER, "")
             answer.span = self._spans.begin(scope, told, head.request_id)
@@ -114,19 +121,23 @@ class Edge:
             answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
-            # The last resort for every bug of ours and of vLLM's: the client gets a 500.
-            path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
-            log.exception("request_failed", request_id=head.request_id, path=path)
+            # The last resort for every bug of ours and of vLLM's: the client gets a 500. Not every
+            # stream of vLLM's can tell a task's failure otherwise than by breaking off.
+            if answer.request.failure is None:
+                path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
+                log.exception("request_failed", request_id=head.request_id, path=path)
             await answer.fail()
         finally:
             answer.close()
             if scope["path"] not in OPEN_PATHS:
-                self._count(answer, scope)
+                self._count(answer, scope, head.is_retry)
 
-    def _count(self, answer: Answer, scope: Scope) -> None:
+    def _count(self, answer: Answer, scope: Scope, is_retry: bool) -> None:
         status = CLIENT_GONE_STATUS if answer.is_abandoned else answer.status
         route = route_name(scope["method"], scope["path"])
         self._meter.answered(route, answer.tier, status, answer.error_code, answer.elapsed_s)
+        if is_retry:
+            self._meter.retried(answer.tier)
         if answer.span is not None:
             answer.span.end(status, answer.error_code, answer.tier, answer.request)
 
@@ -182,7 +193,7 @@ class Edge:
         It needs a permit like any other, but no key: whoever made the batch had one.
         """
         told = Told()
-        answer = Answer(told.send, uuid.uuid4().hex)
+        answer = Answer(told.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
         error = self._admission.take(Tier.BATCH)
         if error is not None:
@@ -290,7 +301,8 @@ class Edge:
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:
             return check_body(body, self._limits.media_domains)
-        return await asyncio.to_thread(check_body, body, self._limits.media_domains)
+        work = partial(check_body, body, self._limits.media_domains)
+        return await asyncio.get_running_loop().run_in_executor(self._checkers, work)
 
     async def _run(
         self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts
@@ -325,5 +337,5 @@ def _with_jitter(error: ApiError) -> ApiError:
     """Spread the next tries of clients that were refused together."""
     if error.status not in (429, 503):
         return error
-    later_s = round(error.retry_after_s * random.uniform(1.0, 1.5))
-    return replace(error, retry_after_s=min(max(later_s, 1), RETRY_AFTER_MAX_S))
+    later_ms = round(error.retry_after_s * random.uniform(1_000, 1_500))
+    return error.with_retry_after(min(later_ms, RETRY_AFTER_MAX_S * 1_000))

@@ -4,9 +4,10 @@ vLLM, Starlette and FastAPI each have their own error bodies. `shape_error` turn
 any failure of a task, into one `ApiError`; nothing of a server's inside reaches a client. Pure.
 """
 
+import math
 import re
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -107,6 +108,8 @@ class ApiError:
     message: str
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
+    retry_after_ms: int = 0
+    """The same, finer; 0 is not."""
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def body(self) -> bytes:
@@ -119,15 +122,18 @@ class ApiError:
         }
         return msgspec.json.encode({"error": fields})
 
-    def event(self) -> bytes:
-        """The same as a server-sent event, for streams that have begun."""
-        return b"data: " + self.body() + b"\n\n"
+    def with_retry_after(self, wait_ms: int) -> "ApiError":
+        """The same error with another wait."""
+        return replace(self, retry_after_s=math.ceil(wait_ms / 1_000), retry_after_ms=wait_ms)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Headers of the answer: its type, and whether and when to try again."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (429, 503):
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
+            # OpenAI's clients obey this one before the other.
+            wait_ms = self.retry_after_ms or self.retry_after_s * 1_000
+            headers.append((b"retry-after-ms", str(wait_ms).encode()))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if self.code in _NO_RETRY:

@@ -30,6 +30,10 @@ DEADLINE_MS_MAX = 86_400_000
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_REQUEST_ID_HEADER = "x-client-request-id"
 DEADLINE_HEADER = "x-request-deadline-ms"
+RETRY_COUNT_HEADER = "x-stainless-retry-count"
+"""How often OpenAI's clients have asked before. Their `x-stainless-timeout` is not read: it bounds
+each read, not the answer, and a client that gives up closes its connection, which frees its place.
+"""
 FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
 
 SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
@@ -87,6 +91,12 @@ class RequestHead:
         if not (value.isascii() and value.isdecimal()) or len(value) > len(str(DEADLINE_MS_MAX)):
             return _bad_deadline()
         return _bad_deadline() if int(value) > DEADLINE_MS_MAX else int(value)
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether an OpenAI client says that it has asked before."""
+        count = self.headers.get(RETRY_COUNT_HEADER, "0")
+        return count.isascii() and count.isdecimal() and count.strip("0") != ""
 
     def fairness_id(self) -> str:
         """Return the tenant that a proxy in front names; only to be believed without keys."""

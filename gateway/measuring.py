@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from coordinator.protocol.measures import (
+    CLIENT_RETRIES,
     DISCONNECTS,
     DURATION,
     ITL,
@@ -37,9 +38,13 @@ CLIENT_GONE_STATUS = 499
 CHAT, TEXT = "chat", "text_completion"
 """Operations, as OpenTelemetry names them."""
 
-OPERATION_OF_ROUTE = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
-_CHAT_PREFIX = "chatcmpl-"
-"""What vLLM's ids of chat requests start with."""
+OPERATION_OF_ROUTE = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": CHAT,
+    "/v1/completions": TEXT,
+}
+_CHAT_PREFIXES = ("chatcmpl-", "resp_")
+"""What vLLM's ids of chat requests and responses start with."""
 
 
 class RequestMeter:
@@ -100,6 +105,10 @@ class RequestMeter:
         elif status == 200 and route in OPERATION_OF_ROUTE:
             self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
 
+    def retried(self, tier: Tier) -> None:
+        """Count an answer to a client that had asked before, by its own word."""
+        self.tally.count(CLIENT_RETRIES, tier_name(tier))
+
 
 class Telling:
     """Turns totals into messages: what one coordinator was told is not told to the next."""
@@ -141,7 +150,7 @@ class Telling:
 
 def operation_of(task: TaskId) -> str:
     """Return what a task's request is, in OpenTelemetry's words."""
-    return CHAT if family(task).startswith(_CHAT_PREFIX) else TEXT
+    return CHAT if family(task).startswith(_CHAT_PREFIXES) else TEXT
 
 
 def _operation(task: Task) -> str:

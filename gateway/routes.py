@@ -21,6 +21,7 @@ VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
         ("GET", "/v1/models"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
@@ -30,9 +31,18 @@ VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
 """The routes of vLLM that stay open."""
 
 MODEL_PATH = "/v1/models/{model:path}"
-OWN_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
-    {("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)}
+RESPONSE_PATH = "/v1/responses/{response}"
+STORED_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        *(("GET", RESPONSE_PATH), ("DELETE", RESPONSE_PATH), ("POST", f"{RESPONSE_PATH}/cancel")),
+        ("GET", f"{RESPONSE_PATH}/input_items"),
+    }
 )
+"""Routes of stored responses: none is stored, and each of these says so."""
+
+OWN_ROUTES: Final[frozenset[tuple[str, str]]] = STORED_ROUTES | {
+    *(("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)),
+}
 
 FILE_PATH = "/v1/files/{file}"
 BATCH_PATH = "/v1/batches/{batch}"
@@ -51,6 +61,7 @@ OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
 _ROUTES = VLLM_ROUTES | OWN_ROUTES | BATCH_ROUTES
 _PATTERNS: Final = (
     (re.compile(r"/v1/models/.+()"), MODEL_PATH),
+    (re.compile(r"/v1/responses/[^/]+(/cancel|/input_items)?"), RESPONSE_PATH),
     (re.compile(r"/v1/files/[^/]+(/content)?"), FILE_PATH),
     (re.compile(r"/v1/batches/[^/]+(/cancel)?"), BATCH_PATH),
 )
@@ -123,7 +134,7 @@ def _names(route: Route) -> set[tuple[str, str]]:
 
 
 def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
-    """Add liveness, readiness and the retrieval of one model."""
+    """Add liveness, readiness, the retrieval of one model, and that no response is stored."""
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -142,7 +153,12 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
                 return JSONResponse(card.model_dump())
         return _respond(api_error("model_not_found", MODEL_NOT_FOUND_MESSAGE, "model"))
 
+    async def find_response(_: Request) -> Response:
+        text = "There is no such response: this server stores none, so send the whole input."
+        return _respond(api_error("not_found", text, "response_id"))
+
     app.router.routes += [
+        *(Route(path, find_response, methods=[method]) for method, path in STORED_ROUTES),
         Route("/health", health, methods=["GET"]),
         Route("/ping", health, methods=["GET"]),
         Route("/ready", ready, methods=["GET"]),

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.connections import global_http_connection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -29,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from gateway.errors import ApiError, RequestState, current_request
+from gateway.intake import REQUEST_ID_HEADER
 from gateway.sandbox import Sandbox
 from gateway.vllm_engine_wire import (
     AbortRequests,
@@ -40,6 +44,7 @@ from gateway.vllm_engine_wire import (
     write_note,
 )
 from gateway.vllm_grammar import UnfitGrammarError, try_grammar
+from gateway.vllm_media import keep_public
 
 _FAILED = ("error", "abort")
 _OPENAI_REASON = {"repetition": "stop"}
@@ -189,6 +194,24 @@ async def build_front_end(
     # A package that vLLM imports for its routes turns the root logger down.
     logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
+    _name_responses(app.state.openai_serving_responses)
+    keep_public(global_http_connection)
     # Some variables are asked for with every token; from now on they stay as they are.
     envs.enable_envs_cache()
     return app, llm
+
+
+def _name_responses(serving: OpenAIServingResponses) -> None:
+    """Name a response as its request, as vLLM does with chat completions.
+
+    And fill in what OpenAI lets be null, but vLLM's own answer then does not.
+    """
+    create = serving.create_responses
+
+    async def create_named(request: ResponsesRequest, raw_request: Request) -> Any:
+        request.request_id = f"resp_{raw_request.headers[REQUEST_ID_HEADER]}"
+        request.background = False
+        request.truncation = request.truncation or "disabled"
+        return await create(request, raw_request)
+
+    serving.create_responses = create_named

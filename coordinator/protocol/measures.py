@@ -75,6 +75,11 @@ REJECTIONS: Final = Measure(
 DISCONNECTS: Final = Measure(
     "aileron_client_disconnects", "Clients that left before their answer was complete.", ("tier",)
 )
+CLIENT_RETRIES: Final = Measure(
+    "aileron_client_retries",
+    "Answers to clients that say they have asked before (`x-stainless-retry-count`).",
+    ("tier",),
+)
 TOKENS: Final = Measure("aileron_delivered_tokens", "Tokens handed to streams.", ("tier",))
 SLO_TOTAL: Final = Measure(
     "aileron_slo", "Tasks that were judged by their tier's objective.", ("tier",)
@@ -88,8 +93,8 @@ SLO_GOOD: Final = Measure(
 OWN: Final = {
     each.name: each
     for each in (
-        *(TTFT, ITL, TPOT, DURATION, REQUESTS, REJECTIONS, DISCONNECTS, TOKENS),
-        *(SLO_TOTAL, SLO_GOOD),
+        *(TTFT, ITL, TPOT, DURATION, REQUESTS, REJECTIONS, DISCONNECTS, CLIENT_RETRIES),
+        *(TOKENS, SLO_TOTAL, SLO_GOOD),
     )
 }
 """What gateways measure themselves, by name."""

@@ -29,6 +29,7 @@ from gateway.edge import Edge
 from gateway.errors import api_error
 from gateway.keyring import KeyRing
 from gateway.routes import OPEN_PATHS
+from tests.harness.slow_disk import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
@@ -134,9 +135,18 @@ class BatchProcess:
     """The process, from a test."""
 
     def __init__(
-        self, folder: Path, keys: str = "", *, disk_bytes: int = 0, **settings: object
+        self,
+        folder: Path,
+        keys: str = "",
+        *,
+        disk_bytes: int = 0,
+        disk_wait_ms: int = 0,
+        **settings: object,
     ) -> None:
-        """With `disk_bytes` the folder is a disk of that size, which only the process sees."""
+        """With `disk_bytes` the folder is a disk of that size, which only the process sees.
+
+        With `disk_wait_ms` each read, write and flush of a file in it takes so much longer.
+        """
         words = [f"{name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", __name__, str(folder), keys, *words]
         if disk_bytes:
@@ -145,7 +155,7 @@ class BatchProcess:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **slowed(folder, disk_wait_ms)},
             stdout=subprocess.PIPE,
         )
         assert self.process.stdout is not None

@@ -267,9 +267,11 @@ class FakeCell:
 
 
 class GatewayProcess:
-    """`python -m gateway` with a configuration of its own."""
+    """`python -m gateway` with a configuration of its own, or another module that runs it."""
 
-    def __init__(self, folder: Path, model: Path, cell: FakeCell, **gateway: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, cell: FakeCell, module: str = "gateway", **gateway: Any
+    ) -> None:
         self.log = folder / "gateway.log"
         config = {
             "model": {
@@ -285,7 +287,7 @@ class GatewayProcess:
         path.write_text(yaml.safe_dump(config))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gateway", "--config", str(path)],
+                [sys.executable, "-m", module, "--config", str(path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, "AILERON_TOKEN": TOKEN},

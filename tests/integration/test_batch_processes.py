@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from tests.harness.batch_process import OWN_MOUNTS, ROOT, BatchProcess
 from tests.harness.redis_server import Redis
 
 LIMIT_S = 90.0
+DISK_WAIT_MS, SLOW_LINES = 50, 24
 KILLS = 100
 
 
@@ -219,3 +222,48 @@ def test_a_disk_that_is_full(processes: Callable[..., BatchProcess]) -> None:
         assert lines_of(client, end) == [f"c{number}" for number in range(400)]
     assert set(refusals) == {(503, "storage_full")}
     print(f"full after {len(ballast)} files of 400 kB, the batch at {stuck.request_counts}")
+
+
+def chat_ms(process: BatchProcess, prompt: str, number: int) -> list[float]:
+    """Answer times of requests one after another."""
+    times = []
+    body = {"model": "m", "prompt": prompt}
+    with httpx.Client(base_url=process.url, timeout=60) as client:
+        for _ in range(number):
+            began = time.perf_counter()
+            assert client.post("/v1/completions", json=body).status_code == 200
+            times.append((time.perf_counter() - began) * 1_000)
+    return times
+
+
+@pytest.mark.timing
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="NOT RUN: no C compiler for a slow disk")
+def test_a_disk_that_is_slow(processes: Callable[..., BatchProcess]) -> None:
+    """Each touch of a file takes 50 ms: that is a batch's matter, and not that of any chat."""
+    process = processes(disk_wait_ms=DISK_WAIT_MS, lines_at_once=64)
+    prompts = {"small": "hi", "large": "hi " * 200_000}
+    before = {name: chat_ms(process, prompt, 8) for name, prompt in prompts.items()}
+    with client_of(process) as client:
+        data = some_lines(["quick"] * SLOW_LINES)
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        began = time.monotonic()
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        during: dict[str, list[float]] = {name: [] for name in prompts}
+
+        def ended() -> Batch | None:
+            for name, prompt in prompts.items():
+                during[name] += chat_ms(process, prompt, 2)
+            now = client.batches.retrieve(batch.id)
+            return now if now.status == "completed" else None
+
+        end = until(ended)
+        assert sorted(lines_of(client, end)) == sorted(f"c{number}" for number in range(SLOW_LINES))
+    print(f"{SLOW_LINES} lines took {time.monotonic() - began:.1f} s")
+    for name, times in during.items():
+        calm, busy = statistics.median(before[name]), statistics.median(times)
+        print(f"{name}: median {calm:.1f} -> {busy:.1f} ms of {len(times)}, worst {max(times):.0f}")
+        # Had each waited for the disk, the quickest would have taken that long as well.
+        assert min(times) < max(DISK_WAIT_MS, 3 * calm)

@@ -1,16 +1,38 @@
 """`python -m coordinator` as a process: start, refusals, restart under ranks, orderly end."""
 
+import asyncio
+import http.client
+import secrets
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any, Self
 
+import grpc
 import pytest
 
 from coordinator.cli.ports import free_ports
+from coordinator.protocol import wire
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    GatewayHello,
+    Submit,
+    TaskFailed,
+    TaskHeader,
+    TaskId,
+    Tier,
+)
 from tests.harness.coordinator_process import START_LIMIT_S, TOKEN, Coordinator
 from tests.harness.rank_sessions import RankSessions
+
+AIO: Any = grpc.aio
+SCRAPES_PER_S = 100
+STORM_ROUNDS, STORM_TASKS = 5, 40
 
 
 @pytest.fixture
@@ -87,3 +109,92 @@ def test_it_imports_no_engine() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+class Scrapes:
+    """A hundred scrapes a second, from a thread, until they are stopped."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.texts: list[bytes] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        link = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        due_s = time.monotonic()
+        while not self._stopping.wait(max(0.0, due_s - time.monotonic())):
+            due_s += 1 / SCRAPES_PER_S
+            link.request("GET", "/metrics")
+            self.texts.append(link.getresponse().read())
+        link.close()
+
+
+async def turns_ms(call: Any, number: int) -> list[float]:
+    """Times from a task's submission to the coordinator's word on it."""
+    times = []
+    for _ in range(number):
+        name = TaskId(f"cmpl-{secrets.token_hex(8)}")
+        header = TaskHeader(
+            task=name,
+            gateway="test",
+            reply_to="tcp://127.0.0.1:1",
+            prompt_tokens=10**6,
+            max_tokens=1,
+            tier=Tier.STANDARD,
+        )
+        began = time.perf_counter()
+        await call.write(Submit(header, b""))
+        while not isinstance(said := await call.read(), TaskFailed) or said.task != name:
+            pass
+        times.append((time.perf_counter() - began) * 1_000)
+    return times
+
+
+@pytest.mark.timing
+async def test_a_storm_of_scrapes_holds_up_no_task(coordinator: Coordinator) -> None:
+    target = f"127.0.0.1:{coordinator.grpc}"
+    calm: list[list[float]] = []
+    stormy: list[list[float]] = []
+    async with RankSessions(target, TOKEN, 2) as ranks:
+        with coordinator.running():
+            await coordinator.serving()
+            async with AIO.insecure_channel(target, options=wire.CHANNEL_OPTIONS) as channel:
+                call = channel.stream_stream(
+                    wire.GATEWAY_PATH,
+                    request_serializer=wire.encode,
+                    response_deserializer=wire.decode_gateway_down,
+                )(metadata=((wire.TOKEN_METADATA_KEY, TOKEN),))
+                await call.write(GatewayHello(PROTOCOL_VERSION, "test"))
+                scraped_s, texts = 0.0, []
+                for _ in range(STORM_ROUNDS):
+                    calm.append(await turns_ms(call, STORM_TASKS))
+                    began = time.monotonic()
+                    with Scrapes(coordinator.admin) as scrapes:
+                        stormy.append(await turns_ms(call, STORM_TASKS))
+                        while len(scrapes.texts) < SCRAPES_PER_S // 4:
+                            await asyncio.sleep(0.01)
+                    scraped_s += time.monotonic() - began
+                    texts += scrapes.texts
+                call.cancel()
+        assert ranks.seats
+    medians = [[statistics.median(times) for times in rounds] for rounds in (calm, stormy)]
+    p99s = [
+        statistics.quantiles([ms for times in rounds for ms in times], n=100)[98]
+        for rounds in (calm, stormy)
+    ]
+    print(
+        f"{len(texts)} scrapes in {scraped_s:.1f} s, {len(set(texts))} of them rendered; "
+        f"a task's turn: median {medians[0]} -> {medians[1]} ms, p99 {p99s[0]:.1f} -> {p99s[1]:.1f}"
+    )
+    assert all(b"aileron_layout_info" in text for text in texts)
+    assert len(set(texts)) <= scraped_s + STORM_ROUNDS + 1, "at most one a second is rendered"
+    assert min(medians[1]) < 3 * max(medians[0])

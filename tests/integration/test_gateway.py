@@ -11,7 +11,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.protocol.messages import Cancel, Done, Submit, Tier
+from coordinator.protocol.messages import Cancel, Done, Submit, TaskFailed, Tier
 from tests.harness.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -45,12 +45,13 @@ def ids(tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
 
 
-def one_by_one(ids: list[int], **how: Any) -> Any:
-    """A leader that pushes one token at a time and ends with `length`."""
+def one_by_one(ids: list[int], end: str = "length", **how: Any) -> Any:
+    """A leader that pushes one token at a time and then ends; the token of a stop is no text."""
+    tokens = ids if end == "length" else [*ids, ids[0]]
 
     async def behave(ran: Ran) -> None:
-        for index, token in enumerate(ids):
-            ran.tokens(index, [token], "length" if index == len(ids) - 1 else None, **how)
+        for index, token in enumerate(tokens):
+            ran.tokens(index, [token], end if index == len(tokens) - 1 else None, **how)
             await asyncio.sleep(0.001)
 
     return behave
@@ -210,6 +211,96 @@ async def test_tier_reaches_the_coordinator_and_comes_back(
     assert [submit.header.tier for submit in cell.of(Submit)] == [tier]
 
 
+async def test_a_response(client: openai.AsyncOpenAI, cell: FakeCell, ids: list[int]) -> None:
+    cell.behave = one_by_one(ids, end="stop")
+    answer = await client.responses.create(
+        model="demo", input="say it", store=True, extra_headers={"X-Request-Id": "me-7"}
+    )
+    assert (answer.output_text, answer.status) == (WORDS, "completed")
+    assert (answer.id, answer._request_id) == ("resp_me-7", "me-7")
+    assert answer.service_tier == "default"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(ids) + 1
+
+
+@pytest.mark.parametrize(("end", "last"), [("stop", "completed"), ("length", "incomplete")])
+async def test_events_of_a_response(
+    client: openai.AsyncOpenAI, cell: FakeCell, ids: list[int], end: str, last: str
+) -> None:
+    cell.behave = one_by_one(ids, end=end)
+    stream = await client.responses.create(
+        model="demo", input="say it", stream=True, service_tier="flex"
+    )
+    events: list[Any] = [event async for event in stream]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    assert kinds[-1] == last
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == WORDS
+    assert events[-1].response.output_text == WORDS
+    for event in (events[0], events[-1]):
+        assert event.response.service_tier == "flex"
+    assert [submit.header.tier for submit in cell.of(Submit)] == [Tier.BATCH]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_is_refused_has_its_status(
+    client: openai.AsyncOpenAI, cell: FakeCell, stream: bool
+) -> None:
+    """Although vLLM's stream begins before there is a token."""
+
+    async def refuse(ran: Ran) -> None:
+        cell.say(TaskFailed(ran.id, "queue_full", "Full.", 3))
+
+    cell.behave = refuse
+    with pytest.raises(openai.RateLimitError) as caught:
+        await client.responses.create(model="demo", input="x", stream=stream)
+    assert caught.value.code == "queue_full"
+    assert caught.value.response.headers["retry-after"] == "3"
+    assert caught.value.response.headers["retry-after-ms"] == "3000"
+
+
+async def test_a_response_that_breaks_off_ends_with_an_error(
+    client: openai.AsyncOpenAI, gateway: GatewayProcess, cell: FakeCell, ids: list[int]
+) -> None:
+    async def begin(ran: Ran) -> None:
+        ran.tokens(0, ids[:3])
+
+    cell.behave = begin
+    with pytest.raises(openai.APIError) as caught:
+        async for event in await client.responses.create(model="demo", input="x", stream=True):
+            if event.type == "response.output_text.delta":
+                task = cell.of(Submit)[0].header.task
+                cell.say(TaskFailed(task, "worker_lost", "Lost.", 0))
+    assert (caught.value.code, caught.value.message) == ("worker_lost", "Lost.")
+    assert "request_failed" not in gateway.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+async def test_state_and_tools_of_the_server_are_refused(
+    client: openai.AsyncOpenAI, cell: FakeCell, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="demo", input="x", **body)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", param)
+    assert cell.of(Submit) == []
+
+
+async def test_nothing_is_stored_of_a_response(client: openai.AsyncOpenAI, cell: FakeCell) -> None:
+    for call in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call("resp_1")
+        assert (caught.value.code, caught.value.param) == ("not_found", "response_id")
+
+
 async def test_request_id_of_the_client_names_the_task(
     client: openai.AsyncOpenAI, cell: FakeCell, ids: list[int]
 ) -> None:
@@ -294,6 +385,8 @@ def test_no_route_of_vllm_answers_that_is_not_listed(
             for method in getattr(route, "methods", None) or ("GET", "POST"):
                 if (method, path) in VLLM_ROUTES | OWN_ROUTES | BATCH_ROUTES:
                     continue
+                if path.startswith("/v1/responses/"):
+                    continue  # Ours, see `test_nothing_is_stored_of_a_response`.
                 response = client.request(method, path, json={})
                 assert response.status_code in (404, 405), (method, path)
                 assert response.json()["error"]["code"] in ("unknown_url", "method_not_allowed")

@@ -95,6 +95,18 @@ def test_streaming_with_usage(client: openai.OpenAI) -> None:
     assert 0 < chunks[-1].usage.completion_tokens <= 16
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    """The same greedy answer, whole and as typed events."""
+    asked: dict[str, Any] = {"model": MODEL_NAME, "input": "Explain `os.path`.", "temperature": 0}
+    whole = client.responses.create(**asked, max_output_tokens=12)
+    events: list[Any] = list(client.responses.create(**asked, max_output_tokens=12, stream=True))
+    told = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    assert whole.output_text == told == events[-1].response.output_text != ""
+    assert events[-1].type == f"response.{whole.status}"
+    assert whole.usage is not None
+    assert 0 < whole.usage.output_tokens == events[-1].response.usage.output_tokens <= 12
+
+
 def test_completion_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL_NAME, prompt="import ", max_tokens=5, temperature=0, logprobs=3

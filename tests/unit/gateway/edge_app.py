@@ -43,7 +43,7 @@ async def stream(request: Request) -> Response:
             elif item == "raise":
                 raise Broken
             else:
-                yield f"data: {item}\n\n"
+                yield f"{item}\n\n" if item.startswith("event: ") else f"data: {item}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -60,6 +60,7 @@ def application() -> Starlette:
     routes = [
         Route(CHAT, echo, methods=["POST"]),
         Route("/v1/completions", stream, methods=["POST"]),
+        Route("/v1/responses", stream, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/version", echo, methods=["GET"]),
         Route("/metrics", echo, methods=["GET"]),

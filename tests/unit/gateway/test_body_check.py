@@ -222,6 +222,49 @@ def test_other_media_have_the_same_rules(key: str) -> None:
     assert isinstance(check(body), ApiError)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "image_url": "http://10.0.0.1/x"},
+        {"type": "input_file", "file_url": "http://10.0.0.1/x"},
+        {"type": "input_image", "image_url": "file:///etc/passwd"},
+    ],
+)
+def test_media_of_a_response_have_the_same_rules(part: dict[str, str]) -> None:
+    body = json.dumps({"input": [{"role": "user", "content": [part]}]}).encode()
+    refused = check(body)
+    assert isinstance(refused, ApiError)
+    assert refused.param == "input"
+
+
+@pytest.mark.parametrize(
+    "name", ["previous_response_id", "conversation", "background", "previous_input_messages"]
+)
+def test_stored_state_is_refused_and_its_absence_is_not(name: str) -> None:
+    refused = check(json.dumps({"input": "x", "store": True, name: "a"}).encode())
+    assert isinstance(refused, ApiError)
+    assert (refused.code, refused.param) == ("unsupported_parameter", name)
+    for empty in (None, False):
+        fields = {"input": "x", "store": True, name: empty}
+        assert isinstance(check(json.dumps(fields).encode()), BodyFacts)
+
+
+@pytest.mark.parametrize(
+    ("tools", "code"),
+    [
+        ('[{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}, 7]', ""),
+        ('[{"name": "f"}, {"type": 3}]', ""),
+        ('{"type": "web_search"}', ""),
+        ('[{"type": "web_search"}]', "unsupported_parameter"),
+        ('[{"type": "mcp", "server_url": "http://10.0.0.1"}]', "unsupported_parameter"),
+        ("[1e999]", "invalid_value"),
+    ],
+)
+def test_tools_that_the_server_would_have_to_run_are_refused(tools: str, code: str) -> None:
+    found = check(b'{"tools": ' + tools.encode() + b"}")
+    assert (found.code if isinstance(found, ApiError) else "") == code
+
+
 json_values = st.recursive(
     st.none()
     | st.booleans()

@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.protocol.measures import CLIENT_RETRIES
 from gateway import edge, intake
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error, current_request
+from gateway.measuring import RequestMeter
 from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
 
 
@@ -225,3 +227,14 @@ async def test_websockets_are_closed(gate: Edge) -> None:
 def quiet() -> Iterator[None]:
     yield
     assert current_request.get() is None
+
+
+async def test_clients_that_ask_again_are_counted_by_tier() -> None:
+    meter = RequestMeter()
+    transport = httpx.ASGITransport(app=Edge(application(), meter=meter))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        for count in ("0", "00", "", "-1", "1", "2", "x", "1 2"):
+            headers = {"x-stainless-retry-count": count, "x-priority-tier": "batch"}
+            await client.post(CHAT, json={}, headers=headers)
+    counted = meter.tally.series_of(CLIENT_RETRIES)
+    assert {labels: each.value for labels, each in counted.items()} == {("batch",): 2}

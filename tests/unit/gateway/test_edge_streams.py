@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Message
 
 from gateway import answer
-from gateway.answer import STREAM_END
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import current_request
+from gateway.stream_forms import STREAM_END
 from tests.unit.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 
 pytestmark = pytest.mark.timing
@@ -75,7 +75,7 @@ async def test_failure_before_the_first_event_is_an_http_error(client: httpx.Asy
 async def test_failure_after_the_first_event_ends_the_stream(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"events": ["1", "fail", "[DONE]"]})
     assert response.status_code == 200
-    assert response.text == "data: 1\n\n" + FAILURE.event().decode()
+    assert response.text == f"data: 1\n\ndata: {FAILURE.body().decode()}\n\n"
 
 
 @pytest.mark.parametrize("before", [[], ["1"]])
