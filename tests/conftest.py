@@ -19,8 +19,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Repeats(), "aileron-repeats")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pure tests and comparisons of numbers are never repeated: they must pass the first time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Pure tests and comparisons of numbers are never repeated: they must pass the first time.
+
+    The long fault tests run where they are asked for by their mark.
+    """
+    if "chaos" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("chaos")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     for item in items:
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=TIMING_REPEATS, reruns_delay=2))
