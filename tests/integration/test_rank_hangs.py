@@ -88,7 +88,10 @@ async def streams_through(
     return streams
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("tp2+tp2", 1), ("dp2+tp2", 2), ("dp4", 3)])
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [("tp2+tp2", 1), ("dp4", 3), pytest.param("dp2+tp2", 2, marks=pytest.mark.chaos)],
+)
 async def test_a_rank_that_stands_still(
     cell: BareCell, expected: list[list[int]], layout: str, rank: int
 ) -> None:
@@ -106,7 +109,9 @@ async def test_a_rank_that_stands_still(
     assert cell.get("/admin/layout")["epoch"] > epoch
 
 
-@pytest.mark.parametrize("directions", [(UP, DOWN), (UP,), (DOWN,)], ids="-".join)
+@pytest.mark.parametrize(
+    "directions", [(UP, DOWN), (DOWN,), pytest.param((UP,), marks=pytest.mark.chaos)], ids="-".join
+)
 async def test_a_rank_that_its_coordinator_cannot_reach(
     cell: BareCell, proxy: FaultProxy, expected: list[list[int]], directions: tuple[str, ...]
 ) -> None:
