@@ -6,9 +6,9 @@ MODEL  ?=
 DEVICE ?= cpu
 SEED   ?= 1
 BIN    := .venv/bin
-TESTS  := $(BIN)/python -m pytest -m "not gpu"
+TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos"
 
-.PHONY: up demo test setup check sim bench gpu-bench screenshot
+.PHONY: up demo test setup check chaos sim bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -28,6 +28,9 @@ check: setup  ## lint, format, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+chaos: setup  ## the long fault tests: every crash point, every kind of loss; prints what it measures
+	$(BIN)/python -m pytest -m chaos -s -p no:randomly tests
 
 sim: setup  ## replay one simulation: make sim SEED=4711
 	@$(BIN)/python -m tests.simulation --seed $(SEED)

@@ -36,6 +36,8 @@ class Seen:
     restarts: int = 0
     is_connected: bool = True
     has_exited: bool = False
+    out_until_ms: int = 0
+    """Until then the process is left out of all layouts, as it held the others up."""
 
     @property
     def incarnation(self) -> int:
@@ -130,6 +132,10 @@ class Roster:
     def silent_since(self, rank: Rank, now_ms: int) -> int:
         """Return for how long the rank was not heard, in milliseconds."""
         return now_ms - self._seen[rank].heard_at_ms
+
+    def is_out(self, rank: Rank, now_ms: int) -> bool:
+        """Say whether the rank's process is to be left out for a while."""
+        return now_ms < self._seen[rank].out_until_ms
 
     def forgive(self, stall_ms: int) -> None:
         """Start all silences later: for this long the coordinator itself did not listen."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Layout
+from coordinator.health import HealthSettings
 from coordinator.policy.settings import PolicySettings, PolicyStart, TierGoal
 from coordinator.policy.step_line import StepLine
 from coordinator.protocol.config import Config
@@ -58,6 +59,7 @@ class SwitchSettings:
     drain_limit_ms: int
     records_max: int
     default_carry: Carry
+    health: HealthSettings = field(default_factory=HealthSettings)
 
     def __post_init__(self) -> None:
         """Refuse times with which two layouts could overlap."""
@@ -88,6 +90,8 @@ class CoreSettings:
     """The tasks of a gateway that is away for longer are cancelled."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
+    health: HealthSettings = field(default_factory=HealthSettings)
+    """When living ranks that hold the others up are taken out."""
 
     @property
     def switch(self) -> SwitchSettings:
@@ -100,6 +104,7 @@ class CoreSettings:
             drain_limit_ms=self.drain_limit_ms,
             records_max=self.history_max,
             default_carry=self.default_carry,
+            health=self.health,
         )
 
 
@@ -122,6 +127,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         default_carry=Carry(coordinator.default_carry),
         history_max=coordinator.history_switches_max,
         policy=_policy(config, step_times or {}),
+        health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.grants import Grants
+from coordinator.health import Health
 from coordinator.kept import KeptLeases
 from coordinator.moves import Moves
 from coordinator.protocol.messages import (
@@ -28,7 +29,7 @@ from coordinator.records import SwitchLog, SwitchRecord
 from coordinator.recovery import Resumed, resume
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import SwitchSettings
-from coordinator.targets import bind, void
+from coordinator.targets import bind, is_foreign, void, who_is_late
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
@@ -48,6 +49,7 @@ class Switcher:
         "_decide_ms",
         "_drain_until_ms",
         "_grants",
+        "_health",
         "_kept",
         "_last_tick_ms",
         "_moves",
@@ -69,6 +71,7 @@ class Switcher:
         self._settings = settings
         self._roster = roster
         self._grants = Grants(roster)
+        self._health = Health(settings.health)
         self._kept = KeptLeases()
         self._moves = Moves()
         self._drain_until_ms = 0
@@ -97,11 +100,8 @@ class Switcher:
     @property
     def is_serving(self) -> bool:
         """Every rank of the target acknowledged SERVE."""
-        return (
-            self.stage.phase is Phase.SERVE
-            and bool(self.target.bindings)
-            and self._all_acknowledged()
-        )
+        is_last = self.stage.phase is Phase.SERVE and bool(self.target.bindings)
+        return is_last and self._all_acknowledged()
 
     def is_granted(self, binding: Binding) -> bool:
         """Say whether the group is in the target and reached SERVE, now or in an earlier epoch."""
@@ -119,6 +119,7 @@ class Switcher:
             return
         rank = hello.rank
         layout = self.target.layout
+        self._health.renewed(rank)
         if arrival is Arrival.RESTARTED and rank in self.alive:
             self._kept.drop(rank, self.epoch)
             layout = layout.without((rank,)).plus((rank,))
@@ -133,11 +134,12 @@ class Switcher:
             self.version += 1
         if self.recovering:
             return
+        self._health.on_report(report)
         newest = self._roster.report_of(report.rank)
-        if newest is not None and self._is_foreign(newest):
+        if newest is not None and is_foreign(newest, self.target, self.epoch):
             # An earlier coordinator got further than the ranks that were heard at the start knew.
             self._change(self.target.layout.plus((report.rank,)), "epoch overtaken", now_ms)
-        elif report.rank not in self.alive:
+        elif report.rank not in self.alive and not self._roster.is_out(report.rank, now_ms):
             layout = self.target.layout.plus((report.rank,))
             self._change(layout, f"rank {report.rank} is back", now_ms)
         self._advance(now_ms)
@@ -147,7 +149,7 @@ class Switcher:
         self._lose((rank,), now_ms)
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
-        """Let time pass; return the ranks that are cut out for their silence."""
+        """Let time pass; return the ranks that are cut out: silent, late in a switch, or slow."""
         self._forgive_own_stall(now_ms)
         if self.recovering:
             self._try_resume(now_ms)
@@ -158,7 +160,7 @@ class Switcher:
         if now_ms >= self._drain_until_ms:
             self.end_wait(now_ms)
         self._advance(now_ms)
-        return tuple(silent)
+        return (*silent, *self._take_out(now_ms))
 
     @property
     def is_draining(self) -> bool:
@@ -297,28 +299,30 @@ class Switcher:
             self.carry = carry
             self.version += 1
 
-    def _lose(self, ranks: Collection[Rank], now_ms: int) -> None:
+    def _lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
         lost = [rank for rank in ranks if rank in self.alive]
         if not lost or self.recovering:
             return
         for rank in lost:
             self._kept.drop(rank, self.epoch)
         names = ", ".join(str(rank) for rank in lost)
-        self._change(self.target.layout.without(lost), f"rank {names} lost", now_ms)
+        self._change(self.target.layout.without(lost), f"rank {names} {cause}", now_ms)
 
-    def _is_foreign(self, report: Report) -> bool:
-        """The rank acknowledged something that this coordinator never said."""
-        if report.stage.epoch == self.epoch:
-            return report.target != self.target
-        return report.stage.epoch > self.epoch
+    def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
+        """Go on without ranks that hold the others up, for a while."""
+        late = who_is_late(self._roster, self.alive, self.stage, self.target)
+        if self.is_serving:
+            outcasts = self._health.slow(self.alive, self._roster.world, now_ms)
+        else:
+            late = {} if self.is_draining or self.is_speculating else late
+            outcasts = self._health.late(self.stage, late, self.alive, now_ms)
+        for each in outcasts:
+            self._roster[each.rank].out_until_ms = now_ms + each.out_ms
+            self._lose((each.rank,), now_ms, each.cause)
+        return tuple(each.rank for each in outcasts)
 
     def _all_acknowledged(self) -> bool:
-        return all(
-            (report := self._roster.report_of(rank)) is not None
-            and report.stage >= self.stage
-            and report.target == self.target
-            for rank in self.alive
-        )
+        return not who_is_late(self._roster, self.alive, self.stage, self.target)
 
     def _advance(self, now_ms: int) -> None:
         while self.stage.phase is not Phase.SERVE and self._all_acknowledged():

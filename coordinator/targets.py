@@ -6,7 +6,7 @@ Called by the switcher.
 from collections.abc import Collection
 
 from comm_pool.layout import Layout, Rank
-from coordinator.protocol.messages import Binding, Report, Target
+from coordinator.protocol.messages import Binding, Report, Stage, Target
 from coordinator.roster import Roster
 
 
@@ -37,3 +37,22 @@ def void(report: Report, target: Target, roster: Roster) -> int:
         return 0
     leader = roster.report_of(joined.group.leader)
     return joined.born if leader is not None and leader.binding != joined else 0
+
+
+def is_foreign(report: Report, target: Target, epoch: int) -> bool:
+    """Say whether the rank acknowledged something that the coordinator of `target` never said."""
+    if report.stage.epoch == epoch:
+        return report.target != target
+    return report.stage.epoch > epoch
+
+
+def who_is_late(
+    roster: Roster, alive: Collection[Rank], stage: Stage, target: Target
+) -> dict[Rank, Binding | None]:
+    """Return the ranks that have not acknowledged the stage, with what each is joined to."""
+    reports = {rank: roster.report_of(rank) for rank in alive}
+    return {
+        rank: report.binding if report is not None else None
+        for rank, report in reports.items()
+        if report is None or report.stage < stage or report.target != target
+    }

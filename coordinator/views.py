@@ -161,6 +161,7 @@ def _rank_view(rank: Rank, seen: Seen, now_ms: int) -> View:
         "connected": seen.is_connected,
         "exited": seen.has_exited,
         "heartbeat_age_ms": now_ms - seen.heard_at_ms,
+        "out_ms": max(0, seen.out_until_ms - now_ms),
         "memory": dict(seen.hello.memory),
     }
     report = seen.report

@@ -9,7 +9,8 @@ import pytest
 TIMING_REPEATS = 2
 """For tests marked `timing`: a time that is really too long fails three times in a row."""
 PROCESS_REPEATS = 1
-"""For other tests under integration/, except those marked `exact`."""
+"""For other tests under integration/, except those of these marks:"""
+NEVER_REPEATED = frozenset({"exact", "chaos"})
 REPEATED_MAX = 5
 """Repeats in one run; with more of them it fails, whatever the repeats said."""
 
@@ -19,12 +20,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Repeats(), "aileron-repeats")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pure tests and comparisons of numbers are never repeated: they must pass the first time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Pure tests and comparisons of numbers are never repeated: they must pass the first time.
+
+    The long fault tests run where they are asked for by their mark.
+    """
+    if "chaos" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("chaos")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     for item in items:
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=TIMING_REPEATS, reruns_delay=2))
-        elif "integration" in item.path.parts and not item.get_closest_marker("exact"):
+        elif "integration" in item.path.parts and not NEVER_REPEATED.intersection(
+            mark.name for mark in item.iter_markers()
+        ):
             item.add_marker(pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2))
 
 

@@ -1,4 +1,4 @@
-"""Whether a rank's main loop is stuck in a group that has lost a member. Pure.
+"""Whether a rank's main loop is stuck in a group that has lost a member, perhaps itself. Pure.
 
 Asked by the watchdog, from another thread than the one that owns the seat: everything that is read
 here is replaced as a whole, never changed.
@@ -54,7 +54,7 @@ class PeerLoss:
         lost = [
             rank
             for rank in binding.group.ranks
-            if rank != self._seat.rank and present.get(rank) != members.get(rank)
+            if len(members) > 1 and present.get(rank) != members.get(rank)
         ]
         if not lost:
             self._bereaved = None

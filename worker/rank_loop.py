@@ -86,6 +86,7 @@ class RankLoop:
         self._sharers = LeaseMembers()
         self._moved_with: Directive | None = None
         """Which processes took part in the last move."""
+        self.passes = 0  # Grows while the loop goes on, for a watchdog to see.
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_s = 0.0
@@ -96,6 +97,7 @@ class RankLoop:
         """Loop until `Stop` arrives or `stop_reason` is set."""
         self._session.start()
         while self.stop_reason is None:
+            self.passes += 1
             worked = self._pass()
             self._report_if_due()
             if not worked and self.stop_reason is None:

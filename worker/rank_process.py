@@ -23,17 +23,21 @@ from worker.peer_loss import PeerLoss
 from worker.rank_loop import RankLoop
 from worker.restarts import Cohort
 from worker.session import Inbox, RankSession
+from worker.step_times import told
 from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
 from worker.vllm_rank import RankEngine, RankSpec, settle_environment
-from worker.watchdog import watch
+from worker.watchdog import Progress, watch
 
 log = structlog.get_logger()
 
 GIL_SWITCH_S = 0.0005
 """How long the stepping thread may keep the session's thread waiting: Python's own 5 ms would be
 most of a switch."""
+
+STEPS_LIMIT = 20
+"""A main loop that does not go on for so many of its longest steps is stuck."""
 
 
 def announce(event: str, **fields: object) -> None:
@@ -89,6 +93,14 @@ def build_engine(
     return engine
 
 
+def longest_step_s(engine: RankEngine) -> float:
+    """Return the longest step that was measured at start-up; the largest is among them."""
+    points = (
+        us for times in engine.step_times() for _, curve in told(times).curves for _, us in curve
+    )
+    return max(points, default=0) / 1e6
+
+
 def serve_rank(
     config: Config,
     base: EngineConfig,
@@ -106,7 +118,10 @@ def serve_rank(
     seat = Seat(rank, incarnation)
     loss = PeerLoss(seat, config.cell.stuck_after_ms / 1e3)
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
-    session = RankSession(config.coordinator.listen, shared_token(), heartbeat_s, inbox, loss.heard)
+    lease_s = config.coordinator.lease_ms / 1e3
+    session = RankSession(
+        config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, loss.heard
+    )
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     member = Member(engine, incarnation, outlet)
     if tracing is not None:
@@ -122,7 +137,8 @@ def serve_rank(
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
-    watch(loss)
+    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
+    watch(loss, Progress(lambda: loop.passes, limit_s))
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import msgspec
@@ -28,6 +29,7 @@ from coordinator.protocol.wire import (
 
 log = structlog.get_logger()
 
+END = grpc.aio.EOF  # type: ignore[attr-defined]
 RECONNECT_S = 0.2
 """Pause between two attempts to reach the coordinator."""
 
@@ -65,13 +67,18 @@ class RankSession:
         target: str,
         token: str,
         heartbeat_s: float,
+        silence_s: float,
         inbox: Inbox,
         overhear: Callable[[RankDown], None],
     ) -> None:
-        """`overhear` is told, in the session's thread, what the main loop may be too busy for."""
+        """Report every `heartbeat_s`; a session that says nothing for `silence_s` is given up.
+
+        `overhear` is told, in the session's thread, what the main loop may be too busy for.
+        """
         self._target = target
         self._token = token
         self._heartbeat_s = heartbeat_s
+        self._silence_s = silence_s
         self._inbox = inbox
         self._overhear = overhear
         self._lock = threading.Lock()
@@ -133,9 +140,22 @@ class RankSession:
             self._hello = None
             self._inbox.put(HelloWanted())
             call = method(self._reports(), metadata=((TOKEN_METADATA_KEY, self._token),))
-            async for message in call:
+            while (message := await self._heard(call)) is not None:
                 self._overhear(message)
                 self._inbox.put(message)
+
+    async def _heard(self, call: Any) -> RankDown | None:
+        """The next message; None at the end of the session, or if it is broken by half.
+
+        Each report is answered. Where no answer comes, what this side says may still arrive, and
+        the coordinator takes a rank that has stopped, as its lease is over, for one that serves.
+        """
+        try:
+            message = await asyncio.wait_for(call.read(), self._silence_s)
+        except TimeoutError:
+            log.warning("session_silent", seconds=self._silence_s, advice="opening another one")
+            return None
+        return None if message is END else message
 
     async def _reports(self) -> AsyncIterator[RankUp]:
         while self._hello is None and not self._closing:

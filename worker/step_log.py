@@ -18,7 +18,7 @@ ADAPTATION = 1.05
 """By what factor one step moves the median that is kept of its size."""
 
 KNOWN_FROM = 8
-"""Steps of a size after which its median is believed."""
+"""Steps of a size after which its median is believed, and outliers in a row from which they are."""
 
 TOKENS_UNIT, CONTEXT_UNIT = 1e3, 1e6
 
@@ -43,12 +43,15 @@ class _Median:
 
     seconds: float
     count: int = 0
+    odd: int = 0
+    """Outliers in a row: many are none, the rank has become slow."""
 
     def takes(self, seconds: float) -> bool:
         """Move towards a value; say whether it belongs to the others."""
         self.count += 1
         self.seconds *= ADAPTATION if seconds > self.seconds else 1 / ADAPTATION
-        return self.count < KNOWN_FROM or seconds < OUTLIER * self.seconds
+        self.odd = self.odd + 1 if seconds >= OUTLIER * self.seconds else 0
+        return self.count < KNOWN_FROM or not 0 < self.odd < KNOWN_FROM
 
 
 class StepLog:

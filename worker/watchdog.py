@@ -1,4 +1,4 @@
-"""Ends this process if its main loop is stuck in a group that has lost a member.
+"""Ends this process if its main loop is stuck: in a group that has lost a member, or for ever.
 
 A collective with a dead peer may never end: vLLM's shared-memory and custom all-reduce spin for
 ever, and no thread of this process can stop them. The process is worth nothing then, since its
@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -19,13 +20,45 @@ log = structlog.get_logger()
 POLL_S = 0.1
 
 
-def watch(loss: PeerLoss) -> None:
+class Progress:
+    """Whether the main loop goes on, by the number of its passes.
+
+    A process that was stopped as a whole is not stuck: time counts only where the watchdog itself
+    went on.
+    """
+
+    def __init__(self, passes: Callable[[], int], limit_s: float) -> None:
+        self._passes = passes
+        self._limit_s = limit_s
+        self._seen = -1
+        self._still_s = 0.0
+        self._looked_at_s: float | None = None
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Say whether no pass has begun for longer than the limit; asked every `POLL_S`."""
+        before, self._looked_at_s = self._looked_at_s, now_s
+        seen, self._seen = self._seen, self._passes()
+        if seen != self._seen or before is None:
+            self._still_s = 0.0
+            return False
+        self._still_s += min(now_s - before, 2 * POLL_S)
+        return self._still_s > self._limit_s
+
+
+def watch(loss: PeerLoss, progress: Progress) -> None:
     """Start a thread that kills this process when it is stuck."""
 
     def run() -> None:
-        while not loss.is_stuck(time.monotonic()):
+        while True:
+            now_s = time.monotonic()
+            if loss.is_stuck(now_s):
+                reason = "it does not leave a group that has lost a member"
+                break
+            if progress.is_stuck(now_s):
+                reason = "its main loop does not go on"
+                break
             time.sleep(POLL_S)
-        log.warning("rank_stuck", reason="it does not leave a group that has lost a member")
+        log.warning("rank_stuck", reason=reason)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()

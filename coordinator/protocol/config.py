@@ -60,6 +60,9 @@ class CellConfig(_Frozen):
     stuck_after_ms: int = Field(default=1_000, ge=100)
     """A rank that does not leave a group within this time after a member was lost is ended: it is
     stuck in a collective. Longer than a step takes."""
+    step_limit_ms: int = Field(default=30_000, ge=1_000)
+    """A rank that makes no progress for this long, and for 20 times its longest measured step, is
+    ended: what it waits for never comes."""
 
 
 class TierLimits(_Frozen):
@@ -100,6 +103,11 @@ class CoordinatorConfig(_Frozen):
     drain_limit_ms: int = Field(default=60_000, ge=0)
     """A draining group recomputes what is left after this long."""
     history_switches_max: int = Field(default=1_000, ge=1)
+    stage_limit_ms: int = Field(default=10_000, ge=0)
+    """A rank that a switch waits for so long in one stage is left out for a while; 0: never."""
+    slow_factor: float = Field(default=5.0, ge=0)
+    """A rank whose steps alone take so many times as long as those of the others is left out for a
+    while; 0: never."""
 
 
 class GatewayConfig(_Frozen):

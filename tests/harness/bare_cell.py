@@ -31,14 +31,13 @@ from coordinator.protocol.messages import (
     Resubmit,
     Submit,
     TaskFailed,
-    TaskHeader,
     TaskId,
     Tier,
 )
 from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.bench.servers import MODEL, ROOT, free_port
 from tests.harness.admin import ask, get_json, switch
-from tests.harness.engine_request import engine_request
+from tests.harness.engine_request import encoded_request
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -99,12 +98,16 @@ class BareCell:
         """Start `coordinator` or `worker`; again after it ended."""
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", name, "--config", str(self.folder / "cell.yaml")],
+                [sys.executable, "-m", name, "--config", str(self._config_of(name))],
                 cwd=ROOT,
                 env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def _config_of(self, name: str) -> Path:
+        own = self.folder / f"{name}.yaml"
+        return own if own.exists() else self.folder / "cell.yaml"
 
     def stop(self) -> None:
         """End all processes."""
@@ -147,9 +150,15 @@ def bare_cell(
     mixed: tuple[str, ...] = (),
     policy: dict[str, Any] | None = None,
     slo: dict[str, Any] | None = None,
+    limits: dict[str, Any] | None = None,
+    proxy_port: int | None = None,
     **coordinator: Any,
 ) -> Iterator[BareCell]:
-    """Run a cell for the length of the block."""
+    """Run a cell for the length of the block.
+
+    `limits` go into the configuration's `cell`. With `proxy_port` its ranks look for their
+    coordinator there.
+    """
     config = check_config(
         {
             "model": {"path": str(model), "served_name": "demo", "engine_args": engine_args},
@@ -160,6 +169,7 @@ def bare_cell(
                 "widths": [width for width in (1, 2, 4) if width <= ranks],
                 "mixed": mixed,
                 "dist_port": free_port(),
+                **(limits or {}),
             },
             "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
             "policy": policy or {},
@@ -169,6 +179,11 @@ def bare_cell(
         }
     )
     (folder / "cell.yaml").write_text(dump_config(config))
+    if proxy_port is not None:
+        listen = config.coordinator.model_copy(update={"listen": f"127.0.0.1:{proxy_port}"})
+        (folder / "worker.yaml").write_text(
+            dump_config(config.model_copy(update={"coordinator": listen}))
+        )
     cell = BareCell(config, folder)
     try:
         cell.start("coordinator")
@@ -362,30 +377,6 @@ def take(stream: Stream, span: Any, output: Any) -> None:
     if output.prefill_stats is not None:
         stream.cached_tokens = output.prefill_stats.num_cached_tokens
     stream.finished |= span.finished
-
-
-def encoded_request(
-    name: str, prompt: list[int], reply_to: str, tier: Tier, params: dict[str, Any]
-) -> tuple[TaskHeader, bytes]:
-    """What a gateway would submit for one request; greedy unless told otherwise."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    settings = {"temperature": 0.0, "ignore_eos": True, "seed": 1, **params}
-    sampling = SamplingParams(**settings)
-    if sampling.structured_outputs is not None:
-        sampling.structured_outputs._backend = "xgrammar"  # What a front end fills in.
-    request = engine_request(name, prompt, sampling)
-    frames = tuple(bytes(frame) for frame in MsgpackEncoder().encode(request))
-    header = TaskHeader(
-        task=TaskId(name),
-        gateway="test",
-        reply_to=reply_to,
-        prompt_tokens=len(prompt),
-        max_tokens=sampling.max_tokens or 16,
-        tier=tier,
-    )
-    return header, wire.encode(frames)
 
 
 def _rows(lists: Any) -> list[Any]:

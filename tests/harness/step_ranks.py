@@ -25,7 +25,8 @@ from comm_pool.mixed import read_mixed
 from coordinator.protocol.config import Config, check_config
 from coordinator.protocol.messages import Binding, Place, Tier
 from tests.bench.servers import ROOT, free_port
-from tests.harness.bare_cell import Stream, encoded_request, search_path, take
+from tests.harness.bare_cell import Stream, search_path, take
+from tests.harness.engine_request import encoded_request
 from tests.harness.reshard_cases import vllm_settings
 from worker.launcher import fork_rank
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import openai
@@ -64,11 +65,14 @@ async def test_streams_survive_the_coordinator(cell: Product) -> None:
     running = asyncio.create_task(streams_until(cell.url, enough))
     await asyncio.sleep(1.5)
     pid = cell.child("coordinator")
+    killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     assert await control_is_back(cell, pid) >= epoch
+    print(f"control is back {time.monotonic() - killed_s:.2f} s after SIGKILL of the coordinator")
     await asyncio.to_thread(cell.switch, "tp2", "recompute")
     enough.set()
     heard = await running
+    print(f"{len(heard)} streams, all of them whole")
     assert {number for number, _ in heard} == set(range(STREAMS))
     for number, each in heard:
         assert each.tokens == TOKENS, number

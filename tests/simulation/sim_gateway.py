@@ -73,7 +73,7 @@ class SimGateway:
         self.serving = False
         self._count = 0
 
-    def submit(self, rng: random.Random) -> None:
+    def submit(self, rng: random.Random, deadlines_ms: tuple[int, ...] = (0, 0, 0, 900)) -> None:
         """A client asks for something."""
         self._count += 1
         # The longer ones are more likely to be there when a switch comes.
@@ -85,7 +85,7 @@ class SimGateway:
             prompt_tokens=rng.randint(1, 14),
             max_tokens=self.world.max_tokens,
             tier=rng.choice(tuple(Tier)),
-            deadline_ms=rng.choice((0, 0, 0, 900)),
+            deadline_ms=rng.choice(deadlines_ms),
             tenant="other" if self._count % 4 == 0 else "one",
         )
         stream = Stream(header.task, length)

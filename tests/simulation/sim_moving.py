@@ -128,6 +128,8 @@ class SimMoving:
         epoch = directive.stage.epoch
         if self._own_board.epoch != epoch:
             self._tell(epoch)
+        at = partial(self._process.world.point, self._process.rank)
+        at("boards are read")
         manifests: dict[Rank, Manifest] = {}
         movers = tuple(rank for rank in directive.movers if rank in self._boards)
         for rank in movers:
@@ -138,6 +140,7 @@ class SimMoving:
         two_rounds = self._process.world.has_two_rounds(epoch)
         plan = plan_move(manifests, directive.target, two_rounds=two_rounds)
         self.pending = Pending(epoch, plan)
+        at("move is planned")
         self._own_board.round = 1
         rng = self._process.world.rng
         for number in range(1, plan.rounds + 1):
@@ -149,8 +152,10 @@ class SimMoving:
                     raise MoveFailed
             for _ in range(rng.randint(0, COPY_TICKS_MAX)):
                 yield
+            at(f"round {number} is read")
             self._copy([each for each in plan.placed if each.round == number])
             self.pending.rounds_done = number
+            at(f"round {number} is written")
             self._own_board.round = number + 1
 
     def _wait(

@@ -141,7 +141,7 @@ class World:
         first = self.rng.randrange(len(order)) if order else 0
         for rank in (*order[first:], *order[:first]):
             if self.now >= rank.stopped_until:
-                rank.act()
+                self.act(rank)
                 self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
             if self.core and not (self.core.is_recovering or self.core.is_available(rank.rank)):
@@ -150,6 +150,12 @@ class World:
             self.core_event(Tick())
             if self.core is not None and self.now % 8 == 0:
                 self.core.integrity()
+
+    def act(self, rank: SimRank) -> None:
+        rank.act()
+
+    def point(self, rank: Rank, label: str) -> None:
+        """A rank is in the middle of something: those who crash it at such points listen."""
 
     def _fail_steps(self) -> None:
         """Fail the steps that a dead member will never execute."""

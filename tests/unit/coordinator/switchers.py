@@ -1,6 +1,7 @@
 """Switchers and cells in the states that their tests start from."""
 
 from comm_pool.layout import Rank
+from coordinator.health import HealthSettings
 from coordinator.protocol.messages import Carry, Phase, Stage
 from coordinator.roster import Roster
 from coordinator.settings import SwitchSettings
@@ -9,13 +10,14 @@ from tests.transcripts.cell import Cell
 from tests.unit.coordinator.builders import hello, layout, report
 
 
-def settings(**changes: int) -> SwitchSettings:
+def settings(health: HealthSettings | None = None, **changes: int) -> SwitchSettings:
     times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
     return SwitchSettings(
         initial=layout("tp2+dp2"),
         drain_limit_ms=500,
         records_max=3,
         default_carry=Carry.RECOMPUTE,
+        health=health or HealthSettings(),
         **times,
     )
 

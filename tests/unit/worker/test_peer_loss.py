@@ -78,3 +78,17 @@ def test_what_says_nothing_of_members_is_not_heeded() -> None:
     loss = watched(0)
     loss.heard(Stop("end"))
     assert not loss.is_stuck(99.0)
+
+
+def test_a_rank_that_was_cut_out_of_its_group_leaves_it_too() -> None:
+    loss = watched(0)
+    loss.heard(directive(without(0), 2, Phase.PARK))
+    assert not loss.is_stuck(0.0)
+    assert loss.is_stuck(0.1 + LIMIT_S)
+
+
+def test_a_rank_alone_that_was_cut_out_may_finish_its_step() -> None:
+    loss = PeerLoss(joined(2), LIMIT_S)
+    loss.heard(directive(target("tp2+off1+dp1", 2), 2, Phase.PARK))
+    assert not loss.is_stuck(0.0)
+    assert not loss.is_stuck(99.0)

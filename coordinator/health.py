@@ -1,0 +1,174 @@
+"""Which living ranks hold the others up: late in a switch, or far slower than the rest. Pure.
+
+Such a rank is left out of the layout for a while, its tasks go on elsewhere, and its process is let
+alone: nobody can tell from here whether it is the device, a neighbour or the moment. It comes back
+when its time is over, sooner after the first time than after the third. At most half of the ranks
+are left out, as most of them cannot be the exception. Source: outlier detection in Envoy. Called by
+the switcher.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from comm_pool.layout import Mode, Rank
+from coordinator.policy.step_line import StepLine, fit, plus
+from coordinator.protocol.messages import Binding, Report, StepSums
+
+WINDOW_MS = 1_500
+"""Steps are compared over so long a time: those of all ranks meet the same machine."""
+
+WINDOWS = 3
+"""A rank must be slow in so many windows, one behind the other."""
+
+STEPS_MIN = 4
+"""Steps in a window from which its leader can be judged, or be compared with."""
+
+OTHERS_MIN = 2
+"""Ranks that a slow one must be compared with: of two nobody can say which is the slow one."""
+
+LATE_OUT_MS = (5_000, 5_000, 60_000)
+SLOW_OUT_MS = (30_000, 60_000)
+"""Time out after the first, second ... time; doubled each time behind the last."""
+
+OUT_MS_MAX = 960_000
+FORGIVEN_AFTER_MS = 1_800_000
+"""A rank that was not taken out for so long counts as one that never was."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out."""
+
+    stage_limit_ms: int = 10_000
+    slow_factor: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcast:
+    """A rank to be taken out, for how long, and why."""
+
+    rank: Rank
+    out_ms: int
+    cause: str
+
+
+class Health:
+    """What was seen of the ranks' pace and promptness; times are milliseconds of one clock."""
+
+    __slots__ = ("_outs", "_settings", "_since_ms", "_slow", "_stage", "_sums", "_window_ms")
+
+    def __init__(self, settings: HealthSettings) -> None:
+        self._settings = settings
+        self._stage: object = None
+        self._since_ms = 0
+        self._sums: dict[Rank, StepSums] = {}
+        self._window_ms = 0
+        self._slow: dict[Rank, int] = {}
+        """In how many windows in a row each rank was slow."""
+        self._outs: dict[Rank, tuple[int, int]] = {}
+        """How often each rank was taken out, and when last."""
+
+    def on_report(self, report: Report) -> None:
+        """Take the steps that a rank served alone; those of groups say nothing of one rank."""
+        for served in report.served:
+            if served.mode is Mode.DP:
+                before = self._sums.get(report.rank, StepSums())
+                self._sums[report.rank] = plus(before, served.sums)
+
+    def slow(self, serving: Collection[Rank], world: int, now_ms: int) -> list[Outcast]:
+        """Judge a window that is over: `serving` are the ranks that serve now, of `world`."""
+        if now_ms - self._window_ms < WINDOW_MS:
+            return []
+        self._window_ms = now_ms
+        sums, self._sums = self._sums, {}
+        if self._settings.slow_factor <= 0:
+            return []
+        paces = paces_of({rank: sums[rank] for rank in sums if rank in serving})
+        outliers = slow_ranks(paces, self._settings.slow_factor)
+        self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in outliers}
+        found = [rank for rank, windows in self._slow.items() if windows >= WINDOWS]
+        room = world // 2 - (world - len(serving))
+        worst = sorted(found, key=paces.__getitem__, reverse=True)[: max(0, room)]
+        return [self._out(rank, SLOW_OUT_MS, "slow", now_ms) for rank in worst]
+
+    def late(
+        self,
+        stage: object,
+        waited_for: Mapping[Rank, Binding | None],
+        alive: Collection[Rank],
+        now_ms: int,
+    ) -> list[Outcast]:
+        """Return who is to be left out of a switch whose `stage` has waited for too long.
+
+        `waited_for` are the ranks that have not acknowledged it, with what they are joined to. A
+        follower of one of them waits itself.
+        """
+        if stage != self._stage:
+            self._stage, self._since_ms = stage, now_ms
+        limit_ms = self._settings.stage_limit_ms
+        if not (limit_ms and waited_for) or now_ms - self._since_ms < limit_ms:
+            return []
+        blamed = [
+            rank
+            for rank, joined in waited_for.items()
+            if joined is None
+            or joined.group.leader == rank
+            or joined.group.leader not in waited_for
+        ]
+        if len(blamed) > len(alive) // 2:
+            return []
+        return [self._out(rank, LATE_OUT_MS, "late", now_ms) for rank in blamed]
+
+    def renewed(self, rank: Rank) -> None:
+        """A new process takes the rank's place: what was seen of the old one says nothing of it."""
+        self._slow.pop(rank, None)
+        self._sums.pop(rank, None)
+        self._outs.pop(rank, None)
+
+    def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Outcast:
+        before, last_ms = self._outs.get(rank, (0, now_ms))
+        count = 1 if now_ms - last_ms > FORGIVEN_AFTER_MS else before + 1
+        self._outs[rank] = count, now_ms
+        self._slow.pop(rank, None)
+        return Outcast(rank, out_ms(times_ms, count), cause)
+
+
+def out_ms(times_ms: Sequence[int], count: int) -> int:
+    """Return how long a rank stays out after so many times: as listed, then twice as long each."""
+    doubled = max(0, count - len(times_ms))
+    return min(OUT_MS_MAX, times_ms[min(count, len(times_ms)) - 1] << min(doubled, 20))
+
+
+def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
+    """Return how long each rank takes for its steps, as a multiple of what all take on average."""
+    judged = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
+    total = StepSums()
+    for each in judged.values():
+        total = plus(total, each)
+    line = fit(total) if judged else None
+    if line is None:
+        return {}
+    return {rank: pace for rank, each in judged.items() if (pace := _pace(each, line)) > 0}
+
+
+def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:
+    """Return the ranks whose pace is `factor` times the median of all others, at most half."""
+    if len(paces) <= OTHERS_MIN:
+        return []
+    found = [
+        rank
+        for rank, pace in paces.items()
+        if pace >= factor * median(paces[each] for each in paces if each != rank)
+    ]
+    worst = sorted(found, key=paces.__getitem__, reverse=True)
+    return worst[: len(paces) // 2]
+
+
+def _pace(sums: StepSums, line: StepLine) -> float:
+    """The factor that fits a rank's own steps best to the line: errors are relative."""
+    a, b, c = line.base_s, line.token_s * 1e3, line.context_s * 1e6
+    told = a * sums.y + b * sums.ty + c * sums.cy
+    squared = a * a * sums.n + b * b * sums.tt + c * c * sums.cc
+    squared += 2 * (a * b * sums.t + a * c * sums.c + b * c * sums.tc)
+    return told / squared if squared > 0 else 0.0

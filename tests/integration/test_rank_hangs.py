@@ -1,0 +1,176 @@
+"""Ranks that stand still, get stuck, or cannot be heard: streams go on exactly, and they come back.
+
+Four ranks whose coordinator takes 3 s of silence for the end, and between them a proxy that can
+swallow what one of them says or hears. Times are printed; docs/faults.md has them.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from tests.bench.servers import free_port
+from tests.harness.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.fault_proxy import DOWN, UP, FaultProxy
+from tests.harness.lost_ranks import (
+    TOKENS,
+    back,
+    begun,
+    calm_tokens,
+    four_ranks,
+    ranks_of,
+    submit,
+    tell_pauses,
+    tokens_of,
+    until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+LEASE_MS, LOST_AFTER_MS = 2_500, 3_000
+
+
+@pytest.fixture(scope="module")
+def proxy() -> FaultProxy:
+    """Where the ranks look for their coordinator."""
+    return FaultProxy(free_port())
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterator[BareCell]:
+    port = free_port()
+    with (
+        proxy.running(f"127.0.0.1:{port}"),
+        four_ranks(
+            tmp_path_factory.mktemp("hangs"),
+            proxy_port=proxy.port,
+            listen=f"127.0.0.1:{port}",
+            lease_ms=LEASE_MS,
+            lost_after_ms=LOST_AFTER_MS,
+        ) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(cell: BareCell) -> list[list[int]]:
+    return asyncio.run(calm_tokens(cell))
+
+
+def pid_of(cell: BareCell, rank: int) -> int:
+    return int(ranks_of(cell)[rank]["pid"])
+
+
+def is_cut_out(cell: BareCell, rank: int) -> bool:
+    """The layout has no place for the rank, which has not ended as far as is known."""
+    groups = cell.get("/admin/layout")["groups"]
+    return rank not in [each for group in groups for each in group["ranks"]]
+
+
+async def streams_through(
+    cell: BareCell, tag: str, break_it: Callable[[], None], rank: int
+) -> list[Stream]:
+    """Break something in the middle of all streams; returns them at their end, exact or not."""
+    client = TaskClient()
+    async with client.connected(cell):
+        names = submit(client, tag)
+        await begun(client, names)
+        break_it()
+        seen_s = await asyncio.to_thread(until, cell, "cut out", lambda _: is_cut_out(cell, rank))
+        streams = await client.finish(*names)
+    print(f"{tag}: cut out after {seen_s:.2f} s")
+    tell_pauses(tag, streams)
+    return streams
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [("tp2+tp2", 1), ("dp4", 3), pytest.param("dp2+tp2", 2, marks=pytest.mark.chaos)],
+)
+async def test_a_rank_that_stands_still(
+    cell: BareCell, expected: list[list[int]], layout: str, rank: int
+) -> None:
+    """A follower, a leader, and a rank alone: SIGSTOP, and SIGCONT when others have taken over."""
+    cell.switch(layout, "reshard")
+    pid, tag = pid_of(cell, rank), f"{rank} of {layout} stopped"
+    try:
+        streams = await streams_through(cell, tag, lambda: os.kill(pid, signal.SIGSTOP), rank)
+        assert tokens_of(streams) == expected
+        epoch = cell.get("/admin/layout")["epoch"]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    back(cell, tag)
+    assert cell.get("/admin/layout")["epoch"] > epoch
+
+
+@pytest.mark.parametrize(
+    "directions", [(UP, DOWN), (DOWN,), pytest.param((UP,), marks=pytest.mark.chaos)], ids="-".join
+)
+async def test_a_rank_that_its_coordinator_cannot_reach(
+    cell: BareCell, proxy: FaultProxy, expected: list[list[int]], directions: tuple[str, ...]
+) -> None:
+    """Its lease ends before others take its tasks over, so no token comes twice."""
+    cell.switch("dp4", "reshard")
+    pid, tag = pid_of(cell, 1), f"no way {' and '.join(directions)}"
+    try:
+        streams = await streams_through(cell, tag, lambda: proxy.cut(pid, *directions), 1)
+        assert tokens_of(streams) == expected
+    finally:
+        proxy.heal()
+    back(cell, tag)
+    assert pid_of(cell, 1) == pid, "it came back as the process that it was"
+
+
+@contextmanager
+def ten_times_slower(pid: int) -> Iterator[None]:
+    """Let a process run for a tenth of the time only."""
+    enough = threading.Event()
+
+    def pulse() -> None:
+        while not enough.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.045)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=pulse, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        thread.join()
+
+
+async def test_a_rank_that_is_ten_times_slower(cell: BareCell, expected: list[list[int]]) -> None:
+    """It is left out, alive, and its streams go on where steps take as long as they should.
+
+    The last test here: the rank stays out for longer than a test should wait.
+    """
+    cell.switch("dp4", "reshard")
+    pid, client = pid_of(cell, 2), TaskClient()
+    async with client.connected(cell):
+        names = submit(client, "slow", tokens=900)
+        await begun(client, names)
+        with ten_times_slower(pid):
+            took_s = await asyncio.to_thread(until, cell, "left out", lambda _: is_cut_out(cell, 2))
+            while any(len(client.streams[name].tokens) < TOKENS for name in names):
+                assert not [each.failure for each in client.streams.values() if each.failure]
+                await asyncio.sleep(0.005)
+        for name in names:
+            client.cancel(name)
+    streams = [client.streams[name] for name in names]
+    print(f"slow rank: left out after {took_s:.1f} s")
+    tell_pauses("slow rank", streams)
+    assert [each.tokens[:TOKENS] for each in streams] == expected
+    slow = ranks_of(cell)[2]
+    assert slow["pid"] == pid
+    assert slow["out_ms"] > 0
+    assert not slow["exited"]
+    assert cell.get("/admin/layout")["layout"] == "dp2+off1+dp1"

@@ -1,0 +1,77 @@
+"""Every point of a switch and of the move in it, every role: a crash there never mixes layouts.
+
+Nothing is lost either: every task of every run finishes, and all ranks serve one layout at its end.
+"""
+
+import pytest
+
+from coordinator.protocol.messages import Carry
+from tests.simulation.crash_points import (
+    EXIT_SEEN,
+    SILENT,
+    STUCK,
+    CrashWorld,
+    Point,
+    Switch,
+    points_of,
+)
+from tests.simulation.mutations import mutated
+from tests.simulation.world import FAILURES
+
+HOWS = (EXIT_SEEN, SILENT, STUCK)
+MIXED = Switch("tp4+tp2+dp2", "dp2+tp2+tp4", Carry.RESHARD)
+"""Each rank changes its role: leaders, followers and ranks alone, before and behind."""
+SWITCHES = (
+    MIXED,
+    Switch("dp8", "tp8", Carry.RESHARD),
+    Switch("tp8", "dp8", Carry.RESHARD),
+    *(Switch("tp4+tp2+dp2", "dp2+tp2+tp4", carry) for carry in Carry if carry is not Carry.RESHARD),
+)
+
+
+def failures_of(switch: Switch, runs: list[tuple[Point, str]]) -> list[str]:
+    """What went wrong, as the point where the crash was."""
+    found = []
+    for point, how in runs:
+        world = CrashWorld(switch, point, how)
+        try:
+            world.run_switch()
+            assert world.crashed_at is not None, "the point was not reached again"
+        except FAILURES as error:
+            found.append(f"{switch}, {how}, {point}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("first", range(len(HOWS)))
+def test_a_crash_at_any_point_ends_in_one_layout(first: int) -> None:
+    """Each point in one of three ways; `make chaos` has all of them, and other switches."""
+    points = points_of(MIXED)
+    assert {point.role for point in points} >= {f"rank {rank}" for rank in range(8)}
+    assert len({point.label for point in points}) > 25
+    assert not failures_of(MIXED, [(point, HOWS[first]) for point in points[first :: len(HOWS)]])
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("switch", SWITCHES, ids=str)
+def test_every_crash_at_every_point(switch: Switch, how: str) -> None:
+    points = points_of(switch)
+    failures = failures_of(switch, [(point, how) for point in points])
+    print(f"{switch}, {how}: {len(points)} points, {len(failures)} failures")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("bug", "label"),
+    [
+        ("requeue loses tokens", "PARK is heard"),
+        ("take any commit for one's own", "leave is reported"),
+    ],
+)
+def test_a_bug_shows_at_some_point(bug: str, label: str) -> None:
+    """These matter only when somebody dies in a switch: without a crash it goes well."""
+    with mutated(bug):
+        points = [each for each in points_of(MIXED) if each.label == label]
+        assert points
+        assert failures_of(MIXED, [(point, EXIT_SEEN) for point in points])

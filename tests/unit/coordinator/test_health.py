@@ -1,0 +1,170 @@
+"""Who is left out of layouts because it holds the others up, and for how long."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from comm_pool.layout import Mode, Rank
+from coordinator.health import (
+    FORGIVEN_AFTER_MS,
+    LATE_OUT_MS,
+    OUT_MS_MAX,
+    SLOW_OUT_MS,
+    WINDOW_MS,
+    WINDOWS,
+    Health,
+    HealthSettings,
+    out_ms,
+    paces_of,
+    slow_ranks,
+)
+from coordinator.policy.step_line import sums_of
+from coordinator.protocol.messages import Binding, Phase, Report, ServedSteps, Stage, StepSums
+from coordinator.switcher import Switcher
+from tests.unit.coordinator.builders import layout, report, target
+from tests.unit.coordinator.switchers import Ranks, settings
+
+RANKS = tuple(map(Rank, range(4)))
+LIMIT_MS = 10_000
+
+
+def steps(seconds: float, count: int = 20, tokens: int = 4) -> StepSums:
+    return sums_of([(tokens + number % 3, 100 * number, seconds) for number in range(count)])
+
+
+def told(rank: int, sums: StepSums, mode: Mode = Mode.DP) -> Report:
+    served = (ServedSteps(mode, 1, sums),)
+    return msgspec.structs.replace(report(rank, Stage(1, Phase.SERVE)), served=served)
+
+
+def windows(
+    health: Health, seconds: Sequence[float], count: int = WINDOWS, start_ms: int = 0
+) -> list[Rank]:
+    """Let each rank take so long for its steps, window after window; returns who is taken out."""
+    found = []
+    for number in range(1, count + 1):
+        for rank, each in enumerate(seconds):
+            health.on_report(told(rank, steps(each)))
+        outcasts = health.slow(RANKS, 4, start_ms + number * WINDOW_MS)
+        found += [each.rank for each in outcasts]
+    return found
+
+
+def test_a_rank_that_is_ten_times_slower_for_some_windows_is_taken_out() -> None:
+    health = Health(HealthSettings())
+    assert windows(health, (0.01, 0.01, 0.1, 0.012), WINDOWS - 1) == []
+    assert windows(health, (0.01, 0.01, 0.1, 0.012), 1, 9_000) == [2]
+
+
+def test_a_moment_or_what_all_suffer_from_takes_nobody_out() -> None:
+    health = Health(HealthSettings())
+    for round_ in range(4):
+        start_ms = round_ * 20_000
+        assert windows(health, (0.01, 0.01, 0.1, 0.01), WINDOWS - 1, start_ms) == []
+        assert windows(health, (0.1, 0.1, 0.1, 0.1), 1, start_ms + 10_000) == []
+    assert windows(health, (0.1, 0.15, 0.2, 0.3), 9, 100_000) == []
+
+
+def test_larger_steps_are_not_slow_ones() -> None:
+    even = {
+        Rank(rank): sums_of([(tokens, 0, 0.01 + tokens / 1_000) for _ in range(9)])
+        for rank, tokens in enumerate((1, 2, 400, 3))
+    }
+    assert max(paces_of(even).values()) < 1.2
+    assert slow_ranks(paces_of(even), 5.0) == []
+
+
+def test_few_steps_or_few_ranks_judge_nobody() -> None:
+    assert paces_of({Rank(0): steps(0.1, count=2)}) == {}
+    assert slow_ranks({Rank(0): 1.0, Rank(1): 90.0}, 5.0) == []
+    health = Health(HealthSettings())
+    for _ in range(9):
+        health.on_report(told(0, steps(9.0), Mode.TP))
+    assert health.slow(RANKS, 4, WINDOW_MS) == []
+
+
+def test_at_most_half_of_the_ranks_are_out() -> None:
+    assert len(slow_ranks(dict(zip(RANKS, (1.0, 1.0, 90.0, 95.0), strict=True)), 5.0)) <= 2
+    health = Health(HealthSettings())
+    for number in range(1, WINDOWS + 1):
+        for rank, each in enumerate((0.01, 0.01, 0.1)):
+            health.on_report(told(rank, steps(each)))
+        # Of six ranks three are out already.
+        assert health.slow(RANKS[:3], 6, number * WINDOW_MS) == []
+
+
+def test_a_factor_of_zero_takes_nobody_out() -> None:
+    assert windows(Health(HealthSettings(slow_factor=0)), (0.01, 0.01, 9.0, 0.01), 9) == []
+
+
+def test_each_further_time_is_longer_and_old_ones_are_forgiven() -> None:
+    times = [out_ms(LATE_OUT_MS, count) for count in range(1, 20)]
+    assert times[:5] == [5_000, 5_000, 60_000, 120_000, 240_000]
+    assert times[-1] == OUT_MS_MAX
+    health, waits = Health(HealthSettings(stage_limit_ms=100)), {Rank(1): None}
+
+    def late(at_ms: int) -> int:
+        assert health.late(at_ms, waits, RANKS, at_ms) == []
+        (found,) = health.late(at_ms, waits, RANKS, at_ms + 100)
+        return found.out_ms
+
+    assert [late(at) for at in (0, 1_000, 2_000, 3_000)] == times[:4]
+    assert late(4_000 + FORGIVEN_AFTER_MS) == times[0]
+    health.renewed(Rank(1))
+    assert late(5_000 + FORGIVEN_AFTER_MS) == times[0]
+    assert SLOW_OUT_MS[0] >= 10 * WINDOW_MS
+
+
+def test_who_is_late_is_blamed_and_who_waits_with_it_is_not() -> None:
+    health = Health(HealthSettings(stage_limit_ms=LIMIT_MS))
+    joined: Binding = target("tp2+dp2", 1).bindings[0]
+    waits = {Rank(0): joined, Rank(1): joined}
+    stage = Stage(3, Phase.PARK)
+    assert health.late(stage, waits, RANKS, 0) == []
+    assert health.late(stage, waits, RANKS, LIMIT_MS - 1) == []
+    assert [each.rank for each in health.late(stage, waits, RANKS, LIMIT_MS)] == [0]
+    later = Stage(3, Phase.SWAP)
+    assert health.late(later, {Rank(1): joined}, RANKS, LIMIT_MS + 1) == []
+    assert [each.rank for each in health.late(later, {Rank(1): joined}, RANKS, 3 * LIMIT_MS)] == [1]
+    every = dict.fromkeys(RANKS)
+    assert health.late(Stage(4, Phase.MOVE), every, RANKS, 4 * LIMIT_MS) == []
+    assert health.late(Stage(4, Phase.MOVE), every, RANKS, 9 * LIMIT_MS) == []
+
+
+def late_ranks(limit_ms: int = 400) -> Ranks:
+    """A switch under way for which rank 3 does nothing but report."""
+    ranks = Ranks()
+    health = HealthSettings(stage_limit_ms=limit_ms)
+    ranks.switcher = Switcher(settings(health), ranks.roster, 0)
+    for rank in RANKS:
+        ranks.hear(rank, Stage(0, Phase.PARK))
+    ranks.serve()
+    wanted = layout("tp4")
+    ranks.switcher.retarget(wanted, ranks.switcher.carry, "operator", ranks.now_ms)
+    ranks.tick()
+    return ranks
+
+
+def test_a_switch_goes_on_without_a_late_rank_which_comes_back_later() -> None:
+    ranks = late_ranks()
+    before, served = ranks.switcher.stage, Stage(1, Phase.SERVE)
+    lost: tuple[Rank, ...] = ()
+    for _ in range(20):
+        ranks.acknowledge(0, 1, 2)
+        ranks.hear(3, served)
+        lost += ranks.tick(50)
+        if lost:
+            break
+    assert lost == (3,)
+    assert ranks.switcher.epoch > before.epoch
+    assert ranks.switcher.alive == (0, 1, 2)
+    for _ in Phase:
+        ranks.acknowledge(0, 1, 2)
+    assert ranks.switcher.is_serving
+    ranks.hear(3, served)
+    assert ranks.switcher.alive == (0, 1, 2), "its time is not over"
+    for _ in range(LATE_OUT_MS[0] // 500 + 1):
+        ranks.acknowledge(0, 1, 2)
+        ranks.tick(500)
+    ranks.hear(3, served)
+    assert ranks.switcher.alive == RANKS
