@@ -24,7 +24,7 @@ from tests.harness.batch_process import OWN_MOUNTS, ROOT, BatchProcess
 from tests.harness.redis_server import Redis
 
 LIMIT_S = 90.0
-DISK_WAIT_MS, SLOW_LINES = 50, 24
+DISK_WAIT_MS, SLOW_LINES = 50, 12
 KILLS = 100
 
 
