@@ -149,13 +149,20 @@ class RankSession:
 
         Each report is answered. Where no answer comes, what this side says may still arrive, and
         the coordinator takes a rank that has stopped, as its lease is over, for one that serves.
+        Time in which this process was stopped is none in which the coordinator was silent.
         """
-        try:
-            message = await asyncio.wait_for(call.read(), self._silence_s)
-        except TimeoutError:
-            log.warning("session_silent", seconds=self._silence_s, advice="opening another one")
-            return None
-        return None if message is END else message
+        read = asyncio.ensure_future(call.read())
+        silent_s = 0.0
+        while silent_s < self._silence_s:
+            done, _ = await asyncio.wait([read], timeout=self._heartbeat_s)
+            if done:
+                message = read.result()
+                return None if message is END else message
+            if self._hello is not None:
+                silent_s += self._heartbeat_s
+        read.cancel()
+        log.warning("session_silent", seconds=self._silence_s, advice="opening another one")
+        return None
 
     async def _reports(self) -> AsyncIterator[RankUp]:
         while self._hello is None and not self._closing:
