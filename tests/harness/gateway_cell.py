@@ -269,7 +269,14 @@ class FakeCell:
 class GatewayProcess:
     """`python -m gateway` with a configuration of its own."""
 
-    def __init__(self, folder: Path, model: Path, cell: FakeCell, **gateway: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        cell: FakeCell,
+        fleet: dict[str, Any] | None = None,
+        **gateway: Any,
+    ) -> None:
         self.log = folder / "gateway.log"
         config = {
             "model": {
@@ -279,6 +286,7 @@ class GatewayProcess:
             },
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},
             "gateway": {"port": 0, **gateway},
+            "fleet": fleet or {},
             "run_dir": str(folder),
         }
         path = folder / "gateway.yaml"
