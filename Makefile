@@ -6,9 +6,9 @@ MODEL  ?=
 DEVICE ?= cpu
 SEED   ?= 1
 BIN    := .venv/bin
-TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos"
+TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos and not fleet"
 
-.PHONY: up demo test setup check chaos sim bench gpu-bench screenshot
+.PHONY: up demo test test-fleet setup check chaos sim bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -19,6 +19,9 @@ demo: setup  ## watch streams live through dp2 -> tp2 -> dp2
 test: check  ## lint, types, import contracts and every CPU test
 	$(TESTS) tests --ignore=tests/integration
 	$(TESTS) -p no:randomly tests/integration
+
+test-fleet: setup  ## what the chart installs for many cells, as processes here; takes minutes
+	$(BIN)/python -m pytest -s -p no:randomly tests/fleet
 
 setup:  ## .venv with the locked dependencies; does nothing when it is ready
 	@$(PYTHON) coordinator/bootstrap.py --device $(DEVICE)

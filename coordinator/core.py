@@ -12,6 +12,7 @@ from comm_pool.layout import Layout, Rank, format_layout
 from coordinator import views
 from coordinator.cell_state import CellTeller
 from coordinator.events import (
+    CellDrains,
     Effect,
     Event,
     Foreseen,
@@ -32,7 +33,13 @@ from coordinator.events import (
     warning,
 )
 from coordinator.gateways import Gateways
-from coordinator.placement import changing_groups, max_context_tokens, open_groups
+from coordinator.placement import (
+    OpenGroup,
+    changing_groups,
+    drains,
+    max_context_tokens,
+    open_groups,
+)
 from coordinator.policy.decide import POLICY
 from coordinator.policy.explain import recorded
 from coordinator.policy.steering import Steering
@@ -49,6 +56,7 @@ from coordinator.protocol.messages import (
     Submit,
     TaskEnded,
     Welcome,
+    Withdraw,
 )
 from coordinator.records import Decision, DecisionLog
 from coordinator.refusal import refuse
@@ -96,7 +104,7 @@ class Core:
         self._gateways = Gateways()
         self._decisions = DecisionLog(settings.history_max)
         self._steering = Steering(settings.policy) if settings.policy is not None else None
-        self._teller = CellTeller()
+        self._teller = CellTeller(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
 
@@ -140,6 +148,8 @@ class Core:
                 effects = [note("gateway_session_closed", gateway=gateway)]
             case SwitchWanted():
                 effects = self._switch_wanted(event, now_ms)
+            case CellDrains():
+                self._teller.is_draining, effects = True, [note("cell_drains")]
             case Tick():
                 effects = self._tick(now_ms)
             case _:
@@ -186,15 +196,9 @@ class Core:
         arrival = self._roster.on_hello(hello, now_ms)
         if arrival is Arrival.STALE:
             return [warning("rank_session_stale", rank=hello.rank, incarnation=hello.incarnation)]
-        effects: list[Effect] = [
-            note(
-                "rank_session_opened",
-                rank=hello.rank,
-                incarnation=hello.incarnation,
-                arrival=arrival.name.lower(),
-                held=len(hello.held),
-            )
-        ]
+        about = {"incarnation": hello.incarnation, "arrival": arrival.name.lower()}
+        opened = note("rank_session_opened", rank=hello.rank, **about, held=len(hello.held))
+        effects: list[Effect] = [opened]
         if arrival is Arrival.RESTARTED:
             effects += self._pool.lost(hello.rank, now_ms)
         self._switcher.on_hello(hello, arrival, now_ms)
@@ -228,18 +232,10 @@ class Core:
         effects = self._pool.ended(rank, ended)
         was_waited_for = self._stragglers.ended(rank, ended.task)
         has_ended = was_known and ended.task not in self._pool.tasks
-        if has_ended and ended.cause is EndCause.FINISHED and self._drains(rank, was_waited_for):
+        is_drained = drains(rank, self._switcher, self._roster, was_waited_for=was_waited_for)
+        if has_ended and ended.cause is EndCause.FINISHED and is_drained:
             self._switcher.log.count(Carry.DRAIN)
         return effects
-
-    def _drains(self, leader: Rank, was_waited_for: bool) -> bool:
-        """Say whether a task of this leader was one that a switch let finish first."""
-        if self._switcher.is_speculating:
-            return was_waited_for
-        if not self._switcher.is_draining:
-            return False
-        changing = changing_groups(self._switcher, self._roster)
-        return leader in {each.group.leader for each in changing}
 
     def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
         self._roster.on_exited(rank)
@@ -249,13 +245,9 @@ class Core:
     def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
         self._gateways.heard(hello.gateway)
         self._pool.gateway_opened(hello.gateway, now_ms)
-        effects: list[Effect] = [
-            note("gateway_session_opened", gateway=hello.gateway),
-            ToGateway(hello.gateway, Welcome(self._coordinator_id)),
-        ]
-        if self._teller.told is not None:
-            effects.append(ToGateway(hello.gateway, self._teller.told))
-        return effects
+        said = (Welcome(self._coordinator_id), *self._teller.greeting())
+        opened = note("gateway_session_opened", gateway=hello.gateway)
+        return [opened, *(ToGateway(hello.gateway, each) for each in said)]
 
     def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
         self._gateways.heard(gateway)
@@ -263,7 +255,10 @@ class Core:
             case Submit():
                 if self._steering is not None and message.header.task not in self._pool.tasks:
                     self._steering.came(message, now_ms)
+                self._teller.came(message.prefixes)
                 return self._pool.submit(message, now_ms)
+            case Withdraw(task):
+                return self._pool.withdraw(task)
             case Cancel(task):
                 return self._pool.release(task)
             case Done(task):
@@ -364,8 +359,7 @@ class Core:
         return effects
 
     def _place(self, now_ms: int) -> list[Effect]:
-        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
-        groups = open_groups(self._switcher, self._roster, self._stragglers, kept)
+        groups = self._open_groups()
         placed = self._pool.place(groups, now_ms)
         if self._switcher.is_speculating:
             bindings = self._switcher.target.bindings
@@ -373,6 +367,10 @@ class Core:
             begun = sum(isinstance(effect, ToRank) and effect.rank in idle for effect in placed)
             self._switcher.log.count(Carry.SPECULATE, begun)
         return placed
+
+    def _open_groups(self) -> tuple[OpenGroup, ...]:
+        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
+        return open_groups(self._switcher, self._roster, self._stragglers, kept)
 
     def _directives(self, ranks: Iterable[Rank]) -> list[Effect]:
         return [
@@ -394,7 +392,6 @@ class Core:
 
     def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
         """Tell gateways what changed."""
-        cell = self._teller.news(self._switcher, self._pool, self._settings.world, is_tick=is_tick)
-        if cell is None:
-            return []
-        return [ToGateway(name, cell) for name in self._gateways.present()]
+        groups = self._open_groups() if is_tick and self._settings.in_fleet else None
+        news = self._teller.news(self._switcher, self._pool, self._roster, groups, is_tick=is_tick)
+        return [ToGateway(name, each) for name in self._gateways.present() for each in news]

@@ -86,6 +86,11 @@ class SwitchWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class CellDrains:
+    """The cell is about to end: gateways are to take their tasks elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; sent several times per heartbeat interval."""
 
@@ -99,6 +104,7 @@ Event = (
     | GatewaySaid
     | GatewayClosed
     | SwitchWanted
+    | CellDrains
     | Tick
 )
 

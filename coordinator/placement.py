@@ -107,6 +107,15 @@ def changing_groups(switcher: Switcher, roster: Roster) -> list[Binding]:
     ]
 
 
+def drains(leader: Rank, switcher: Switcher, roster: Roster, *, was_waited_for: bool) -> bool:
+    """Say whether a task of this leader was one that a switch let finish first."""
+    if switcher.is_speculating:
+        return was_waited_for
+    if not switcher.is_draining:
+        return False
+    return leader in {each.group.leader for each in changing_groups(switcher, roster)}
+
+
 def max_context_tokens(roster: Roster, alive: Collection[Rank]) -> int:
     """Return the longest context of any group that the ranks could form."""
     longest = 0

@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,8 +22,10 @@ import uvicorn
 
 from coordinator.admin import AdminContext, build_admin
 from coordinator.admin_guard import ADMIN_KEY_ENV, AdminGuard, require_key
+from coordinator.announcing import announcer_of, leave
 from coordinator.cell_spans import SWITCHES_LOOKED_AT, CellSpans
 from coordinator.core import Core
+from coordinator.events import CellDrains
 from coordinator.history import INTERVAL_S, History
 from coordinator.metrics import Facts, Metrics, Views
 from coordinator.owner import CoreOwner, monotonic_ms
@@ -90,7 +92,7 @@ async def serve(config: Config, token: str, key: str) -> None:
         gc.freeze()
         _announce(coordinator_id, grpc_port, listener.getsockname()[1])
         sampling = asyncio.create_task(_sample(core, metrics, history))
-        await _run(owner, server, admin, listener)
+        await _run(owner, server, admin, listener, _leaving(core, owner, config, grpc_port))
         sampling.cancel()
     if tracing is not None and spans is not None:
         spans.close()
@@ -131,15 +133,50 @@ async def _sample(core: Core, metrics: Metrics, history: History) -> None:
         await asyncio.sleep(INTERVAL_S)
 
 
+Leave = Callable[[], Awaitable[None]]
+
+
+def _leaving(core: Core, owner: CoreOwner, config: Config, grpc_port: int) -> Leave | None:
+    """Say that the cell is there, and return how it leaves; None if it is alone."""
+    if not config.fleet.is_on:
+        return None
+    announcer = announcer_of(config, grpc_port)
+    if announcer is not None:
+        announcer.start()
+
+    def unfinished() -> int:
+        tasks: Any = core.queue_view()["tasks"]
+        return sum(tasks.values())
+
+    async def go() -> None:
+        await owner.post(CellDrains())
+        await leave(announcer, unfinished)
+
+    return go
+
+
 async def _run(
-    owner: CoreOwner, server: CellServer, admin: "_AdminServer", listener: socket.socket
+    owner: CoreOwner,
+    server: CellServer,
+    admin: "_AdminServer",
+    listener: socket.socket,
+    leave_fleet: Leave | None,
 ) -> None:
     """Serve until a signal; a broken core ends everything, so that a fresh one takes over."""
+    leaving: list[asyncio.Future[None]] = []
+
+    def on_signal() -> None:
+        if leave_fleet is None or leaving:
+            admin.stop()
+            return
+        leaving.append(asyncio.ensure_future(leave_fleet()))
+        leaving[0].add_done_callback(lambda _: admin.stop())
+
     owning = asyncio.create_task(owner.run())
     serving = asyncio.create_task(admin.serve(sockets=[listener]))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, admin.stop)
+        loop.add_signal_handler(number, on_signal)
     try:
         await asyncio.wait((owning, serving), return_when=asyncio.FIRST_COMPLETED)
         if owning.done():

@@ -42,7 +42,7 @@ from coordinator.protocol.messages import (
 
 log = structlog.get_logger()
 
-GATEWAYS_MAX = 64
+GATEWAYS_MAX = 256
 """Most gateways with an open session."""
 HELLO_LIMIT_S = 30.0
 """How long a peer may take to say hello; a rank says it between two steps."""

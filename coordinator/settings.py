@@ -88,6 +88,8 @@ class CoreSettings:
     """A task that a rank holds is dropped if no gateway asks for it within this time."""
     gateway_gone_ms: int = 5_000
     """The tasks of a gateway that is away for longer are cancelled."""
+    in_fleet: bool = False
+    """Gateways know other cells too: they are told how busy this one is."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
     health: HealthSettings = field(default_factory=HealthSettings)
@@ -126,6 +128,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         ageing_ms=coordinator.ageing_ms,
         default_carry=Carry(coordinator.default_carry),
         history_max=coordinator.history_switches_max,
+        in_fleet=config.fleet.is_on,
         policy=_policy(config, step_times or {}),
         health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
     )

@@ -31,19 +31,29 @@ from coordinator.protocol.messages import (
     TaskId,
     TaskProgress,
     TaskReturned,
+    Withdrawn,
+    cells_before,
 )
 from coordinator.settings import PoolLimits
 from coordinator.shedding import Shedding
 from coordinator.task_table import TaskTable
-from coordinator.tasks import HELD, State, Task, ask, dropped, is_newest, new_task, too_long
+from coordinator.tasks import (
+    FAILURE_CODES,
+    HELD,
+    LOSSES_MAX,
+    LOST_TOO_OFTEN,
+    State,
+    Task,
+    ask,
+    dropped,
+    is_newest,
+    new_task,
+    out_of_time,
+    too_long,
+)
 
 ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; the next one counts on behind them."""
-
-LOSSES_MAX = 3
-LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
-FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
-"""What the client of a task is told that its leader could not run."""
 
 
 class TaskPool:
@@ -99,7 +109,10 @@ class TaskPool:
         self._unclaimed.pop(task.id, None)
         if task.payload is None:
             task.payload = message.payload
+        was_elsewhere = cells_before(message.attempt) > cells_before(max(task.attempt, task.told))
         task.told = max(task.told, message.attempt)
+        if was_elsewhere:
+            return self._take_back(task, task.told, now_ms)
         if task.state is State.ASKED and not self.recovering:
             if message.attempt < task.attempt:
                 # Sent before the gateway read the question: tokens may be under way behind it.
@@ -123,6 +136,13 @@ class TaskPool:
         is_known = is_done and task.state is State.PLACED and task.attempt == 1 and not task.former
         return self._end(task, told_by=task.leader if is_known else None)
 
+    def withdraw(self, task_id: TaskId) -> list[Effect]:
+        """Give a task up for another cell, if no rank has had it."""
+        task = self._tasks.get(task_id)
+        if task is None or task.state is not State.QUEUED or not task.is_fresh:
+            return []
+        return [*self._give_up(task), ToGateway(task.header.gateway, Withdrawn(task_id))]
+
     def gateway_opened(self, gateway: str, now_ms: int) -> None:
         """Expect the gateway to submit all that it still wants."""
         for task in self._tasks.of_gateway(gateway):
@@ -135,7 +155,7 @@ class TaskPool:
 
     def ended(self, rank: Rank, message: TaskEnded) -> list[Effect]:
         """Take a leader's word that a task ended."""
-        task = self._current(rank, message.task, message.attempt)
+        task = self._tasks.current(rank, message.task, message.attempt)
         if task is None:
             return []
         if code := FAILURE_CODES.get(message.cause):
@@ -145,7 +165,7 @@ class TaskPool:
 
     def returned(self, rank: Rank, message: TaskReturned, now_ms: int) -> list[Effect]:
         """Queue a task again that its leader gave back, behind the tokens it has."""
-        task = self._current(rank, message.task, message.attempt)
+        task = self._tasks.current(rank, message.task, message.attempt)
         if task is None:
             return []
         if message.cause is ReturnCause.RECOMPUTE and task.state is not State.RETURNING:
@@ -163,7 +183,7 @@ class TaskPool:
     def adopted(self, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
         """Take note that a committed move made `rank` the leader of a task."""
         task = self._tasks.get(message.task)
-        if task is not None and task.leader == rank and task.attempt == message.attempt:
+        if task is not None and (task.leader, task.attempt) == (rank, message.attempt):
             return []
         if task is None or task.leader is None or task.attempt != message.attempt - 1:
             # It ended or was given up meanwhile, and may even run under the same number.
@@ -181,15 +201,7 @@ class TaskPool:
 
     def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> None:
         """Take how far a leader's tasks are; only from its newest report."""
-        for item in items:
-            task = self._tasks.get(item.task)
-            if task is None or task.leader != rank:
-                continue
-            self._tasks.grow(task, item.generated)
-            state = State.PAUSED if item.paused else State.PLACED
-            if task.state is not State.RETURNING and task.state is not state:
-                self._carried[Carry.PAUSE] += item.paused
-                self._tasks.enter(task, state, now_ms, rank)
+        self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
 
     def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
         """Compare what a rank holds with what it is believed to hold; its session is new."""
@@ -234,10 +246,8 @@ class TaskPool:
         """Let time pass: deadlines, pauses, tasks that nobody claims."""
         effects: list[Effect] = []
         while self._deadlines and self._deadlines[0][0] <= now_ms:
-            task = self._tasks.get(heappop(self._deadlines)[1])
-            if task is not None:
-                reason = f"the request did not finish within {task.header.deadline_ms} ms."
-                effects += self._fail(TaskFailed(task.id, "deadline_exceeded", reason))
+            if task := self._tasks.get(heappop(self._deadlines)[1]):
+                effects += self._fail(out_of_time(task))
         for shed in self._shedding.overdue(self._tasks, now_ms):
             effects += self._fail(shed)
         for task in [self._tasks[task_id] for task_id in sorted(self._tasks.paused)]:
@@ -257,12 +267,9 @@ class TaskPool:
 
     def recheck_context(self) -> list[Effect]:
         """Fail queued tasks that became too long for every group that can still be formed."""
-        return [
-            effect
-            for task in self._tasks
-            if task.state is State.QUEUED and (reason := too_long(task, self.context_tokens_max))
-            for effect in self._fail(TaskFailed(task.id, "context_length_exceeded", reason))
-        ]
+        queued = [task for task in self._tasks if task.state is State.QUEUED]
+        failures = [each for task in queued if (each := too_long(task, self.context_tokens_max))]
+        return [effect for failure in failures for effect in self._fail(failure)]
 
     def integrity(self) -> None:
         """Assert the invariant; costs O(tasks)."""
@@ -274,8 +281,7 @@ class TaskPool:
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in a task that is not known, or refuse it."""
         task = new_task(message, self._arrivals, now_ms)
-        if reason := too_long(task, self.context_tokens_max):
-            failure = TaskFailed(task.id, "context_length_exceeded", reason)
+        if failure := too_long(task, self.context_tokens_max):
             return [ToGateway(task.header.gateway, failure)]
         # A stream that has begun is not turned away.
         shed = None if task.told else self._shedding.make_room(self._tasks, task, now_ms)
@@ -293,13 +299,15 @@ class TaskPool:
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
         """A gateway submits a task that has ended."""
         task_id = message.header.task
-        if ended.failure is not None:
-            return [ToGateway(ended.gateway, ended.failure)]
-        if not ended.may_return:
-            # It was cancelled, or its last tokens are on their way.
-            return []
-        if message.attempt <= ended.attempt:
-            return [ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1))]
+        # A task that was in another cell since comes back: its end here was that it was taken away.
+        if cells_before(message.attempt) == cells_before(ended.attempt):
+            if ended.failure is not None:
+                return [ToGateway(ended.gateway, ended.failure)]
+            if not ended.may_return:
+                # It was cancelled, or its last tokens are on their way.
+                return []
+            if message.attempt <= ended.attempt:
+                return [ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1))]
         self._ended.revive(task_id)
         self._add(new_task(message, ended.arrival, ended.arrived_ms))
         return []
@@ -317,13 +325,6 @@ class TaskPool:
         self._tasks.add(task)
         if task.header.deadline_ms:
             heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
-
-    def _current(self, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
-        """Return the task if `rank` holds it and `attempt` is its current placement."""
-        task = self._tasks.get(task_id)
-        if task is None or task.leader != rank or task.attempt != attempt:
-            return None
-        return task
 
     def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
         assert task.payload is not None, f"task {task.id} is placed without its payload."

@@ -4,11 +4,11 @@ Invariant: each task is in exactly one state, and the queue, the loads of the le
 tasks and each gateway's tasks agree with it. Only `enter` changes a state. Called by the task pool.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from comm_pool.layout import Rank
 from coordinator.placement import Loads
-from coordinator.protocol.messages import TaskId
+from coordinator.protocol.messages import TaskId, TaskProgress
 from coordinator.task_queue import TaskQueue
 from coordinator.tasks import HELD, State, Task
 
@@ -44,6 +44,13 @@ class TaskTable:
     def get(self, task: TaskId) -> Task | None:
         """Return the task if it is unfinished."""
         return self._tasks.get(task)
+
+    def current(self, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
+        """Return the task if `rank` holds it and `attempt` is its current placement."""
+        task = self._tasks.get(task_id)
+        if task is None or task.leader != rank or task.attempt != attempt:
+            return None
+        return task
 
     def of_gateway(self, gateway: str) -> list[TaskId]:
         """Return the gateway's tasks, in order of their ids."""
@@ -90,6 +97,20 @@ class TaskTable:
         task.generated = max(task.generated, generated)
         if task.state is State.PLACED and task.leader is not None:
             self.loads.count(task.leader, task.id, task.context_tokens)
+
+    def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> int:
+        """Take how far a leader's tasks are; return how many of them it has paused since."""
+        paused = 0
+        for item in items:
+            task = self._tasks.get(item.task)
+            if task is None or task.leader != rank:
+                continue
+            self.grow(task, item.generated)
+            state = State.PAUSED if item.paused else State.PLACED
+            if task.state is not State.RETURNING and task.state is not state:
+                paused += item.paused
+                self.enter(task, state, now_ms, rank)
+        return paused
 
     def integrity(self) -> None:
         """Assert the invariant; costs O(tasks)."""

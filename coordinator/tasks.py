@@ -5,7 +5,21 @@ from enum import Enum
 
 from comm_pool.layout import Rank
 from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.protocol.messages import Drop, HeldTask, Resubmit, Submit, TaskHeader, TaskId
+from coordinator.protocol.messages import (
+    Drop,
+    EndCause,
+    HeldTask,
+    Resubmit,
+    Submit,
+    TaskFailed,
+    TaskHeader,
+    TaskId,
+)
+
+LOSSES_MAX = 3
+LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
+FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
+"""What the client of a task is told that its leader could not run."""
 
 
 class State(Enum):
@@ -94,15 +108,22 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
     )
 
 
-def too_long(task: Task, limit: int) -> str | None:
+def too_long(task: Task, limit: int) -> TaskFailed | None:
     """Return why a task is too long for contexts of `limit` tokens; a limit of 0 is unknown."""
     if not limit or task.context_tokens_max <= limit:
         return None
-    return (
+    reason = (
         f"the largest context here is {limit} tokens, but the request asks for "
         f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
         f"{task.header.max_tokens} to generate."
     )
+    return TaskFailed(task.id, "context_length_exceeded", reason)
+
+
+def out_of_time(task: Task) -> TaskFailed:
+    """Return how a task fails at its deadline."""
+    reason = f"the request did not finish within {task.header.deadline_ms} ms."
+    return TaskFailed(task.id, "deadline_exceeded", reason)
 
 
 def dropped(task: Task) -> list[Effect]:

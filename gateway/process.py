@@ -29,6 +29,7 @@ from gateway import vllm_app, vllm_engine_wire, vllm_grammar
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
+from gateway.cells.fleet import set_up_fleet
 from gateway.connection import Connection, ConnectionLimits
 from gateway.edge import Edge, EdgeLimits
 from gateway.engine_measures import engine_families
@@ -39,7 +40,6 @@ from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
 from gateway.sandbox import Nursery, Sandbox
-from gateway.session import CoordinatorSession
 from gateway.shared_replays import SharedReplays
 from gateway.shared_storage import SharedStorage
 from gateway.siblings import Announce, Siblings
@@ -93,18 +93,19 @@ class Gateway:
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
-        self._session = CoordinatorSession(config.coordinator.listen, token, name)
+        self._fleet = set_up_fleet(config, token, name)
         self._meter = RequestMeter(
             {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
         )
         self._relay = Relay(
-            self._session,
+            self._fleet,
             self._take_outputs,
             gateway=name,
             reply_to=self._sockets.token_address,
             meter=self._meter,
             spans=None if tracing is None else TaskSpans(tracing, config.served_model_name),
             answer_call=self._sockets.send_outputs,
+            cells=self._fleet.cells,
         )
         self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
@@ -141,7 +142,7 @@ class Gateway:
         self._server = self._serving(self._edge)
         self._handle_signals()
         work = [
-            asyncio.create_task(self._session.run(self._relay)),
+            asyncio.create_task(self._fleet.run(self._relay)),
             asyncio.create_task(self._tick(llm)),
             asyncio.create_task(_forever(self._keys.watch())),
         ]
@@ -199,7 +200,7 @@ class Gateway:
         cell = self._relay.cell
         if self._edge is None or self._edge.draining:
             return _unready("draining", "This server is shutting down.")
-        if not self._session.up:
+        if not self._fleet.cells.up:
             return _unready("no_healthy_workers", "There is no session with the coordinator.")
         if cell is None:
             return _unready("not_serving", "The coordinator has not told the cell's state yet.")
@@ -222,7 +223,7 @@ class Gateway:
     def _tell_batches(self, batches: Sequence[BatchProgress]) -> None:
         """Say again and again what runs, and once that nothing does."""
         if batches or self._told:
-            self._session.send(BatchesRun(tuple(batches)))
+            self._fleet.broadcast(BatchesRun(tuple(batches)))
         self._told = tuple(batches)
 
     def _announce(self) -> None:
@@ -244,12 +245,12 @@ class Gateway:
         for tick in itertools.count(1):
             await asyncio.sleep(TICK_S)
             self._relay.tick()
-            if tick % TELL_TICKS == 0 and self._session.up:
-                families = self._meter.tally.families()
-                self._session.send(telling.message(self._session.coordinator, families))
-            if tick % ENGINE_TELL_TICKS == 0 and self._session.up:
-                said = engine_telling.message(self._session.coordinator, engine_families())
-                self._session.send(said)
+            # One cell is told for all: the totals of cells are added up.
+            home = self._fleet.home
+            if home and tick % TELL_TICKS == 0:
+                home.send(telling.message(home.coordinator, self._meter.tally.families()))
+            if home and tick % ENGINE_TELL_TICKS == 0:
+                home.send(engine_telling.message(home.coordinator, engine_families()))
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped, see the log above.")
 
@@ -289,7 +290,7 @@ class Gateway:
     async def _flush(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
-                await self._session.flush()
+                await self._fleet.flush()
 
 
 class _Server(uvicorn.Server):

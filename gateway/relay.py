@@ -9,6 +9,7 @@ it came; any other is read, cut and written anew.
 
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,7 @@ from coordinator.protocol.messages import (
     CellState,
     GatewayDown,
     GatewayUp,
+    PrefixesHeld,
     Resubmit,
     TaskFailed,
     TaskHeader,
@@ -27,8 +29,12 @@ from coordinator.protocol.messages import (
     TokenBatch,
     TokenSpan,
     Welcome,
+    Withdrawn,
 )
+from coordinator.protocol.prefixes import prefix_hashes
 from gateway import vllm_engine_wire as engine
+from gateway.cells.roster import ALONE, CellRoster
+from gateway.cells.spread import Spread, needs_of
 from gateway.errors import ApiError, api_error
 from gateway.measuring import RequestMeter
 from gateway.spans import TaskSpan, TaskSpans
@@ -48,8 +54,8 @@ log = structlog.get_logger(__name__)
 class Session(Protocol):
     """Where messages for the coordinator go."""
 
-    def send(self, message: GatewayUp) -> None:
-        """Send soon, or not at all while no session is up."""
+    def send(self, message: GatewayUp, cell: str) -> None:
+        """Send to a cell soon, or not at all while there is no session with it."""
 
 
 class Relay:
@@ -66,6 +72,7 @@ class Relay:
         meter: RequestMeter | None = None,
         spans: TaskSpans | None = None,
         answer_call: SendFrames | None = None,
+        cells: CellRoster | None = None,
     ) -> None:
         """Start with no tasks; `to_front_end` must take outputs without blocking.
 
@@ -77,12 +84,17 @@ class Relay:
         self._answer_call = answer_call or to_front_end
         self._gateway = gateway
         self._reply_to = reply_to
-        self._gaps = GapMeter()
+        self._gaps: defaultdict[str, GapMeter] = defaultdict(GapMeter)
         self._meter = meter or RequestMeter()
         self._spans = spans
         self.book = TaskBook()
-        self.cell: CellState | None = None
-        """What the coordinator last said of the cell; None while no session is up."""
+        self.cells = cells or CellRoster.alone()
+        self._spread = Spread(self.book, self.cells)
+
+    @property
+    def cell(self) -> CellState | None:
+        """What the cell that serves best last said of itself; None while no session is up."""
+        return self.cells.state
 
     def front_end_called(self, frames: Frames) -> None:
         """Handle what came over AsyncLLM's socket for its engine."""
@@ -101,24 +113,30 @@ class Relay:
             case engine.UnfitRequest(request_id, reason):
                 self._answer_failure([request_id], api_error("unsupported_parameter", reason))
 
-    def session_opened(self) -> Iterable[GatewayUp]:
-        """Tell the coordinator about everything that is open."""
-        return self.book.session_opened()
+    def session_opened(self, cell: str = ALONE) -> Iterable[GatewayUp]:
+        """Tell the coordinator about everything that is open in its cell."""
+        self.cells.opened(cell)
+        return self.book.session_opened(cell)
 
-    def session_closed(self) -> None:
-        """Streams go on; new tasks wait."""
-        self.cell = None
-        self.book.session_closed()
+    def session_closed(self, cell: str = ALONE) -> None:
+        """Streams go on; new tasks wait, or go to another cell."""
+        self.cells.closed(cell, self._clock())
+        self.book.session_closed(cell)
 
-    def coordinator_said(self, message: GatewayDown) -> None:
-        """Handle a message of the coordinator."""
+    def coordinator_said(self, message: GatewayDown, cell: str = ALONE) -> None:
+        """Handle a message of a cell's coordinator."""
         match message:
-            case CellState():
-                self.cell = message
+            case CellState() | PrefixesHeld():
+                if self.cells.said(cell, message):
+                    self._send_all(self._spread.cell_changed(self._clock()))
             case TaskFailed(task, code, text, retry_after_s):
-                self._fail(task, api_error(code, text, retry_after_s=retry_after_s))
+                self._send_all(moved := self._spread.refused(task, code, cell))
+                if not moved and self._is_in(task, cell):
+                    self._fail(task, api_error(code, text, retry_after_s=retry_after_s))
             case Resubmit(task, attempt):
-                self._session.send(self.book.resubmit(task, attempt))
+                self._session.send(self.book.resubmit(task, attempt, cell), cell)
+            case Withdrawn(task):
+                self._send_all(self._spread.withdrawn(task, cell))
             case Welcome():
                 log.warning("welcome_repeated", coordinator=message.coordinator)
 
@@ -161,6 +179,7 @@ class Relay:
         now_s = self._clock()
         for task, error in self.book.expired(now_s):
             self._fail(task, error)
+        self._send_all(self._spread.tick(now_s))
         self._report_gaps(now_s)
 
     def give_up(self, error: ApiError) -> None:
@@ -186,11 +205,15 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
             self._refuse(header.task, error, span)
             return
-        answer = self.book.open(header, payload, self._clock(), span, request.state)
+        prefixes = prefix_hashes(request.prompt_token_ids) if self.cells.in_fleet else ()
+        cell = self.cells.choose(needs_of(header), prefixes)
+        what = (header, payload, self._clock(), span, request.state, cell, prefixes)
+        answer = self.book.open(*what)
         if isinstance(answer, ApiError):
             self._refuse(header.task, answer, span)
-        elif answer is not None:
-            self._session.send(answer)
+        elif answer is not None and cell is not None:
+            self.cells.sent(cell, prefixes)
+            self._session.send(answer, cell)
 
     def _begin_span(self, request: engine.AddRequest) -> TaskSpan | None:
         if not request.trace or self._spans is None:
@@ -212,7 +235,8 @@ class Relay:
         if task is not None:
             return task.stream.offer(span)
         if (cancel := self.book.stray(span.task)) is not None:
-            self._session.send(cancel)
+            # A batch does not name its cell.
+            self._send_all((cell, cancel) for cell in self.cells.up)
         return Verdict.DROP
 
     def _deliver_some(
@@ -276,12 +300,12 @@ class Relay:
                 task.request.queue_wait_ms = max(span.waited_ms, known_ms)
             self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
-            self._gaps.tokens_arrived(task, epoch, now_s)
+            self._gaps[task.cell or ALONE].tokens_arrived(task, epoch, now_s)
 
     def _finish(self, task: Task, now_s: float) -> None:
         """Its last token was handed on."""
         self._meter.ended(task, now_s)
-        self._session.send(self.book.finish(task.id))
+        self._session.send(self.book.finish(task.id), task.cell or ALONE)
 
     def _cancel(self, tasks: Sequence[TaskId]) -> None:
         """Nobody waits for these tasks any more, some of which may not be open."""
@@ -289,12 +313,20 @@ class Relay:
         for task in {name: self.book.get(name) for name in tasks}.values():
             if task is not None:
                 self._meter.ended(task, now_s)
-        for cancel in self.book.cancel(tasks):
-            self._session.send(cancel)
+        self._send_all(self.book.cancel(tasks))
+
+    def _send_all(self, messages: Iterable[tuple[str, GatewayUp]]) -> None:
+        for cell, message in messages:
+            self._session.send(message, cell)
+
+    def _is_in(self, task: TaskId, cell: str) -> bool:
+        """Say whether the cell has the task, so that what it says of it counts."""
+        known = self.book.get(task)
+        return known is not None and known.cell == cell
 
     def _report_gaps(self, now_s: float) -> None:
-        for gap in self._gaps.due(now_s):
-            self._session.send(gap)
+        for cell, gaps in self._gaps.items():
+            self._send_all((cell, gap) for gap in gaps.due(now_s))
 
     def _fail(self, task: TaskId, error: ApiError) -> None:
         broken = self.book.get(task)
@@ -306,8 +338,7 @@ class Relay:
         self._meter.ended(broken, self._clock(), failed=True)
         log.info("task_failed", task=task, code=error.code, reason=error.message)
         self._answer_failure(failed, error)
-        for cancel in cancels:
-            self._session.send(cancel)
+        self._send_all(cancels)
 
     def _answer_failure(self, tasks: Sequence[str], error: ApiError) -> None:
         self._to_front_end(engine.encode_failure(tasks, error))

@@ -92,7 +92,7 @@ class _Outbox:
 
 
 class CoordinatorSession:
-    """Keeps a session open until it is cancelled."""
+    """Keeps a session with one cell open until it is cancelled."""
 
     def __init__(self, address: str, token: str, gateway: str) -> None:
         self._address = address

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from coordinator.protocol.messages import (
+    ATTEMPTS_PER_CELL,
     Cancel,
     Done,
     GatewayUp,
@@ -21,6 +22,7 @@ from coordinator.protocol.messages import (
     Submit,
     TaskHeader,
     TaskId,
+    cells_before,
 )
 from gateway.errors import ApiError, RequestState, api_error
 from gateway.token_stream import TokenStream
@@ -41,7 +43,10 @@ GAP_WAIT_S = 20.0
 """How long a stream waits for a token that is missing in its middle before it is failed."""
 
 ENDED_REMEMBERED = 4_096
-"""Number of ended tasks whose late tokens are still recognised."""
+"""Number of ended tasks of each cell whose late tokens are still recognised."""
+
+ONE_CELL = ""
+"""The cell of a gateway that knows only one."""
 
 EPOCHS_REMEMBERED = 16
 GAP_REPORT_INTERVAL_S = 0.1
@@ -88,6 +93,12 @@ class Task:
     trace: TaskTrace | None = None
     request: RequestState | None = None
     """What the HTTP side is to know of it."""
+    cell: str | None = ONE_CELL
+    """The cell that has it, or will have once there is a session; None while none can take it."""
+    prefixes: tuple[int, ...] = ()
+    """Hashes of the prompt's first blocks."""
+    refused_by: tuple[str, ...] = ()
+    """Cells that were full, or gave it up before a rank had it."""
 
     @property
     def id(self) -> TaskId:
@@ -98,7 +109,17 @@ class Task:
         """The message that makes the coordinator place it, behind what was delivered."""
         # A repetition names an attempt even before the first token came: it is a repetition.
         attempt = max(self.stream.attempt, 1) if self.submitted else self.stream.attempt
-        return Submit(self.header, self.payload, tuple(self.delivered), attempt)
+        return Submit(self.header, self.payload, tuple(self.delivered), attempt, self.prefixes)
+
+    def leave(self) -> None:
+        """Take no token of the cell that has it any more: another one goes on behind `delivered`.
+
+        Attempts of the next cell are above all of this one, which may go on making new ones.
+        """
+        self.stream.fence((cells_before(self.stream.attempt) + 1) * ATTEMPTS_PER_CELL)
+        self.held_since_s = None
+        # Epochs are a cell's own.
+        self.epoch = -1
 
 
 def family(task: TaskId) -> str:
@@ -113,10 +134,11 @@ class TaskBook:
     def __init__(self) -> None:
         self._open: dict[TaskId, Task] = {}
         self._families: dict[str, set[TaskId]] = {}
-        self._ended: OrderedDict[TaskId, Cancel | Done] = OrderedDict()
+        self._ended: dict[str, OrderedDict[TaskId, Cancel | Done]] = {}
+        """What each cell is to know of tasks that it has, or had."""
         self._told: set[TaskId] = set()
         self._payload_bytes = 0
-        self._connected = False
+        self._connected: set[str] = set()
 
     def __len__(self) -> int:
         """Number of open tasks."""
@@ -142,42 +164,73 @@ class TaskBook:
         now_s: float,
         trace: TaskTrace | None = None,
         request: RequestState | None = None,
+        cell: str | None = ONE_CELL,
+        prefixes: tuple[int, ...] = (),
     ) -> Submit | ApiError | None:
-        """Take a new task; its Submit is None while no session is open."""
+        """Take a new task; its Submit is None while its cell has no session."""
         assert header.task not in self._open, "vLLM gave two requests one id"
         if len(self._open) >= OPEN_TASKS_MAX:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
             return api_error("queue_full", "The gateway holds as many prompts as it can.")
         task = Task(header, payload, now_s, trace=trace, request=request)
+        task.cell, task.prefixes = cell, prefixes
         self._open[task.id] = task
         self._families.setdefault(family(task.id), set()).add(task.id)
         self._payload_bytes += len(payload)
-        if not self._connected:
+        if cell not in self._connected:
             return None
         message = task.submit()
         task.submitted = True
         return message
 
-    def session_opened(self) -> list[GatewayUp]:
+    def session_opened(self, cell: str = ONE_CELL) -> list[GatewayUp]:
         """Everything that the coordinator must know, in order; it drops what it knows already."""
-        self._connected = True
+        self._connected.add(cell)
         self._told.clear()
-        messages: list[GatewayUp] = list(self._ended.values())
-        for task in self:
+        messages: list[GatewayUp] = list(self._ended.get(cell, OrderedDict()).values())
+        for task in self.of_cell(cell):
             messages.append(task.submit())
             task.submitted = True
         return messages
 
-    def session_closed(self) -> None:
-        """Keep new tasks until the next session."""
-        self._connected = False
+    def session_closed(self, cell: str = ONE_CELL) -> None:
+        """Keep the cell's new tasks until the next session."""
+        self._connected.discard(cell)
 
-    def resubmit(self, task_id: TaskId, attempt: int) -> Submit | Done | Cancel:
+    def of_cell(self, cell: str | None) -> list[Task]:
+        """Return the open tasks of a cell, or those that none has, oldest first."""
+        return [task for task in self if task.cell == cell]
+
+    def move(self, task: Task, cell: str) -> list[tuple[str, GatewayUp]]:
+        """Let a task go on in another cell, which must have a session; return whom to tell what.
+
+        The former cell is told that nobody waits for it any more, now or when it is back.
+        """
+        assert cell in self._connected, "a task is moved to a cell without a session"
+        assert cell != task.cell, "a task is moved to where it is"
+        told: list[tuple[str, GatewayUp]] = []
+        if task.cell is not None and task.submitted:
+            task.leave()
+            cancel = self._remember(task.cell, task.id, Cancel(task.id))
+            if task.cell in self._connected:
+                told.append((task.cell, cancel))
+        # What this cell was told of the task before, it has heard: it was connected since.
+        self._ended.get(cell, OrderedDict()).pop(task.id, None)
+        task.cell, task.submitted = cell, True
+        return [*told, (cell, task.submit())]
+
+    def forget(self, cell: str) -> None:
+        """The cell is gone for good."""
+        self._ended.pop(cell, None)
+
+    def resubmit(
+        self, task_id: TaskId, attempt: int, cell: str = ONE_CELL
+    ) -> Submit | Done | Cancel:
         """The rank that ran `attempt` is lost: take no more of it, and tell how far it got."""
         task = self._open.get(task_id)
-        if task is None:
-            return self._ended.get(task_id) or Cancel(task_id)
+        if task is None or task.cell != cell:
+            return self._ended.get(cell, OrderedDict()).get(task_id) or Cancel(task_id)
         task.stream.fence(attempt)
         if not task.stream.holding:
             task.held_since_s = None
@@ -185,18 +238,21 @@ class TaskBook:
 
     def finish(self, task_id: TaskId) -> Done:
         """The end of the task's stream was handed on."""
-        self._close(task_id)
-        return self._remember(task_id, Done(task_id))
+        return self._remember(self._close(task_id).cell, task_id, Done(task_id))
 
-    def cancel(self, task_ids: Iterable[TaskId]) -> list[Cancel]:
+    def cancel(self, task_ids: Iterable[TaskId]) -> list[tuple[str, Cancel]]:
         """Nobody waits for these tasks any more; those that are not open are skipped."""
-        cancelled = [task_id for task_id in dict.fromkeys(task_ids) if task_id in self._open]
-        for task_id in cancelled:
-            self._close(task_id)
-            self._told.add(task_id)
-        return [self._remember(task_id, Cancel(task_id)) for task_id in cancelled]
+        told = []
+        for task_id in dict.fromkeys(task_ids):
+            if task_id in self._open:
+                cell = self._close(task_id).cell
+                self._told.add(task_id)
+                cancel = self._remember(cell, task_id, Cancel(task_id))
+                if cell is not None:
+                    told.append((cell, cancel))
+        return told
 
-    def fail(self, task_id: TaskId) -> tuple[list[TaskId], list[Cancel]]:
+    def fail(self, task_id: TaskId) -> tuple[list[TaskId], list[tuple[str, Cancel]]]:
         """End a failed task and its siblings; return the ids to fail and what to tell.
 
         One choice of a request that has n of them cannot fail alone.
@@ -231,7 +287,7 @@ class TaskBook:
                 out.append((task.id, api_error("internal_error", text)))
         return out
 
-    def _close(self, task_id: TaskId) -> None:
+    def _close(self, task_id: TaskId) -> Task:
         task = self._open.pop(task_id)
         if task.trace is not None:
             task.trace.ended(task)
@@ -240,11 +296,14 @@ class TaskBook:
         siblings.remove(task_id)
         if not siblings:
             del self._families[family(task_id)]
+        return task
 
-    def _remember(self, task_id: TaskId, end: End) -> End:
-        self._ended[task_id] = end
-        while len(self._ended) > ENDED_REMEMBERED:
-            self._ended.popitem(last=False)
+    def _remember(self, cell: str | None, task_id: TaskId, end: End) -> End:
+        if cell is not None:
+            ended = self._ended.setdefault(cell, OrderedDict())
+            ended[task_id] = end
+            while len(ended) > ENDED_REMEMBERED:
+                ended.popitem(last=False)
         return end
 
 

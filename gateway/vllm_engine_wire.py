@@ -56,6 +56,8 @@ class AddRequest:
     frames: tuple[bytes, ...]
     state: RequestState | None = None
     """What the HTTP side is to know of the request."""
+    prompt_token_ids: Sequence[int] = ()
+    """Empty for a prompt of embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,7 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
         trace=note.trace,
         frames=_encode(request),
         state=current_request.get(),
+        prompt_token_ids=request.prompt_token_ids or (),
     )
 
 

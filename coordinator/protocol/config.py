@@ -154,6 +154,41 @@ class BatchesConfig(_Frozen):
     """A batch whose gateway was not heard for so long is taken over by another one."""
 
 
+class FleetConfig(_Frozen):
+    """Cells that share their gateways; without an entry there is one, at `coordinator.listen`."""
+
+    cells: tuple[str, ...] = ()
+    """host:port of every cell's coordinator, for gateways; empty if cells are found in `redis`."""
+    redis: str = ""
+    """redis:// URL where cells say that they are there, and gateways find them."""
+    cell_name: str = ""
+    """This cell's name in `redis`, for its coordinator; empty means the host's name."""
+    advertise: str = ""
+    """host:port at which gateways reach this cell's coordinator; `{host}` is the host's name, and
+    empty means `coordinator.listen`."""
+    lease_ms: int = Field(default=5_000, ge=100)
+    """A cell that has not said so long that it is there is no longer found in `redis`."""
+    dead_after_ms: int = Field(default=2_000, ge=0)
+    """A cell that cannot be reached for so long is dead: its streams go on in another one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cells and self.redis:
+            raise ValueError("fleet.cells and fleet.redis exclude each other: set one of them.")
+        if self.redis and not self.redis.startswith(("redis://", "rediss://", "redis+unix://")):
+            raise ValueError("fleet.redis must be a redis:// URL, or empty.")
+        if any(not each.rpartition(":")[0] for each in self.cells):
+            raise ValueError("fleet.cells must be host:port addresses of coordinators.")
+        if len(set(self.cells)) < len(self.cells):
+            raise ValueError("fleet.cells names a cell twice.")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there may be more than one cell."""
+        return bool(self.cells or self.redis)
+
+
 class AdminConfig(_Frozen):
     """The admin port: admin API and metrics."""
 
@@ -197,6 +232,7 @@ class Config(_Frozen):
     policy: PolicyConfig = PolicyConfig()
     gateway: GatewayConfig = GatewayConfig()
     batches: BatchesConfig = BatchesConfig()
+    fleet: FleetConfig = FleetConfig()
     admin: AdminConfig = AdminConfig()
     slo: SloConfig = SloConfig()
     tracing: TracingConfig = TracingConfig()

@@ -9,6 +9,26 @@ Pure: no clock, no sockets. Times are integers of milliseconds of the sender's m
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator.protocol.gateway_words import (
+    ATTEMPTS_PER_CELL,
+    BatchesRun,
+    BatchProgress,
+    Cancel,
+    CellLoad,
+    CellState,
+    Done,
+    GatewayHello,
+    PrefixesHeld,
+    Resubmit,
+    StreamGap,
+    Submit,
+    TaskFailed,
+    Welcome,
+    Withdraw,
+    Withdrawn,
+    cells_before,
+)
+from coordinator.protocol.message import Message
 from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
 from coordinator.protocol.task_words import (
     Adopted,
@@ -33,6 +53,7 @@ from coordinator.protocol.terms import (
 )
 
 __all__ = [
+    "ATTEMPTS_PER_CELL",
     "PLAN_BEHIND",
     "PROTOCOL_VERSION",
     "Adopted",
@@ -41,6 +62,7 @@ __all__ = [
     "Binding",
     "Cancel",
     "Carry",
+    "CellLoad",
     "CellState",
     "Directive",
     "Done",
@@ -59,6 +81,7 @@ __all__ = [
     "PageReport",
     "Phase",
     "Place",
+    "PrefixesHeld",
     "RankDown",
     "RankHello",
     "RankUp",
@@ -84,14 +107,13 @@ __all__ = [
     "TokenSpan",
     "Welcome",
     "WidthTimes",
+    "Withdraw",
+    "Withdrawn",
+    "cells_before",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised when a message changes its meaning; peers of another version are refused."""
-
-
-class Message(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages: immutable and tagged with its class name on the wire."""
 
 
 class RankHello(Message, frozen=True):
@@ -269,109 +291,11 @@ class Stop(Message, frozen=True):
     reason: str
 
 
-class GatewayHello(Message, frozen=True):
-    """First message of a gateway's session; all unfinished tasks are submitted again after it."""
-
-    version: int
-    gateway: str
-
-
-class Submit(Message, frozen=True):
-    """Take this task into the pool; idempotent by task id.
-
-    `delivered_tokens` were already handed to the client (after a loss): the task goes on behind.
-    `attempt` is the highest one that the gateway took tokens from or was told to take none of, and
-    at least 1 if it submitted the task before: then some of its tokens may still be under way.
-    """
-
-    header: TaskHeader
-    payload: bytes
-    delivered_tokens: tuple[int, ...] = ()
-    attempt: int = 0
-
-
-class Cancel(Message, frozen=True):
-    """The client is gone, or nobody waits for this task any more."""
-
-    task: TaskId
-
-
-class Done(Message, frozen=True):
-    """The gateway has the task's last token; ends it even if the leader's report is lost."""
-
-    task: TaskId
-
-
-class StreamGap(Message, frozen=True):
-    """Longest pause between two tokens of any stream that crossed into `epoch`."""
-
-    epoch: int
-    gap_ms: float
-
-
-class BatchProgress(msgspec.Struct, frozen=True):
-    """How far a batch is, in the words of the OpenAI API; counts are lines."""
-
-    batch: str
-    status: str
-    total: int
-    completed: int
-    failed: int
-
-
-class BatchesRun(Message, frozen=True):
-    """The batches that this gateway runs now; replaces what it said before. For people only."""
-
-    batches: tuple[BatchProgress, ...]
-
-
-class Welcome(Message, frozen=True):
-    """Answer to `GatewayHello`; a changed `coordinator` means it restarted."""
-
-    coordinator: str
-
-
-class CellState(Message, frozen=True):
-    """What a gateway must know of its cell, sent on every change."""
-
-    layout: str
-    epoch: int
-    serving: bool
-    world: int
-    ranks_alive: int
-    queued: int
-    max_context_tokens: int
-
-
-class TaskFailed(Message, frozen=True):
-    """The task will produce no more tokens; `code` is an OpenAI-style error code.
-
-    `retry_after_s` is when another try is likely to be served; 0 where that is not known.
-    """
-
-    task: TaskId
-    code: str
-    message: str
-    retry_after_s: int = 0
-
-
-class Resubmit(Message, frozen=True):
-    """The rank that ran this task is lost: submit it again with the tokens delivered so far.
-
-    From now on the gateway takes no token of `attempt` or a lower one, or tokens still under way
-    would contradict those of the next attempt. It answers `Done` if it has the last token, `Cancel`
-    if it does not know the task.
-    """
-
-    task: TaskId
-    attempt: int = 0
-
-
 RankUp = RankHello | Report
 RankDown = Directive | Place | Drop | GiveBack | Stop
-GatewayToCore = GatewayHello | Submit | Cancel | Done | StreamGap
+GatewayToCore = GatewayHello | Submit | Cancel | Done | StreamGap | Withdraw
 GatewayUp = GatewayToCore | BatchesRun
-GatewayDown = Welcome | CellState | TaskFailed | Resubmit
+GatewayDown = Welcome | CellState | PrefixesHeld | TaskFailed | Resubmit | Withdrawn
 
 
 class TokenSpan(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,41 @@
-{{/* What the processes are told. Arguments: root; role (coordinator, ranks or gateway); cell, its number. */}}
+{{/* What the processes are told. Arguments: root; role (coordinator, ranks or gateway); redis, its URL. */}}
 {{- define "aileron.config" -}}
 {{- $own := include (printf "aileron.config.%s" .role) . | fromYaml -}}
-{{- mergeOverwrite (deepCopy .root.Values.config) $own | toYaml -}}
+{{- $fleet := include "aileron.fleet" . | fromYaml -}}
+{{- mergeOverwrite (deepCopy .root.Values.config) $own $fleet | toYaml -}}
+{{- end -}}
+
+{{/* How gateways find several cells: in Redis, or by the names of their pods. Arguments: root; redis. */}}
+{{- define "aileron.fleet" -}}
+{{- $root := .root -}}
+{{- if include "aileron.severalCells" $root }}
+{{- $name := include "aileron.fullname" $root -}}
+{{- $domain := printf "%s-cells.%s.svc:8002" $name $root.Release.Namespace -}}
+fleet:
+  {{- if include "aileron.fleetInRedis" $root }}
+  redis: {{ dig "fleet" "redis" "" $root.Values.config | default (printf "%s/2" .redis) }}
+  advertise: "{host}.{{ $domain }}"
+  {{- else }}
+  cells:
+    {{- range $cell := until (int $root.Values.cells) }}
+    - {{ $name }}-cell-{{ $cell }}.{{ $domain }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Whether gateways know more than one cell; those in a cell's pod know that one. */}}
+{{- define "aileron.severalCells" -}}
+{{- $values := .Values -}}
+{{- if and (eq $values.gateway.placement "deployment") (or (gt (int $values.cells) 1) (ne $values.cell.autoscaling.type "none")) -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{- define "aileron.fleetInRedis" -}}
+{{- if and (include "aileron.severalCells" .) (or .Values.redis.enabled (dig "fleet" "redis" "" .Values.config)) -}}
+yes
+{{- end -}}
 {{- end -}}
 
 {{- define "aileron.config.coordinator" -}}
@@ -22,7 +56,7 @@ cell: {dist_port: 29500}
 {{- if eq $root.Values.gateway.placement "cell" }}
 coordinator: {listen: "127.0.0.1:8002"}
 {{- else }}
-coordinator: {listen: "{{ $name }}-cell-{{ .cell }}.{{ $name }}-cells.{{ $root.Release.Namespace }}.svc:8002"}
+coordinator: {listen: "{{ $name }}-cell-0.{{ $name }}-cells.{{ $root.Release.Namespace }}.svc:8002"}
 {{- end }}
 cell: {dist_port: 29500}
 gateway:
@@ -76,19 +110,22 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- if $values.gateway.autoscaling.enabled -}}
 {{- fail "gateway.autoscaling belongs to gateway.placement: deployment; cells are scaled by cell.autoscaling." -}}
 {{- end -}}
-{{- else -}}
-{{- if ne $values.cell.autoscaling.type "none" -}}
-{{- fail "cell.autoscaling needs gateway.placement: cell, because a new cell needs a gateway of its own." -}}
+{{- if dig "fleet" "redis" "" $values.config -}}
+{{- fail "config.fleet belongs to gateway.placement: deployment; a gateway in a cell's pod knows that cell alone." -}}
 {{- end -}}
-{{- if gt (div $gateways (int $values.cells)) 64 -}}
-{{- fail "A cell takes 64 gateways at most: lower gateway.replicas, gateway.autoscaling.maxReplicas or config.gateway.processes." -}}
+{{- else -}}
+{{- if and (ne $values.cell.autoscaling.type "none") (not (include "aileron.fleetInRedis" .)) -}}
+{{- fail "Gateways find cells that come and go in Redis: set redis.enabled: true, config.fleet.redis to a redis:// URL, or gateway.placement: cell." -}}
+{{- end -}}
+{{- if gt $gateways 256 -}}
+{{- fail "A cell takes 256 gateways at most: lower gateway.replicas, gateway.autoscaling.maxReplicas or config.gateway.processes." -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
 
 {{/* Changes with what the pods of a cell or a gateway read at their start, so that they are rolled. */}}
 {{- define "aileron.cellDigest" -}}
-{{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator")) (include "aileron.config" (dict "root" . "role" "ranks")) (.Files.Get "scripts/cell_probe.py") -}}
+{{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator" "redis" "redis")) (include "aileron.config" (dict "root" . "role" "ranks" "redis" "redis")) (.Files.Get "scripts/cell_probe.py") -}}
 {{- if eq .Values.gateway.placement "cell" -}}
 {{- $texts = append $texts (include "aileron.gatewayDigest" .) -}}
 {{- end -}}
@@ -96,5 +133,5 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- end -}}
 
 {{- define "aileron.gatewayDigest" -}}
-{{- include "aileron.config" (dict "root" . "role" "gateway" "cell" 0 "redis" "redis") | sha256sum -}}
+{{- include "aileron.config" (dict "root" . "role" "gateway" "redis" "redis") | sha256sum -}}
 {{- end -}}

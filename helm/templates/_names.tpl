@@ -63,6 +63,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if eq $gateway.placement "cell" -}}
 {{- mul (ternary .Values.cells .Values.cell.autoscaling.maxCells (eq .Values.cell.autoscaling.type "none")) $processes -}}
 {{- else -}}
-{{- mul .Values.cells (ternary $gateway.autoscaling.maxReplicas $gateway.replicas $gateway.autoscaling.enabled) $processes -}}
+{{- mul (ternary $gateway.autoscaling.maxReplicas $gateway.replicas $gateway.autoscaling.enabled) $processes -}}
 {{- end -}}
 {{- end -}}

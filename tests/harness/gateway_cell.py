@@ -270,7 +270,14 @@ class GatewayProcess:
     """`python -m gateway` with a configuration of its own, or another module that runs it."""
 
     def __init__(
-        self, folder: Path, model: Path, cell: FakeCell, module: str = "gateway", **gateway: Any
+        self,
+        folder: Path,
+        model: Path,
+        cell: FakeCell,
+        *,
+        module: str = "gateway",
+        fleet: dict[str, Any] | None = None,
+        **gateway: Any,
     ) -> None:
         self.log = folder / "gateway.log"
         config = {
@@ -281,6 +288,7 @@ class GatewayProcess:
             },
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},
             "gateway": {"port": 0, **gateway},
+            "fleet": fleet or {},
             "run_dir": str(folder),
         }
         path = folder / "gateway.yaml"

@@ -36,11 +36,17 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
         "many-cells",
         {
             "cell": {"autoscaling": {"type": "hpa"}},
+            "gateway": {"placement": "cell"},
+            "config": {"fleet": None},
             "redis": {"enabled": True, "storage": ""},
             "batches": {"existingClaim": "shared"},
             "huggingFace": {"offline": False, "existingSecret": "hugging-face"},
             "models": {"volume": {"persistentVolumeClaim": None}},
         },
+    ),
+    "several cells on kind": (
+        "kind",
+        {"cells": 2, "redis": {"enabled": False}, "batches": {"enabled": False}},
     ),
     "keys in values": (
         "kind",

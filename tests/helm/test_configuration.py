@@ -126,13 +126,29 @@ def test_addresses_lead_to_who_listens(release: Release) -> None:
             assert host == "127.0.0.1"
             assert config.gateway.token_listen == "tcp://127.0.0.1:0"
         else:
-            number = int(name.removeprefix("gateway-").removesuffix(".yaml"))
-            assert number < cell["spec"]["replicas"]
-            pod = f"{cell['metadata']['name']}-{number}"
-            assert host == f"{pod}.{headless['metadata']['name']}.{NAMESPACE}.svc"
+            domain = f"{headless['metadata']['name']}.{NAMESPACE}.svc"
+            assert host == f"{cell['metadata']['name']}-0.{domain}"
             assert coordinator.coordinator.listen == f"0.0.0.0:{port}"
             tokens = config.gateway.token_listen.rpartition(":")[2]
             assert tokens == "0" or int(tokens) in ports["gateway"]
+
+
+def test_gateways_find_every_cell(release: Release) -> None:
+    """By the names of its pods, or where the pods announce themselves under those names."""
+    cell = release.one("StatefulSet", "-cell")
+    domain = f"{release.one('Service', '-cells')['metadata']['name']}.{NAMESPACE}.svc"
+    scaled = release.values["cell"]["autoscaling"]["type"] != "none"
+    for config in configurations(release).values():
+        fleet = config.fleet
+        several = scaled or release.values["cells"] > 1
+        assert fleet.is_on == (several and not release.together)
+        if fleet.redis:
+            assert fleet.advertise == f"{{host}}.{domain}:8002"
+            assert not fleet.cells
+        elif fleet.is_on:
+            assert not scaled
+            names = [f"{cell['metadata']['name']}-{n}" for n in range(cell["spec"]["replicas"])]
+            assert fleet.cells == tuple(f"{name}.{domain}:8002" for name in names)
 
 
 def test_gateways_reach_the_redis_of_the_release_with_its_password(release: Release) -> None:
@@ -151,6 +167,7 @@ def test_gateways_reach_the_redis_of_the_release_with_its_password(release: Rele
             assert config.gateway.rate_limit_storage == f"{url}/0"
             batches = release.values["batches"]["enabled"]
             assert config.batches.storage == (f"{url}/1" if batches else "sqlite://")
+            assert config.fleet.redis in ("", f"{url}/2")
 
 
 def test_zeromq_resolves_the_interface_that_gateways_are_told(release: Release) -> None:

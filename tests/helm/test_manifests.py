@@ -134,7 +134,7 @@ def ports_of(pod: Object) -> set[str | int]:
 def test_serving_port_is_that_of_the_pods_with_gateways_alone(release: Release) -> None:
     service = release.get("Service", "serving" if "three" in release.name else "chat-aileron")
     found = selected(release, service["spec"]["selector"])
-    assert len(found) == (1 if release.together else release.values["cells"])
+    assert len(found) == 1
     for _, pod in found:
         assert "gateway" in [each["name"] for each in containers_of(pod)]
 

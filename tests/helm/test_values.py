@@ -44,6 +44,7 @@ MISTAKES: dict[str, Any] = {
     "config.batches.data_dir": "/data",
     "config.admin": {"port": 1},
     "config.run_dir": "/run",
+    "config.fleet": {"cells": ["here:8002"]},
 }
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -55,17 +56,25 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "redis.enabled: true, or config.gateway.rate_limit_storage",
     ),
     "batches apart": ("kind", {"redis": {"enabled": False}}, "config.batches.storage"),
-    "cells without gateways": (
-        "8xgpu",
-        {"cell": {"autoscaling": {"type": "keda"}}},
-        "gateway.placement: cell",
+    "cells that nobody finds": (
+        "many-cells",
+        {"config": {"fleet": None}},
+        "config.fleet.redis",
+    ),
+    "a fleet of gateways that know one cell": (
+        "many-cells",
+        {"gateway": {"placement": "cell"}},
+        "config.fleet",
     ),
     "gateways scaled twice": (
         "many-cells",
-        {"gateway": {"autoscaling": {"enabled": True}}},
+        {
+            "config": {"fleet": None},
+            "gateway": {"placement": "cell", "autoscaling": {"enabled": True}},
+        },
         "cell.autoscaling",
     ),
-    "more gateways than a cell takes": ("kind", {"gateway": {"replicas": 65}}, "64 gateways"),
+    "more gateways than a cell takes": ("kind", {"gateway": {"replicas": 257}}, "256 gateways"),
 }
 
 

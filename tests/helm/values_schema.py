@@ -24,6 +24,7 @@ CHART_DECIDES = {
     "CoordinatorConfig": ("listen",),
     "GatewayConfig": ("host", "port", "token_listen", "keys_file"),
     "BatchesConfig": ("data_dir",),
+    "FleetConfig": ("cells", "cell_name", "advertise"),
 }
 """Model -> fields that `config` may not have."""
 

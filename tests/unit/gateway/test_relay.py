@@ -60,7 +60,7 @@ class Ends:
         )
         self.relay.session_opened()
 
-    def send(self, message: GatewayUp) -> None:
+    def send(self, message: GatewayUp, cell: str) -> None:
         self.said.append(message)
 
     def add(self, task: str, priority: int = 0) -> None:

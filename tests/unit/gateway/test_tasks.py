@@ -12,7 +12,7 @@ from coordinator.protocol.messages import (
 )
 from gateway import tasks
 from gateway.errors import ApiError
-from gateway.tasks import GapMeter, Task, TaskBook, family
+from gateway.tasks import ONE_CELL, GapMeter, Task, TaskBook, family
 
 A, B = TaskId("chat-a"), TaskId("chat-b")
 
@@ -80,7 +80,7 @@ def test_resubmit_of_a_task_that_ended_repeats_its_end(book: TaskBook) -> None:
 
 def test_cancelled_task_is_told_once(book: TaskBook) -> None:
     open_task(book, A)
-    assert book.cancel([A, TaskId("never"), A]) == [Cancel(A)]
+    assert book.cancel([A, TaskId("never"), A]) == [(ONE_CELL, Cancel(A))]
     assert book.cancel([A]) == []
     assert book.stray(A) is None
 
@@ -99,7 +99,7 @@ def test_one_choice_of_a_request_takes_its_siblings_along(book: TaskBook) -> Non
         open_task(book, task)
     failed, messages = book.fail(second)
     assert failed == [second, first]
-    assert messages == [Cancel(second), Cancel(first)]
+    assert messages == [(ONE_CELL, Cancel(second)), (ONE_CELL, Cancel(first))]
     assert [task.id for task in book] == [other]
     assert book.fail(second) == ([], [])
 

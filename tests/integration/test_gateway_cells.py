@@ -1,0 +1,256 @@
+"""A real gateway process with two cells that die, drain, fill up and fall idle."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.protocol.messages import (
+    ATTEMPTS_PER_CELL,
+    Cancel,
+    CellLoad,
+    Submit,
+    TaskFailed,
+    TaskId,
+    Withdraw,
+    Withdrawn,
+)
+from coordinator.protocol.registry import RedisRegistry
+from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran
+from tests.harness.redis_server import Redis
+from worker.demo import MODEL_DIR
+
+pytestmark = pytest.mark.timeout(240)
+
+WORDS = "one small step for a man is one giant leap for all of us"
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "say it"}]}
+IDLE = CellLoad((0, 0, 0), 0, 8, 90, 100)
+BUSY = CellLoad((0, 3, 0), 8, 8, 10, 100)
+SEEN_S = 30
+
+
+def has_session(cell: FakeCell) -> bool:
+    return cell.sessions > 0
+
+
+def serving(load: CellLoad = IDLE, **fields: Any) -> Any:
+    return msgspec.structs.replace(SERVING, load=load, **fields)
+
+
+@pytest.fixture(scope="module")
+def cells() -> Iterator[tuple[FakeCell, FakeCell]]:
+    made = FakeCell(state=serving()), FakeCell(state=serving())
+    yield made
+    for cell in made:
+        cell.close()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    made = Redis()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    cells: tuple[FakeCell, FakeCell], redis: Redis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    """Finds its cells in Redis, where the tests announce them."""
+    fleet = {"redis": redis.url, "lease_ms": 500, "dead_after_ms": 60_000}
+    folder = tmp_path_factory.mktemp("gateway")
+    process = GatewayProcess(folder, MODEL_DIR, cells[0], fleet)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+async def found(
+    cells: tuple[FakeCell, FakeCell], redis: Redis, gateway: GatewayProcess
+) -> AsyncIterator["Found"]:
+    """Both cells are announced for as long as the test does not say otherwise."""
+    found = Found(RedisRegistry(redis.url, "demo", 500), list(cells))
+    work = asyncio.create_task(found.announce())
+    for cell in cells:
+        cell.behave = None
+        cell.seen.clear()
+        cell.set_state(serving())
+    for cell in cells:
+        await cell.until(partial(has_session, cell), SEEN_S)
+    await cells[0].until(lambda: httpx.get(f"{gateway.url}/ready").status_code == 200, SEEN_S)
+    yield found
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    await found.registry.close()
+
+
+class Found:
+    """Announces cells in the registry."""
+
+    def __init__(self, registry: RedisRegistry, cells: list[FakeCell]) -> None:
+        self.registry = registry
+        self.cells = cells
+
+    async def announce(self) -> None:
+        while True:
+            for cell in self.cells:
+                await self.registry.announce(str(cell.port), f"127.0.0.1:{cell.port}")
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+async def client(gateway: GatewayProcess) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    return list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
+
+
+async def text_of(answer: Any) -> str:
+    chunks = [chunk.choices[0] async for chunk in answer if chunk.choices]
+    assert chunks[-1].finish_reason == "length"
+    return "".join(chunk.delta.content or "" for chunk in chunks)
+
+
+def only(cell: FakeCell, other: FakeCell) -> None:
+    """New tasks go to the first cell."""
+    cell.set_state(serving())
+    other.set_state(serving(BUSY))
+
+
+class Begun:
+    """A cell that gives each task its first tokens, and the rest of one that has some already."""
+
+    def __init__(self, ids: list[int], until: int) -> None:
+        self.ids = ids
+        self.until = until
+        self.first: list[Ran] = []
+        self.later: list[Ran] = []
+
+    async def __call__(self, ran: Ran) -> None:
+        done = len(ran.submit.delivered_tokens)
+        if not ran.submit.attempt:
+            self.first.append(ran)
+            ran.tokens(0, self.ids[: self.until])
+        else:
+            self.later.append(ran)
+            attempt = ran.submit.attempt + 1
+            ran.tokens(done, self.ids[done:], "length", attempt=attempt)
+
+
+@pytest.mark.parametrize("how", ["dies", "drains", "has no ranks"])
+async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
+    client: openai.AsyncOpenAI,
+    cells: tuple[FakeCell, FakeCell],
+    found: Found,
+    ids: list[int],
+    how: str,
+) -> None:
+    first, second = cells
+    begun = Begun(ids, 5)
+    first.behave = second.behave = begun
+    only(first, second)
+    answer = await client.chat.completions.create(**CHAT, stream=True)
+    await first.until(lambda: begun.first, SEEN_S)
+    was, other = cells if first.of(Submit) else cells[::-1]
+    ran = begun.first[0]
+    if how == "dies":
+        found.cells = [other]
+        was.go_away()
+    else:
+        changes = {"draining": True} if how == "drains" else {"ranks_alive": 0}
+        was.set_state(serving(**changes))
+    await other.until(lambda: begun.later, SEEN_S)
+    (submit,) = other.of(Submit)
+    assert submit.attempt >= ATTEMPTS_PER_CELL
+    assert list(submit.delivered_tokens) == ids[: len(submit.delivered_tokens)]
+    # The former cell lives on and computes other tokens: nobody gets them.
+    was.on_leader(lambda: ran.tokens(5, [1, 2, 3], attempt=7))
+    assert await text_of(answer) == WORDS
+    if how == "dies":
+        was.come_back()
+        found.cells = [was, other]
+        await was.until(lambda: was.sessions > 1, SEEN_S)
+    # It is told to forget the task, at once or as soon as it is back.
+    await was.until(lambda: Cancel(ran.id) in was.of(Cancel), SEEN_S)
+    was.set_state(serving())
+
+
+async def test_a_full_cell_refuses_and_another_one_takes_the_task(
+    client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
+) -> None:
+    refused: list[TaskId] = []
+
+    async def behave(ran: Ran) -> None:
+        if not refused:
+            refused.append(ran.id)
+            where = next(cell for cell in cells if cell.of(Submit))
+            where.say(TaskFailed(ran.id, "queue_full", "Full."))
+        else:
+            attempt = ran.submit.attempt + 1
+            ran.tokens(0, ids, "length", attempt=attempt)
+
+    cells[0].behave = cells[1].behave = behave
+    answer = await client.chat.completions.create(**CHAT, stream=True)
+    assert await text_of(answer) == WORDS
+    assert [len(cell.of(Submit)) for cell in cells] == [1, 1]
+
+
+async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
+    client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
+) -> None:
+    submits: list[Ran] = []
+
+    async def behave(ran: Ran) -> None:
+        submits.append(ran)
+        if len(submits) > 1:
+            ran.tokens(0, ids, "length", attempt=ran.submit.attempt + 1)
+
+    cells[0].behave = cells[1].behave = behave
+    work = asyncio.create_task(client.chat.completions.create(**CHAT, stream=True))
+    await cells[0].until(lambda: submits, SEEN_S)
+    was, other = cells if cells[0].of(Submit) else cells[::-1]
+    was.set_state(serving(BUSY))
+    await was.until(lambda: Withdraw(submits[0].id) in was.of(Withdraw), SEEN_S)
+    was.say(Withdrawn(submits[0].id))
+    assert await text_of(await work) == WORDS
+    assert len(other.of(Submit)) == 1
+    was.set_state(serving())
+
+
+async def test_nothing_waits_for_a_redis_that_is_away(
+    client: openai.AsyncOpenAI,
+    cells: tuple[FakeCell, FakeCell],
+    found: Found,
+    redis: Redis,
+    ids: list[int],
+) -> None:
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids, "length")
+
+    cells[0].behave = cells[1].behave = behave
+    found.cells = []
+    sessions = [cell.sessions for cell in cells]
+    redis.stop()
+    try:
+        for _ in range(20):
+            assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    finally:
+        redis.start()
+    # It comes back empty, and the cells are there as before.
+    for _ in range(20):
+        assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    assert [cell.sessions for cell in cells] == sessions
+    assert all(cell.of(Submit) for cell in cells)
