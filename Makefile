@@ -8,7 +8,7 @@ SEED   ?= 1
 BIN    := .venv/bin
 TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos and not fleet"
 
-.PHONY: up demo test test-fleet setup check chaos sim bench gpu-bench screenshot
+.PHONY: up demo test test-fleet setup check chaos sim mutants bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -35,8 +35,11 @@ check: setup  ## lint, format, types and import contracts
 chaos: setup  ## the long fault tests: every crash point, every kind of loss; prints what it measures
 	$(BIN)/python -m pytest -m chaos -s -p no:randomly tests
 
-sim: setup  ## replay one simulation: make sim SEED=4711
-	@$(BIN)/python -m tests.simulation --seed $(SEED)
+sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1]
+	@$(BIN)/python -m tests.simulation --seed $(SEED) $(if $(WIDE),--wide)
+
+mutants: setup  ## mutation tests of what decides: make mutants [PART="stream pages switch"]
+	@$(BIN)/python -m tests.mutants $(PART)
 
 bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
 	@$(BIN)/python -m tests.bench.cpu

@@ -7,6 +7,7 @@ Serving, Communicator Pool). `activate` makes one the group that vLLM's parallel
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,15 +15,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.distributed.utils import create_tcp_store
 
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
+from comm_pool.ports import LOOPBACK
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
+
+LOOPBACK_INTERFACE = "lo"
 
 TP_GROUP_NAME = "tp"
 """vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
@@ -65,6 +71,26 @@ def _memory_bytes(device: torch.device) -> int:
     return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _join_world(init_method: str, place: int, world: int, backend: str) -> None:
+    """Make torch's world group, with nothing that listens on another address than loopback.
+
+    torch binds the store of a `tcp://` method to every interface, and asks nobody who connects to
+    it for anything. Gloo takes the interface of the host's name.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    port = int(init_method.rsplit(":", 1)[-1])
+    listener = socket.create_server((LOOPBACK, port)) if place == 0 else None
+    store = create_tcp_store(
+        LOOPBACK,
+        port,
+        listen_socket=listener,
+        world_size=world,
+        is_master=place == 0,
+        timeout=default_pg_timeout,
+    )
+    dist.init_process_group(backend, store=store, rank=place, world_size=world)
+
+
 class CommunicatorPool:
     """The communicators of one rank, looked up by their ranks or by width."""
 
@@ -92,6 +118,7 @@ class CommunicatorPool:
         os.environ["VLLM_DIST_IDENT"] = init_method.rsplit(":", 1)[-1]
         with set_current_vllm_config(config):
             place = rank - first
+            _join_world(init_method, place, world, backend)
             parallel_state.init_distributed_environment(world, place, init_method, rank, backend)
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()

@@ -17,6 +17,8 @@ VLLM_ENVIRONMENT = {
     # The front end computes nothing: threads of torch would only take cores from ranks.
     "OMP_NUM_THREADS": "1",
 }
+FIXED_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+"""Set whatever the user has set: with it vLLM would unpickle what reaches the token socket."""
 
 
 def main() -> int:
@@ -33,6 +35,7 @@ def main() -> int:
     set_up_logging(json=options.log == "json")
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(FIXED_ENVIRONMENT)
     # Importing vLLM takes seconds: only now, when nothing cheap can fail any more.
     from gateway.process import serve
 

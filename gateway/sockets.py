@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import zmq
 
+from coordinator.protocol import wire
 from gateway.vllm_engine_wire import ENGINE_IDENTITY
 
 BURST_MESSAGES = 64
@@ -71,6 +72,8 @@ class Sockets:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.tokens = self._context.socket(zmq.PULL)
         self.tokens.setsockopt(zmq.RCVHWM, TOKEN_PUSHES_MAX)
+        # A peer that sends more is cut off before it is read.
+        self.tokens.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         try:
             self.tokens.bind(token_listen)
         except zmq.ZMQError as error:

@@ -14,6 +14,9 @@ VLLM_ENVIRONMENT = {
 }
 """Set before vLLM is imported, unless the user has set them."""
 
+FIXED_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+"""Set whatever the user has set: with it vLLM would unpickle what peers and clients send."""
+
 
 def main() -> int:
     """Entry point; returns the exit code."""
@@ -23,6 +26,7 @@ def main() -> int:
     args = parser.parse_args()
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ.update(FIXED_ENVIRONMENT)
     try:
         config = load_config(args.config)
         if args.command == "serve":

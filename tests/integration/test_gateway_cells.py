@@ -65,7 +65,7 @@ def gateway(
     """Finds its cells in Redis, where the tests announce them."""
     fleet = {"redis": redis.url, "lease_ms": 500, "dead_after_ms": 60_000}
     folder = tmp_path_factory.mktemp("gateway")
-    process = GatewayProcess(folder, MODEL_DIR, cells[0], fleet)
+    process = GatewayProcess(folder, MODEL_DIR, cells[0], fleet=fleet)
     yield process
     process.close()
 

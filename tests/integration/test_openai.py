@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from tests.harness.listening import is_loopback, listening
 from tests.harness.product import MODEL_NAME, Product, product
 
 pytestmark = pytest.mark.slow
@@ -60,6 +61,15 @@ def test_it_serves_within_a_minute(running: Product) -> None:
     seconds = float(running.log_file.with_name("seconds").read_text())
     print("seconds to serve:", seconds)
     assert seconds < SERVES_WITHIN_S
+
+
+def test_nothing_listens_on_another_address_than_loopback(running: Product) -> None:
+    """Not the store of torch's process groups either, which asks nobody for anything."""
+    sockets = listening(running.process.pid)
+    ports = {port for _, port, _ in sockets}
+    assert {running.port, running.admin_port} <= ports
+    assert any("worker" in command for _, _, command in sockets), "no rank listens"
+    assert not [each for each in sockets if not is_loopback(each[0])]
 
 
 def test_chat(client: openai.OpenAI) -> None:

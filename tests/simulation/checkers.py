@@ -7,6 +7,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding, Stage, Target, TaskId
 
 if TYPE_CHECKING:
+    from tests.simulation.book_gateway import BookGateway
     from tests.simulation.sim_gateway import SimGateway
     from tests.simulation.sim_rank import SimRank
     from tests.simulation.stepping import Step
@@ -97,7 +98,10 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
 
 
 def check_one_leads(
-    step: "Step", leader: "SimRank", other: "SimRank", gateways: "Mapping[str, SimGateway]"
+    step: "Step",
+    leader: "SimRank",
+    other: "SimRank",
+    gateways: "Mapping[str, SimGateway | BookGateway]",
 ) -> None:
     """Nobody else goes on with a task of the step in a way that its gateway would believe."""
     engine = other.holdings.engine

@@ -43,9 +43,14 @@ class Network:
         self._under_way: list[tuple[int, int, Handler]] = []
         self._count = 0
 
-    def in_order(self, session: Session, direction: str, deliver: Handler) -> None:
-        """Send within a session: never before what was sent earlier, and not after it broke."""
-        due = max(self._due(), session.last_due.get(direction, 0))
+    def in_order(
+        self, session: Session, direction: str, deliver: Handler, not_before: int = 0
+    ) -> None:
+        """Send within a session: never before what was sent earlier, and not after it broke.
+
+        What is sent while nothing passes arrives `not_before` that is over.
+        """
+        due = max(self._due(), not_before, session.last_due.get(direction, 0))
         session.last_due[direction] = due
 
         def arrive() -> None:

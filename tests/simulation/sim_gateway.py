@@ -109,6 +109,12 @@ class SimGateway:
         for task in self.open.values():
             self._say(self._submission(task))
 
+    def broken(self) -> None:
+        """The session is gone; the next one is told all that is open."""
+
+    def tick(self) -> None:
+        """Nothing waits for the clock."""
+
     def on_message(self, message: GatewayDown) -> None:
         match message:
             case TaskFailed(task_id, code, _):

@@ -139,6 +139,7 @@ class SimMoving:
             manifests[rank] = board.manifest
         two_rounds = self._process.world.has_two_rounds(epoch)
         plan = plan_move(manifests, directive.target, two_rounds=two_rounds)
+        self._process.world.check_plan(epoch, manifests, directive.target)
         self.pending = Pending(epoch, plan)
         at("move is planned")
         self._own_board.round = 1

@@ -121,9 +121,9 @@ class _Room:
 
 def plan_move(manifests: Mapping[Rank, Manifest], target: Target, *, two_rounds: bool) -> Plan:
     """Place as many tasks as there is room for; with two rounds, every second one late."""
-    left = _whole_groups(manifests)
+    left = whole_groups(manifests)
     bindings = tuple(each for each in target.bindings if set(each.group.ranks) <= manifests.keys())
-    tasks = _tasks(manifests, left)
+    tasks = tasks_of(manifests, left)
     held: dict[Rank, set[int]] = {rank: set() for rank in manifests}
     for cargo, source in tasks:
         _hold(manifests, held, cargo, source)
@@ -158,7 +158,7 @@ def _place(
     return None if best is None else room.place(cargo, source, best, number)
 
 
-def _whole_groups(manifests: Mapping[Rank, Manifest]) -> frozenset[Ranks]:
+def whole_groups(manifests: Mapping[Rank, Manifest]) -> frozenset[Ranks]:
     """The groups all of whose members left the same formation."""
     return frozenset(
         each.ranks
@@ -173,7 +173,9 @@ def _whole_groups(manifests: Mapping[Rank, Manifest]) -> frozenset[Ranks]:
     )
 
 
-def _tasks(manifests: Mapping[Rank, Manifest], left: frozenset[Ranks]) -> list[tuple[Cargo, Ranks]]:
+def tasks_of(
+    manifests: Mapping[Rank, Manifest], left: frozenset[Ranks]
+) -> list[tuple[Cargo, Ranks]]:
     """The newest attempt of each task that can move; a rank that was cut out may tell of others."""
     newest: dict[TaskId, tuple[Cargo, Ranks]] = {}
     for ranks in sorted(left):

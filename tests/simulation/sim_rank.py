@@ -69,6 +69,8 @@ class SimRank:
         """The coordinator that was told hello last."""
         self.session: Session | None = None
         self.stopped_until = 0
+        self.pace = 1  # it acts once in so many ticks
+        self.clock_jump_ms = 0
         self.inbox: list[RankDown] = []
         """What arrived while the process stood still."""
         self.widths = widths
@@ -85,7 +87,7 @@ class SimRank:
     @property
     def clock_ms(self) -> int:
         """This process' own monotonic clock."""
-        return self.world.now_ms + 100_000 * (self.rank + 1)
+        return self.world.now_ms + 100_000 * (self.rank + 1) + self.clock_jump_ms
 
     @property
     def is_blocked(self) -> bool:
@@ -151,7 +153,7 @@ class SimRank:
             if token.is_last:
                 self.holdings.finish(token.task)
         for gateway, batch in by_gateway.items():
-            self.world.push_tokens(self._tokens_out, gateway, tuple(batch))
+            self.world.push_tokens(self.rank, self._tokens_out, gateway, tuple(batch))
 
     def _make_moves(self) -> None:
         while not ((engine := self.holdings.engine) and engine.in_flight):
@@ -210,7 +212,7 @@ class SimRank:
         if not move.is_leader:
             if not self._is_broken and self._queue(binding).has_unread(self.rank):
                 return False
-            self.world.check_nobody_waits_for(self, binding)
+            self.world.steps.check_nobody_waits_for(self, binding)
             self._left(move)
             return True
         is_wide = binding.group.width > 1
@@ -278,7 +280,7 @@ class SimRank:
             self._blocked = step
             return
         self._blocked = None
-        self.world.check_may_start(self, step)
+        self.world.steps.check_may_start(self, step)
         self.holdings.execute(step)
         step.arrived.add(self.rank)
         engine.in_flight.append(step)

@@ -26,4 +26,14 @@ class Stats:
     overtaken_moves: int = 0
     """Committed, but the group was not joined."""
     spoiled_moves: int = 0
+    held_tokens: int = 0
+    """Tokens that came before an earlier one."""
+    trimmed_tokens: int = 0
+    policy_switches: int = 0
+    one_way: int = 0
+    """Directions in which nothing passed for a while."""
+    clock_jumps: int = 0
+    slowed: int = 0
+    planned: int = 0
+    """Tasks that the real planner was asked to move."""
     ends: dict[str, int] = field(default_factory=dict)

@@ -29,31 +29,40 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
+from coordinator.policy.decide import POLICY
 from coordinator.protocol.messages import (
-    Binding,
     Carry,
     Directive,
     GatewayHello,
     GatewayToCore,
     RankHello,
     Report,
+    Submit,
+    Target,
 )
 from coordinator.protocol.seat import Move
-from tests.simulation.checkers import MoveChecker, StageChecker, Violation, check, check_one_leads
+from tests.simulation.audit import QueueAudit, check_real_plan
+from tests.simulation.book_gateway import BookGateway
+from tests.simulation.checkers import MoveChecker, StageChecker, Violation
 from tests.simulation.faults import WIDTHS, Faults, draw_settings
 from tests.simulation.network import Network, Session
+from tests.simulation.open_steps import OpenSteps
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
 from tests.simulation.sim_moving import Board
+from tests.simulation.sim_plan import Manifest
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stats import Stats
-from tests.simulation.stepping import ABORT_AFTER_TICKS, Step, StepQueue
+from tests.simulation.stepping import StepQueue
 from tests.simulation.trace import event_line, line_of, move_line
+from tests.simulation.trouble import Trouble
 
 WORLD = 8
 TICK_MS = 10
 CORE_TICKS = 2
 """The core gets a `Tick` so often."""
+GATEWAY_TICKS = 10
+"""Gateways look so often at what has waited too long."""
 FAULT_TICKS = 220
 QUIET_TICKS = 1_000
 FAILURES = (AssertionError, LookupError, ValueError)
@@ -64,12 +73,21 @@ class World:
     """Eight ranks, two gateways, one coordinator and a seed."""
 
     def __init__(
-        self, seed: int, trace: Callable[[str], None] | None = None, meddle: float | None = None
+        self,
+        seed: int,
+        trace: Callable[[str], None] | None = None,
+        meddle: float | None = None,
+        *,
+        wide: bool = False,
     ) -> None:
+        """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`."""
         self.rng = random.Random(seed)
         self._trace = trace
         self.now = 0
         self.faults = Faults(self.rng)
+        self.trouble = Trouble(seed, is_on=wide)
+        self.core_clock_ms = 0
+        """How far the coordinator's clock is ahead of the world's."""
         if meddle is not None:
             self.faults.meddle = meddle
         self.network = Network(self.rng, self.faults.weather)
@@ -86,7 +104,7 @@ class World:
         """How often ranks were started again."""
         self._stages = StageChecker()
         self.moves = MoveChecker()
-        self._steps: list[tuple[Step, tuple[SimRank, ...]]] = []
+        self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
         self._queues = {ranks: StepQueue(ranks) for ranks in plan}
         self._followed = {
@@ -100,11 +118,15 @@ class World:
         """Coordinators that were started so far."""
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
-        self.settings = draw_settings(self.rng, WORLD)
+        self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
+        self._planned: set[tuple[int, Target]] = set()
         self.ranks: dict[Rank, SimRank | None] = {
             rank: SimRank(self, rank, 1, WIDTHS, 0, self.boards) for rank in map(Rank, range(WORLD))
         }
-        self.gateways = {name: SimGateway(self, name) for name in ("east", "west")}
+        make = BookGateway if wide else SimGateway
+        self.gateways: dict[str, SimGateway | BookGateway] = {
+            name: make(self, name) for name in ("east", "west")
+        }
 
     @property
     def now_ms(self) -> int:
@@ -120,6 +142,8 @@ class World:
         while self.now < FAULT_TICKS:
             self._tick()
             self.faults.strike(self)
+            self.trouble.strike(self)
+        self.trouble.heal(self)
         self.faults.heal(self)
         reason = "nothing was tried"
         for _ in range(QUIET_TICKS):
@@ -135,12 +159,12 @@ class World:
         self.now += 1
         self.network.run(self.now)
         self._connect()
-        self._fail_steps()
+        self.steps.fail_dead()
         # Everyone is first at times.
         order = self.alive
         first = self.rng.randrange(len(order)) if order else 0
         for rank in (*order[first:], *order[:first]):
-            if self.now >= rank.stopped_until:
+            if self.now >= rank.stopped_until and self.now % rank.pace == 0:
                 self.act(rank)
                 self.stats.blocked += rank.is_blocked
             self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
@@ -150,6 +174,9 @@ class World:
             self.core_event(Tick())
             if self.core is not None and self.now % 8 == 0:
                 self.core.integrity()
+        if self.now % GATEWAY_TICKS == 0:
+            for gateway in self.gateways.values():
+                gateway.tick()
 
     def act(self, rank: SimRank) -> None:
         rank.act()
@@ -157,31 +184,10 @@ class World:
     def point(self, rank: Rank, label: str) -> None:
         """A rank is in the middle of something: those who crash it at such points listen."""
 
-    def _fail_steps(self) -> None:
-        """Fail the steps that a dead member will never execute."""
-        open_steps = []
-        for step, members in self._steps:
-            if step.is_over:
-                continue
-            if any(self.ranks[member.rank] is not member for member in members):
-                since = step.dead_since if step.dead_since is not None else self.now
-                step.dead_since = since
-                step.failed = self.now - since >= ABORT_AFTER_TICKS
-                if step.failed and self.faults.spins:
-                    self._kill_stuck(step, members)
-            open_steps.append((step, members))
-        self._steps = open_steps
-
-    def _kill_stuck(self, step: Step, members: tuple[SimRank, ...]) -> None:
-        """Collectives with a dead peer never end: the watchdogs of those inside end them."""
-        for member in members:
-            if member.rank in step.arrived and self.ranks[member.rank] is member:
-                self.stats.stuck += 1
-                self.faults.kill(self, member.rank)
-
     def start_core(self) -> None:
         self.cores += 1
-        self.core = Core(self.settings, f"core-{self.cores}", self.now_ms)
+        self.core_clock_ms = self.trouble.origin_ms()
+        self.core = Core(self.settings, f"core-{self.cores}", self._core_now_ms)
 
     def stop_core(self) -> None:
         self.core = None
@@ -192,6 +198,8 @@ class World:
         for session in sessions:
             if session is not None:
                 session.close()
+        for gateway in self.gateways.values():
+            gateway.broken()
 
     def crash(self, rank: Rank) -> None:
         process = self.ranks[rank]
@@ -233,6 +241,7 @@ class World:
         session = self.gateways[name].session
         if session is not None and session.is_open:
             session.close()
+            self.gateways[name].broken()
             if self.core is not None:
                 self.core_event(GatewayClosed(name))
 
@@ -253,13 +262,18 @@ class World:
 
     def rank_says(self, process: SimRank, session: Session, message: RankHello | Report) -> None:
         rank = process.rank
+        later = self.trouble.until(rank, "up")
         match message:
             case RankHello():
                 opened = RankOpened(message)
-                self.network.in_order(session, "up", lambda: self._open(rank, session, opened))
+                self.network.in_order(
+                    session, "up", lambda: self._open(rank, session, opened), later
+                )
             case Report() if message.ended or message.returned:
                 said = RankSaid(rank, message)
-                self.network.in_order(session, "up", lambda: self.core_event(said))
+                self.network.in_order(session, "up", lambda: self.core_event(said), later)
+            case Report() if self.now < later:
+                pass
             case Report():
                 core = self.core
                 self.network.loosely(lambda: self._report_arrives(core, rank, message))
@@ -270,34 +284,58 @@ class World:
             self.core_event(RankSaid(rank, report))
 
     def to_core(self, session: Session, gateway: str, message: GatewayToCore) -> None:
+        later = self.trouble.until(gateway, "up")
         if isinstance(message, GatewayHello):
             opened = GatewayOpened(message)
-            self.network.in_order(session, "up", lambda: self._open(gateway, session, opened))
+            self.network.in_order(
+                session, "up", lambda: self._open(gateway, session, opened), later
+            )
         else:
             said = GatewaySaid(gateway, message)
-            self.network.in_order(session, "up", lambda: self.core_event(said))
+            self.network.in_order(session, "up", lambda: self.core_event(said), later)
 
     def _open(self, peer: Rank | str, session: Session, opened: Event) -> None:
         self._peers[peer] = session
         self.core_event(opened)
 
-    def push_tokens(self, pipe: Session, gateway: str, tokens: tuple[Token, ...]) -> None:
+    def push_tokens(
+        self, rank: Rank, pipe: Session, gateway: str, tokens: tuple[Token, ...]
+    ) -> None:
         self.stats.tokens += len(tokens)
         receiver = self.gateways[gateway]
-        self.network.in_order(pipe, gateway, lambda: receiver.on_tokens(tokens))
+        later = self.trouble.until(rank, "tokens")
+        self.network.in_order(pipe, gateway, lambda: receiver.on_tokens(tokens), later)
+
+    def check_plan(self, epoch: int, manifests: dict[Rank, Manifest], target: Target) -> None:
+        """Let the real planner plan a move too, once for all of its ranks."""
+        if self.trouble.is_on and (epoch, target) not in self._planned:
+            self._planned.add((epoch, target))
+            self.stats.planned += check_real_plan(manifests, target, self.num_pages)
 
     def core_event(self, event: Event) -> None:
         if self.core is None:
             return
         if self._trace is not None and not isinstance(event, Tick | RankSaid):
             self.say(f"core <- {event_line(event)}")
-        for effect in self.core.handle(event, self.now_ms):
+        audit = None
+        if isinstance(event, GatewaySaid) and isinstance(event.message, Submit):
+            audit = QueueAudit(self.core, self.settings.queue, event.message)
+        effects = self.core.handle(event, self._core_now_ms)
+        if audit is not None:
+            audit.check()
+        for effect in effects:
             self._perform(effect)
+
+    @property
+    def _core_now_ms(self) -> int:
+        return self.now_ms + self.core_clock_ms
 
     def _perform(self, effect: Effect) -> None:
         if self._trace is not None and (line := line_of(effect)):
             self.say(line)
         match effect:
+            case ToRank(rank, Directive()) if self.trouble.is_blocked(rank, "down", self.now):
+                pass
             case ToRank(rank, Directive() as directive):
                 core = self.cores
                 self.network.loosely(lambda: self._directive_arrives(core, rank, directive))
@@ -305,13 +343,20 @@ class World:
                 process = self.ranks[rank]
                 session = self._peers.get(rank)
                 if process is not None and session is not None:
-                    self.network.in_order(session, "down", lambda: process.on_message(message))
+                    later = self.trouble.until(rank, "down")
+                    self.network.in_order(
+                        session, "down", lambda: process.on_message(message), later
+                    )
             case ToGateway(name, answer):
                 gateway = self.gateways[name]
                 if (session := self._peers.get(name)) is not None:
-                    self.network.in_order(session, "down", lambda: gateway.on_message(answer))
-            case SwitchRecorded():
+                    later = self.trouble.until(name, "down")
+                    self.network.in_order(
+                        session, "down", lambda: gateway.on_message(answer), later
+                    )
+            case SwitchRecorded(record):
                 self.stats.switches += 1
+                self.stats.policy_switches += record.cause == POLICY
             case Note() | Observed() | Foreseen():
                 pass
 
@@ -341,49 +386,6 @@ class World:
 
     def group(self, ranks: tuple[Rank, ...]) -> Group:
         return self._groups[ranks]
-
-    def check_may_start(self, leader: SimRank, step: Step) -> None:
-        """A leader sends a step: all members must be in the formation, and it must be wanted."""
-        self.stats.steps += 1
-        ranks = step.binding.group.ranks
-        self.stats.reunited += leader.cohort > 0 and len(ranks) > 1
-        incarnations = leader.holdings.members(ranks)
-        members = []
-        for rank in ranks:
-            process = self.ranks[rank]
-            if process is None or process.incarnation != incarnations[rank]:
-                step.dead_since = self.now
-                continue
-            members.append(process)
-            if process.seat.binding != step.binding:
-                where = process.seat.binding
-                raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
-        for other in self.alive:
-            check_one_leads(step, leader, other, self.gateways)
-        core = self.core
-        if core is not None and not core.is_recovering:
-            check(
-                core.is_available(leader.rank),
-                f"rank {leader.rank} starts a step although it is cut out",
-            )
-        if step.dead_since is not None:
-            # A member died before the step began; nobody can tell that from one that is slow.
-            dead = SimRank(self, leader.rank, -1, ())
-            members.append(dead)
-        self._steps.append((step, tuple(members)))
-
-    def check_nobody_waits_for(self, follower: SimRank, binding: Binding) -> None:
-        """A follower leaves: its leader must not wait for it in a step that does not fail."""
-        leader = self.ranks[binding.group.leader]
-        engine = leader.holdings.engine if leader is not None else None
-        for step in engine.in_flight if engine is not None else ():
-            check(
-                step.binding != binding
-                or follower.rank in step.arrived
-                or step.failed
-                or step.dead_since is not None,
-                f"rank {follower.rank} left {binding} and its leader waits in a step",
-            )
 
     def say(self, line: str) -> None:
         if self._trace is not None:

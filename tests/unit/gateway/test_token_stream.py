@@ -107,3 +107,42 @@ def test_end_of_a_replaced_attempt_is_not_the_stream_s(stream: TokenStream[str])
     stream.offer(span(3, attempt=2))
     assert stream.offer(span(3, 1, finished=True)) is Verdict.DROP
     assert not stream.ended
+
+
+def test_fence_leaves_nothing_held_of_its_own_attempt(stream: TokenStream[str]) -> None:
+    assert stream.hold(span(5, attempt=2), "five")
+    stream.fence(2)
+    assert stream.holding == 0
+
+
+def test_fence_forgets_no_start_of_a_newer_attempt(stream: TokenStream[str]) -> None:
+    assert stream.offer(span(5, attempt=3)) is Verdict.HOLD
+    stream.fence(1)
+    assert stream.offer(span(3, 4, attempt=2)) == Trim(0, 2, finished=False)
+
+
+def test_the_newest_attempt_is_told(stream: TokenStream[str]) -> None:
+    assert stream.offer(span(3, attempt=2)) == Trim(0, 1, finished=False)
+    assert stream.attempt == 2
+    assert stream.offer(span(6, attempt=5)) is Verdict.HOLD
+    stream.fence(1)
+    assert stream.attempt == 5
+
+
+def test_nothing_is_held_behind_the_end(stream: TokenStream[str]) -> None:
+    assert stream.hold(span(9), "nine")
+    assert stream.offer(span(3, finished=True)) is Verdict.FORWARD
+    assert stream.holding == 0
+
+
+def test_a_start_of_a_newer_attempt_is_not_waited_for_in_an_older_one(
+    stream: TokenStream[str],
+) -> None:
+    assert stream.offer(span(5, attempt=2)) is Verdict.HOLD
+    assert stream.offer(span(5)) is Verdict.DROP
+
+
+def test_an_attempt_behind_the_first_token_is_a_later_one() -> None:
+    stream: TokenStream[str] = TokenStream()
+    assert stream.offer(span(0)) is Verdict.FORWARD
+    assert stream.offer(span(1, attempt=2)) == Trim(0, 1, finished=False)

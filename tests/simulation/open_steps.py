@@ -1,0 +1,84 @@
+"""The steps that are open in the world, and who may start one."""
+
+from typing import TYPE_CHECKING
+
+from coordinator.protocol.messages import Binding
+from tests.simulation.checkers import Violation, check, check_one_leads
+from tests.simulation.stepping import ABORT_AFTER_TICKS, Step
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_rank import SimRank
+    from tests.simulation.world import World
+
+
+class OpenSteps:
+    """Steps that are not complete, each with its members."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._open: list[tuple[Step, tuple[SimRank, ...]]] = []
+
+    def fail_dead(self) -> None:
+        """Fail the steps that a dead member will never execute."""
+        open_steps = []
+        for step, members in self._open:
+            if step.is_over:
+                continue
+            if any(self._world.ranks[member.rank] is not member for member in members):
+                since = step.dead_since if step.dead_since is not None else self._world.now
+                step.dead_since = since
+                step.failed = self._world.now - since >= ABORT_AFTER_TICKS
+                if step.failed and self._world.faults.spins:
+                    self._kill_stuck(step, members)
+            open_steps.append((step, members))
+        self._open = open_steps
+
+    def _kill_stuck(self, step: Step, members: tuple["SimRank", ...]) -> None:
+        """Collectives with a dead peer never end: the watchdogs of those inside end them."""
+        for member in members:
+            if member.rank in step.arrived and self._world.ranks[member.rank] is member:
+                self._world.stats.stuck += 1
+                self._world.faults.kill(self._world, member.rank)
+
+    def check_may_start(self, leader: "SimRank", step: Step) -> None:
+        """A leader sends a step: all members must be in the formation, and it must be wanted."""
+        self._world.stats.steps += 1
+        ranks = step.binding.group.ranks
+        self._world.stats.reunited += leader.cohort > 0 and len(ranks) > 1
+        incarnations = leader.holdings.members(ranks)
+        members = []
+        for rank in ranks:
+            process = self._world.ranks[rank]
+            if process is None or process.incarnation != incarnations[rank]:
+                step.dead_since = self._world.now
+                continue
+            members.append(process)
+            if process.seat.binding != step.binding:
+                where = process.seat.binding
+                raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
+        for other in self._world.alive:
+            check_one_leads(step, leader, other, self._world.gateways)
+        core = self._world.core
+        if core is not None and not core.is_recovering:
+            check(
+                core.is_available(leader.rank),
+                f"rank {leader.rank} starts a step although it is cut out",
+            )
+        if step.dead_since is not None:
+            # A member died before the step began; nobody can tell that from one that is slow.
+            dead = type(leader)(self._world, leader.rank, -1, ())
+            members.append(dead)
+        self._open.append((step, tuple(members)))
+
+    def check_nobody_waits_for(self, follower: "SimRank", binding: Binding) -> None:
+        """A follower leaves: its leader must not wait for it in a step that does not fail."""
+        leader = self._world.ranks[binding.group.leader]
+        engine = leader.holdings.engine if leader is not None else None
+        for step in engine.in_flight if engine is not None else ():
+            check(
+                step.binding != binding
+                or follower.rank in step.arrived
+                or step.failed
+                or step.dead_since is not None,
+                f"rank {follower.rank} left {binding} and its leader waits in a step",
+            )

@@ -1,0 +1,50 @@
+"""The whole cell in one world: the gateways' real task book and streams, the policy, the planner.
+
+With everything that `test_switch` breaks, and one-way partitions, clocks that jump and slow ranks.
+"""
+
+import pytest
+
+from tests.simulation.__main__ import replay_of
+from tests.simulation.stats import Stats
+from tests.simulation.world import FAILURES, World
+
+SEEDS = 60
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Stats]:
+    done, failures = [], []
+    for seed in range(SEEDS):
+        try:
+            done.append(World(seed, wide=True).run())
+        except FAILURES as error:
+            failures.append(f"{replay_of(seed, wide=True)}    {error}")
+    assert not failures, "\n".join(failures)
+    return done
+
+
+@pytest.mark.timeout(600)
+def test_invariants_hold_in_the_whole_cell(runs: list[Stats]) -> None:
+    assert len(runs) == SEEDS
+    assert sum(run.ends.get("finished", 0) for run in runs) > 1_000
+
+
+def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
+    for what, least in {
+        "switches": 200,
+        "moved": 20,
+        "crashes": 10,
+        "core_crashes": 5,
+        "trimmed_tokens": 100,
+        "policy_switches": 5,
+        "one_way": 50,
+        "clock_jumps": 10,
+        "slowed": 10,
+        "planned": 100,
+    }.items():
+        assert sum(getattr(run, what) for run in runs) >= least, what
+
+
+def test_a_failure_names_the_command_that_replays_it() -> None:
+    assert replay_of(7, wide=True) == "make sim SEED=7 WIDE=1"

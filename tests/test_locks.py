@@ -1,0 +1,46 @@
+"""What the lock files install: one exact version of each package, under licences that fit."""
+
+import re
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==([0-9][A-Za-z0-9.+!_-]*)( *;.*)?")
+COPYLEFT = re.compile(r"\b(AGPL|SSPL|GPL|GNU (Affero )?General Public)", re.IGNORECASE)
+LESSER = re.compile(r"LGPL|Lesser|classpath|linking exception", re.IGNORECASE)
+
+
+def pins(lock: Path) -> list[str]:
+    lines = [line.split(" #")[0].strip() for line in lock.read_text().splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_every_package_has_one_exact_version(lock: Path) -> None:
+    matches = [(line, PIN.fullmatch(line)) for line in pins(lock)]
+    assert len(matches) > 50
+    assert not [line for line, match in matches if match is None]
+    names = [re.sub(r"[-_.]+", "-", match[1]).lower() for _, match in matches if match]
+    assert len(names) == len(set(names)), "a package is there twice"
+
+
+def test_no_package_that_is_installed_here_is_under_a_copyleft_licence() -> None:
+    known, refused = 0, []
+    for line in pins(ROOT / "requirements" / "cpu.lock"):
+        match = PIN.fullmatch(line)
+        assert match is not None
+        try:
+            told = metadata(match[1])
+        except PackageNotFoundError:
+            continue
+        licences = [told["License-Expression"] or (told["License"] or "")[:80]]
+        licences += [each for each in told.get_all("Classifier", []) if "License" in each]
+        text = " | ".join(licences)
+        known += bool(text.strip(" |"))
+        if COPYLEFT.search(LESSER.sub("", text)) and "MIT" not in text and "BSD" not in text:
+            refused.append(f"{match[1]}: {text}")
+    assert known > 50
+    assert not refused
