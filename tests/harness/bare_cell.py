@@ -171,7 +171,12 @@ def bare_cell(
                 "dist_port": free_port(),
                 **(limits or {}),
             },
-            "coordinator": {"listen": f"127.0.0.1:{free_port()}", **coordinator},
+            # Where ranks share cores with other work, one may be slow for no fault of its own.
+            "coordinator": {
+                "listen": f"127.0.0.1:{free_port()}",
+                "slow_factor": 0,
+                **coordinator,
+            },
             "policy": policy or {},
             "slo": slo or {},
             "admin": {"port": free_port()},

@@ -58,7 +58,7 @@ def starts(
                 folder,
                 MODEL_DIR,
                 shared_cell,
-                "tests.harness.counted_gateway",
+                module="tests.harness.counted_gateway",
                 requests_max=2 * WAITING,
             )
         )

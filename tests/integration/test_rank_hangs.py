@@ -33,6 +33,7 @@ from tests.harness.lost_ranks import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 LEASE_MS, LOST_AFTER_MS = 2_500, 3_000
+SLOW_FACTOR = 5.0
 SEEN_LIMIT_S = 30.0
 """What stands still, or cannot be heard, is left out within the lease and `lost_after_ms`: 5.5 s.
 TCP alone would notice a connection that is broken in one direction after a minute."""
@@ -55,6 +56,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterato
             listen=f"127.0.0.1:{port}",
             lease_ms=LEASE_MS,
             lost_after_ms=LOST_AFTER_MS,
+            slow_factor=SLOW_FACTOR,
         ) as running,
     ):
         yield running

@@ -61,14 +61,14 @@ class BookGateway:
     def clock_s(self) -> float:
         return self.world.now_ms / 1_000 + self.clock_jump_s
 
-    def submit(self, rng: random.Random) -> None:
+    def submit(self, rng: random.Random, deadlines_ms: tuple[int, ...] = (0, 0, 0, 900)) -> None:
         """A client asks for something; every fifth asks for two choices."""
         self._count += 1
         names = [f"{self.name}-{self._count}"]
         if self._count % 5 == 0:
             names = [f"{choice}_{names[0]}" for choice in range(2)]
         prompt_tokens, tier = rng.randint(1, 14), rng.choice(tuple(Tier))
-        deadline_ms = rng.choice((0, 0, 0, 900))
+        deadline_ms = rng.choice(deadlines_ms)
         for name in names:
             most = self.world.max_tokens
             # The longer ones are more likely to be there when a switch comes.
@@ -98,7 +98,7 @@ class BookGateway:
         if not self.open:
             return
         name = rng.choice(list(self.open))
-        for cancel in self.book.cancel([name, name]):
+        for _, cancel in self.book.cancel([name, name]):
             self._ended(name, "cancelled")
             self._say(cancel)
 
@@ -176,7 +176,7 @@ class BookGateway:
         failed, cancels = self.book.fail(task_id)
         for each in failed:
             self._ended(each, code)
-        for cancel in cancels:
+        for _, cancel in cancels:
             self._say(cancel)
 
     def _ended(self, task_id: TaskId, how: str) -> None:
