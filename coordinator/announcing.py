@@ -14,6 +14,7 @@ import structlog
 from coordinator.protocol.config import Config
 from coordinator.protocol.registry import (
     ANNOUNCEMENTS_PER_LEASE,
+    ANSWER_LIMIT_S,
     CellRegistry,
     RedisRegistry,
     RegistryAwayError,
@@ -45,9 +46,10 @@ class Announcer:
         """Stop announcing the cell, and say so if the registry answers."""
         if self._work is None:
             return
-        self._work.cancel()
-        await asyncio.gather(self._work, return_exceptions=True)
-        self._work = None
+        work, self._work = self._work, None
+        work.cancel()
+        # It also ends by itself, should the driver have kept the cancellation to itself.
+        await asyncio.wait({work}, timeout=ANSWER_LIMIT_S)
         # Nobody finds the cell once its lease has run out, if this fails.
         with contextlib.suppress(RegistryAwayError):
             await self._registry.withdraw(self._name, self._address)
@@ -55,7 +57,7 @@ class Announcer:
 
     async def _announce(self) -> None:
         was_heard: bool | None = None
-        while True:
+        while self._work is not None:
             try:
                 await self._registry.announce(self._name, self._address)
             except RegistryAwayError as error:

@@ -107,6 +107,9 @@ class Fleet:
         try:
             while True:
                 await self._look()
+                if (own := asyncio.current_task()) is not None and own.cancelling():
+                    # The driver kept the cancellation to itself.
+                    return
                 self._hold(listener)
                 await asyncio.sleep(self._look_every_s)
         finally:

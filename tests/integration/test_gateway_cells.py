@@ -1,6 +1,7 @@
 """A real gateway process with two cells that die, drain, fill up and fall idle."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from coordinator.protocol.messages import (
     Withdraw,
     Withdrawn,
 )
-from coordinator.protocol.registry import RedisRegistry
+from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran
 from tests.harness.redis_server import Redis
 from worker.demo import MODEL_DIR
@@ -85,8 +86,8 @@ async def found(
         await cell.until(partial(has_session, cell), SEEN_S)
     await cells[0].until(lambda: httpx.get(f"{gateway.url}/ready").status_code == 200, SEEN_S)
     yield found
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
+    found.is_over = True
+    await asyncio.wait({work}, timeout=SEEN_S)
     await found.registry.close()
 
 
@@ -96,11 +97,13 @@ class Found:
     def __init__(self, registry: RedisRegistry, cells: list[FakeCell]) -> None:
         self.registry = registry
         self.cells = cells
+        self.is_over = False
 
     async def announce(self) -> None:
-        while True:
+        while not self.is_over:
             for cell in self.cells:
-                await self.registry.announce(str(cell.port), f"127.0.0.1:{cell.port}")
+                with contextlib.suppress(RegistryAwayError):
+                    await self.registry.announce(str(cell.port), f"127.0.0.1:{cell.port}")
             await asyncio.sleep(0.1)
 
 
