@@ -27,6 +27,7 @@ from coordinator.protocol.seat import Resolve, Seat
 from coordinator.roster import Arrival, Roster
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
+from coordinator.task_table import TaskTable
 from coordinator.tasks import Task
 from tests.simulation import sim_moving
 from tests.simulation.sim_engine import SimTask
@@ -78,8 +79,8 @@ def _grants_its_own(self: Holdings, begin: Begin) -> int:
     return self.pages.counts().free
 
 
-def _any_attempt(self: TaskPool, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
-    task = self._tasks.get(task_id)
+def _any_attempt(self: TaskTable, rank: Rank, task_id: TaskId, attempt: int) -> Task | None:
+    task = self.get(task_id)
     return task if task is not None and task.leader is not None else None
 
 
@@ -181,7 +182,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
     "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
     "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
-    "accept stale attempts": ((TaskPool, "_current", _any_attempt),),
+    "accept stale attempts": ((TaskTable, "current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
