@@ -20,7 +20,7 @@ from coordinator.policy.decide import decide
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
 from coordinator.policy.observe import observe_tiers
 from coordinator.policy.settings import PolicySettings
-from coordinator.protocol.messages import Binding, TaskHeader, TaskId, Tier
+from coordinator.protocol.messages import Binding, CellLoad, TaskHeader, TaskId, Tier
 from coordinator.simulator.group import SimGroup, SimTask
 from coordinator.task_table import TaskTable
 from coordinator.tasks import State, Task
@@ -112,19 +112,51 @@ class SimCell:
         self._switches: list[tuple[int, str, str]] = []
         self._groups: dict[Rank, SimGroup] = {}
         self._now_s = 0.0
+        self._offered = 0
+        self._has_begun = False
         self._form(layout)
         self.run_of = Run()
 
     def run(self, arrivals: Sequence[Arrival], until_s: float) -> Run:
         """Serve these requests, in order of their times, and stop at `until_s`."""
-        for index, each in enumerate(arrivals):
-            self._push(each.at_s, "arrival", (index, each))
-        if self._space is not None:
-            self._push(0.0, "tick", None)
-        self._push(1.0, "grow", None)
+        for each in arrivals:
+            self.offer(each)
+        self.advance(until_s)
+        return self.end()
+
+    def offer(self, arrival: Arrival) -> None:
+        """Let a request come, not before the time that was advanced to."""
+        self._push(arrival.at_s, "arrival", (self._offered, arrival))
+        self._offered += 1
+
+    def advance(self, until_s: float) -> None:
+        """Let everything happen that is due by `until_s`."""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._space is not None:
+                self._push(0.0, "tick", None)
+            self._push(1.0, "grow", None)
         while self._events and self._events[0][0] <= until_s:
             self._now_s, _, kind, what = heappop(self._events)
             self._handle(kind, what)
+
+    @property
+    def load(self) -> CellLoad:
+        """How busy the cell is, as its coordinator would tell gateways."""
+        serving = [each for each in self._groups.values() if not each.stopping]
+        room = sum(each.cost.capacity_tokens for each in serving)
+        used = sum(each.context for each in serving)
+        tasks = self._table
+        return CellLoad(
+            queued=tuple(tasks.queue.count(tier) for tier in Tier),
+            running=sum(tasks.loads.tasks(leader) for leader in self._groups),
+            tasks_max=sum(each.cost.tasks_max for each in serving),
+            blocks_free=max(0, room - used) // BLOCK_TOKENS,
+            blocks_total=room // BLOCK_TOKENS,
+        )
+
+    def end(self) -> Run:
+        """Return what was seen; requests that are not complete count as such."""
         for task in self._tasks.values():
             header = task.task.header
             self.run_of.seen.append(

@@ -71,6 +71,7 @@ class CellScaling(_Values):
     min_cells: Count
     max_cells: Count
     queue_depth: Annotated[dict[TierName, Count], Field(min_length=1)]
+    requests_per_second: Annotated[float, Field(ge=0)]
     scale_down_seconds: Annotated[int, Field(ge=0, le=3600)]
     prometheus_address: Annotated[str, Field(pattern="^https?://")]
 
