@@ -8,7 +8,7 @@ SEED   ?= 1
 BIN    := .venv/bin
 TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos and not fleet"
 
-.PHONY: up demo test test-fleet setup check chaos sim mutants bench gpu-bench screenshot
+.PHONY: up demo test test-fleet setup check chaos soak sim mutants bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -34,6 +34,9 @@ check: setup  ## lint, format, types and import contracts
 
 chaos: setup  ## the long fault tests: every crash point, every kind of loss; prints what it measures
 	$(BIN)/python -m pytest -m chaos -s -p no:randomly tests
+
+soak: setup  ## two hours of switches, kills, bursts and clients that leave: make soak [SOAK_MINUTES=20]
+	@$(BIN)/python -m tests.soak
 
 sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1]
 	@$(BIN)/python -m tests.simulation --seed $(SEED) $(if $(WIDE),--wide)

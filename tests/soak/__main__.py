@@ -1,0 +1,268 @@
+"""`make soak`: a real cell for hours under switches, kills, bursts and clients that leave.
+
+Every stream is greedy and one of a few prompts, so that each must be what the same prompt gave at
+the start, whatever happened meanwhile. At the end nothing may have grown. Leaves a dated table.
+`SOAK_MINUTES`, `SOAK_RANKS` and `SOAK_KILL_S` set how long, how wide, and how often a rank is
+killed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from openai import AsyncOpenAI, OpenAIError
+
+from comm_pool.layout import Mode, format_layout, supported_layouts
+from tests.bench.provenance import commit, cpu_name, today
+from tests.bench.servers import MODEL, ROOT, free_port, running
+from tests.harness.admin import ask, get_json, switch
+from tests.soak.measures import Sample, Slopes, pages_lost, sample, segments, slopes
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
+RANKS = int(os.environ.get("SOAK_RANKS", "2"))
+KILL_S = float(os.environ.get("SOAK_KILL_S", "300"))
+SWITCH_S = 20.0
+SAMPLE_S = 10.0
+BURST_S = 60.0
+BURST = 24
+CLIENTS = 4
+LEAVES_SHARE = 0.1
+TOKENS = 96
+ALL_TOKENS_LIMIT_S = 180.0
+SETTLE_S = 180.0
+CARRIES = ("reshard", "reshard", "pause", "recompute")
+PROMPTS = tuple(
+    f"Question {number}: how do I sort a list of {number} words?" for number in range(8)
+)
+OPTIONS = [
+    *("--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32", "--enforce-eager"),
+    *("--kv-cache-memory-bytes", str(128 << 20)),
+]
+
+
+@dataclass
+class Soak:
+    """One run: where the cell is, and what came of it so far."""
+
+    url: str
+    admin: str
+    draw: random.Random
+    expected: dict[str, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+
+async def stream_of(client: AsyncOpenAI, prompt: str, leaves_after: int | None = None) -> str:
+    """One answer, or the beginning of one whose client leaves."""
+    text, chunks = "", 0
+    stream = await client.completions.create(
+        model="demo",
+        prompt=prompt,
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async with stream:
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+            chunks += 1
+            if leaves_after is not None and chunks >= leaves_after:
+                break
+    return text
+
+
+async def one_request(soak: Soak, client: AsyncOpenAI) -> None:
+    """Ask for one of the prompts and compare."""
+    prompt = soak.draw.choice(PROMPTS)
+    leaves = soak.draw.randrange(1, TOKENS // 2) if soak.draw.random() < LEAVES_SHARE else None
+    try:
+        async with asyncio.timeout(ALL_TOKENS_LIMIT_S):
+            text = await stream_of(client, prompt, leaves)
+    except (OpenAIError, TimeoutError) as error:
+        soak.counts["failed"] += 1
+        soak.wrong.append(f"{soak.now_s:.0f} s: {type(error).__name__}: {error}"[:300])
+        return
+    soak.counts["left" if leaves else "whole"] += 1
+    whole = soak.expected[prompt]
+    if not (whole.startswith(text) if leaves else whole == text):
+        soak.counts["not exact"] += 1
+        soak.wrong.append(f"{soak.now_s:.0f} s: {prompt!r} gave {text!r}, not {whole!r}"[:600])
+
+
+async def clients(soak: Soak, client: AsyncOpenAI, until_s: float) -> None:
+    """A few clients that ask again and again, and a burst now and then."""
+
+    async def one() -> None:
+        while soak.now_s < until_s:
+            await one_request(soak, client)
+            await asyncio.sleep(soak.draw.uniform(0.0, 1.0))
+
+    async def bursts() -> None:
+        while soak.now_s < until_s - BURST_S:
+            await asyncio.sleep(BURST_S)
+            await asyncio.gather(*(one_request(soak, client) for _ in range(BURST)))
+            soak.counts["bursts"] += 1
+
+    await asyncio.gather(*(one() for _ in range(CLIENTS)), bursts())
+
+
+async def switches(soak: Soak, until_s: float) -> None:
+    """Another layout every `SWITCH_S`; one that cannot be right now is counted and left."""
+    widths = [width for width in (1, 2, 4) if width <= RANKS]
+    layouts = supported_layouts(RANKS, widths, (Mode.DP, Mode.TP, Mode.SP))
+    names = [format_layout(layout) for layout in layouts]
+    while soak.now_s < until_s:
+        await asyncio.sleep(SWITCH_S)
+        try:
+            wanted = soak.draw.choice(names), soak.draw.choice(CARRIES)
+            await asyncio.to_thread(ask, soak.admin, *wanted)
+            soak.counts["switches"] += 1
+        except AssertionError:
+            soak.counts["switches refused"] += 1
+
+
+async def kills(soak: Soak, until_s: float) -> None:
+    """End a random rank by its own pid, now and then."""
+    while KILL_S and soak.now_s < until_s - KILL_S:
+        await asyncio.sleep(KILL_S)
+        ranks = await asyncio.to_thread(get_json, soak.admin + "/admin/ranks")
+        here = [rank["pid"] for rank in ranks["ranks"] if not rank["exited"]]
+        with suppress(ProcessLookupError):
+            os.kill(soak.draw.choice(here), signal.SIGKILL)
+            soak.counts["ranks killed"] += 1
+
+
+def look(soak: Soak, root: psutil.Process) -> None:
+    """Sample every process of the cell."""
+    with suppress(psutil.Error):
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                name = words[words.index("-m") + 1] if "-m" in words else process.name()
+                if (found := sample(process, soak.now_s)) is not None:
+                    soak.samples.setdefault((name, process.pid), []).append(found)
+
+
+async def looks(soak: Soak, root: psutil.Process, until_s: float) -> None:
+    """Sample on a clock, and say how far the run is."""
+    while soak.now_s < until_s:
+        await asyncio.to_thread(look, soak, root)
+        done = ", ".join(f"{count} {name}" for name, count in sorted(soak.counts.items()))
+        print(f"soak {soak.now_s / 60:6.1f} of {until_s / 60:.0f} min: {done}", flush=True)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def pages_of(admin: str) -> dict[int, dict[str, int]]:
+    """Where the pages of each rank are."""
+    return {rank["rank"]: rank["pages"] for rank in get_json(admin + "/admin/ranks")["ranks"]}
+
+
+def at_rest(admin: str) -> dict[int, dict[str, int]]:
+    """Back to dp with no task left and every rank there; returns the pages."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        status = get_json(admin + "/admin/status")
+        is_idle = not any(status["queue"]["tasks"].values())
+        if is_idle and not any(rank["exited"] for rank in status["ranks"]):
+            with suppress(AssertionError):
+                switch(admin, f"dp{RANKS}", "recompute")
+                pages = pages_of(admin)
+                if all(each["owned"] == each["total"] - 1 for each in pages.values()):
+                    return pages
+        if time.monotonic() > deadline:
+            return pages_of(admin)
+        time.sleep(1.0)
+
+
+async def run(soak: Soak, root: psutil.Process) -> None:
+    """The load and everything that happens to it."""
+    async with AsyncOpenAI(base_url=soak.url + "/v1", api_key="none", max_retries=0) as client:
+        for prompt in PROMPTS:
+            soak.expected[prompt] = await stream_of(client, prompt)
+        soak.began_s = time.monotonic()
+        until_s = MINUTES * 60
+        await asyncio.gather(
+            clients(soak, client, until_s),
+            switches(soak, until_s),
+            kills(soak, until_s),
+            looks(soak, root, until_s),
+        )
+
+
+def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list[str]) -> list[str]:
+    """The dated table."""
+    rows = [
+        f"# Soak of {MINUTES:g} minutes, {today()}",
+        "",
+        f"Command: `SOAK_MINUTES={MINUTES:g} SOAK_RANKS={RANKS} SOAK_KILL_S={KILL_S:g} make soak`, "
+        f"commit {commit()}, {os.cpu_count()} cores of {cpu_name()}. A switch every {SWITCH_S:g} s,"
+        f" {CLIENTS} clients, a burst of {BURST} requests every {BURST_S:g} s; one in ten leaves.",
+        "",
+        "| what | count |",
+        "|---|---|",
+        *(f"| {name} | {count} |" for name, count in sorted(soak.counts.items())),
+        "",
+        "| process | pid | judged min | RSS MiB/min | files/min | threads/min |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (name, pid), each in sorted(found.items()):
+        if each is not None:
+            values = f"{each.minutes:.1f} | {each.rss_mib:+.2f} | {each.files:+.2f}"
+            rows.append(f"| {name} | {pid} | {values} | {each.threads:+.2f} |")
+    judged = [f"- {fault}" for fault in faults] or ["Nothing grew, every stream was exact."]
+    return [*rows, "", *judged]
+
+
+def main() -> int:
+    """Run, judge, write; 1 if anything is wrong."""
+    port, admin_port = free_port(), free_port()
+    before = segments()
+    command = [
+        *(sys.executable, "-m", "coordinator.cli", "up", "--model", str(MODEL)),
+        *("--ranks", str(RANKS), "--device", "cpu", "--port", str(port)),
+        *("--admin-port", str(admin_port), "--", *OPTIONS),
+    ]
+    with ExitStack() as stack:
+        url = stack.enter_context(running(command, port, "/ready"))
+        soak = Soak(url, f"http://127.0.0.1:{admin_port}", random.Random(1))
+        root = psutil.Process(get_json(soak.admin + "/admin/status")["pid"]).parent()
+        assert root is not None
+        pages = at_rest(soak.admin)
+        asyncio.run(run(soak, root))
+        faults = [f"pages: {each}" for each in pages_lost(pages, at_rest(soak.admin))]
+    found = {process: slopes(samples) for process, samples in soak.samples.items()}
+    faults += [
+        f"{name} {pid}: {leak} grow"
+        for (name, pid), each in found.items()
+        if each
+        for leak in each.leaks
+    ]
+    faults += [f"shared memory is left: {name}" for name in sorted(segments() - before)]
+    faults += soak.wrong[:20]
+    text = "\n".join(report(soak, found, faults)) + "\n"
+    out = ROOT / "docs" / "benchmarks" / f"{today()}-cpu-soak.md"
+    out.write_text(text)
+    print(
+        text,
+        f"\nwritten to {out.relative_to(Path.cwd())}" if out.is_relative_to(Path.cwd()) else "",
+    )
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What a soak looks at, and when it finds a leak. Pure but for `sample`, which reads /proc.
+
+A process that was started again is another one: only what one process does over its life counts,
+behind the first part of it, in which caches fill.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import linear_regression
+
+import psutil
+
+WARM_S = 120.0
+"""Of each process' life; what it grows in that time is no leak."""
+JUDGED_S = 180.0
+"""A shorter life behind the warm part says nothing of a slope."""
+RSS_MIB_PER_MINUTE_MAX = 1.0
+FILES_PER_MINUTE_MAX = 0.5
+THREADS_PER_MINUTE_MAX = 0.2
+SHARED_MEMORY = Path("/dev/shm")
+MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one time, in seconds since the start."""
+
+    at_s: float
+    rss_bytes: int
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """What a process gained per minute behind its warm part, and over how many minutes."""
+
+    minutes: float
+    rss_mib: float
+    files: float
+    threads: float
+
+    @property
+    def leaks(self) -> list[str]:
+        """Which of them are too much."""
+        limits = (
+            ("memory", self.rss_mib, RSS_MIB_PER_MINUTE_MAX),
+            ("files", self.files, FILES_PER_MINUTE_MAX),
+            ("threads", self.threads, THREADS_PER_MINUTE_MAX),
+        )
+        return [name for name, slope, limit in limits if slope > limit]
+
+
+def slopes(samples: Sequence[Sample]) -> Slopes | None:
+    """Fit lines; None if the process did not live long enough to be judged."""
+    warm = [each for each in samples if each.at_s - samples[0].at_s >= WARM_S]
+    if len(warm) < 3 or warm[-1].at_s - warm[0].at_s < JUDGED_S:
+        return None
+    minutes = [each.at_s / 60 for each in warm]
+
+    def slope(values: Iterable[float]) -> float:
+        return linear_regression(minutes, list(values)).slope
+
+    return Slopes(
+        minutes[-1] - minutes[0],
+        slope(each.rss_bytes / MIB for each in warm),
+        slope(each.files for each in warm),
+        slope(each.threads for each in warm),
+    )
+
+
+def sample(process: psutil.Process, at_s: float) -> Sample | None:
+    """Read one process; None if it has ended."""
+    try:
+        with process.oneshot():
+            return Sample(at_s, process.memory_info().rss, process.num_fds(), process.num_threads())
+    except psutil.Error:
+        return None
+
+
+def segments() -> frozenset[str]:
+    """The names of all shared-memory segments."""
+    return frozenset(path.name for path in SHARED_MEMORY.iterdir())
+
+
+def pages_lost(
+    before: Mapping[int, Mapping[str, int]], after: Mapping[int, Mapping[str, int]]
+) -> list[str]:
+    """Ranks whose pages are not where they were at the start, both times idle in dp."""
+    lost = []
+    for rank, pages in before.items():
+        if rank not in after:
+            lost.append(f"rank {rank}: it is not there")
+            continue
+        changed = [key for key, count in pages.items() if after[rank][key] != count]
+        lost += [f"rank {rank}: {after[rank][key]} {key}, not {pages[key]}" for key in changed]
+    return lost
