@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import statistics
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran
 from tests.harness.redis_server import Redis
+from tests.harness.tcp_proxy import TcpProxy
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,6 +37,10 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 IDLE = CellLoad((0, 0, 0), 0, 8, 90, 100)
 BUSY = CellLoad((0, 3, 0), 8, 8, 10, 100)
 SEEN_S = 30
+REQUESTS = 30
+SILENT_S = 2.0
+"""Four of the leases that the registry has here."""
+WAIT_MAX_MS = 50.0
 
 
 def has_session(cell: FakeCell) -> bool:
@@ -60,11 +67,19 @@ def redis() -> Iterator[Redis]:
 
 
 @pytest.fixture(scope="module")
+def link(redis: Redis) -> Iterator[TcpProxy]:
+    """Between the gateway and its Redis."""
+    with TcpProxy(redis.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
 def gateway(
-    cells: tuple[FakeCell, FakeCell], redis: Redis, tmp_path_factory: pytest.TempPathFactory
+    cells: tuple[FakeCell, FakeCell], link: TcpProxy, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
     """Finds its cells in Redis, where the tests announce them."""
-    fleet = {"redis": redis.url, "lease_ms": 500, "dead_after_ms": 60_000}
+    url = f"redis://127.0.0.1:{link.port}"
+    fleet = {"redis": url, "lease_ms": 500, "dead_after_ms": 60_000}
     folder = tmp_path_factory.mktemp("gateway")
     process = GatewayProcess(folder, MODEL_DIR, cells[0], fleet=fleet)
     yield process
@@ -231,6 +246,43 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
     assert await text_of(await work) == WORDS
     assert len(other.of(Submit)) == 1
     was.set_state(serving())
+
+
+@pytest.mark.timing
+async def test_nothing_waits_for_a_redis_that_does_not_answer(
+    client: openai.AsyncOpenAI,
+    cells: tuple[FakeCell, FakeCell],
+    found: Found,
+    link: TcpProxy,
+    ids: list[int],
+) -> None:
+    """It takes connections and says nothing, for longer than leases last."""
+
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids, "length")
+
+    async def median_ms() -> float:
+        took = []
+        for _ in range(REQUESTS):
+            began_s = time.perf_counter()
+            assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+            took.append(1e3 * (time.perf_counter() - began_s))
+        return statistics.median(took)
+
+    assert found.cells, "they are announced all the time"
+    cells[0].behave = cells[1].behave = behave
+    before_ms = await median_ms()
+    sessions = [cell.sessions for cell in cells]
+    link.is_silent = True
+    try:
+        await asyncio.sleep(SILENT_S)
+        silent_ms = await median_ms()
+    finally:
+        link.is_silent = False
+        link.cut()
+    print(f"\na request: {before_ms:.1f} ms, {silent_ms:.1f} ms while Redis does not answer")
+    assert silent_ms < before_ms + WAIT_MAX_MS
+    assert [cell.sessions for cell in cells] == sessions
 
 
 async def test_nothing_waits_for_a_redis_that_is_away(
