@@ -6,6 +6,7 @@ so that logits can be compared without HTTP in between.
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -228,6 +229,8 @@ class TaskClient:
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
+        self._tag = f"~{secrets.token_hex(3)}"
+        """Behind the name in a task's id: a coordinator remembers the tasks of earlier clients."""
         self._up: asyncio.Queue[GatewayUp] = asyncio.Queue()
         self._reply_to = ""
         self._readers: list[asyncio.Task[None]] = []
@@ -281,14 +284,14 @@ class TaskClient:
     async def _read_events(self, call: Any) -> None:
         async for message in call:
             if isinstance(message, TaskFailed):
-                stream = self.streams[message.task]
+                stream = self.streams[message.task.removesuffix(self._tag)]
                 stream.failure, stream.finished = f"{message.code}: {message.message}", True
             if isinstance(message, Resubmit):
                 self._submit_again(message)
 
     def _submit_again(self, asked: Resubmit) -> None:
         """A rank was lost: say what came of the task, and take nothing from earlier attempts."""
-        stream = self.streams.get(asked.task)
+        stream = self.streams.get(asked.task.removesuffix(self._tag))
         if stream is None:
             self._up.put_nowait(Cancel(asked.task))  # Of a client before this one.
             return
@@ -318,7 +321,7 @@ class TaskClient:
         """Take a span in its turn: two leaders of one task reach us by connections of their own."""
         if span.attempt <= self._fences.get(span.task, 0):
             return
-        stream = self.streams[span.task]
+        stream = self.streams[span.task.removesuffix(self._tag)]
         answer = stream.order.offer(span)
         if answer is Verdict.HOLD:
             stream.order.hold(span, (span, output))
@@ -333,16 +336,16 @@ class TaskClient:
 
     def cancel(self, name: str) -> None:
         """Say that nobody waits for this task any more, as a gateway does for a gone client."""
-        self._up.put_nowait(Cancel(TaskId(name)))
+        self._up.put_nowait(Cancel(TaskId(name + self._tag)))
 
     def submit(
         self, name: str, prompt: list[int], *, tier: Tier = Tier.STANDARD, **params: Any
     ) -> Stream:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
-        header, payload = encoded_request(name, prompt, self._reply_to, tier, params)
+        header, payload = encoded_request(name + self._tag, prompt, self._reply_to, tier, params)
         self.streams[name] = Stream()
-        self._submitted[name] = Submit(header, payload)
-        self._up.put_nowait(self._submitted[name])
+        self._submitted[header.task] = Submit(header, payload)
+        self._up.put_nowait(self._submitted[header.task])
         return self.streams[name]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:

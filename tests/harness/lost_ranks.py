@@ -110,6 +110,8 @@ def kill(cell: BareCell, rank: int, pid: int) -> float:
 async def begun(client: TaskClient, names: list[str]) -> None:
     """Wait until all streams have begun, and see that some are not over."""
     while any(len(client.streams[name].tokens) < BEGUN_TOKENS for name in names):
+        failures = [client.streams[name].failure for name in names]
+        assert not any(failures), failures
         await asyncio.sleep(0.005)
     assert not all(client.streams[name].finished for name in names)
 
