@@ -54,6 +54,7 @@ class Soak:
 
     url: str
     admin: str
+    model: str
     draw: random.Random
     expected: dict[str, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -66,11 +67,13 @@ class Soak:
         return time.monotonic() - self.began_s
 
 
-async def stream_of(client: AsyncOpenAI, prompt: str, leaves_after: int | None = None) -> str:
+async def stream_of(
+    soak: Soak, client: AsyncOpenAI, prompt: str, leaves_after: int | None = None
+) -> str:
     """One answer, or the beginning of one whose client leaves."""
     text, chunks = "", 0
     stream = await client.completions.create(
-        model="demo",
+        model=soak.model,
         prompt=prompt,
         max_tokens=TOKENS,
         temperature=0,
@@ -92,7 +95,7 @@ async def one_request(soak: Soak, client: AsyncOpenAI) -> None:
     leaves = soak.draw.randrange(1, TOKENS // 2) if soak.draw.random() < LEAVES_SHARE else None
     try:
         async with asyncio.timeout(ALL_TOKENS_LIMIT_S):
-            text = await stream_of(client, prompt, leaves)
+            text = await stream_of(soak, client, prompt, leaves)
     except (OpenAIError, TimeoutError) as error:
         soak.counts["failed"] += 1
         soak.wrong.append(f"{soak.now_s:.0f} s: {type(error).__name__}: {error}"[:300])
@@ -193,7 +196,7 @@ async def run(soak: Soak, root: psutil.Process) -> None:
     """The load and everything that happens to it."""
     async with AsyncOpenAI(base_url=soak.url + "/v1", api_key="none", max_retries=0) as client:
         for prompt in PROMPTS:
-            soak.expected[prompt] = await stream_of(client, prompt)
+            soak.expected[prompt] = await stream_of(soak, client, prompt)
         soak.began_s = time.monotonic()
         until_s = MINUTES * 60
         await asyncio.gather(
@@ -224,7 +227,10 @@ def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list
         if each is not None:
             values = f"{each.minutes:.1f} | {each.rss_mib:+.2f} | {each.files:+.2f}"
             rows.append(f"| {name} | {pid} | {values} | {each.threads:+.2f} |")
-    judged = [f"- {fault}" for fault in faults] or ["Nothing grew, every stream was exact."]
+    words = "Nothing grew, every stream was exact."
+    if not any(found.values()):
+        words = "Every stream was exact; no process lived long enough for its growth to be judged."
+    judged = [f"- {fault}" for fault in faults] or [words]
     return [*rows, "", *judged]
 
 
@@ -239,7 +245,8 @@ def main() -> int:
     ]
     with ExitStack() as stack:
         url = stack.enter_context(running(command, port, "/ready"))
-        soak = Soak(url, f"http://127.0.0.1:{admin_port}", random.Random(1))
+        model = get_json(url + "/v1/models")["data"][0]["id"]
+        soak = Soak(url, f"http://127.0.0.1:{admin_port}", model, random.Random(1))
         root = psutil.Process(get_json(soak.admin + "/admin/status")["pid"]).parent()
         assert root is not None
         pages = at_rest(soak.admin)
