@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from comm_pool.layout import parse_layout
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.log import CostsSeen, costs_of, decode, settings_of
@@ -95,11 +97,15 @@ def serve(name: str, options: argparse.Namespace, log: Path) -> tuple[list[dict[
     """Run the load on a real cell; returns its whole answers and how often the cell switched."""
     port, admin_port = free_port(), free_port()
     config = log.with_name("cell.yaml")
-    config.write_text(f"policy: {{name: adaptive, observation_log: {log}}}\n")
+    fields = {
+        "model": {"path": options.model, "engine_args": ENGINE_OPTIONS},
+        "policy": {"name": ADAPTIVE, "observation_log": str(log)},
+    }
+    config.write_text(yaml.safe_dump(fields))
     command = [
         *(sys.executable, "-m", "coordinator.cli", "up", "--config", str(config)),
-        *("--model", options.model, "--ranks", str(options.ranks), "--device", options.device),
-        *("--port", str(port), "--admin-port", str(admin_port), "--", *ENGINE_OPTIONS),
+        *("--ranks", str(options.ranks), "--device", options.device),
+        *("--port", str(port), "--admin-port", str(admin_port)),
     ]
     admin = f"http://127.0.0.1:{admin_port}"
     with ExitStack() as stack:
