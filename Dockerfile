@@ -10,7 +10,7 @@ FROM ${PYTHON_CPU} AS wheel
 WORKDIR /src
 COPY requirements/cpu.lock requirements/
 RUN grep -E '^(editables|hatchling|packaging|pathspec|pluggy|trove-classifiers)==' requirements/cpu.lock > build.lock
-RUN pip install --no-cache-dir --no-deps -r build.lock
+RUN pip install --no-cache-dir --require-hashes --no-deps -r build.lock
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY comm_pool/ comm_pool/
 COPY coordinator/ coordinator/
@@ -28,10 +28,11 @@ RUN python -m venv /opt/aileron
 COPY requirements/cpu.lock requirements/tools.txt requirements/
 RUN grep '^[^#]' requirements/tools.txt > tools.txt
 RUN grep '^[^#]' requirements/cpu.lock | grep -v -i -E -f tools.txt > image.lock
-# torch's CPU build, which the lock file's plain version then is satisfied by; only x86_64 names it.
-RUN grep '^torch==' image.lock | sed "s/\$/$(test "$(uname -m)" != x86_64 || echo +cpu)/" > torch.lock
+# torch's CPU build, which the lock file's plain version then is satisfied by; only x86_64 names it,
+# and no hash of it is locked.
+RUN grep -o '^torch==[^ ]*' image.lock | sed "s/\$/$(test "$(uname -m)" != x86_64 || echo +cpu)/" > torch.lock
 RUN /opt/aileron/bin/pip install --no-cache-dir --no-deps --index-url "$AILERON_TORCH_INDEX" -r torch.lock
-RUN /opt/aileron/bin/pip install --no-cache-dir --no-deps -r image.lock
+RUN /opt/aileron/bin/pip install --no-cache-dir --require-hashes --no-deps -r image.lock
 COPY --from=wheel /dist/ /dist/
 RUN /opt/aileron/bin/pip install --no-cache-dir --no-deps /dist/*.whl
 
@@ -41,7 +42,7 @@ RUN python -m venv /opt/aileron
 COPY requirements/gpu.lock requirements/tools.txt requirements/
 RUN grep '^[^#]' requirements/tools.txt > tools.txt
 RUN grep '^[^#]' requirements/gpu.lock | grep -v -i -E -f tools.txt > image.lock
-RUN /opt/aileron/bin/pip install --no-cache-dir --no-deps -r image.lock
+RUN /opt/aileron/bin/pip install --no-cache-dir --require-hashes --no-deps -r image.lock
 COPY --from=wheel /dist/ /dist/
 RUN /opt/aileron/bin/pip install --no-cache-dir --no-deps /dist/*.whl
 

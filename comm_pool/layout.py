@@ -119,6 +119,13 @@ class Group:
         """How tokens and weights are divided, if the group is mixed."""
         return None if self.tp == 1 else Mixed(self.width // self.tp, self.tp)
 
+    @property
+    def step_modes(self) -> tuple[StepMode, ...]:
+        """How its steps may be computed."""
+        shared: StepMode = self.mixed or Mode.SP
+        several = {Mode.SHIFT: (Mode.TP, shared), Mode.SP: (shared,)}
+        return several.get(self.mode, (self.mode,))
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -181,6 +188,11 @@ class Layout:
         """Return the layout with those of `ranks` that were missing added, each alone in dp."""
         missing = frozenset(ranks).difference(self.ranks)
         return Layout((*self.groups, *_alone(missing)))
+
+
+def step_name(mode: StepMode, width: int) -> str:
+    """Return the name of how steps of a group are computed, such as `tp2` or `sp2tp2`."""
+    return f"{mode}{width}" if isinstance(mode, Mode) else str(mode)
 
 
 def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:

@@ -1,9 +1,10 @@
 """vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
 
-Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce; on CPU Gloo or
-shared memory) and a control plane (the shared-memory broadcast queue, its leader the only writer).
-All ranks create all groups in the order of `comm_pool.plan`; nothing is created later (Flying
-Serving, Communicator Pool). `activate` makes one the group that vLLM's parallel layers talk over.
+Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce; on CPU our own
+`SharedPlane`, which can be aborted) and a control plane (the shared-memory broadcast queue, its
+leader the only writer). All ranks create all groups in the order of `comm_pool.plan`; nothing is
+created later (Flying Serving, Communicator Pool). `activate` makes one the group that vLLM's
+parallel layers talk over.
 """
 
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +23,27 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.utils import create_tcp_store
 
+from comm_pool.formations import Formations
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 from comm_pool.ports import LOOPBACK
-
-SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
+from comm_pool.shared_plane import SharedPlane, map_plane
 
 LOOPBACK_INTERFACE = "lo"
 
-TP_GROUP_NAME = "tp"
-"""vLLM gives custom all-reduce and CPU shared memory only to groups of this name."""
-
+GROUP_NAMES = {"cuda": "tp", "cpu": "cell"}
+"""vLLM gives custom all-reduce only to groups of the first name, and on CPU its own shared memory,
+whose collectives wait for a dead member for ever, to none of the second."""
 
 LARGE_MESSAGE_BYTES = 64 << 20
 """A prefill's all-reduce: larger than custom all-reduce takes, so NCCL does it."""
 
 CPU_SPIN_S = 0.002
 """How long an idle follower on CPU spins on its step queue before it sleeps."""
+
+
+Ranks = tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Communicator:
     group: GroupCoordinator
     created_ms: float
     memory_bytes: int
+    plane: SharedPlane | None = None
+    """What its collectives run over where they can be aborted: on CPU."""
 
     @property
     def width(self) -> int:
@@ -114,8 +121,9 @@ class CommunicatorPool:
         those have no control plane.
         """
         self._first = first
+        self._formations = Formations()
+        self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
         backend = "nccl" if device.type == "cuda" else "gloo"
-        os.environ["VLLM_DIST_IDENT"] = init_method.rsplit(":", 1)[-1]
         with set_current_vllm_config(config):
             place = rank - first
             _join_world(init_method, place, world, backend)
@@ -156,8 +164,9 @@ class CommunicatorPool:
                 rank,
                 backend,
                 use_message_queue_broadcaster=has_queue,
-                group_name=TP_GROUP_NAME,
+                group_name=GROUP_NAMES[device.type],
             )
+        plane = _use_shared_plane(group, self._formations) if device.type == "cpu" else None
         _release_unusable(group)
         _warm(group, device, exchanges=has_queue and device.type == "cuda")
         _release_names(group)
@@ -170,6 +179,7 @@ class CommunicatorPool:
             group,
             (time.perf_counter() - started) * 1e3,
             max(0, _memory_bytes(device) - before),
+            plane,
         )
 
     def of(self, ranks: tuple[Rank, ...]) -> Communicator:
@@ -192,6 +202,41 @@ class CommunicatorPool:
         """Everything that was created, by the mode that needs it first."""
         yield from ((f"tp{each.width}", each) for each in self if each.width > 1)
         yield from ((str(mixed), each) for mixed, each in self._mixed.items())
+
+    # ------------------------------------------------------------------ aborting
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether members come out of a collective whose peer has died.
+
+        On CUDA they do not: NCCL's communicators can be aborted from another thread, but custom
+        all-reduce spins inside a graph until its process ends.
+        """
+        return any(each.plane is not None for _, each in self.named())
+
+    def enter(self, born: int) -> None:
+        """This rank's collectives are those of this formation from now on."""
+        self._formations.enter(born)
+
+    def abort(self, ranks: Ranks, born: int) -> None:
+        """Let the collectives of a formation of these ranks raise `PeerLostError`; any thread."""
+        self._formations.abort(born)
+        for plane in self._planes(ranks):
+            plane.abort(born)
+
+    def is_aborted(self, ranks: Ranks, born: int) -> bool:
+        """Whether this rank or another member has aborted the formation."""
+        marked = any(plane.is_aborted(born) for plane in self._planes(ranks))
+        return marked or self._formations.is_aborted(born)
+
+    def _planes(self, ranks: Ranks) -> tuple[SharedPlane, ...]:
+        """Those that a formation of these ranks may use; others of its epoch have others."""
+        found = self._planes_of.get(ranks)
+        if found is None:
+            planes = ((each.plane, each.ranks) for _, each in self.named())
+            found = tuple(plane for plane, of in planes if plane and set(ranks).issuperset(of))
+            self._planes_of[ranks] = found
+        return found
 
     @staticmethod
     def process_groups() -> int:
@@ -218,10 +263,14 @@ def activate(communicator: Communicator) -> None:
 def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
     """(k, ...) -> (k, ...): part j goes to member j, and its part for this rank comes back as j.
 
-    Over the NCCL communicator that vLLM reduces with: torch's process group would make another one,
-    which costs hundreds of MiB for good and several times the host's time per call.
+    On CUDA over the NCCL communicator that vLLM reduces with: torch's process group would make
+    another one, which costs hundreds of MiB for good and several times the host's time per call.
     """
     received = torch.empty_like(sent)
+    shared = getattr(group.device_communicator, "dist_module", None)
+    if isinstance(shared, SharedPlane):
+        shared.all_to_all(received, sent)
+        return received
     plane = getattr(group.device_communicator, "pynccl_comm", None)
     if plane is None or plane.disabled:
         dist.all_to_all_single(received, sent, group=group.device_group)
@@ -235,6 +284,20 @@ def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
     plane.group_end()
     received[own].copy_(sent[own])
     return received
+
+
+def _use_shared_plane(group: GroupCoordinator, formations: Formations) -> SharedPlane:
+    """Let vLLM's CPU communicator talk over a plane that can be aborted; collective."""
+
+    def gather(own: object) -> list[Any]:
+        told: list[Any] = [None] * group.world_size
+        dist.all_gather_object(told, own, group=group.cpu_group)
+        return told
+
+    place, width = int(group.rank_in_group), int(group.world_size)
+    plane = SharedPlane(map_plane(place, width, gather), place, width, formations)
+    group.device_communicator.dist_module = plane
+    return plane
 
 
 def _release_unusable(group: GroupCoordinator) -> None:
@@ -261,17 +324,13 @@ def _warm(group: GroupCoordinator, device: torch.device, *, exchanges: bool) -> 
 
 
 def _release_names(group: GroupCoordinator) -> None:
-    """Unlink the group's shared memory, which every member has mapped by now.
+    """Unlink the group's ring buffer, which every member has mapped by now.
 
-    vLLM leaves CPU segments behind for good and ring buffers until the writer's clean exit; without
-    a name nothing is left behind however a process ends.
+    vLLM does it at the writer's clean exit; without a name nothing is left behind however a process
+    ends.
     """
     group.barrier()
     queue = group.mq_broadcaster
     if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
         queue.buffer.shared_memory.unlink()
         queue.buffer.is_creator = False
-    plane = getattr(group.device_communicator, "dist_module", None)
-    name = getattr(plane, "group_name", None)
-    if name is not None:
-        SHARED_MEMORY_FOLDER.joinpath(f"{name}_{group.rank_in_group}").unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from coordinator.admin_guard import AdminKeyError
+from coordinator.admin_key import AdminKeyError
 from coordinator.logs import set_up_logging
 from coordinator.process import admin_key, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from comm_pool.layout import Layout, LayoutError, format_layout, parse_layout
 from coordinator.admin_guard import AdminGuard, error_answer
 from coordinator.core import OPERATOR, Core
-from coordinator.events import SwitchWanted
+from coordinator.events import PutBack, SwitchWanted
 from coordinator.history import History
 from coordinator.metrics import Metrics
 from coordinator.owner import CoreOwner
@@ -65,6 +65,14 @@ class SwitchBody(BaseModel):
     carry: StrictStr | None = None
 
 
+class PutBackBody(BaseModel):
+    """Body of `POST /admin/put-back`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: StrictStr
+
+
 class _AnswerError(Exception):
     """Ends a call with an error answer."""
 
@@ -84,6 +92,10 @@ def build_admin(context: AdminContext, key: str) -> AdminGuard:
     @app.post("/admin/layout")
     async def change_layout(body: SwitchBody, wait: bool = False) -> dict[str, Any]:
         return await _switch(context, body, wait=wait)
+
+    @app.post("/admin/put-back")
+    async def put_back(body: PutBackBody) -> dict[str, Any]:
+        return await _put_back(context, body.mode)
 
     return AdminGuard(app, key)
 
@@ -174,6 +186,16 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     answer = core.layout_view()
     switches = _switches(context, 1)
     return {**answer, "switch": switches[-1] if switches else None}
+
+
+async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
+    out = context.core.modes_out
+    if mode not in out:
+        names = f"what is: {', '.join(sorted(out))}" if out else "every mode serves"
+        text = f"'{mode[:40]}' is not out of service; {names}."
+        raise _AnswerError(400, "invalid_value", text, "mode")
+    await context.owner.post(PutBack(mode))
+    return context.core.layout_view()
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:

@@ -11,28 +11,12 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coordinator.admin_key import ADMIN_KEY_ENV
 from coordinator.protocol.config import is_loopback
 
-ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
-ADMIN_KEY_CHARS_MIN = 16
 BODY_BYTES_MAX = 64 * 1024
 OPEN_PATHS = frozenset({"/health", "/"})
 """Answered without a key: for liveness probes, and the live page, which holds no data."""
-
-
-class AdminKeyError(ValueError):
-    """The admin port must not be opened so; the message is one sentence that says what to do."""
-
-
-def require_key(host: str, key: str) -> None:
-    """Raise unless an admin port on `host` may be opened with `key` (empty: none)."""
-    if key and len(key) < ADMIN_KEY_CHARS_MIN:
-        raise AdminKeyError(f"{ADMIN_KEY_ENV} must have at least {ADMIN_KEY_CHARS_MIN} characters.")
-    if not key and not is_loopback(host):
-        raise AdminKeyError(
-            f"admin.host {host} can be reached from other machines: set {ADMIN_KEY_ENV} to a "
-            f"secret of at least {ADMIN_KEY_CHARS_MIN} characters, or bind to 127.0.0.1."
-        )
 
 
 def error_answer(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:

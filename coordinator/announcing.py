@@ -78,7 +78,7 @@ def announcer_of(config: Config, port: int) -> Announcer | None:
         return None
     own = f"{config.coordinator.listen.rpartition(':')[0]}:{port}"
     address = fleet.advertise.replace("{host}", host) or own
-    registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms)
+    registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
     every_s = fleet.lease_ms / 1_000 / ANNOUNCEMENTS_PER_LEASE
     return Announcer(registry, fleet.cell_name or host, address, every_s)
 

@@ -73,9 +73,10 @@ def _set_up(lock: Path, device: str) -> None:
     names = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
     _step(3, f"{len(names)} locked packages from {lock.relative_to(ROOT)}")
     _pip(
-        ["--no-deps", "-r", str(lock)],
+        ["--no-deps", "--require-hashes", "-r", str(lock)],
         f"pip could not install {lock.relative_to(ROOT)}: check the network and the package index, "
-        "then run the same command again.",
+        "then run the same command again. If it says that hashes do not match, the index serves "
+        "other files than those that were tested: use another one.",
         packages=len(names),
     )
     if device == "cpu":
@@ -102,7 +103,7 @@ def _fingerprint(lock: Path) -> str:
 def _pinned(lock: Path, name: str) -> str:
     for line in lock.read_text().splitlines():
         if line.startswith(f"{name}=="):
-            return line.strip()
+            return line.partition(" ")[0]
     raise SetupError(f"{lock.name} does not pin {name}: restore the file from git.")
 
 
@@ -150,7 +151,10 @@ def _version_of(python: str) -> tuple[int, int] | None:
 
 
 def _install_cpu_torch(requirement: str) -> None:
-    """Install torch's CPU build and nothing else; its dependencies are in the lock file."""
+    """Install torch's CPU build and nothing else; its dependencies are in the lock file.
+
+    Without a hash: who builds it for which index is not ours to know (docs/security.md).
+    """
     index = os.environ.get(TORCH_INDEX_ENV, "")
     options = ["--no-deps", *(["--index-url", index] if index else [])]
     # The local version names the CPU build, so that no CUDA build is fetched to be thrown away.

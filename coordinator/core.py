@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
-from coordinator import views
 from coordinator.cell_state import CellTeller
+from coordinator.cut_links import take_up_cut
 from coordinator.events import (
     CellDrains,
     Effect,
@@ -20,6 +20,7 @@ from coordinator.events import (
     GatewayOpened,
     GatewaySaid,
     Observed,
+    PutBack,
     RankClosed,
     RankExited,
     RankOpened,
@@ -32,6 +33,7 @@ from coordinator.events import (
     note,
     warning,
 )
+from coordinator.fallback import fall_back, put_back
 from coordinator.gateways import Gateways
 from coordinator.placement import (
     OpenGroup,
@@ -62,6 +64,7 @@ from coordinator.records import Decision, DecisionLog
 from coordinator.refusal import refuse
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import CoreSettings, PoolLimits
+from coordinator.shown import Shown
 from coordinator.stragglers import Stragglers
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
@@ -70,22 +73,10 @@ OPERATOR = "operator"
 """The cause of a switch that an operator asked for."""
 
 
-class Core:
+class Core(Shown):
     """The coordinator of one cell, without its sockets and clock."""
 
-    __slots__ = (
-        "_coordinator_id",
-        "_decisions",
-        "_gateways",
-        "_pool",
-        "_roster",
-        "_settings",
-        "_steering",
-        "_stragglers",
-        "_switcher",
-        "_teller",
-        "_version",
-    )
+    __slots__ = ("_coordinator_id", "_gateways", "_steering", "_stragglers", "_teller", "_version")
 
     def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
         self._settings = settings
@@ -108,25 +99,6 @@ class Core:
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the target; 0 before the first one."""
-        return self._switcher.epoch
-
-    @property
-    def is_serving(self) -> bool:
-        """Every rank of the target serves it."""
-        return self._switcher.is_serving
-
-    def is_available(self, rank: Rank) -> bool:
-        """Say whether the rank is in the target, that is not cut out."""
-        return rank in self._switcher.alive
-
-    @property
-    def is_recovering(self) -> bool:
-        """The core is still collecting the ranks' reports."""
-        return self._switcher.recovering
-
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Decide what follows from an event."""
         match event:
@@ -148,6 +120,8 @@ class Core:
                 effects = [note("gateway_session_closed", gateway=gateway)]
             case SwitchWanted():
                 effects = self._switch_wanted(event, now_ms)
+            case PutBack(mode):
+                effects = put_back(self._roster, mode)
             case CellDrains():
                 self._teller.is_draining, effects = True, [note("cell_drains")]
             case Tick():
@@ -161,30 +135,6 @@ class Core:
         if self._switcher.recovering:
             return "the coordinator is still collecting the ranks' reports: try again in a moment."
         return refuse(layout, self._roster, self._switcher.alive)
-
-    def layout_view(self) -> views.View:
-        """Answer `GET /admin/layout`."""
-        return views.layout_view(self._switcher, self._roster)
-
-    def ranks_view(self, now_ms: int) -> views.View:
-        """Answer `GET /admin/ranks`."""
-        return views.ranks_view(self._switcher, self._roster, self._settings.lease_ms, now_ms)
-
-    def switches_view(self, last: int) -> views.View:
-        """Answer `GET /admin/switches`."""
-        return {"switches": [views.switch_view(each) for each in self._switcher.log.last(last)]}
-
-    def decisions_view(self, last: int) -> views.View:
-        """Answer `GET /admin/decisions`."""
-        return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
-
-    def step_times_view(self) -> views.View:
-        """Answer the part of `GET /admin/decisions` that was measured at start-up."""
-        return views.step_times_view(self._roster)
-
-    def queue_view(self) -> views.View:
-        """Return the unfinished tasks by tier and state."""
-        return views.queue_view(self._pool.tasks)
 
     def integrity(self) -> None:
         """Assert the invariants of all parts; costs O(tasks)."""
@@ -216,13 +166,12 @@ class Core:
         self._switcher.on_report(report, now_ms)
         if self._steering is not None:
             self._steering.on_report(report, self._pool.tasks)
-        effects: list[Effect] = []
-        for ended in report.ended:
-            effects += self._task_ended(report.rank, ended)
+        effects = [each for ended in report.ended for each in self._task_ended(report.rank, ended)]
         for returned in report.returned:
             effects += self._pool.returned(report.rank, returned, now_ms)
         if self._roster.report_of(report.rank) is report:
             self._pool.progress(report.rank, report.progress, now_ms)
+            effects += take_up_cut(report, self._roster, self._pool, now_ms)
         for times in report.times:
             self._switcher.log.on_times(times)
         return effects
@@ -232,8 +181,11 @@ class Core:
         effects = self._pool.ended(rank, ended)
         was_waited_for = self._stragglers.ended(rank, ended.task)
         has_ended = was_known and ended.task not in self._pool.tasks
-        is_drained = drains(rank, self._switcher, self._roster, was_waited_for=was_waited_for)
-        if has_ended and ended.cause is EndCause.FINISHED and is_drained:
+        if (
+            has_ended
+            and ended.cause is EndCause.FINISHED
+            and drains(rank, self._switcher, self._roster, was_waited_for=was_waited_for)
+        ):
             self._switcher.log.count(Carry.DRAIN)
         return effects
 
@@ -333,7 +285,7 @@ class Core:
 
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
         """What any event may lead to."""
-        effects: list[Effect] = []
+        effects = self._leave_drifted(now_ms)
         if self._switcher.is_speculating and self._stragglers.are_done:
             self._switcher.end_wait(now_ms)
         for rank, adopted in self._switcher.take_adopted():
@@ -356,6 +308,16 @@ class Core:
             effects.append(SwitchRecorded(record))
             if self._steering is not None:
                 self._steering.on_switch(record)
+        return effects
+
+    def _leave_drifted(self, now_ms: int) -> list[Effect]:
+        """Go on without modes that compute something else."""
+        fallen = fall_back(self._switcher, self._roster, now_ms)
+        effects = [*fallen.notes]
+        for rank in fallen.left_out:
+            effects += self._pool.lost(rank, now_ms)
+        if fallen.decision is not None:
+            self._decisions.add(fallen.decision)
         return effects
 
     def _place(self, now_ms: int) -> list[Effect]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import TaskFailed, TaskId
+from coordinator.protocol.messages import Resubmit, TaskFailed, TaskHeader, TaskId
 
 ENDED_REMEMBERED = 16_384
 """Ended tasks that are remembered; more than can be under way in messages."""
@@ -19,7 +19,7 @@ ENDED_REMEMBERED = 16_384
 class EndedTask:
     """What is left of a task."""
 
-    gateway: str
+    header: TaskHeader
     attempt: int
     arrival: int
     arrived_ms: int
@@ -67,9 +67,12 @@ class EndedTasks:
             ended.pushed_by = frozenset()
             ended.may_return = False
 
-    def in_doubt(self, rank: Rank) -> Iterator[tuple[TaskId, EndedTask]]:
-        """Yield the tasks whose last tokens may have been lost with the rank; they may return."""
+    def in_doubt(self, rank: Rank, reply_to: str | None = None) -> Iterator[tuple[str, Resubmit]]:
+        """Yield what to ask the gateways of tasks whose last tokens may be lost with the rank.
+
+        With `reply_to` only its link to that address was lost. The tasks may return from now on.
+        """
         for task, ended in self._ended.items():
-            if rank in ended.pushed_by:
+            if rank in ended.pushed_by and reply_to in (None, ended.header.reply_to):
                 ended.may_return = True
-                yield task, ended
+                yield ended.header.gateway, Resubmit(task, ended.attempt + 1)

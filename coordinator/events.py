@@ -86,6 +86,13 @@ class SwitchWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class PutBack:
+    """An operator wants a mode that was taken out of service, such as `tp2`, to serve again."""
+
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
 class CellDrains:
     """The cell is about to end: gateways are to take their tasks elsewhere."""
 
@@ -104,6 +111,7 @@ Event = (
     | GatewaySaid
     | GatewayClosed
     | SwitchWanted
+    | PutBack
     | CellDrains
     | Tick
 )

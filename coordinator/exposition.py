@@ -73,6 +73,52 @@ def layout_metrics(layout: View) -> Iterator[Metric]:
     )
 
 
+def use_metrics(decisions: View) -> Iterator[Metric]:
+    """Return how much of the best layout is used, by the newest decision that looked at layouts."""
+    uses = (
+        [each["use"] for each in decision["candidates"] if "use" in each]
+        for decision in reversed(decisions["decisions"])
+    )
+    newest = next((found for found in uses if found), [])
+    rows = [((), min(newest))] if newest else []
+    yield _gauge(
+        "aileron_best_layout_use_ratio",
+        "Part of what the cell's best layout can do for which requests ask now, as the adaptive "
+        "policy predicts; while it is low, a switch is cheaper than a cell.",
+        (),
+        rows,
+    )
+
+
+def probe_metrics(probes: Iterable[View], out: Iterable[View]) -> Iterator[Metric]:
+    """Return what the numerical guard measured last of each mode of each group, and what is out."""
+    rows = [((each["mode"], _span(each)), each) for each in probes]
+    states = {labels: 0 for labels, _ in rows} | {(each["mode"], _span(each)): 1 for each in out}
+    yield _gauge(
+        "aileron_mode_out_of_service",
+        "1 if a mode of these ranks was taken out of service because its probe drifted.",
+        ("mode", "ranks"),
+        list(states.items()),
+    )
+    for name, text, field in (
+        ("error", "How far the newest probe was off, per token, in nats.", "error_nats"),
+        ("error_max", "From where on a mode is taken out of service.", "error_max_nats"),
+    ):
+        values = [(labels, each[field]) for labels, each in rows]
+        yield _gauge(f"aileron_probe_{name}_nats", text, ("mode", "ranks"), values)
+    yield _gauge(
+        "aileron_probe_seconds",
+        "How long the newest probe took.",
+        ("mode", "ranks"),
+        [(labels, each["took_ms"] / 1_000) for labels, each in rows],
+    )
+
+
+def _span(view: View) -> str:
+    ranks = view["ranks"]
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
 def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
     """Return the state of each rank: heard, leased, restarted, its pages and steps."""
     ranks = list(ranks)
@@ -108,6 +154,12 @@ def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
             for r in reported
             for owner in ("free", "owned", "leased")
         ],
+    )
+    yield _gauge(
+        "aileron_rank_links_cut",
+        "Links to gateways over which a rank cannot push tokens; other ranks do.",
+        ("rank",),
+        [((str(r["rank"]),), len(r["cut_off"])) for r in reported],
     )
     yield from _process_metrics([each for each in reported if each["gauges"]])
 

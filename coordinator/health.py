@@ -120,6 +120,10 @@ class Health:
             return []
         return [self._out(rank, LATE_OUT_MS, "late", now_ms) for rank in blamed]
 
+    def forgive(self, stall_ms: int, now_ms: int) -> None:
+        """Let the stage under way have begun later: nobody listened for this long."""
+        self._since_ms = min(now_ms, self._since_ms + stall_ms)
+
     def renewed(self, rank: Rank) -> None:
         """A new process takes the rank's place: what was seen of the old one says nothing of it."""
         self._slow.pop(rank, None)

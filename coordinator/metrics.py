@@ -17,11 +17,10 @@ from coordinator.came_true import CameTrue
 from coordinator.gathered import Gathered
 from coordinator.protocol.measures import DURATION, TPOT, TTFT
 from coordinator.protocol.policy_config import SloConfig
-from coordinator.records import SwitchRecord
 from coordinator.watching import CoreWatcher
 
 CACHED_MS = 1_000
-SWITCHES_LOOKED_AT = 100
+DECISIONS_LOOKED_AT = 16
 
 View = Mapping[str, Any]
 
@@ -33,7 +32,7 @@ class Views:
     layout: Callable[[], View]
     ranks: Callable[[], View]
     queue: Callable[[], View]
-    switches: Callable[[int], View]
+    decisions: Callable[[int], View]
     clock: Callable[[], int]
     """Milliseconds of the core's clock."""
 
@@ -48,21 +47,27 @@ class Facts:
 
 
 class Metrics:
-    """The registry of one coordinator; `gathered` is what its gateways told."""
+    """The registry of one coordinator.
 
-    def __init__(self, views: Views, gathered: Gathered, facts: Facts | None = None) -> None:
+    `gathered` is what its gateways told, the others what was seen of its core.
+    """
+
+    def __init__(
+        self,
+        views: Views,
+        gathered: Gathered,
+        watcher: CoreWatcher,
+        came_true: CameTrue,
+        facts: Facts | None = None,
+    ) -> None:
         self._views = views
         self.gathered = gathered
-        self.watcher = CoreWatcher(lambda: views.switches(SWITCHES_LOOKED_AT)["switches"])
-        self.came_true = CameTrue(gathered.tally)
+        self.watcher = watcher
+        self.came_true = came_true
         self._registry = CollectorRegistry()
         self._registry.register(_CellCollector(self, views, facts or Facts()))
         ProcessCollector(registry=self._registry)
         self._rendered: tuple[int, bytes] | None = None
-
-    def switch_ended(self, record: SwitchRecord) -> None:
-        """Count a switch."""
-        self.watcher.switch_ended(record, self._views.clock())
 
     def render(self) -> bytes:
         """Return the exposition text, which is at most `CACHED_MS` old."""
@@ -85,10 +90,13 @@ class _CellCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read the views once."""
-        layout, ranks = self._views.layout(), self._views.ranks()["ranks"]
+        layout, of_ranks = self._views.layout(), self._views.ranks()
+        ranks = of_ranks["ranks"]
         yield from self._facts_metrics()
         yield from exposition.layout_metrics(layout)
         yield from exposition.rank_metrics(ranks)
+        yield from exposition.use_metrics(self._views.decisions(DECISIONS_LOOKED_AT))
+        yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
         model = self._facts.model
         yield from exposition.engine_metrics(layout, ranks, model)

@@ -41,6 +41,9 @@ class OpenGroup:
     tiers_kept: int = 0
     """It is kept for so many of the most urgent tiers; 0 takes every task."""
 
+    cut_off: frozenset[str] = frozenset()
+    """Gateways' addresses that its leader cannot push tokens to now."""
+
     @property
     def leader(self) -> Rank:
         """The rank to send tasks to."""
@@ -55,9 +58,13 @@ class OpenGroup:
         """Return the blocks that hold so many tokens."""
         return -(-tokens // self.block_tokens)
 
+    def reaches(self, task: Task) -> bool:
+        """Say whether the task's tokens would come to its gateway."""
+        return task.header.reply_to not in self.cut_off
+
     def could_hold(self, task: Task) -> bool:
-        """Say whether the task fits when it is alone and as long as it may become."""
-        return self.blocks(task.context_tokens_max) <= self.blocks_total
+        """Say whether the task can run here: alone, it fits when it is as long as it may become."""
+        return self.reaches(task) and self.blocks(task.context_tokens_max) <= self.blocks_total
 
 
 def open_groups(
@@ -90,6 +97,7 @@ def open_groups(
                 report.blocks_total,
                 hello.tokens_per_slot,
                 kept.get(binding.group.leader, 0) if kept else 0,
+                frozenset(link.reply_to for link in report.links if link.is_open),
             )
             groups.append(group)
     return tuple(groups)
@@ -214,6 +222,8 @@ class Loads:
         blocked: Counter[Tier] = Counter()
         chosen: list[tuple[Task, OpenGroup]] = []
         for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
+            if not any(group.reaches(task) for group in groups):
+                continue  # Others of its tier need not wait for the link to its gateway.
             groups_for = _for_tier(free, groups, task)
             group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:

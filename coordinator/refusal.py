@@ -14,6 +14,7 @@ def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | Non
     reasons = [
         _refuse_ranks(layout, roster, alive),
         *(_refuse_group(group, roster) for group in layout.groups if group.width > 1),
+        *(_refuse_drifted(group, roster) for group in layout.groups if group.width > 1),
     ]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -56,4 +57,15 @@ def _no_sp(rank: Rank, group: Group) -> str:
     return (
         f"rank {rank} has not prepared {group.mixed} for this model: start the cell with "
         f"--mixed {group.mixed}, or use 'tp{group.width}'."
+    )
+
+
+def _refuse_drifted(group: Group, roster: Roster) -> str | None:
+    probed = roster.guard.why_not(group)
+    if probed is None:
+        return None
+    return (
+        f"{probed.mode} of ranks {group.ranks[0]} to {group.ranks[-1]} is out of service, because "
+        f"its probe was off by {probed.error_nats:.3g} nats: restart its ranks, or say "
+        f"`aileron put-back {probed.mode}`."
     )

@@ -6,10 +6,11 @@ placement and the admin views; it decides nothing about layouts.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from comm_pool.layout import Rank, StepMode
+from coordinator.guard import Guard
 from coordinator.protocol.messages import RankHello, Report, Stage
 
 
@@ -38,6 +39,8 @@ class Seen:
     has_exited: bool = False
     out_until_ms: int = 0
     """Until then the process is left out of all layouts, as it held the others up."""
+    cuts: dict[str, int] = field(default_factory=dict)
+    """The last break of each link to a gateway that was acted on."""
 
     @property
     def incarnation(self) -> int:
@@ -52,13 +55,15 @@ class Roster:
     others shared with an earlier process ended with it.
     """
 
-    __slots__ = ("_seen", "_widest", "world")
+    __slots__ = ("_seen", "_widest", "guard", "world")
 
     def __init__(self, world: int) -> None:
         self.world = world
         self._seen: dict[Rank, Seen] = {}
         self._widest = 1
         """The widest group that any process could be in."""
+        self.guard = Guard()
+        """What their modes' probes gave."""
 
     def __getitem__(self, rank: Rank) -> Seen:
         """Return what is known of a rank that was heard."""
@@ -87,6 +92,7 @@ class Roster:
         if is_older or (seen.has_exited and hello.incarnation == seen.incarnation):
             return Arrival.STALE
         if hello.incarnation > seen.incarnation:
+            self.guard.renewed(hello.rank)
             self._seen[hello.rank] = Seen(hello, now_ms, restarts=seen.restarts + 1)
             return Arrival.RESTARTED
         seen.hello = hello
@@ -103,9 +109,16 @@ class Roster:
         if seen is None or seen.incarnation != report.incarnation or seen.has_exited:
             return False
         seen.heard_at_ms = now_ms
+        self.guard.take(report.probed)
         if seen.report is None or _order(report) >= _order(seen.report):
             seen.report = report
         return True
+
+    def take_cuts(self, report: Report) -> list[str]:
+        """Return the addresses that the rank has lost its link to since the last call."""
+        seen = self._seen[report.rank]
+        before, seen.cuts = seen.cuts, {each.reply_to: each.number for each in report.links}
+        return [to for to, number in seen.cuts.items() if number > before.get(to, 0)]
 
     def on_closed(self, rank: Rank, incarnation: int) -> None:
         """Take note that a session ended; the process may live and come back."""
@@ -134,13 +147,16 @@ class Roster:
         return now_ms - self._seen[rank].heard_at_ms
 
     def is_out(self, rank: Rank, now_ms: int) -> bool:
-        """Say whether the rank's process is to be left out for a while."""
-        return now_ms < self._seen[rank].out_until_ms
+        """Say whether to leave the rank's process out: for a while, or as it computes wrongly."""
+        return now_ms < self._seen[rank].out_until_ms or self.guard.is_wrong(rank)
 
-    def forgive(self, stall_ms: int) -> None:
-        """Start all silences later: for this long the coordinator itself did not listen."""
+    def forgive(self, stall_ms: int, now_ms: int) -> None:
+        """Start all silences later: for this long the coordinator itself did not listen.
+
+        Those that were heard behind the stall have not been silent since.
+        """
         for seen in self._seen.values():
-            seen.heard_at_ms += stall_ms
+            seen.heard_at_ms = min(now_ms, seen.heard_at_ms + stall_ms)
 
     def is_degraded(self, rank: Rank) -> bool:
         """Say whether the rank may only serve alone, because it or its peers were started again."""

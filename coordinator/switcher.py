@@ -135,18 +135,18 @@ class Switcher:
         if self.recovering:
             return
         self._health.on_report(report)
-        newest = self._roster.report_of(report.rank)
+        rank = report.rank
+        newest = self._roster.report_of(rank)
         if newest is not None and is_foreign(newest, self.target, self.epoch):
             # An earlier coordinator got further than the ranks that were heard at the start knew.
-            self._change(self.target.layout.plus((report.rank,)), "epoch overtaken", now_ms)
-        elif report.rank not in self.alive and not self._roster.is_out(report.rank, now_ms):
-            layout = self.target.layout.plus((report.rank,))
-            self._change(layout, f"rank {report.rank} is back", now_ms)
+            self._change(self.target.layout.plus((rank,)), "epoch overtaken", now_ms)
+        elif rank not in self.alive and not (self.alive and self._roster.is_out(rank, now_ms)):
+            self._change(self.target.layout.plus((rank,)), f"rank {rank} is back", now_ms)
         self._advance(now_ms)
 
     def on_exited(self, rank: Rank, now_ms: int) -> None:
         """Cut out a rank whose process ended, without waiting for its lease."""
-        self._lose((rank,), now_ms)
+        self.lose((rank,), now_ms)
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
         """Let time pass; return the ranks that are cut out: silent, late in a switch, or slow."""
@@ -155,8 +155,8 @@ class Switcher:
             self._try_resume(now_ms)
             return ()
         limit_ms = self._settings.lost_after_ms
-        silent = [rank for rank in self.alive if self._roster.silent_since(rank, now_ms) > limit_ms]
-        self._lose(silent, now_ms)
+        silent = [each for each in self.alive if self._roster.silent_since(each, now_ms) > limit_ms]
+        self.lose(silent, now_ms)
         if now_ms >= self._drain_until_ms:
             self.end_wait(now_ms)
         self._advance(now_ms)
@@ -176,6 +176,14 @@ class Switcher:
         """Wait no longer for tasks to end, if that is what the switch under way does."""
         if self.stage.phase is Phase.PARK:
             self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
+
+    def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
+        """Go on without these ranks, for a cause that needs no lease to end."""
+        lost = [rank for rank in ranks if rank in self.alive and not self.recovering]
+        for rank in lost:
+            self._kept.drop(rank, self.epoch)
+        if names := ", ".join(map(str, lost)):
+            self._change(self.target.layout.without(lost), f"rank {names} {cause}", now_ms)
 
     def retarget(
         self,
@@ -299,30 +307,23 @@ class Switcher:
             self.carry = carry
             self.version += 1
 
-    def _lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
-        lost = [rank for rank in ranks if rank in self.alive]
-        if not lost or self.recovering:
-            return
-        for rank in lost:
-            self._kept.drop(rank, self.epoch)
-        names = ", ".join(str(rank) for rank in lost)
-        self._change(self.target.layout.without(lost), f"rank {names} {cause}", now_ms)
-
     def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
         """Go on without ranks that hold the others up, for a while."""
-        late = who_is_late(self._roster, self.alive, self.stage, self.target)
         if self.is_serving:
             outcasts = self._health.slow(self.alive, self._roster.world, now_ms)
         else:
-            late = {} if self.is_draining or self.is_speculating else late
+            late = {} if self.is_draining or self.is_speculating else self._late()
             outcasts = self._health.late(self.stage, late, self.alive, now_ms)
         for each in outcasts:
             self._roster[each.rank].out_until_ms = now_ms + each.out_ms
-            self._lose((each.rank,), now_ms, each.cause)
+            self.lose((each.rank,), now_ms, each.cause)
         return tuple(each.rank for each in outcasts)
 
+    def _late(self) -> dict[Rank, Binding | None]:
+        return who_is_late(self._roster, self.alive, self.stage, self.target)
+
     def _all_acknowledged(self) -> bool:
-        return not who_is_late(self._roster, self.alive, self.stage, self.target)
+        return not self._late()
 
     def _advance(self, now_ms: int) -> None:
         while self.stage.phase is not Phase.SERVE and self._all_acknowledged():
@@ -364,7 +365,8 @@ class Switcher:
         stall_ms = now_ms - self._last_tick_ms
         self._last_tick_ms = now_ms
         if stall_ms > self._settings.lost_after_ms // STALL_SHARE:
-            self._roster.forgive(stall_ms)
+            self._roster.forgive(stall_ms, now_ms)
+            self._health.forgive(stall_ms, now_ms)
             self._recover_until_ms += stall_ms
 
     def _try_resume(self, now_ms: int) -> None:

@@ -21,7 +21,6 @@ from coordinator.protocol.messages import (
     EndCause,
     GiveBack,
     HeldTask,
-    Place,
     RankHello,
     Resubmit,
     ReturnCause,
@@ -38,6 +37,7 @@ from coordinator.settings import PoolLimits
 from coordinator.shedding import Shedding
 from coordinator.task_table import TaskTable
 from coordinator.tasks import (
+    ATTEMPTS_APART,
     FAILURE_CODES,
     HELD,
     LOSSES_MAX,
@@ -49,11 +49,9 @@ from coordinator.tasks import (
     is_newest,
     new_task,
     out_of_time,
+    placed,
     too_long,
 )
-
-ATTEMPTS_APART = 1_000
-"""More attempts of one task than one coordinator makes; the next one counts on behind them."""
 
 
 class TaskPool:
@@ -217,15 +215,21 @@ class TaskPool:
     def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
         """Take up again what a lost rank led, behind what the gateways have of it."""
         effects: list[Effect] = []
-        for task in list(self._tasks):
-            task.losses += task.leader == rank
+        for task in self._tasks.held_by(rank):
+            task.losses += 1
             if task.losses > LOSSES_MAX:
                 effects += self._fail(TaskFailed(task.id, "worker_lost", LOST_TOO_OFTEN))
+        return [*effects, *self.cut_off(rank, None, now_ms)]
+
+    def cut_off(self, rank: Rank, reply_to: str | None, now_ms: int) -> list[Effect]:
+        """The same for a rank that lost only its link to this address; None is all of them."""
+        effects: list[Effect] = []
+        for task in self._tasks:
             # Its last tokens may be lost; or the rank lives, and comes back with the task.
-            elif task.leader == rank or (rank in task.former and task.state is not State.ASKED):
+            was_led = task.leader == rank or (rank in task.former and task.state is not State.ASKED)
+            if was_led and reply_to in (None, task.header.reply_to):
                 effects += self._take_back(task, task.attempt, now_ms)
-        for task_id, ended in self._ended.in_doubt(rank):
-            effects.append(ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1)))
+        effects += [ToGateway(*each) for each in self._ended.in_doubt(rank, reply_to)]
         return effects
 
     def recovered(self, now_ms: int) -> list[Effect]:
@@ -302,12 +306,12 @@ class TaskPool:
         # A task that was in another cell since comes back: its end here was that it was taken away.
         if cells_before(message.attempt) == cells_before(ended.attempt):
             if ended.failure is not None:
-                return [ToGateway(ended.gateway, ended.failure)]
+                return [ToGateway(ended.header.gateway, ended.failure)]
             if not ended.may_return:
                 # It was cancelled, or its last tokens are on their way.
                 return []
             if message.attempt <= ended.attempt:
-                return [ToGateway(ended.gateway, Resubmit(task_id, ended.attempt + 1))]
+                return [ToGateway(ended.header.gateway, Resubmit(task_id, ended.attempt + 1))]
         self._ended.revive(task_id)
         self._add(new_task(message, ended.arrival, ended.arrived_ms))
         return []
@@ -327,14 +331,11 @@ class TaskPool:
             heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
 
     def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
-        assert task.payload is not None, f"task {task.id} is placed without its payload."
         task.attempt = max(task.attempt, task.told) + 1
         self._shedding.placed(now_ms)
         self._tasks.queue.placed(task, now_ms)
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
-        what = (task.header, task.attempt, group.binding, task.payload, task.tokens)
-        place = Place(*what, waited_ms=now_ms - task.arrived_ms)
-        return ToRank(group.leader, place)
+        return placed(task, group.binding, now_ms)
 
     def _hold(self, rank: Rank, held: HeldTask, now_ms: int) -> list[Effect]:
         """Believe a rank that it holds a task, unless more is known."""
@@ -387,8 +388,7 @@ class TaskPool:
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
         pushers = task.former | {pushed_by} if pushed_by is not None else frozenset()
-        gateway = task.header.gateway
-        ended = EndedTask(gateway, task.attempt, task.arrival, task.arrived_ms, pushers)
+        ended = EndedTask(task.header, task.attempt, task.arrival, task.arrived_ms, pushers)
         self._ended.add(task.id, ended)
         return effects
 

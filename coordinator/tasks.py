@@ -6,15 +6,20 @@ from enum import Enum
 from comm_pool.layout import Rank
 from coordinator.events import Effect, ToGateway, ToRank
 from coordinator.protocol.messages import (
+    Binding,
     Drop,
     EndCause,
     HeldTask,
+    Place,
     Resubmit,
     Submit,
     TaskFailed,
     TaskHeader,
     TaskId,
 )
+
+ATTEMPTS_APART = 1_000
+"""More attempts of one task than one coordinator makes; the next one counts on behind them."""
 
 LOSSES_MAX = 3
 LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
@@ -124,6 +129,14 @@ def out_of_time(task: Task) -> TaskFailed:
     """Return how a task fails at its deadline."""
     reason = f"the request did not finish within {task.header.deadline_ms} ms."
     return TaskFailed(task.id, "deadline_exceeded", reason)
+
+
+def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
+    """Tell the leader of a group to run the task."""
+    assert task.payload is not None, f"task {task.id} is placed without its payload."
+    what = (task.header, task.attempt, binding, task.payload, task.tokens)
+    place = Place(*what, waited_ms=now_ms - task.arrived_ms)
+    return ToRank(binding.group.leader, place)
 
 
 def dropped(task: Task) -> list[Effect]:

@@ -6,7 +6,7 @@ Plain dictionaries of numbers, texts and lists; looking changes nothing. Called 
 from collections import Counter
 
 from comm_pool.layout import Rank, format_layout
-from coordinator.protocol.messages import Binding, Tier
+from coordinator.protocol.messages import Binding, Probed, Tier
 from coordinator.records import Decision, SwitchRecord
 from coordinator.roster import Roster, Seen
 from coordinator.switcher import Switcher
@@ -25,6 +25,7 @@ def layout_view(switcher: Switcher, roster: Roster) -> View:
         "serving": switcher.is_serving,
         "recovering": switcher.recovering,
         "groups": [_group_view(binding, roster) for binding in switcher.target.bindings],
+        "out_of_service": [_probe_view(each) for each in roster.guard.barred.values()],
     }
 
 
@@ -40,7 +41,7 @@ def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -
             view = {"rank": rank, "phase": "never heard"}
         view["available"] = rank in switcher.alive
         ranks.append(view)
-    return {"ranks": ranks}
+    return {"ranks": ranks, "probes": [_probe_view(each) for each in roster.guard.newest()]}
 
 
 def switch_view(record: SwitchRecord) -> View:
@@ -126,6 +127,17 @@ def queue_view(tasks: TaskTable) -> View:
     }
 
 
+def _probe_view(probed: Probed) -> View:
+    return {
+        "mode": probed.mode,
+        "ranks": list(probed.ranks),
+        "epoch": probed.epoch,
+        "error_nats": probed.error_nats,
+        "error_max_nats": probed.error_max_nats,
+        "took_ms": probed.took_us / 1000,
+    }
+
+
 def _group_view(binding: Binding, roster: Roster) -> View:
     group = binding.group
     view: View = {
@@ -171,6 +183,7 @@ def _rank_view(rank: Rank, seen: Seen, now_ms: int) -> View:
         "phase": report.stage.phase.name.lower(),
         "epoch": report.stage.epoch,
         "group": list(report.binding.group.ranks) if report.binding else [],
+        "cut_off": [link.reply_to for link in report.links if link.is_open],
         "pages": {
             "total": report.pages.total,
             "free": report.pages.free,

@@ -84,7 +84,8 @@ PHASES: Final = {
 """Phase -> field of a switch."""
 
 RANK_LOST: Final = "rank_lost"
-"""Why a task comes back that its gateway has to submit again; see `ReturnCause` for others."""
+"""Why a task comes back that its gateway has to submit again: its rank is lost, or the link from it
+to the gateway. See `ReturnCause` for others."""
 
 LAYOUT_PAIRS_MAX = 256
 """Pairs of layouts that are counted by name; further ones are counted as "other"."""

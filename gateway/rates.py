@@ -8,7 +8,7 @@ by the edge.
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
@@ -16,6 +16,7 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from limits.storage import storage_from_string
 
 from coordinator.protocol.keys import ApiKey
+from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.errors import ApiError, api_error
 from gateway.shared_storage import SharedStorage, StorageAwayError
 
@@ -86,7 +87,8 @@ def duration(seconds: float) -> str:
 
 
 def _connect(url: str) -> SlidingWindowCounterRateLimiter:
-    storage = storage_from_string(f"async+{url}", implementation="redispy")
+    options: dict[str, Any] = {} if url.startswith("memory:") else dict(CLIENT_OPTIONS)
+    storage = storage_from_string(f"async+{url}", implementation="redispy", **options)
     return SlidingWindowCounterRateLimiter(storage)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.errors import ApiError
 from gateway.replays import (
     ANSWER_BYTES_MAX,
@@ -136,7 +137,7 @@ def _connect(url: str) -> Any:
     """
     import redis.asyncio
 
-    return redis.asyncio.Redis.from_url(url)
+    return redis.asyncio.Redis.from_url(url, **CLIENT_OPTIONS)
 
 
 def _name(place: Place) -> str:

@@ -11,11 +11,12 @@ from typing import TypeVar
 
 import structlog
 
-STORAGE_WAIT_S = 0.05
+STORAGE_WAIT_S = 0.04
 """How long a request waits for Redis."""
 
-STORAGE_RETRY_S = 5.0
-"""How long Redis is left alone after it failed."""
+STORAGE_RETRY_S = 2.0
+"""How long Redis is left alone after it failed. It may fail once more when it is just back, and
+is to be in use again within 5 s."""
 
 Result = TypeVar("Result")
 

@@ -4,7 +4,12 @@ Real processes on a machine that others use too meet moments that no test foresa
 must not fail a run of half an hour, and a run with many of them must not pass: they are counted.
 """
 
+from collections.abc import Iterator
+
+import hypothesis
 import pytest
+
+from tests.harness.redis_server import IS_REAL, Redis
 
 TIMING_REPEATS = 2
 """For tests marked `timing`: a time that is really too long fails three times in a row."""
@@ -13,6 +18,12 @@ PROCESS_REPEATS = 1
 NEVER_REPEATED = frozenset({"exact", "chaos"})
 REPEATED_MAX = 5
 """Repeats in one run; with more of them it fails, whatever the repeats said."""
+
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +49,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2))
 
 
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Redis]:
+    """A Redis of the module's own."""
+    made = Redis()
+    yield made
+    made.stop()
+
+
 class Repeats:
     """Counts the repeats of a run and fails it when they are too many."""
 
@@ -57,7 +76,13 @@ class Repeats:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how many there were."""
+        """Say how many there were, and what was tested with less than the real thing."""
+        if not IS_REAL:
+            terminalreporter.write_line(
+                "NOT TESTED with a real Redis: servers that speak its protocol took its place, and "
+                "what they cannot do was skipped (Debian: apt-get install redis-server).",
+                yellow=True,
+            )
         if self._names:
             terminalreporter.write_line(
                 f"repeated {len(self._names)} times, at most {REPEATED_MAX} allowed: "

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.with_hashes import main
+
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
 PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==([0-9][A-Za-z0-9.+!_-]*)( *;.*)?")
@@ -13,9 +15,35 @@ COPYLEFT = re.compile(r"\b(AGPL|SSPL|GPL|GNU (Affero )?General Public)", re.IGNO
 LESSER = re.compile(r"LGPL|Lesser|classpath|linking exception", re.IGNORECASE)
 
 
-def pins(lock: Path) -> list[str]:
+HASHES = re.compile(r"( --hash=sha256:[0-9a-f]{64})+")
+
+
+def entries(lock: Path) -> list[str]:
     lines = [line.split(" #")[0].strip() for line in lock.read_text().splitlines()]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def pins(lock: Path) -> list[str]:
+    return [line.partition(" --hash=")[0] for line in entries(lock)]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_every_file_is_known_by_its_hash(lock: Path) -> None:
+    """Otherwise `pip install --require-hashes` refuses the whole file."""
+    hashes = [(line, line[len(line.partition(" --hash=")[0]) :]) for line in entries(lock)]
+    assert not [line for line, told in hashes if HASHES.fullmatch(told) is None]
+
+
+def test_hashes_are_put_into_a_lock_file(tmp_path: Path) -> None:
+    lock, one, other = tmp_path / "some.lock", "a" * 64, "b" * 64
+    lock.write_text(f"# why\nSome_Name[x]==1.0 --hash=sha256:{other}\nplain==2\n")
+    hashed = f"plain==2 \\\n    --hash=sha256:{one}\nsome-name==1.0 \\\n"
+    hashed += f"    --hash=sha256:{other} \\\n    --hash=sha256:{one}\n"
+    main(lock, hashed)
+    both = f"--hash=sha256:{one} --hash=sha256:{other}"
+    assert lock.read_text() == f"# why\nSome_Name[x]==1.0 {both}\nplain==2 --hash=sha256:{one}\n"
+    with pytest.raises(SystemExit, match="Some_Name"):
+        main(lock, "plain==2\n")
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)

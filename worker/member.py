@@ -40,6 +40,7 @@ from worker.step_queue import (
     QueueMessage,
     Step,
     receive,
+    send,
 )
 from worker.under_way import UnderWay
 from worker.vllm_intake import Intake
@@ -94,10 +95,9 @@ class Member:
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
-        group = binding.group
-        self._mode = self.engine.select(group.width)
+        self._mode = self.engine.select(binding.group.width, binding.born)
         self._binding = binding
-        self._formed[group.ranks] = binding.born
+        self._formed[binding.group.ranks] = binding.born
         self.moving.joined()
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
@@ -139,15 +139,15 @@ class Member:
             mode.scheduler.grant(indices)
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
-        """Tell the followers of the joined group; TimeoutError if they do not read."""
-        _, group = self._joined()
-        self.tell(group, message, wait_s=wait_s)
+        """See `tell`, of the joined group."""
+        self.tell(self._joined()[1], message, wait_s=wait_s)
 
     def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
-        """Tell the followers of any group that this rank leads."""
+        """Tell the followers of any group that this rank leads; raises as `send` does."""
         if group.width > 1:
-            queue = self.engine.communicators.of(group.ranks).group.mq_broadcaster
-            queue.enqueue(message, timeout=wait_s)
+            pool = self.engine.communicators
+            queue = pool.of(group.ranks).group.mq_broadcaster
+            send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.born))
 
     def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""

@@ -1,20 +1,25 @@
 """Pushes new tokens straight to the gateways that wait for them, off the stepping thread.
 
 One ZeroMQ PUSH socket per reply address; a message is the encoded `TokenBatch` header and the
-frames of vLLM's outputs. Tokens never pass through the coordinator.
+frames of vLLM's outputs. Tokens never pass through the coordinator. A push is not answered, so the
+sockets' heartbeats say whether a gateway can be reached; what follows is decided in `links`.
 """
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from coordinator.protocol.messages import TokenBatch
+from coordinator.protocol.messages import LinkCut, TokenBatch
 from coordinator.protocol.wire import encode
+from worker.links import Links
 
 log = structlog.get_logger()
 
@@ -29,15 +34,51 @@ UNSENT_BATCHES_MAX = 100_000
 LINGER_MS = 1_000
 """How long a closing socket tries to send what is left."""
 
+WATCH_S = 0.1
+"""How often it is looked whether links have changed."""
+
+HEARTBEAT_MS = 500
+SILENCE_MAX_MS = 1_500
+"""A gateway's socket that does not answer a heartbeat for so long is not reached any more; ZeroMQ's
+own threads answer, so that a busy gateway is not a silent one."""
+
+FORGOTTEN_BY_GATEWAYS_MS = 10_000
+"""Silence of a rank after which a gateway's socket closes the connection, too."""
+
+RECONNECT_MS = 200
+RECONNECT_MAX_MS = 1_000
+"""First and longest pause between two attempts to connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A socket to one gateway, and where it tells how its connection is."""
+
+    push: "zmq.Socket[bytes]"
+    monitor: "zmq.Socket[bytes]"
+
+    def close(self) -> None:
+        self.push.disable_monitor()
+        self.monitor.close(linger=0)
+        self.push.close(linger=LINGER_MS)
+
 
 class Outlet:
     """A thread that encodes and sends; `push` never blocks the caller."""
 
-    def __init__(self, make_encoder: Callable[[], Encoder]) -> None:
+    def __init__(
+        self, make_encoder: Callable[[], Encoder], tell: Callable[[tuple[LinkCut, ...]], None]
+    ) -> None:
+        """`tell` is called in the thread when links break, and when they are used again."""
         self._batches: queue.SimpleQueue[tuple[str, TokenBatch, Sequence[Any]] | None] = (
             queue.SimpleQueue()
         )
         self._make_encoder = make_encoder
+        self._tell = tell
+        self._told: tuple[LinkCut, ...] = ()
+        self._links = Links()
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._watch_at_s = 0.0
         self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
         self._thread.start()
 
@@ -53,31 +94,70 @@ class Outlet:
     def _run(self) -> None:
         encoder = self._make_encoder()
         context = zmq.Context(io_threads=1)
-        sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
-        while (item := self._batches.get()) is not None:
-            reply_to, header, outputs = item
-            socket = self._socket(context, sockets, reply_to)
+        while True:
             try:
-                socket.send_multipart(
+                item = self._batches.get(timeout=WATCH_S if self._lines else None)
+            except queue.Empty:
+                self._watch()
+                continue
+            if item is None:
+                break
+            reply_to, header, outputs = item
+            try:
+                self._line(context, reply_to).push.send_multipart(
                     [encode(header), *encoder(outputs)], flags=zmq.NOBLOCK, copy=False
                 )
             except zmq.Again:
                 log.warning("tokens_dropped", reply_to=reply_to, reason="the gateway reads nothing")
-        for socket in sockets.values():
-            socket.close(linger=LINGER_MS)
+            self._watch()
+        for line in self._lines.values():
+            line.close()
         context.term()
 
-    @staticmethod
-    def _socket(
-        context: zmq.Context[Any], sockets: "OrderedDict[str, zmq.Socket[bytes]]", reply_to: str
-    ) -> "zmq.Socket[bytes]":
-        socket = sockets.get(reply_to)
-        if socket is None:
-            if len(sockets) >= GATEWAYS_MAX:
-                sockets.popitem(last=False)[1].close(linger=LINGER_MS)
-            socket = context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, UNSENT_BATCHES_MAX)
-            socket.connect(reply_to)
-            sockets[reply_to] = socket
-        sockets.move_to_end(reply_to)
-        return socket
+    def _line(self, context: zmq.Context[Any], reply_to: str) -> _Line:
+        line = self._lines.get(reply_to)
+        if line is None:
+            if len(self._lines) >= GATEWAYS_MAX:
+                self._close(next(iter(self._lines)))
+            line = self._lines[reply_to] = _connect(context, reply_to)
+            self._links.added(reply_to, time.monotonic())
+        self._lines.move_to_end(reply_to)
+        return line
+
+    def _close(self, reply_to: str) -> None:
+        self._lines.pop(reply_to).close()
+        self._links.removed(reply_to)
+
+    def _watch(self) -> None:
+        """Take what the sockets tell of their connections, and say what follows."""
+        now_s = time.monotonic()
+        if now_s < self._watch_at_s:
+            return
+        self._watch_at_s = now_s + WATCH_S
+        for reply_to, line in self._lines.items():
+            while line.monitor.poll(0):
+                if recv_monitor_message(line.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._links.came_up(reply_to, now_s)
+                else:
+                    self._links.went_down(reply_to, now_s)
+        for reply_to in self._links.tick(now_s):
+            self._close(reply_to)
+        if (told := self._links.told()) != self._told:
+            self._told = told
+            self._tell(told)
+
+
+def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:
+    push = context.socket(zmq.PUSH)
+    push.setsockopt(zmq.SNDHWM, UNSENT_BATCHES_MAX)
+    push.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    push.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MAX_MS)
+    push.setsockopt(zmq.HEARTBEAT_TTL, FORGOTTEN_BY_GATEWAYS_MS)
+    # A way that swallows everything takes connections and answers nothing.
+    push.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MAX_MS)
+    push.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MAX_MS)
+    push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    push.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    monitor = push.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    push.connect(reply_to)
+    return _Line(push, monitor)

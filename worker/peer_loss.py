@@ -1,4 +1,4 @@
-"""Whether a rank's main loop is stuck in a group that has lost a member, perhaps itself. Pure.
+"""Whether a rank is in a group that has lost a member, perhaps itself, and is stuck in it. Pure.
 
 Asked by the watchdog, from another thread than the one that owns the seat: everything that is read
 here is replaced as a whole, never changed.
@@ -44,19 +44,23 @@ class PeerLoss:
         if isinstance(message, Directive) and message.stage.epoch > 0:
             self._present = dict(message.members)
 
-    def is_stuck(self, now_s: float) -> bool:
-        """Say whether the rank has been in a group without a member for longer than the limit."""
+    def bereaved(self) -> Binding | None:
+        """Return what the rank is joined to if that lacks a member."""
         joined, present = self._seat.joined, self._present
         if joined is None or present is None:
-            self._bereaved = None
-            return False
+            return None
         binding, members = joined
         lost = [
             rank
             for rank in binding.group.ranks
             if len(members) > 1 and present.get(rank) != members.get(rank)
         ]
-        if not lost:
+        return binding if lost else None
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Say whether the rank has been in a group without a member for longer than the limit."""
+        binding = self.bereaved()
+        if binding is None:
             self._bereaved = None
         elif self._bereaved is None or self._bereaved.born != binding.born:
             self._bereaved = _Bereaved(binding.born, now_s)

@@ -4,27 +4,23 @@ One thread owns the seat, the member and the page accounting; the session and ou
 exchange messages with it. Safe points are between two passes of this loop.
 """
 
-import os
 import queue
 import time
 from typing import assert_never
 
 import structlog
 
-from comm_pool.layout import Group, Rank
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
     Binding,
     Carry,
     Directive,
     Drop,
     GiveBack,
-    HeldTask,
-    LeaseKept,
     Place,
     RankDown,
-    RankHello,
     Report,
     Stop,
     TaskProgress,
@@ -40,13 +36,14 @@ from coordinator.protocol.seat import (
     Seat,
     Serve,
 )
-from worker.book import LedTask
+from worker.hello import hello_of, is_paused
 from worker.lease_members import LeaseMembers
+from worker.lost_group import LostGroup
 from worker.member import Member
 from worker.moving import OvertakenError
+from worker.probing import Probing
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
-from worker.step_times import told
 from worker.switch_clock import SwitchClock
 from worker.vllm_rank import RankEngine
 
@@ -79,8 +76,10 @@ class RankLoop:
         self._rank: Rank = engine.spec.rank
         self._incarnation = seat.incarnation
         self._seat = seat
+        self._lost = LostGroup(seat, member)
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
+        self._probing = Probing(engine, after_switch=config.cell.probe_after_switch)
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
         self._sharers = LeaseMembers()
@@ -97,7 +96,7 @@ class RankLoop:
         """Loop until `Stop` arrives or `stop_reason` is set."""
         self._session.start()
         while self.stop_reason is None:
-            self.passes += 1
+            self.passes += not self._lost.is_joined  # A rank that cannot leave it is stuck, too.
             worked = self._pass()
             self._report_if_due()
             if not worked and self.stop_reason is None:
@@ -106,14 +105,15 @@ class RankLoop:
     def _pass(self) -> bool:
         self._take_inbox()
         moved = self._make_moves()
-        if self._seat.may_step(now_ms()) and self._member.has_work:
+        is_lost = self._lost.is_noticed()
+        if not is_lost and self._seat.may_step(now_ms()) and self._member.has_work:
             self._lead_step()
             self._member.tidy()
             return True
         if moved:
             # All ranks wait for this one now, and a follower may wait for its leader next.
             self._report_if_due()
-        if self._seat.is_follower and not self._seat.is_left:
+        if self._seat.is_follower and not self._seat.is_left and not is_lost:
             self._follow()
             return True
         if self._seat.binding is None:
@@ -140,7 +140,9 @@ class RankLoop:
             case Directive():
                 self._clock.wanted(item.stage.epoch)
                 self._seat.on_directive(item)
-                self._changed |= self._member.apply_kept(self._appliable(item.kept))
+                # Other groups than those that this rank is in have no lease here.
+                kept = [lease for lease in item.kept if self._rank in lease.ranks]
+                self._changed |= self._member.apply_kept(kept)
                 if self._seat.wanted is item and item.stage.epoch > 0:
                     self._forget_lost(dict(item.members))
             case Place():
@@ -151,7 +153,7 @@ class RankLoop:
             case Drop() | GiveBack():
                 self._obey(item)
             case HelloWanted():
-                self._session.hello(self._hello())
+                self._session.hello(hello_of(self._engine, self._member, self._seat))
                 self._changed = True
             case Stop(reason=reason):
                 self.stop_reason = reason
@@ -172,16 +174,12 @@ class RankLoop:
         for ranks in self._sharers.take_lost(present, bound):
             self._changed |= self._member.keep_only(ranks, ())
 
-    def _appliable(self, kept: tuple[LeaseKept, ...]) -> list[LeaseKept]:
-        """Kept leases of groups that this rank is in; others have none here."""
-        return [lease for lease in kept if self._rank in lease.ranks]
-
     # ------------------------------------------------------------------ moves
 
     def _make_moves(self) -> bool:
         moved = False
         while self.stop_reason is None:
-            move = self._seat.next_move(idle=not self._member.has_work)
+            move = self._lost.judged(self._seat.next_move(idle=not self._member.has_work))
             if move is None:
                 break
             started = time.perf_counter_ns()
@@ -191,7 +189,8 @@ class RankLoop:
                 continue
             self._seat.made(move)
             self._after(move)
-            self._note_times(move, (time.perf_counter_ns() - started) // 1000)
+            took_us = (time.perf_counter_ns() - started) // 1000
+            self._clock.made(move, took_us, self._member.step_ended_ns)
             moved = self._changed = True
         return moved
 
@@ -217,10 +216,15 @@ class RankLoop:
                     indices = kept.indices if kept is not None else ()
                     told = member.kept.get(binding.group.ranks)
                     version = told.version if told is not None else -1
-                    member.lead(Begin(binding.born, indices, pages, version, member.has_tasks))
+                    word = Begin(binding.born, indices, pages, version, member.has_tasks)
+                    self._lost.guarded(lambda: member.lead(word))
+                    if self._lost.is_joined:
+                        return
                     member.begin(pages, indices, version)
                     self._clock.begun(is_busy=member.has_tasks)
                     self._clock.leads(move.directive.stage.epoch)
+                    epoch = move.directive.stage.epoch
+                    self._lost.guarded(lambda: self._probing.formed(member, binding, epoch))
             case Reshard(directive=directive):
                 member.moving.move(directive, lambda: self._is_overtaken(directive))
             case Resolve():
@@ -273,39 +277,30 @@ class RankLoop:
         kept = told.indices if has_withdrawn and told is not None else None
         try:
             self._member.tell(group, LeaveGroup(binding.born, kept), wait_s=wait_s)
-        except TimeoutError:
+        except (TimeoutError, PeerLostError):
             log.warning("leave_not_sent", group=group.name, reason="its followers do not read")
         if kept is not None:
             # As they do: the next grant counts what every member has free when it has left.
             self._member.keep_only(group.ranks, kept)
 
-    def _note_times(self, move: Move, took_us: int) -> None:
-        match move:
-            case Leave(directive=directive):
-                self._clock.parked(directive.stage.epoch, self._member.step_ended_ns)
-            case Join(directive=directive):
-                self._clock.joined(directive.stage.epoch, took_us)
-            case _:
-                pass
-
     # ------------------------------------------------------------------ steps
 
     def _lead_step(self) -> None:
         steps = self._member.steps
-        took_us = self._member.lead_step(self._seat.stage.epoch)
-        if self._member.steps > steps:
+        took_us = self._lost.guarded(lambda: self._member.lead_step(self._seat.stage.epoch))
+        if took_us is not None and self._member.steps > steps:
             self._changed |= self._clock.stepped(self._member.step_started_ns, took_us)
-        self._changed |= bool(self._member.ended)
+        self._changed |= took_us is None or bool(self._member.ended)
 
     def _follow(self, *, wait_s: float = FOLLOWER_POLL_S) -> bool:
-        assert self._seat.binding is not None
-        steps = self._member.steps
-        message = self._member.follow(self._seat.binding, wait_s=wait_s)
+        binding, steps = self._seat.binding, self._member.steps
+        assert binding is not None
+        message = self._lost.guarded(lambda: self._member.follow(binding, wait_s=wait_s))
         if isinstance(message, LeaveGroup):
             self._seat.on_leave(message.born)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
-        if self._member.steps > steps:
+        if message is not None and self._member.steps > steps:
             self._changed |= self._clock.stepped(self._member.step_started_ns, None)
         return message is not None
 
@@ -357,44 +352,12 @@ class RankLoop:
             moved=moved,
             told_in=told_in,
             served=member.step_log.take() if with_progress else (),
+            probed=self._probing.results,
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:
-        group = self._seat.binding.group if self._seat.binding is not None else None
+        member, seat = self._member, self._seat
         return tuple(
-            TaskProgress(led.header.task, led.emitted, self._is_paused(led, group))
-            for led in self._member.book
-        )
-
-    def _is_paused(self, led: LedTask, group: Group | None) -> bool:
-        is_bound = group is not None and led.group.ranks == group.ranks
-        return not is_bound and led.group.ranks != self._member.moving.ranks
-
-    def _hello(self) -> RankHello:
-        engine = self._engine
-        group = self._seat.binding.group if self._seat.binding is not None else None
-        return RankHello(
-            version=PROTOCOL_VERSION,
-            rank=self._rank,
-            incarnation=self._incarnation,
-            pid=os.getpid(),
-            device=str(engine.device),
-            widths=engine.spec.widths,
-            max_tasks=engine.base.scheduler_config.max_num_seqs,
-            max_model_len_tokens=engine.base.model_config.max_model_len,
-            tokens_per_slot=engine.kv.geometry.tokens_per_slot,
-            kv_heads=engine.kv.geometry.num_kv_heads,
-            pages_total=engine.kv.num_pages,
-            held=tuple(
-                HeldTask(
-                    led.header, led.attempt, led.group, led.emitted, self._is_paused(led, group)
-                )
-                for led in self._member.book
-            ),
-            adopted=self._member.moving.adopted if self._seat.is_moving else (),
-            adopted_in=self._member.moving.epoch,
-            memory=engine.memory(),
-            cohort=engine.spec.cohort,
-            step_times=tuple(map(told, engine.step_times())),
-            tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
+            TaskProgress(led.header.task, led.emitted, is_paused(led, member, seat))
+            for led in member.book
         )

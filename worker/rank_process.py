@@ -15,6 +15,7 @@ import structlog
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config, shared_token
+from coordinator.protocol.messages import Binding, RankDown
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.tracing import start_tracing
 from worker.member import Member
@@ -114,14 +115,26 @@ def serve_rank(
     sys.setswitchinterval(GIL_SWITCH_S)
     engine = build_engine(config, base, rank, cohort)
     inbox: Inbox = Inbox()
-    outlet = Outlet(_encoder)
     seat = Seat(rank, incarnation)
-    loss = PeerLoss(seat, config.cell.stuck_after_ms / 1e3)
+    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
+    can_abort = engine.communicators.can_abort
+    # Who comes out of collectives alive may take as long as its step does.
+    loss = PeerLoss(seat, limit_s if can_abort else config.cell.stuck_after_ms / 1e3)
+
+    def abort(binding: Binding) -> None:
+        engine.communicators.abort(binding.group.ranks, binding.born)
+
+    def heard(message: RankDown) -> None:
+        loss.heard(message)
+        if (binding := loss.bereaved()) is not None:
+            abort(binding)
+
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
     lease_s = config.coordinator.lease_ms / 1e3
     session = RankSession(
-        config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, loss.heard
+        config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
     )
+    outlet = Outlet(_encoder, session.tell_links)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     member = Member(engine, incarnation, outlet)
     if tracing is not None:
@@ -137,8 +150,7 @@ def serve_rank(
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
-    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    watch(loss, Progress(lambda: loop.passes, limit_s))
+    watch(loss, Progress(lambda: loop.passes, limit_s), abort)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

@@ -18,7 +18,7 @@ import grpc
 import msgspec
 import structlog
 
-from coordinator.protocol.messages import RankDown, RankHello, RankUp, Report
+from coordinator.protocol.messages import LinkCut, RankDown, RankHello, RankUp, Report
 from coordinator.protocol.wire import (
     CHANNEL_OPTIONS,
     RANK_PATH,
@@ -83,6 +83,7 @@ class RankSession:
         self._overhear = overhear
         self._lock = threading.Lock()
         self._latest: Report | None = None
+        self._links: tuple[LinkCut, ...] = ()
         self._changed = False
         self._hello: RankHello | None = None
         self._loop = asyncio.new_event_loop()
@@ -98,6 +99,13 @@ class RankSession:
         """Send this report as soon as possible; events of unsent ones are merged into it."""
         with self._lock:
             self._latest = merge_reports(self._latest, report)
+            self._changed = True
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def tell_links(self, links: tuple[LinkCut, ...]) -> None:
+        """Say with all reports from now on, the first of them at once, which links broke."""
+        with self._lock:
+            self._links = links
             self._changed = True
         self._loop.call_soon_threadsafe(self._wake.set)
 
@@ -183,10 +191,12 @@ class RankSession:
                 return None
             self._latest = msgspec.structs.replace(report, ended=(), returned=(), times=())
             self._changed = False
-        return msgspec.structs.replace(report, sent_at_ms=now_ms())
+            return msgspec.structs.replace(report, sent_at_ms=now_ms(), links=self._links)
 
     async def _woken(self) -> None:
         if not self._changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                # Not wait_for: in Python 3.11 it may swallow a cancellation.
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._wake.wait()
         self._wake.clear()

@@ -5,14 +5,22 @@ Order is what makes switching safe: a leave message stands behind the last step,
 enter a collective that another will not enter. The payload of a step is opaque here.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from comm_pool.formations import PeerLostError
 
 FOLLOWER_POLL_S = 0.01
 """How long a joined follower waits for a step before it looks at its inbox again."""
 
 LEADER_SEND_LIMIT_S = 30.0
 """A follower that reads nothing for this long is taken for lost."""
+
+
+LOSS_POLL_S = 0.05
+"""How often a leader that waits for room asks whether a follower was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,25 @@ class BroadcastQueue(Protocol):
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """Block until there is a message, or raise TimeoutError."""
+
+
+def send(
+    queue: BroadcastQueue, message: QueueMessage, wait_s: float, is_lost: Callable[[], bool]
+) -> None:
+    """Tell all followers, or raise TimeoutError if there is no room within `wait_s` seconds.
+
+    Raises `PeerLostError` while it waits if the message's formation is lost.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return queue.enqueue(message, timeout=max(0.0, min(left_s, LOSS_POLL_S)))
+        except TimeoutError:
+            if left_s <= LOSS_POLL_S:
+                raise
+        if is_lost():
+            raise PeerLostError(message.born)
 
 
 def receive(queue: BroadcastQueue, wait_s: float) -> QueueMessage | None:

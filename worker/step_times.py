@@ -11,12 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from comm_pool.layout import Mode, StepMode
+from comm_pool.layout import Mode, StepMode, step_name
 from comm_pool.mixed import Mixed
 from coordinator.protocol.messages import WidthTimes
 
 MARGIN = 0.02
 """sp has to be so much faster, in parts: measurements differ by about as much from run to run."""
+
+LAUNCH_MARGIN = 0.3
+"""The same where tp replays graphs: sp's launches take up to so much longer than when they were
+measured, on a host that slept before or is busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +61,43 @@ def fitted(samples: Mapping[int, Sequence[float]]) -> StepCurve:
     )
 
 
-def crossing(tp: StepCurve, sp: StepCurve) -> int | None:
+def crossing(tp: StepCurve, sp: StepCurve, graphed_tokens: int = 0) -> int | None:
     """The fewest tokens from which sp stays faster, as far as was measured; None if it never is.
 
     A single win of sp below a size where it loses does not count: steps of few tokens are those
     whose measurements scatter most.
     """
+
+    def is_faster(tokens: int) -> bool:
+        margin = LAUNCH_MARGIN if tokens <= graphed_tokens else MARGIN
+        return sp.us(tokens) < tp.us(tokens) * (1 - margin)
+
     sizes = sorted({tokens for curve in (tp, sp) for tokens, _ in curve.points})
-    if not _is_faster(sp, tp, sizes[-1]):
+    if not is_faster(sizes[-1]):
         return None
-    loses = max((each for each in sizes if not _is_faster(sp, tp, each)), default=0)
+    loses = max((each for each in sizes if not is_faster(each)), default=0)
     wins = min(each for each in sizes if each > loses)
     # Between two sizes both curves are straight, so they cross once.
     while wins - loses > 1:
         middle = (wins + loses) // 2
-        if _is_faster(sp, tp, middle):
+        if is_faster(middle):
             wins = middle
         else:
             loses = middle
     return wins
 
 
-def _is_faster(sp: StepCurve, tp: StepCurve, tokens: int) -> bool:
-    return sp.us(tokens) < tp.us(tokens) * (1 - MARGIN)
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """What was measured for one width, by mode of a step.
 
-    Wide groups have tp, and sp and mixed ones where they are there.
+    Wide groups have tp, and sp and mixed ones where they are there. In tp every step of up to
+    `graphed_tokens` replays a graph.
     """
 
     width: int
     curves: Mapping[StepMode, StepCurve]
+    graphed_tokens: int = 0
 
     @property
     def sp_from_tokens(self) -> int | None:
@@ -101,15 +108,12 @@ class StepTimes:
         """The same of a shift group that chooses between tp and this mode."""
         if base not in self.curves:
             return None
-        return crossing(self.curves[Mode.TP], self.curves[base])
+        return crossing(self.curves[Mode.TP], self.curves[base], self.graphed_tokens)
 
     @property
     def names(self) -> tuple[str, ...]:
         """What was measured, as layouts write it."""
-        modes = self.curves
-        return tuple(
-            f"{mode}{self.width}" if isinstance(mode, Mode) else str(mode) for mode in modes
-        )
+        return tuple(step_name(mode, self.width) for mode in self.curves)
 
     @property
     def mixed(self) -> tuple[Mixed, ...]:
@@ -120,11 +124,14 @@ class StepTimes:
 def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, ...]:
     """Which steps are timed: by fours up to the largest that is ever scheduled.
 
-    Where there is nothing to choose the two ends do.
+    By twos where sp usually overtakes tp. Where there is nothing to choose, the two ends do, and
+    where the last is far away a large batch of decodes, whose tokens cost less than a prompt's.
     """
-    ladder = [1, 4, 16, 64, 256, 1024, 4096, 16384]
+    ladder = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384]
     inside = [size for size in ladder if size < tokens_max]
-    return (*(inside if Mode.SP in modes else inside[:1]), tokens_max)
+    if Mode.SP in modes:
+        return (*inside, tokens_max)
+    return (1, 256, tokens_max) if tokens_max > 1024 else (*inside[:1], tokens_max)
 
 
 def told(times: StepTimes) -> WidthTimes:

@@ -3,6 +3,7 @@
 import time
 
 from coordinator.protocol.messages import SwitchTimes
+from coordinator.protocol.seat import Join, Leave, Move
 
 RECENT_STEP_NS = 500_000_000
 """A rank whose last step ended less than this ago was at work when it was asked to switch."""
@@ -21,6 +22,16 @@ class SwitchClock:
     def wanted(self, epoch: int) -> None:
         """The rank was asked for this epoch, perhaps again."""
         self._wanted_ns.setdefault(epoch, time.monotonic_ns())
+
+    def made(self, move: Move, took_us: int, step_ended_ns: int) -> None:
+        """The rank has made this move; its last step ended then."""
+        match move:
+            case Leave(directive=directive):
+                self.parked(directive.stage.epoch, step_ended_ns)
+            case Join(directive=directive):
+                self.joined(directive.stage.epoch, took_us)
+            case _:
+                pass
 
     def parked(self, epoch: int, step_ended_ns: int) -> None:
         """The rank has left its group; its last step ended then."""

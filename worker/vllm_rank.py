@@ -6,6 +6,7 @@ a width is two assignments: no allocation, no new process group, no collective. 
 modes of a width share all but the tree, so they change from one step to the next.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ from worker.vllm_device import (
     used_bytes,
 )
 from worker.vllm_layers import ViewError
+from worker.vllm_probe import ProbeBatch
 from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler
 from worker.vllm_step_plan import StepPlan
 from worker.vllm_trees import TreeBuilder
@@ -94,7 +96,7 @@ class PreparedMode:
 
         On CUDA the result is still under way: `get_output` waits for it.
         """
-        self.runner.use(plan.mode)
+        self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
         output = plan.output if self.table is None else translate(plan.output, self.table)
         return self.runner.run(output, plan.grammar, plan.resuming)
 
@@ -174,6 +176,9 @@ class RankEngine:
         self.modes = {
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
+        self.probe = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot)
+        self.probed: dict[tuple[int, StepMode], tuple[tuple[float, ...], int]] = {}
+        """(width, mode) -> log-probabilities of the probe at start, and its microseconds."""
         self._warm(progress)
         notes.note("graphs and warm steps")
         named = sum(size for name, size in self.memory() if name not in ("context", "activations"))
@@ -311,13 +316,19 @@ class RankEngine:
             mode.communicator.group.barrier()
             with set_current_vllm_config(mode.config):
                 self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
-                for each in mode.runner.modes:
-                    mode.runner.use(each)
-                    # Large enough for NCCL, where custom all-reduce takes the small messages.
-                    mode.runner._dummy_run(mode.config.scheduler_config.max_num_batched_tokens)
+                mode.runner.warm()
                 mode.communicator.group.barrier()
                 mode.calibrate(measure_steps(mode.runner, key.width, self.device))
+            self._probe(mode)
         progress("warm", len(self.modes), len(self.modes))
+
+    def _probe(self, mode: PreparedMode) -> None:
+        """Compute the probe in all modes of a width that is selected, together with its group."""
+        for each in mode.runner.modes:
+            started_ns = time.perf_counter_ns()
+            values = self.probe.run(mode.execute, each)
+            took_us = (time.perf_counter_ns() - started_ns) // 1000
+            self.probed[mode.key.width, each] = values, took_us
 
     # ------------------------------------------------------------------ serving
 
@@ -325,9 +336,10 @@ class RankEngine:
         """What is ready for groups of this width, whatever their mode."""
         return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
 
-    def select(self, width: int) -> PreparedMode:
-        """Make this the width that vLLM's layers of this process compute in."""
+    def select(self, width: int, born: int = 0) -> PreparedMode:
+        """Make this the width that vLLM's layers of this process compute in, for a formation."""
         mode = self.of_width(width)
+        self.communicators.enter(born)
         activate(mode.communicator)
         return mode
 

@@ -64,6 +64,7 @@ class ModeRunner(CPUModelRunner):
         self.model = next(iter(self._trees.values()))
         self._kv_views: dict[str, torch.Tensor] = {}
         self._resuming: Mapping[str, list[int]] = {}
+        self._forgotten: frozenset[str] = frozenset()
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
         """Use the rank's buffer as the KV cache of this width."""
@@ -87,8 +88,14 @@ class ModeRunner(CPUModelRunner):
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
 
-    def use(self, mode: StepMode) -> None:
+    @property
+    def graphed_tokens(self) -> int:
+        """Up to so many tokens every step of the first tree replays a graph: none does on CPU."""
+        return 0
+
+    def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share everything but the tree."""
+        del reads_prompts  # There are no graphs on CPU.
         self.model = self._trees[mode]
 
     def run(
@@ -105,6 +112,10 @@ class ModeRunner(CPUModelRunner):
         assert isinstance(output, ModelRunnerOutput)
         return output
 
+    def forget_tasks(self) -> None:
+        """Let no task be known any more at the next step: some were left in mid-step."""
+        self._forgotten = frozenset(self.requests)
+
     def expected_graph_bytes(self) -> tuple[int, int]:
         """There are no graphs on CPU."""
         return 0, 0
@@ -113,7 +124,17 @@ class ModeRunner(CPUModelRunner):
         """There are no graphs on CPU."""
         return 0
 
+    def warm(self) -> None:
+        """Compute once in each mode. All ranks of the group must call it together."""
+        for mode in self._trees:
+            self.use(mode)
+            self._dummy_run(self.max_num_tokens)
+
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._forgotten:
+            finished = scheduler_output.finished_req_ids | self._forgotten
+            scheduler_output = dataclasses.replace(scheduler_output, finished_req_ids=finished)
+            self._forgotten = frozenset()
         new = scheduler_output.scheduled_new_reqs
         step = self._continue_tasks(scheduler_output) if self._resuming else scheduler_output
         correction = super()._update_states(step)
@@ -161,6 +182,11 @@ class ModeRunner(CPUModelRunner):
                 + [len(self._resuming[r.req_id]) for r in resumed],
             ),
         )
+
+    def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Count ranks without torch.compile, which takes seconds at the first prompt."""
+        with torch.compiler.set_stance("force_eager"):
+            return super()._get_prompt_logprobs_dict(*args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         batch = self.input_batch

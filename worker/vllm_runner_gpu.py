@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
@@ -50,6 +51,19 @@ SP_GRAPH_TOKENS_MIN = 64
 """Smallest decode batch that sp gets a graph for: below it tp reads less weights per step."""
 
 
+PROMPT_GRAPH_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
+"""Steps that read prompts of up to so many tokens are bound by their launches: they have graphs."""
+
+PROMPT_SPLITS_MAX = 4
+"""Parts that attention over one context is split into in these graphs. Their working memory grows
+with parts times tokens; with vLLM's 32 it would be four times that of the largest decode graph."""
+
+
+def prompt_graph_sizes(batched_tokens_max: int) -> list[int]:
+    """The sizes of steps that read prompts and are captured."""
+    return [size for size in PROMPT_GRAPH_TOKENS if size <= batched_tokens_max]
+
+
 def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
     """The batch sizes, of those that tp has graphs for, that sp shares out without padding."""
     return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % shares == 0]
@@ -71,6 +85,11 @@ class GpuModeRunner(GPUModelRunner):
         self._trees = dict(trees)
         self._first = next(iter(self._trees))
         self._graphs: dict[StepMode, ModelCudaGraphManager] = {}
+        self._prompt_graphs: ModelCudaGraphManager | None = None
+        """Of the first tree. Attention in them is general, so decodes keep graphs of their own."""
+        self._split_builders: list[Any] = []
+        """Who plans attention in them."""
+        self._decode_limits = (0, 0)
         self.load_model(model=self._trees[self._first])
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
@@ -79,6 +98,7 @@ class GpuModeRunner(GPUModelRunner):
         self.initialize_kv_cache(config, kv_cache_allocation_context=adopted)
         assert adopted.adopted == 1, f"vLLM did not adopt the KV buffer in width {width}."
         self._graphs = {mode: self._graph_manager(mode, width) for mode in self._trees}
+        self._prepare_prompt_graphs()
 
     def _graph_manager(self, mode: StepMode, width: int) -> ModelCudaGraphManager:
         """vLLM's own for the first tree; graphs replay without looking at `model`."""
@@ -86,14 +106,28 @@ class GpuModeRunner(GPUModelRunner):
         assert own is not None
         if mode is self._first:
             return own
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+        return self._own_manager(sp_graph_sizes(sizes, _shares(mode, width)), own.cudagraph_mode)
+
+    def _prepare_prompt_graphs(self) -> None:
+        """FlashAttention 3 can replay any mix of queries; other back ends read prompts eagerly."""
+        groups = [group for kind in self.attn_groups for group in kind]
+        builders = [builder for group in groups for builder in group.metadata_builders]
+        if not all(getattr(builder, "max_num_splits", 0) for builder in builders):
+            return
+        sizes = prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens)
+        self._prompt_graphs = self._own_manager(sizes, CUDAGraphMode.FULL)
+        self._split_builders = builders
+        first = builders[0]
+        self._decode_limits = (first.max_cudagraph_size or 0, first.max_num_splits)
+
+    def _own_manager(self, sizes: list[int], kind: CUDAGraphMode) -> ModelCudaGraphManager:
         config = copy.copy(self.vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
-        sizes = config.compilation_config.cudagraph_capture_sizes or []
-        sizes = sp_graph_sizes(sizes, _shares(mode, width))
         config.compilation_config.cudagraph_capture_sizes = sizes
         config.compilation_config.max_cudagraph_capture_size = max(sizes, default=0)
         return ModelCudaGraphManager(
-            config, self.device, own.cudagraph_mode, decode_query_len=self.decode_query_len
+            config, self.device, kind, decode_query_len=self.decode_query_len
         )
 
     @property
@@ -101,11 +135,21 @@ class GpuModeRunner(GPUModelRunner):
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
 
-    def use(self, mode: StepMode) -> None:
+    @property
+    def graphed_tokens(self) -> int:
+        """Up to so many tokens every step of the first tree replays a graph; 0 where none does."""
+        return PROMPT_GRAPH_TOKENS[-1] if self._prompt_graphs is not None else 0
+
+    def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
         """Compute in this mode from now on; modes of a width share all but tree and graphs."""
         self.model = self._trees[mode]
         if self._graphs:
-            self.cudagraph_manager = self._graphs[mode]
+            reads_prompts &= mode is self._first and self._prompt_graphs is not None
+            self.cudagraph_manager = self._prompt_graphs if reads_prompts else self._graphs[mode]
+            prompt_limits = (PROMPT_GRAPH_TOKENS[-1], PROMPT_SPLITS_MAX)
+            for builder in self._split_builders:
+                limits = prompt_limits if reads_prompts else self._decode_limits
+                builder.max_cudagraph_size, builder.max_num_splits = limits
 
     def run(
         self,
@@ -116,6 +160,9 @@ class GpuModeRunner(GPUModelRunner):
         """Launch one step; the result may still be under way (`get_output` waits for it)."""
         output = self.execute_model(step)
         return self.sample_tokens(grammar) if output is None else output
+
+    def forget_tasks(self) -> None:
+        """Nothing to do: no collective on CUDA is left in mid-step, the process ends with it."""
 
     def expected_graph_bytes(self) -> tuple[int, int]:
         """What this mode's graphs will take: (working memory, the rest).
@@ -131,6 +178,7 @@ class GpuModeRunner(GPUModelRunner):
         width = self.parallel_config.tensor_parallel_size
         others = [mode for mode in self._trees if mode is not self._first]
         more = sum(len(sp_graph_sizes(sizes, _shares(mode, width))) for mode in others)
+        more += len(prompt_graph_sizes(self.scheduler_config.max_num_batched_tokens))
         return working, int((expected - working) * (1 + more / max(1, len(sizes))))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
@@ -148,5 +196,23 @@ class GpuModeRunner(GPUModelRunner):
             self.use(mode)
             if self.needs_cudagraph_capture():
                 taken += int(self.capture_model())
+        if self._prompt_graphs is not None:
+            self.use(self._first, reads_prompts=True)
+            taken += int(self.capture_model())
         self.use(self._first)
         return taken
+
+    def warm(self) -> None:
+        """Compute once in each mode, and prefills and decodes with all that sampling can do.
+
+        vLLM compiles the small kernels that prepare a step when they are first used, 2.5 s of
+        them: no task should wait for that. All ranks of the group must call it together.
+        """
+        for mode in self._trees:
+            self.use(mode)
+            # Large enough for NCCL, where custom all-reduce takes the small messages.
+            self._dummy_run(self.max_num_tokens)
+        self.use(self._first)
+        warmup_kernels(self, self.execute_model, self.sample_tokens)
+        # Sampling for as many tasks as there can be took a gigabyte, which is not needed soon.
+        torch.accelerator.empty_cache()

@@ -246,6 +246,12 @@ class ModeScheduler(Scheduler):
         """Whether no task is left; vLLM may still have finished ids to tell its runner."""
         return not self.requests
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the runner may have no room for one more task: some are only to be told of."""
+        known = len(self.requests) + len(self.finished_req_ids)
+        return bool(known >= self.max_num_running_reqs)
+
     def holding(self) -> list[str]:
         """Tasks that hold KV: these can pause, or move.
 

@@ -1,8 +1,8 @@
-"""Ends this process if its main loop is stuck: in a group that has lost a member, or for ever.
+"""Calls the main loop out of a group that has lost a member, and ends this process if it is stuck.
 
-A collective with a dead peer may never end: vLLM's shared-memory and custom all-reduce spin for
-ever, and no thread of this process can stop them. The process is worth nothing then, since its
-group is dissolved; its tasks go on elsewhere from what was delivered, as soon as it has ended.
+On CPU a collective with a dead peer can be aborted. On CUDA it may never end: custom all-reduce
+spins for ever, and no thread of this process can stop it. The process is worth nothing then, since
+its group is dissolved; its tasks go on elsewhere from what was delivered, as soon as it has ended.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
+from coordinator.protocol.messages import Binding
 from worker.peer_loss import PeerLoss
 
 log = structlog.get_logger()
@@ -45,12 +46,14 @@ class Progress:
         return self._still_s > self._limit_s
 
 
-def watch(loss: PeerLoss, progress: Progress) -> None:
-    """Start a thread that kills this process when it is stuck."""
+def watch(loss: PeerLoss, progress: Progress, abort: Callable[[Binding], None]) -> None:
+    """Start a thread that aborts formations which lack a member, and kills a stuck process."""
 
     def run() -> None:
         while True:
             now_s = time.monotonic()
+            if (binding := loss.bereaved()) is not None:
+                abort(binding)
             if loss.is_stuck(now_s):
                 reason = "it does not leave a group that has lost a member"
                 break

@@ -122,10 +122,13 @@ def _add_operator_commands(commands: "Commands") -> None:
     switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")
     switch.add_argument("--carry", choices=CARRIES, help="what happens to running tasks")
     switch.set_defaults(command=_switch)
+    put_back = commands.add_parser("put-back", help="let a mode serve again that had drifted")
+    put_back.add_argument("mode", metavar="MODE", help="such as tp2; see aileron status")
+    put_back.set_defaults(command=_put_back)
     explain = commands.add_parser("explain", help="why the layout is what it is")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
     explain.set_defaults(command=_explain)
-    for each in (status, switch, explain):
+    for each in (status, switch, put_back, explain):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
@@ -208,6 +211,12 @@ def _switch(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_switch
 
     return run_switch(options)
+
+
+def _put_back(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_put_back
+
+    return run_put_back(options)
 
 
 def _explain(options: argparse.Namespace) -> int:

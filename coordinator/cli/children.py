@@ -85,7 +85,8 @@ class Child:
             return await process.wait()
         finally:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(pump, DRAIN_LIMIT_S)
+                async with asyncio.timeout(DRAIN_LIMIT_S):
+                    await pump
 
     async def stop(self, limit_s: float) -> bool:
         """End the process; False if it had to be killed because it took longer than `limit_s`."""
@@ -95,7 +96,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await process.wait()
         except TimeoutError:
             self.kill()
             await process.wait()

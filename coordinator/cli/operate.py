@@ -1,4 +1,4 @@
-"""`aileron status`, `switch` and `explain`: the admin API for people, or as JSON."""
+"""`aileron status`, `switch`, `put-back` and `explain`: the admin API for people, or as JSON."""
 
 import argparse
 import json
@@ -42,6 +42,8 @@ def run_status(options: argparse.Namespace) -> int:
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
     print(f"gateways {status['gateways']}   policy {status['policy']}")
+    if status["out_of_service"]:
+        print("\nout of service\n" + _out_table(status["out_of_service"]))
     print("\n" + _groups_table(status["groups"]))
     print("\n" + _ranks_table(status["ranks"]))
     print("\n" + _queue_table(status["queue"]))
@@ -70,6 +72,16 @@ def run_switch(options: argparse.Namespace) -> int:
     print(f"{answer['layout']} serves, epoch {answer['epoch']}.")
     if answer.get("switch"):
         print("\n" + switches_table([answer["switch"]]))
+    return 0
+
+
+def run_put_back(options: argparse.Namespace) -> int:
+    """Let a mode serve again that the numerical guard took out of service."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    answer = client.post("/admin/put-back", {"mode": options.mode})
+    if options.json:
+        return _print_json(answer)
+    print(f"{options.mode} may serve again; {answer['layout']} serves, epoch {answer['epoch']}.")
     return 0
 
 
@@ -161,6 +173,22 @@ def _groups_table(groups: list[dict[str, Any]]) -> str:
                 group["pages_total"],
             )
             for group in groups
+        ],
+    )
+
+
+def _out_table(modes: list[dict[str, Any]]) -> str:
+    return format_table(
+        ("mode", "ranks", "probe off by", "at most", "epoch"),
+        [
+            (
+                each["mode"],
+                _span(each["ranks"]),
+                f"{each['error_nats']:.3g} nats",
+                each["error_max_nats"],
+                each["epoch"],
+            )
+            for each in modes
         ],
     )
 

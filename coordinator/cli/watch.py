@@ -88,6 +88,9 @@ def _head(answer: dict[str, Any]) -> Text:
         text.append(f"{answer['layout'] or 'starting'} → {answer['target']}", style="bold yellow")
     text.append(f"  epoch {answer['epoch']}  gateways {answer['gateways']}")
     text.append(f"  policy {answer['policy']}\n")
+    if answer["out_of_service"]:
+        modes = sorted({each["mode"] for each in answer["out_of_service"]})
+        text.append(f"out of service, as they drifted: {', '.join(modes)}\n", style="bold red")
     return text
 
 

@@ -87,14 +87,20 @@ def decide(
     here = standing(seen, current)
     if seen.is_switching:
         return Verdict(here, "a switch is under way", changes=False), state
+    pinned = ""
     if seen.pinned_ms:
         seconds = -(-seen.pinned_ms // 1000)
-        reason = f"an operator chose this layout: it is left alone for {seconds} s more"
-        return Verdict(here, reason, changes=False), State()
+        pinned = f"an operator chose this layout: it is left alone for {seconds} s more"
+        state = State()
     demands = demands_of(seen, settings)
     if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
-        return Verdict(here, f"the steps of {unknown[0]} were not measured", changes=False), state
+        reason = pinned or f"the steps of {unknown[0]} were not measured"
+        return Verdict(here, reason, changes=False), state
     judged = _judge(seen, here, space, costs, settings, demands)
+    if pinned:
+        # What layouts could do is told all the same: whoever adds cells goes by it.
+        told = Verdict(here, pinned, changes=False)
+        return replace(told, candidates=tuple(judged), demands=tuple(demands)), state
     now = next(each for each in judged if each.arrangement == here)
     best = _best(judged, now, settings)
     state = _remember(state, best, here, seen.time_ms)

@@ -48,6 +48,7 @@ def _candidate(judged: Judged) -> Mapping[str, object]:
         "goals_met": round(score.attainment, 3),
         "worth": round(judged.worth, 3),
         "cost": round(score.cost, 3),
+        "use": round(score.use, 3),
         "tiers": {
             # In a layout with several kinds of groups the slowest is shown.
             Tier(each.tier).name.lower(): {

@@ -5,7 +5,7 @@ Made from what ranks told and served, or from a file of step times. Called by `s
 
 from collections.abc import Collection, Mapping
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Mode, Rank, step_name
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.cost_model import (
     CHUNK_TOKENS,
@@ -96,7 +96,11 @@ class Knowledge:
         for width in self._widths[1:]:
             if any(not roster.supports(r, width) for r in alive if not roster.is_degraded(r)):
                 continue
+            out = roster.guard.modes_out()
+            if step_name(Mode.TP, width) in out:
+                continue
             shifts = not self._given and all(_shifts(roster, rank, width) for rank in alive)
+            shifts = shifts and step_name(Mode.SP, width) not in out
             found[width] = Mode.SHIFT if shifts else Mode.TP
         return found
 

@@ -94,6 +94,8 @@ class TierForecast:
     asked: float
     cost: float
     """Latency in parts of the goals, or use of the groups where there is none; less is better."""
+    use: float = 0.0
+    """The part of what its groups can do for which this tier and more urgent ones keep asking."""
 
 
 def forecast(
@@ -251,6 +253,7 @@ class _Load:
             worth * groups * goal.weight,
             (asked + under_way) * groups * goal.weight,
             cost,
+            self._use[index],
         )
 
     def _first_s(self, prompt: int) -> float:

@@ -35,6 +35,14 @@ class Score:
         """The part of the requests that meet their goals."""
         return self.goodput / self.asked if self.asked else 1.0
 
+    @property
+    def use(self) -> float:
+        """The part of what it can do that arriving requests ask for; over 1 it falls behind.
+
+        Of the groups that are busiest, if there are several kinds.
+        """
+        return max((each.use for each in self.tiers), default=0.0)
+
 
 def score(
     arrangement: Arrangement,

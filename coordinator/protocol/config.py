@@ -58,11 +58,15 @@ class CellConfig(_Frozen):
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
     stuck_after_ms: int = Field(default=1_000, ge=100)
-    """A rank that does not leave a group within this time after a member was lost is ended: it is
-    stuck in a collective. Longer than a step takes."""
+    """A CUDA rank that does not leave a group within this time after a member was lost is ended: it
+    is stuck in a collective. Longer than a step takes."""
     step_limit_ms: int = Field(default=30_000, ge=1_000)
     """A rank that makes no progress for this long, and for 20 times its longest measured step, is
     ended: what it waits for never comes."""
+    probe_after_switch: bool = False
+    """Let each group that a switch formed compute a fixed text before its first step; a mode whose
+    result differs from that at the start is taken out of service. Delays the switch by a few steps.
+    """
 
 
 class TierLimits(_Frozen):

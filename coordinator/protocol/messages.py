@@ -77,6 +77,7 @@ __all__ = [
     "Grant",
     "HeldTask",
     "LeaseKept",
+    "LinkCut",
     "Message",
     "PageReport",
     "Phase",
@@ -161,6 +162,18 @@ class LeaseKept(msgspec.Struct, frozen=True):
     born: int = 0
 
 
+class LinkCut(msgspec.Struct, frozen=True):
+    """A link from a rank to a gateway that broke not long ago: its last tokens may be lost.
+
+    `number` counts the breaks of all links of the rank's process, so that each is acted on once.
+    While the link `is_open` (a circuit, that is), no task is to be placed whose tokens it carries.
+    """
+
+    reply_to: str
+    number: int
+    is_open: bool
+
+
 class PageReport(msgspec.Struct, frozen=True):
     """Page accounting of one rank, in pages."""
 
@@ -187,6 +200,25 @@ class SwitchTimes(msgspec.Struct, frozen=True):
     reshard_us: int = 0
     reshard_bytes: int = 0
     """KV bytes that this rank pulled from others."""
+
+
+class Probed(msgspec.Struct, frozen=True):
+    """How far a mode of a group is from where it was, or in epoch 0, at start, from dp.
+
+    `mode` is one that steps are computed in, such as `tp2`; errors are in nats per token.
+    """
+
+    ranks: tuple[Rank, ...]
+    mode: str
+    epoch: int
+    error_nats: float
+    error_max_nats: float
+    took_us: int = 0
+
+    @property
+    def has_drifted(self) -> bool:
+        """The mode computes something else."""
+        return not self.error_nats <= self.error_max_nats
 
 
 class Report(Message, frozen=True):
@@ -225,6 +257,10 @@ class Report(Message, frozen=True):
     told_in: int = 0
     served: tuple[ServedSteps, ...] = ()
     """How long the led group's steps took since the last report; filled by leaders."""
+    links: tuple[LinkCut, ...] = ()
+    """Links to gateways that broke; those that are not named are fine."""
+    probed: tuple[Probed, ...] = ()
+    """The newest probe of each mode that this rank leads."""
 
 
 class Grant(msgspec.Struct, frozen=True):

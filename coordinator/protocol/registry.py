@@ -5,8 +5,8 @@ clock is shared: Redis counts each lease down itself. Called by coordinators and
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 ANNOUNCEMENTS_PER_LEASE = 3
@@ -14,6 +14,13 @@ ANNOUNCEMENTS_PER_LEASE = 3
 
 ANSWER_LIMIT_S = 2.0
 """How long Redis may take to connect and to answer; nobody's request waits for it."""
+
+CLIENT_OPTIONS: dict[str, Any] = {"socket_timeout": None}
+"""Of every asyncio client of Redis: who calls it bounds the time, by asyncio.timeout.
+
+redis-py would do it by asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes
+with the end of what it waits for: every tenth task that was stopped went on.
+"""
 
 
 class RegistryAwayError(Exception):
@@ -70,36 +77,43 @@ class RedisRegistry:
     whatever else is in that Redis.
     """
 
-    def __init__(self, url: str, model: str, lease_ms: int) -> None:
-        """`url` is a redis:// URL; `model` the served model's name."""
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        lease_ms: int,
+        limit: Callable[[float], AbstractAsyncContextManager[Any]] = nullcontext,
+    ) -> None:
+        """`url` is a redis:// URL; `model` the served model's name.
+
+        `limit` bounds the time of each answer, in seconds: asyncio.timeout, say.
+        """
         # Imported only where Redis is used: redis-py brings OpenTelemetry with it, if installed.
         import redis.asyncio
 
-        self._redis: Any = redis.asyncio.Redis.from_url(
-            url, socket_timeout=ANSWER_LIMIT_S, socket_connect_timeout=ANSWER_LIMIT_S
-        )
+        self._redis: Any = redis.asyncio.Redis.from_url(url, **CLIENT_OPTIONS)
         digest = hashlib.sha256(model.encode()).hexdigest()[:16]
         self._prefix = f"aileron:cells:{digest}"
+        self._limit = limit
         self._lease_ms = lease_ms
 
     async def announce(self, name: str, address: str) -> None:
         """Say that a cell is there."""
-        with _away():
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._key(name), address, px=self._lease_ms)
-                pipe.sadd(self._prefix, name)
-                await pipe.execute()
+        async with self._away(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.set(self._key(name), address, px=self._lease_ms)
+            pipe.sadd(self._prefix, name)
+            await pipe.execute()
 
     async def withdraw(self, name: str, address: str) -> None:
         """Say that a cell is not there any more."""
-        with _away():
+        async with self._away():
             if await self._redis.get(self._key(name)) == address.encode():
                 # A cell that takes the name in this moment is back with its next announcement.
                 await self._redis.delete(self._key(name))
 
     async def cells(self) -> set[str]:
         """Return the addresses of all cells whose leases last."""
-        with _away():
+        async with self._away():
             return await self._found()
 
     async def _found(self) -> set[str]:
@@ -117,14 +131,14 @@ class RedisRegistry:
         """Close the connections."""
         await self._redis.aclose()
 
+    @asynccontextmanager
+    async def _away(self) -> AsyncIterator[None]:
+        try:
+            async with self._limit(ANSWER_LIMIT_S):
+                yield
+        except Exception as error:
+            # Whatever the driver raises, nobody depends on an answer.
+            raise RegistryAwayError(f"{type(error).__name__}: {error}") from error
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
-
-
-@contextmanager
-def _away() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # Whatever the driver raises, nobody depends on an answer.
-        raise RegistryAwayError(f"{type(error).__name__}: {error}") from error

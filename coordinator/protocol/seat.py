@@ -123,6 +123,7 @@ class Seat:
 
     __slots__ = (
         "_copied",
+        "_joined",
         "_leaves",
         "_members",
         "_moving",
@@ -154,6 +155,7 @@ class Seat:
         """End of the time lease, on this rank's clock."""
         self._members: dict[Rank, int | None] = {}
         """Incarnations of the binding's ranks when it was joined."""
+        self._joined: tuple[Binding, dict[Rank, int | None]] | None = None
         self._leaves: set[int] = set()
         """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
         self._moving: int | None = None
@@ -163,9 +165,11 @@ class Seat:
 
     @property
     def joined(self) -> tuple[Binding, dict[Rank, int | None]] | None:
-        """What the rank is joined to, with the incarnations that its members had then."""
-        binding, members = self.binding, self._members
-        return (binding, members) if binding is not None else None
+        """What the rank is joined to, with the incarnations that its members had then.
+
+        Other threads may ask: both are replaced at once.
+        """
+        return self._joined
 
     @property
     def is_leader(self) -> bool:
@@ -342,7 +346,7 @@ class Seat:
         return Serve(binding, granted[0], kept, wanted)
 
     def _park(self, directive: Directive) -> None:
-        self.binding = None
+        self.binding = self._joined = None
         self.serving = False
         self._acknowledge(Stage(directive.stage.epoch, Phase.PARK), directive)
 
@@ -351,6 +355,7 @@ class Seat:
         self.binding = binding
         self.serving = False
         self._members = {rank: members.get(rank) for rank in binding.group.ranks}
+        self._joined = binding, self._members
         self._leaves = {born for born in self._leaves if born >= binding.born}
         self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
 

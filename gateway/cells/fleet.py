@@ -152,5 +152,5 @@ def set_up_fleet(config: Config, token: str, gateway: str) -> Fleet:
     cells = CellRoster(fleet.cells, fleet.dead_after_ms / 1_000, in_fleet=True)
     if not fleet.redis:
         return Fleet(cells, token, gateway)
-    registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms)
+    registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
     return Fleet(cells, token, gateway, registry, fleet.lease_ms / 1_000 / LOOKS_PER_LEASE)

@@ -54,18 +54,20 @@ async def in_cell(model: Path, arguments: list[str], options: argparse.Namespace
 
 
 async def switched(cell: Any, options: argparse.Namespace) -> Any:
-    """Records of pause switches under streams."""
+    """Records of switches under streams."""
     streams = []
     for layout in ("tp", "dp"):
         await cell.switch(f"{layout}{options.ranks}", "pause")
         requests = {
-            f"{layout}-{each}": cell.client.prepare(f"{layout}-{each}", list(range(10, 138)), 600)
+            f"{layout}-{each}": cell.client.prepare(
+                f"{layout}-{each}", list(range(10, 138)), options.answers
+            )
             for each in range(options.streams)
         }
         streams.append(asyncio.create_task(cell.client.finish(requests)))
         await asyncio.sleep(1.0)
     for turn in range(SWITCHES):
-        await cell.switch(f"{('tp', 'dp')[turn % 2]}{options.ranks}", "pause")
+        await cell.switch(f"{('tp', 'dp')[turn % 2]}{options.ranks}", options.carry)
         await asyncio.sleep(0.15)
     records = await cell.switches(SWITCHES)
     for each in streams:
@@ -84,6 +86,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32, 512], help="of a prompt")
     parser.add_argument("--streams", type=int, default=64, help="of each layout; 0: no switches")
+    parser.add_argument("--answers", type=int, default=600, help="tokens of each stream's answer")
+    parser.add_argument("--carry", default="pause", help="plan of the switches that are profiled")
     parser.add_argument("--modes", nargs="+", default=["dp", "tp"])
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -8,7 +8,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,14 +70,21 @@ def aileron_command(port: int, ranks: int, options: list[str]) -> list[str]:
 
 @contextmanager
 def running(
-    command: list[str], port: int, path: str = "/health", root: Path = ROOT
+    command: list[str],
+    port: int,
+    path: str = "/health",
+    root: Path = ROOT,
+    surroundings: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Run a server of a checkout until the block ends; yields its base URL."""
+    """Run a server of a checkout until the block ends; yields its base URL.
+
+    `surroundings` is its environment; without it that of a server on CPU.
+    """
     log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)  # noqa: SIM115
     process = subprocess.Popen(
         command,
         cwd=root,
-        env=environment(root),
+        env=surroundings or environment(root),
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -101,13 +101,6 @@ class Traffic:
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    made = Redis()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def installed(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     folder: Path = tmp_path_factory.mktemp("fleet")
     made = Installed(folder, redis.url)

@@ -25,14 +25,19 @@ def switch(admin: str, layout: str, carry: str) -> Any:
     return _post(admin + "/admin/layout?wait=1", layout, carry)
 
 
-def _post(url: str, layout: str, carry: str) -> Any:
+def post(url: str, body: object) -> tuple[int, Any]:
+    """POST and decode; returns the status too."""
     request = urllib.request.Request(
-        url,
-        data=msgspec.json.encode({"layout": layout, "carry": carry}),
-        headers={"Content-Type": "application/json"},
+        url, data=msgspec.json.encode(body), headers={"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=CALL_LIMIT_S) as answer:
-            return msgspec.json.decode(answer.read())
+            return answer.status, msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
-        raise AssertionError(f"{layout}, {carry}: {error.read().decode()}") from error
+        return error.code, msgspec.json.decode(error.read())
+
+
+def _post(url: str, layout: str, carry: str) -> Any:
+    status, answer = post(url, {"layout": layout, "carry": carry})
+    assert status == 200, f"{layout}, {carry}: {answer}"
+    return answer

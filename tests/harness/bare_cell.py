@@ -39,6 +39,8 @@ from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.bench.servers import MODEL, ROOT, free_port
 from tests.harness.admin import ask, get_json, switch
 from tests.harness.engine_request import encoded_request
+from tests.harness.fault_proxy import FaultProxy
+from tests.harness.logit_rows import rows_of
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -239,11 +241,17 @@ class TaskClient:
         """The highest attempt of each task whose tokens are taken no more."""
 
     @asynccontextmanager
-    async def connected(self, cell: BareCell) -> AsyncIterator["TaskClient"]:
-        """Hold a session for the length of the block."""
+    async def connected(
+        self, cell: BareCell, link: FaultProxy | None = None
+    ) -> AsyncIterator["TaskClient"]:
+        """Hold a session for the length of the block; tokens come over `link` if there is one."""
         context = zmq.asyncio.Context()
         pull = context.socket(zmq.PULL)
-        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        if link is None:
+            port = pull.bind_to_random_port("tcp://127.0.0.1")
+        else:
+            pull.bind(f"tcp://{link.target}")
+            port = link.port
         self._reply_to = f"tcp://127.0.0.1:{port}"
         channel = grpc.aio.insecure_channel(
             cell.config.coordinator.listen, options=self.channel_options
@@ -379,21 +387,9 @@ def take(stream: Stream, span: Any, output: Any) -> None:
     if output.new_logprobs is not None:
         stream.logprobs += [float(row[0]) for row in output.new_logprobs.logprobs]
         if len(output.new_logprobs.logprob_token_ids[0]) > LOGPROBS_MAX:
-            stream.logits += _rows(output.new_logprobs)
+            stream.logits += rows_of(output.new_logprobs)
     if output.new_prompt_logprobs_tensors is not None:
         stream.prompt_logprobs = output.new_prompt_logprobs_tensors
     if output.prefill_stats is not None:
         stream.cached_tokens = output.prefill_stats.num_cached_tokens
     stream.finished |= span.finished
-
-
-def _rows(lists: Any) -> list[Any]:
-    """vLLM's LogprobsLists over the whole vocabulary -> one (vocab,) array per token."""
-    import numpy as np
-
-    rows = []
-    for ids, values in zip(lists.logprob_token_ids, lists.logprobs, strict=True):
-        row = np.full(len(ids) - 1, np.nan, dtype=np.float32)
-        row[np.asarray(ids)] = np.asarray(values, dtype=np.float32)
-        rows.append(row)
-    return rows

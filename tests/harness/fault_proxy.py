@@ -1,7 +1,8 @@
-"""A TCP proxy between a cell's ranks and their coordinator that swallows what chosen processes say.
+"""A TCP proxy behind a cell's ranks that swallows what chosen processes say or hear.
 
-Nothing is refused and no connection is closed: bytes stand still, as when a cable is pulled, and
-go on when the fault heals, late. Who is at the other end of a connection is asked of the kernel.
+Nothing is refused: bytes stand still, as when a cable is pulled, and go on when the fault heals,
+late. Connections are closed only by `reset`, and what is under way on them is lost. Who is at the
+other end of a connection is asked of the kernel.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import psutil
 POLL_S = 0.01
 CHUNK_BYTES = 65_536
 UP, DOWN = "up", "down"
-"""From a rank to the coordinator, and back."""
+"""From a rank to its peer, and back."""
 
 
 class FaultProxy:
@@ -22,23 +23,38 @@ class FaultProxy:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self._target = ""
+        self.target = ""
         self._cut: dict[int, frozenset[str]] = {}
+        self._ports: dict[int, set[int]] = {}
+        """The ports that processes which are cut off connect from."""
+        self._open: set[tuple[int, asyncio.StreamWriter]] = set()
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, pid: int, *directions: str) -> None:
         """Let nothing through for this process in these directions, from now on."""
+        self._ports[pid] = _ports_of(pid)
         self._cut[pid] = frozenset(directions)
 
     def heal(self) -> None:
         """Let everything through, what was held up first."""
         self._cut = {}
 
+    def reset(self, pid: int) -> None:
+        """Break the connections that this process has, as a router that forgot them does."""
+        ports = _ports_of(pid)
+
+        def abort() -> None:
+            for port, writer in self._open:
+                if port in ports:
+                    writer.transport.abort()
+
+        self._loop.call_soon_threadsafe(abort)
+
     @contextmanager
     def running(self, target: str) -> Iterator["FaultProxy"]:
         """Forward to `target` (host:port) for the length of the block."""
-        self._target = target
+        self.target = target
         server = self._loop.run_until_complete(
             asyncio.start_server(self._connected, "127.0.0.1", self.port)
         )
@@ -71,16 +87,21 @@ class FaultProxy:
             self._tasks.discard(task)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pid = await asyncio.to_thread(_owner, writer.get_extra_info("peername")[1])
-        host, port = self._target.rsplit(":", 1)
+        own = writer.get_extra_info("peername")[1]
+        for pid in tuple(self._cut):
+            self._ports[pid] |= await asyncio.to_thread(_ports_of, pid)
+        host, port = self.target.rsplit(":", 1)
         there, back = await asyncio.open_connection(host, int(port))
         pumps = [
-            asyncio.create_task(self._pump(pid, UP, reader, back)),
-            asyncio.create_task(self._pump(pid, DOWN, there, writer)),
+            asyncio.create_task(self._pump(own, UP, reader, back)),
+            asyncio.create_task(self._pump(own, DOWN, there, writer)),
         ]
+        ends = {(own, writer), (own, back)}
+        self._open |= ends
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._open -= ends
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
@@ -88,24 +109,30 @@ class FaultProxy:
 
     async def _pump(
         self,
-        pid: int,
+        port: int,
         direction: str,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
     ) -> None:
         with suppress(ConnectionError):
             while data := await source.read(CHUNK_BYTES):
-                while direction in self._cut.get(pid, ()):
+                while self._is_cut(port, direction):
                     await asyncio.sleep(POLL_S)
                 sink.write(data)
                 await sink.drain()
-        while direction in self._cut.get(pid, ()):
+        while self._is_cut(port, direction):
             await asyncio.sleep(POLL_S)  # That a peer is gone does not get through either.
 
+    def _is_cut(self, port: int, direction: str) -> bool:
+        return any(
+            direction in directions and port in self._ports[pid]
+            for pid, directions in self._cut.items()
+        )
 
-def _owner(port: int) -> int:
-    """The process that holds the loopback connection from this port; 0 if it is gone."""
-    for each in psutil.net_connections(kind="tcp"):
-        if each.laddr and each.laddr.port == port and each.pid is not None:
-            return each.pid
-    return 0
+
+def _ports_of(pid: int) -> set[int]:
+    """The ports that a process' TCP connections have on its side."""
+    try:
+        return {each.laddr.port for each in psutil.Process(pid).net_connections(kind="tcp")}
+    except psutil.Error:
+        return set()

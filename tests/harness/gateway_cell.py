@@ -266,6 +266,13 @@ class FakeCell:
         self.call(run())
 
 
+async def text_of(answer: Any) -> str:
+    """The text of a chat stream that ran to its limit."""
+    chunks = [chunk.choices[0] async for chunk in answer if chunk.choices]
+    assert chunks[-1].finish_reason == "length"
+    return "".join(chunk.delta.content or "" for chunk in chunks)
+
+
 class GatewayProcess:
     """`python -m gateway` with a configuration of its own, or another module that runs it."""
 

@@ -40,7 +40,7 @@ def four_ranks(
     assert [each for each in started if Path(f"/proc/{each['pid']}").exists()] == []
     names = [path.name for path in SHARED_MEMORY.iterdir()]
     for each in started:
-        own = f"{each['dist_port']}-", f"aileron-board-{each['pid']}-"
+        own = tuple(f"aileron-{kind}-{each['pid']}-" for kind in ("board", "plane"))
         assert not [name for name in names if name.startswith(own)]
 
 

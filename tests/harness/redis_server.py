@@ -10,6 +10,8 @@ from contextlib import closing
 from tests.bench.servers import free_port
 
 START_S = 60
+IS_REAL = shutil.which("redis-server") is not None
+"""Whether the server is the real one."""
 SERVER = """
 import sys, fakeredis
 fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").serve_forever()

@@ -72,6 +72,7 @@ class CellScaling(_Values):
     max_cells: Count
     queue_depth: Annotated[dict[TierName, Count], Field(min_length=1)]
     requests_per_second: Annotated[float, Field(ge=0)]
+    best_layout_use: Annotated[float, Field(ge=0, le=1)]
     scale_down_seconds: Annotated[int, Field(ge=0, le=3600)]
     prometheus_address: Annotated[str, Field(pattern="^https?://")]
 

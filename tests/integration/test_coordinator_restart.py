@@ -14,14 +14,17 @@ from tests.integration.test_switch_under_load import STREAMS, TOKENS, Heard, all
 
 pytestmark = pytest.mark.slow
 
-CONTROL_BACK_S = 10.0
+CONTROL_BACK_S = 30.0
+"""The target is 5 s; a machine that is busy with other things takes longer to start a process."""
+RANKS = 2
+SESSION_OPENED = "rank_session_opened"
 
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
     """Two ranks in fp32."""
     with product(
-        tmp_path_factory.mktemp("restart"), ranks=2, engine_args=["--dtype", "float32"]
+        tmp_path_factory.mktemp("restart"), ranks=RANKS, engine_args=["--dtype", "float32"]
     ) as running:
         yield running
 
@@ -37,6 +40,14 @@ async def control_is_back(cell: Product, pid: int) -> int:
                     return int(layout["epoch"])
             except (OSError, AssertionError):
                 continue
+
+
+async def ranks_are_back(cell: Product, sessions: int) -> float:
+    """Wait until all ranks have sessions again, `sessions` with those before; returns when."""
+    async with asyncio.timeout(CONTROL_BACK_S):
+        while cell.log().count(SESSION_OPENED) < sessions:
+            await asyncio.sleep(0.05)
+    return time.monotonic()
 
 
 async def streams_until(url: str, enough: asyncio.Event) -> list[tuple[int, Heard]]:
@@ -65,10 +76,17 @@ async def test_streams_survive_the_coordinator(cell: Product) -> None:
     running = asyncio.create_task(streams_until(cell.url, enough))
     await asyncio.sleep(1.5)
     pid = cell.child("coordinator")
+    sessions = cell.log().count(SESSION_OPENED) + RANKS
     killed_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert await control_is_back(cell, pid) >= epoch
-    print(f"control is back {time.monotonic() - killed_s:.2f} s after SIGKILL of the coordinator")
+    led_s, answered = await asyncio.gather(
+        ranks_are_back(cell, sessions), control_is_back(cell, pid)
+    )
+    assert answered >= epoch
+    print(
+        f"behind SIGKILL of the coordinator, ranks are led again after {led_s - killed_s:.2f} s, "
+        f"the admin API answers after {time.monotonic() - killed_s:.2f} s"
+    )
     await asyncio.to_thread(cell.switch, "tp2", "recompute")
     enough.set()
     heard = await running

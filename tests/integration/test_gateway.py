@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.messages import Cancel, Done, Submit, TaskFailed, Tier
+from gateway.admission import REFUSAL_HOLDS_S
 from tests.harness.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -258,6 +259,7 @@ async def test_a_response_that_is_refused_has_its_status(
     assert caught.value.code == "queue_full"
     assert caught.value.response.headers["retry-after"] == "3"
     assert caught.value.response.headers["retry-after-ms"] == "3000"
+    await asyncio.sleep(2 * REFUSAL_HOLDS_S)  # Until then the gateway refuses by itself.
 
 
 async def test_a_response_that_breaks_off_ends_with_an_error(

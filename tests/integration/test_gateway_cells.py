@@ -25,7 +25,7 @@ from coordinator.protocol.messages import (
     Withdrawn,
 )
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
-from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran
+from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.redis_server import Redis
 from tests.harness.tcp_proxy import TcpProxy
 from worker.demo import MODEL_DIR
@@ -60,13 +60,6 @@ def cells() -> Iterator[tuple[FakeCell, FakeCell]]:
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    made = Redis()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def link(redis: Redis) -> Iterator[TcpProxy]:
     """Between the gateway and its Redis."""
     with TcpProxy(redis.port) as proxy:
@@ -98,7 +91,10 @@ async def found(
         cell.seen.clear()
         cell.set_state(serving())
     for cell in cells:
-        await cell.until(partial(has_session, cell), SEEN_S)
+        try:
+            await cell.until(partial(has_session, cell), SEEN_S)
+        except AssertionError:
+            pytest.fail(f"no session; the gateway: {gateway.log.read_text()[-4_000:]}")
     await cells[0].until(lambda: httpx.get(f"{gateway.url}/ready").status_code == 200, SEEN_S)
     yield found
     found.is_over = True
@@ -134,12 +130,6 @@ async def client(gateway: GatewayProcess) -> AsyncIterator[openai.AsyncOpenAI]:
 def ids() -> list[int]:
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     return list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
-
-
-async def text_of(answer: Any) -> str:
-    chunks = [chunk.choices[0] async for chunk in answer if chunk.choices]
-    assert chunks[-1].finish_reason == "length"
-    return "".join(chunk.delta.content or "" for chunk in chunks)
 
 
 def only(cell: FakeCell, other: FakeCell) -> None:

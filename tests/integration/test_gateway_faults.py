@@ -23,7 +23,7 @@ from coordinator.protocol.messages import (
     TaskFailed,
 )
 from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
@@ -57,12 +57,6 @@ def ids() -> list[int]:
 
 def ready(gateway: GatewayProcess) -> httpx.Response:
     return httpx.get(f"{gateway.url}/ready")
-
-
-async def text_of(answer: Any) -> str:
-    chunks = [chunk.choices[0] async for chunk in answer if chunk.choices]
-    assert chunks[-1].finish_reason == "length"
-    return "".join(chunk.delta.content or "" for chunk in chunks)
 
 
 FAILURES = [

@@ -61,13 +61,6 @@ KEYS = (
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[Redis]:
-    made = Redis()
-    yield made
-    made.stop()
-
-
-@pytest.fixture(scope="module")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     write_keys(path, *KEYS)

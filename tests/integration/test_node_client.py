@@ -117,6 +117,13 @@ def test_node_client_sees_what_openai_would_send(
     assert seen.pop("retried") == {"finish": "length"}
     assert seen == {
         "stream": {"text": WORDS, "finish": "length"},
+        "response": {"text": WORDS, "status": "incomplete", "tier": "flex"},
+        "response stream": {"text": WORDS, "begun": True, "ended": True},
+        "stored response": {
+            "kind": "BadRequestError",
+            "status": 400,
+            "code": "unsupported_parameter",
+        },
         "model": {"id": "demo"},
         "wrong model": {"kind": "NotFoundError", "status": 404, "code": "model_not_found"},
         "wrong key": {"kind": "AuthenticationError", "status": 401, "code": "invalid_api_key"},

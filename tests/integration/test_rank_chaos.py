@@ -69,8 +69,12 @@ def pid_of(cell: BareCell, rank: int) -> int:
 async def streams_through_kill(
     cell: BareCell, tag: str, rank: int, switch_to: str = "", after_s: float = 0.0
 ) -> list[Stream]:
-    """Kill a rank in the middle of all streams, or so long after a switch was asked for."""
+    """Kill a rank in the middle of all streams, or so long after a switch was asked for.
+
+    All others live on, wherever they were.
+    """
     client, pid = TaskClient(), pid_of(cell, rank)
+    others = [each["pid"] for each in ranks_of(cell) if each["rank"] != rank]
     async with client.connected(cell):
         names = submit(client, tag)
         await begun(client, names)
@@ -83,6 +87,7 @@ async def streams_through_kill(
         streams = await client.finish(*names)
     print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
     tell_pauses(tag, streams)
+    assert [each["pid"] for each in ranks_of(cell) if each["rank"] != rank] == others
     return streams
 
 

@@ -101,9 +101,13 @@ async def streams_through(
 async def test_a_rank_that_stands_still(
     cell: BareCell, expected: list[list[int]], layout: str, rank: int
 ) -> None:
-    """A follower, a leader, and a rank alone: SIGSTOP, and SIGCONT when others have taken over."""
+    """A follower, a leader, and a rank alone: SIGSTOP, and SIGCONT when others have taken over.
+
+    Nobody ends, and the group that was called out of its collective can be formed again.
+    """
     cell.switch(layout, "reshard")
-    pid, tag = pid_of(cell, rank), f"{rank} of {layout} stopped"
+    pids = [each["pid"] for each in ranks_of(cell)]
+    pid, tag = pids[rank], f"{rank} of {layout} stopped"
     try:
         streams = await streams_through(cell, tag, lambda: os.kill(pid, signal.SIGSTOP), rank)
         assert tokens_of(streams) == expected
@@ -113,7 +117,13 @@ async def test_a_rank_that_stands_still(
             os.kill(pid, signal.SIGCONT)
     back(cell, tag)
     assert cell.get("/admin/layout")["epoch"] > epoch
-    assert "main loop does not go on" not in cell.log("worker"), "it heard in time what was lost"
+    assert "rank_stuck" not in cell.log("worker"), "it heard in time what was lost"
+    assert [each["pid"] for each in ranks_of(cell)] == pids
+    cell.switch(layout, "reshard")
+    client = TaskClient()
+    async with client.connected(cell):
+        assert tokens_of(await client.finish(*submit(client, f"{tag}, and again"))) == expected
+    back(cell, tag)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +142,93 @@ async def test_a_rank_that_its_coordinator_cannot_reach(
         proxy.heal()
     back(cell, tag)
     assert pid_of(cell, 1) == pid, "it came back as the process that it was"
+
+
+@pytest.fixture
+def link() -> Iterator[FaultProxy]:
+    """Between the ranks and the socket where a gateway takes their tokens."""
+    with FaultProxy(free_port()).running(f"127.0.0.1:{free_port()}") as made:
+        yield made
+
+
+def is_cut_off(cell: BareCell, rank: int, link: FaultProxy) -> bool:
+    """The circuit of the rank's link to the gateway is open."""
+    return f"tcp://127.0.0.1:{link.port}" in ranks_of(cell)[rank]["cut_off"]
+
+
+async def streams_over(
+    cell: BareCell, link: FaultProxy, tag: str, break_it: Callable[[], None], rank: int
+) -> list[Stream]:
+    """Break the link of a rank in the middle of all streams; returns them at their end."""
+    client = TaskClient()
+    async with client.connected(cell, link):
+        names = submit(client, tag)
+        await begun(client, names)
+        break_it()
+        seen_s = await asyncio.to_thread(
+            until, cell, "cut off", lambda _: is_cut_off(cell, rank, link)
+        )
+        streams = await client.finish(*names)
+        print(f"{tag}: the circuit is open after {seen_s:.2f} s")
+        tell_pauses(tag, streams)
+        assert seen_s < SEEN_LIMIT_S
+        assert is_cut_off(cell, rank, link), "streams went on without the link"
+        assert not is_cut_out(cell, rank), "the rank goes on serving others"
+        link.heal()
+        took_s = await asyncio.to_thread(
+            until, cell, "used", lambda _: not is_cut_off(cell, rank, link)
+        )
+        print(f"{tag}: the circuit is closed {took_s:.2f} s after the link is back")
+        assert tokens_of(await client.finish(*submit(client, "behind"))) == tokens_of(streams)
+    return streams
+
+
+@pytest.mark.parametrize(
+    "directions",
+    [
+        pytest.param((UP, DOWN), id="both"),
+        pytest.param((UP,), id="to gateway", marks=pytest.mark.chaos),
+        pytest.param((DOWN,), id="to rank"),
+    ],
+)
+async def test_a_rank_that_a_gateway_cannot_be_reached_from(
+    cell: BareCell, link: FaultProxy, expected: list[list[int]], directions: tuple[str, ...]
+) -> None:
+    """Its streams go on from other ranks, whatever of the old ones comes late when it heals."""
+    cell.switch("dp4", "reshard")
+    pid, tag = pid_of(cell, 1), f"no link {directions}"
+    try:
+        streams = await streams_over(cell, link, tag, lambda: link.cut(pid, *directions), 1)
+    finally:
+        link.heal()
+    assert tokens_of(streams) == expected
+    back(cell, tag)
+    assert pid_of(cell, 1) == pid
+
+
+async def test_a_link_that_comes_and_goes(
+    cell: BareCell, link: FaultProxy, expected: list[list[int]]
+) -> None:
+    """What is under way is lost each time, and no stream misses a token of it or has one twice."""
+    cell.switch("dp4", "reshard")
+    pid, client, changes, was_open = pid_of(cell, 1), TaskClient(), 0, False
+    async with client.connected(cell, link):
+        for tag in ("flapping", "flapping on"):
+            names = submit(client, tag)
+            await begun(client, names)
+            finish = asyncio.create_task(client.finish(*names))
+            while not (finish.done() and changes):
+                link.reset(pid)
+                await asyncio.sleep(0.1)
+                is_open = await asyncio.to_thread(is_cut_off, cell, 1, link)
+                changes, was_open = changes + (is_open is not was_open), is_open
+            streams = await finish
+            tell_pauses(tag, streams)
+            assert tokens_of(streams) == expected
+    print(f"flapping: the circuit changed {changes} times")
+    assert 1 <= changes <= 3, "the more often it breaks, the longer it is left alone"
+    assert pid_of(cell, 1) == pid
+    back(cell, "flapping")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """SIGKILL of ranks under load: every stream goes on exactly, and the rank comes back.
 
 Four ranks. Whatever is killed, in whatever layout: its tasks continue elsewhere from what was
-delivered, ranks outside its group serve on, and it is started again, with the other members of its
-group if they ended too. Times are printed; docs/faults.md has them.
+delivered, all others serve on as the processes that they are, also those that were in the middle of
+a collective with it, and it is started again. Times are printed; docs/faults.md has them.
 """
 
 import asyncio
@@ -28,6 +28,11 @@ from tests.harness.lost_ranks import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
+PAUSE_LIMIT_S = 12.0
+"""The target is 3 s, which a machine with other work to do may miss. A group that is stuck in a
+collective and has to be started again takes longer than this on any."""
+
+
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     with four_ranks(tmp_path_factory.mktemp("loss")) as running:
@@ -47,20 +52,27 @@ def whole(cell: BareCell) -> BareCell:
     return cell
 
 
+def pids_of(cell: BareCell) -> dict[int, int]:
+    return {rank["rank"]: int(rank["pid"]) for rank in ranks_of(cell)}
+
+
 async def streams_through_loss(
     cell: BareCell, tag: str, rank: int, switch_to: str | None = None
 ) -> list[Stream]:
     """Kill a rank in the middle of all streams (and of a switch); returns them at their end."""
-    client, pid = TaskClient(), int(ranks_of(cell)[rank]["pid"])
+    client, before = TaskClient(), pids_of(cell)
     async with client.connected(cell):
         names = submit(client, tag)
         await begun(client, names)
         if switch_to is not None:
             await asyncio.to_thread(cell.ask, switch_to, "reshard")
-        seen_s = await asyncio.to_thread(kill, cell, rank, pid)
+        seen_s = await asyncio.to_thread(kill, cell, rank, before[rank])
         streams = await client.finish(*names)
     print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
-    tell_pauses(tag, streams)
+    pause_s = tell_pauses(tag, streams)
+    assert pause_s < PAUSE_LIMIT_S
+    after = pids_of(cell)
+    assert {each for each in after if after[each] != before[each]} <= {rank}, "others live on"
     return streams
 
 
@@ -68,14 +80,12 @@ async def test_no_stream_notices_that_ranks_die(whole: BareCell, expected: list[
     """In a group (a follower, in the middle of steps), in a switch (a leader), and in dp."""
     cell = whole
     cell.switch("tp2+tp2", "reshard")
-    others = {rank["rank"]: rank["pid"] for rank in ranks_of(cell)[2:]}
     born = cell.get("/admin/layout")["groups"][1]["born"]
     streams = await streams_through_loss(cell, "follower in tp2", 1)
     assert tokens_of(streams) == expected
     back(cell, "follower in tp2")
     group = cell.get("/admin/layout")["groups"][-1]
     assert (group["ranks"], group["born"]) == ([2, 3], born), "the other group served on"
-    assert {rank["rank"]: rank["pid"] for rank in ranks_of(cell)[2:]} == others
 
     cell.switch("dp4", "reshard")
     streams = await streams_through_loss(cell, "leader in a switch", 2, "dp2+tp2")
@@ -93,10 +103,10 @@ async def test_no_stream_notices_that_ranks_die(whole: BareCell, expected: list[
     assert not can_be(cell, "tp4"), "it has no communicators with the others"
 
 
-async def test_all_ranks_are_started_again_together(
+async def test_members_of_wide_groups_outlive_each_other(
     whole: BareCell, expected: list[list[int]]
 ) -> None:
-    """Where nobody is left, tasks wait; afterwards groups of all widths can be formed again."""
+    """Where all ranks are started again, tasks wait; then groups of all widths can be formed."""
     client = TaskClient()
     async with client.connected(whole):
         names = submit(client, "renewed")
@@ -104,6 +114,12 @@ async def test_all_ranks_are_started_again_together(
         await asyncio.to_thread(renew, whole)
         streams = await client.finish(*names)
     assert tokens_of(streams) == expected
-    whole.switch("tp4", "reshard")
-    whole.switch("dp4", "reshard")
     back(whole, "all")
+    whole.switch("tp4", "reshard")
+    streams = await streams_through_loss(whole, "follower in tp4", 3)
+    assert tokens_of(streams) == expected
+    back(whole, "follower in tp4")
+    whole.switch("tp2+dp2", "reshard")
+    streams = await streams_through_loss(whole, "leader in tp2", 0)
+    assert tokens_of(streams) == expected
+    back(whole, "leader in tp2")

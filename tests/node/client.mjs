@@ -35,6 +35,21 @@ await attempt("whole", async (client) => {
   };
 });
 await attempt("stream", async (client) => readStream(await client.chat.completions.create({ ...ask, stream: true })));
+await attempt("response", async (client) => {
+  const answer = await client.responses.create({ model: "demo", input: "say it", service_tier: "flex" });
+  return { text: answer.output_text, status: answer.status, tier: answer.service_tier };
+});
+await attempt("response stream", async (client) => {
+  let text = "";
+  const types = new Set();
+  for await (const event of await client.responses.create({ model: "demo", input: "say it", stream: true })) {
+    types.add(event.type);
+    text += event.type === "response.output_text.delta" ? event.delta : "";
+  }
+  const has = (type) => types.has(`response.${type}`);
+  return { text, begun: has("created"), ended: has("completed") || has("incomplete") };
+});
+await attempt("stored response", async (client) => client.responses.create({ model: "demo", input: "x", previous_response_id: "resp_1" }));
 await attempt("model", async (client) => ({ id: (await client.models.retrieve("demo")).id }));
 await attempt("wrong model", async (client) => client.chat.completions.create({ ...ask, model: "other" }));
 await attempt("wrong key", async (client) => client.models.list(), { apiKey: "sk-wrong" });

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.core import Core
 from tests.simulation.checkers import check
+from tests.simulation.drift import check_layout
 from tests.simulation.sim_rank import SimRank
 
 if TYPE_CHECKING:
@@ -19,8 +20,13 @@ def unrest_of(world: "World") -> str | None:
         if gateway.open:
             return f"{name} waits for {sorted(gateway.open)}"
     for rank, process in world.ranks.items():
-        if process is None or not core.is_available(rank):
+        is_wrong = core._roster.guard.is_wrong(rank)
+        if process is None or not (core.is_available(rank) or is_wrong):
             return f"rank {rank} is not there"
+        if not core.is_available(rank):
+            if held := process.holdings.held():
+                return f"rank {rank} computes wrongly and still holds {sorted(held)}"
+            continue
         if unrest := _unrest_of_rank(process):
             return f"rank {rank} {unrest}"
     return _unrest_of_pool(core)
@@ -30,6 +36,7 @@ def check_rest(world: "World") -> None:
     """Check what must hold at rest, and count what happened."""
     assert world.core is not None
     world.core.integrity()
+    check_layout(world)
     stages = {rank.seat.stage for rank in world.alive}
     check(len(stages) == 1, f"ranks rest in different stages: {stages}")
     for rank in world.alive:

@@ -28,6 +28,7 @@ from coordinator.protocol.seat import (
     Serve,
 )
 from tests.simulation.checkers import Violation, check_agreement, check_equal
+from tests.simulation.drift import Probes
 from tests.simulation.network import Session
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_holdings import Holdings, Ranks
@@ -83,6 +84,7 @@ class SimRank:
         self._times: list[SwitchTimes] = []
         self._report_due = 0
         self._changed = False
+        self.probed: Probes = {}
 
     @property
     def clock_ms(self) -> int:
@@ -95,7 +97,7 @@ class SimRank:
 
     @property
     def _bound(self) -> Ranks:
-        return self.seat.binding.group.ranks if self.seat.binding is not None else ()
+        return self.seat.binding.group.ranks if self.seat.binding else ()
 
     def act(self) -> None:
         self._settle()
@@ -215,8 +217,8 @@ class SimRank:
             self.world.steps.check_nobody_waits_for(self, binding)
             self._left(move)
             return True
-        is_wide = binding.group.width > 1
-        if is_wide and not self._queue(binding).has_room and not move.group_lost:
+        has_room = binding.group.width == 1 or self._queue(binding).has_room
+        if not has_room and not move.group_lost:
             return False
         self.holdings.not_joined()
         self.holdings.park(binding, move.carry, lost=move.group_lost)
@@ -241,12 +243,13 @@ class SimRank:
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            version = self.holdings.version_of(move.binding.group.ranks)
-            begin = Begin(move.binding.born, move.grant_pages, move.kept, version)
+            told = move.grant_pages, move.kept, self.holdings.version_of(move.binding.group.ranks)
+            begin = Begin(move.binding.born, *told)
             if not self._tell(move.binding, begin):
                 return False
             self.holdings.begin(move.binding, begin)
         self.holdings.serve(move.binding, move.grant_pages)
+        self.probed |= self.world.drift.probe(self.world, move)
         return True
 
     def _tell(self, binding: Binding, message: QueueMessage) -> bool:
@@ -254,19 +257,18 @@ class SimRank:
         if binding.group.width == 1:
             return True
         queue = self._queue(binding)
-        if queue.has_room:
+        has_room = queue.has_room
+        if has_room:
             queue.put(message)
-            return True
-        return False
+        return has_room
 
     def _queue(self, binding: Binding) -> StepQueue:
         return self.world.queue(binding.group.ranks)
 
     def _lead(self) -> None:
-        engine = self.holdings.engine
+        engine, wanted = self.holdings.engine, self.seat.wanted
         if engine is None or self._is_broken or not self.seat.may_step(self.clock_ms):
             return
-        wanted = self.seat.wanted
         is_asked = wanted is not None and wanted.stage > self.seat.stage
         if len(engine.in_flight) >= (1 if is_asked else self.world.steps_ahead):
             return
@@ -313,8 +315,8 @@ class SimRank:
                 self._changed = True
             case Step() if message.born == binding.born and not self._is_broken:
                 check_agreement(message.binding, binding, self.rank)
-                table = self.holdings.table(binding.group.ranks)
-                check_equal(f"lease indices in {binding.group.ranks}", table, message.table)
+                ranks = binding.group.ranks
+                check_equal(f"lease indices in {ranks}", self.holdings.table(ranks), message.table)
                 self.holdings.execute(message)
                 message.arrived.add(self.rank)
                 self._step = message
@@ -378,8 +380,7 @@ class SimRank:
         self.greeted = self.world.cores
         self.holdings.ended.clear()
         self.holdings.returned.clear()
-        hello = hello_of(self)
-        self.world.rank_says(self, session, hello)
+        self.world.rank_says(self, session, hello_of(self))
         self.world.rank_says(self, session, self._report())
 
     def _report_if_due(self) -> None:
@@ -394,7 +395,6 @@ class SimRank:
 
     def _report(self) -> Report:
         report = report_of(self, self._times)
-        self.holdings.ended.clear()
-        self.holdings.returned.clear()
-        self._times.clear()
+        for told in (self.holdings.ended, self.holdings.returned, self._times):
+            told.clear()
         return report

@@ -78,4 +78,5 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
         has_failed=moving.has_failed,
         moved=moved,
         told_in=told_in,
+        probed=tuple(process.probed.values()),
     )

@@ -34,6 +34,9 @@ class Stats:
     """Directions in which nothing passed for a while."""
     clock_jumps: int = 0
     slowed: int = 0
+    drifts: int = 0
+    left_out: int = 0
+    """Ranks that are in no layout at the end, because they compute wrongly."""
     planned: int = 0
     """Tasks that the real planner was asked to move."""
     ends: dict[str, int] = field(default_factory=dict)

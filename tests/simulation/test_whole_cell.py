@@ -1,11 +1,14 @@
 """The whole cell in one world: the gateways' real task book and streams, the policy, the planner.
 
-With everything that `test_switch` breaks, and one-way partitions, clocks that jump and slow ranks.
+With everything that `test_switch` breaks, and one-way partitions, clocks that jump, slow ranks and
+ranks that compute wrongly.
 """
 
 import pytest
 
+from coordinator.guard import Guard
 from tests.simulation.__main__ import replay_of
+from tests.simulation.checkers import Violation
 from tests.simulation.stats import Stats
 from tests.simulation.world import FAILURES, World
 
@@ -42,9 +45,18 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
         "clock_jumps": 10,
         "slowed": 10,
         "planned": 100,
+        "drifts": 20,
+        "left_out": 5,
     }.items():
         assert sum(getattr(run, what) for run in runs) >= least, what
 
 
 def test_a_failure_names_the_command_that_replays_it() -> None:
     assert replay_of(7, wide=True) == "make sim SEED=7 WIDE=1"
+
+
+def test_a_guard_that_keeps_what_is_barred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guard, "remaining", lambda _self, layout: layout)
+    with pytest.raises(Violation, match="serves though it has drifted"):
+        for seed in range(SEEDS):
+            World(seed, wide=True).run()

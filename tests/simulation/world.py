@@ -44,6 +44,7 @@ from coordinator.protocol.seat import Move
 from tests.simulation.audit import QueueAudit, check_real_plan
 from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation
+from tests.simulation.drift import Drift
 from tests.simulation.faults import WIDTHS, Faults, draw_settings
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
@@ -86,6 +87,7 @@ class World:
         self.now = 0
         self.faults = Faults(self.rng)
         self.trouble = Trouble(seed, is_on=wide)
+        self.drift = Drift(seed, is_on=wide)
         self.core_clock_ms = 0
         """How far the coordinator's clock is ahead of the world's."""
         if meddle is not None:
@@ -143,6 +145,7 @@ class World:
             self._tick()
             self.faults.strike(self)
             self.trouble.strike(self)
+            self.drift.strike(self, list(self._groups))
         self.trouble.heal(self)
         self.faults.heal(self)
         reason = "nothing was tried"

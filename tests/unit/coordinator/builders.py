@@ -12,6 +12,7 @@ from coordinator.protocol.messages import (
     Grant,
     HeldTask,
     LeaseKept,
+    LinkCut,
     PageReport,
     Phase,
     RankHello,
@@ -134,6 +135,7 @@ def report(
     has_failed: bool = False,
     moved: int = 0,
     told_in: int = 0,
+    links: Sequence[LinkCut] = (),
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -153,6 +155,7 @@ def report(
         has_failed=has_failed,
         moved=moved,
         told_in=told_in,
+        links=tuple(links),
     )
 
 
@@ -163,11 +166,12 @@ def header(
     max_tokens: int = 10,
     tier: Tier = Tier.STANDARD,
     gateway: str = "g",
+    reply_to: str = "tcp://g",
     deadline_ms: int = 0,
     tenant: str = "",
 ) -> TaskHeader:
     sizes = (prompt, max_tokens)
-    return TaskHeader(TaskId(task), gateway, "tcp://g", *sizes, tier, deadline_ms, tenant)
+    return TaskHeader(TaskId(task), gateway, reply_to, *sizes, tier, deadline_ms, tenant)
 
 
 def submit(

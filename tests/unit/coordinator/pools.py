@@ -24,8 +24,11 @@ A, B = TaskId("a"), TaskId("b")
 LIMITS = PoolLimits(queue=QueueBounds(3), ageing_ms=1_000, pause_limit_ms=100, claim_ms=50)
 
 
-def group(leader: Rank = ZERO, *, blocks: int = 10, max_tasks: int = 4) -> OpenGroup:
-    return OpenGroup(Binding(Group((leader,), Mode.DP), 1), max_tasks, blocks, 16)
+def group(
+    leader: Rank = ZERO, *, blocks: int = 10, max_tasks: int = 4, cut_off: str = ""
+) -> OpenGroup:
+    binding = Binding(Group((leader,), Mode.DP), 1)
+    return OpenGroup(binding, max_tasks, blocks, 16, cut_off=frozenset({cut_off}))
 
 
 def pool(*, recovering: bool = False) -> TaskPool:

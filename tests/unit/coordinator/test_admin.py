@@ -13,11 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 import coordinator.admin
 from comm_pool.layout import parse_layout
 from coordinator.admin import AdminContext, build_admin
-from coordinator.admin_guard import BODY_BYTES_MAX, AdminKeyError, require_key
+from coordinator.admin_guard import BODY_BYTES_MAX
+from coordinator.admin_key import AdminKeyError, require_key
+from coordinator.admin_port import build_metrics
 from coordinator.core import Core
 from coordinator.history import History
 from coordinator.owner import CoreOwner, monotonic_ms
-from coordinator.process import build_metrics
+from coordinator.process import watch
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer
@@ -57,7 +59,8 @@ async def cell() -> AsyncIterator[Cell]:
     core = Core(settings, "c1", monotonic_ms())
     owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
     server = CellServer(owner, TOKEN, world=4)
-    metrics = build_metrics(core, owner, server, check_config({"model": {"path": "demo"}}))
+    config = check_config({"model": {"path": "demo"}})
+    metrics = build_metrics(core, server, watch(core, owner, server, config), config)
     context = AdminContext(
         core=core,
         owner=owner,

@@ -5,8 +5,7 @@ import msgspec
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.events import ToGateway, ToRank
 from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit, TaskFailed
-from coordinator.task_pool import ATTEMPTS_APART
-from coordinator.tasks import LOSSES_MAX, State
+from coordinator.tasks import ATTEMPTS_APART, LOSSES_MAX, State
 from tests.unit.coordinator.builders import header, hello, submit
 from tests.unit.coordinator.pools import (
     TWO,

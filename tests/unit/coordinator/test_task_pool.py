@@ -17,8 +17,7 @@ from coordinator.protocol.messages import (
     TaskProgress,
     Tier,
 )
-from coordinator.task_pool import ATTEMPTS_APART
-from coordinator.tasks import State
+from coordinator.tasks import ATTEMPTS_APART, State
 from tests.unit.coordinator.builders import header, submit
 from tests.unit.coordinator.pools import (
     TWO,

@@ -55,6 +55,7 @@ def answer_of(world: int) -> dict[str, Any]:
         "target": "tp4",
         "epoch": 3,
         "serving": False,
+        "out_of_service": [],
         "groups": [
             {"ranks": [n], "mode": "dp", "width": 1, "leader": n, "running": 5, "waiting": 0}
             for n in range(world)

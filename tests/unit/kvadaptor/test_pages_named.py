@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvadaptor.pages import PageCounts, PageError, PagePool, Pages
+from kvadaptor.pages import PageCounts, PageError, PagePool, Pages, without
 
 PAIR, QUAD = (0, 1), (0, 1, 2, 3)
 
@@ -109,3 +109,16 @@ def test_a_refused_operation_changes_nothing(
     assert pool.groups() == untouched.groups()
     assert pool.free_pages().tolist() == untouched.free_pages().tolist()
     assert pool.lease_table(PAIR) == untouched.lease_table(PAIR)
+
+
+def test_an_index_between_those_in_use_cannot_be_kept() -> None:
+    pool = busy_pool()
+    with pytest.raises(PageError, match=r"lease index 3 of group \(0, 1\) is not in use"):
+        pool.keep_only(PAIR, [2, 3, 5])
+    assert dict(pool.lease_table(PAIR)) == {2: 7, 5: 3}
+
+
+def test_pages_without_others() -> None:
+    assert without(pages(1, 4, 7), pages(4, 9)).tolist() == [1, 7]
+    assert without(pages(1, 4, 7), pages()).tolist() == [1, 4, 7]
+    assert without(pages(), pages(4)).tolist() == []

@@ -40,6 +40,13 @@ def test_a_rank_whose_peer_is_cut_out_may_take_its_time_and_no_longer() -> None:
     assert loss.is_stuck(5.1 + LIMIT_S)
 
 
+def test_what_a_rank_is_to_be_called_out_of_is_known_at_once() -> None:
+    loss = watched(0)
+    assert loss.bereaved() is None
+    loss.heard(directive(without(1), 2, Phase.PARK))
+    assert loss.bereaved() == TP2.binding_of(Rank(0))
+
+
 def test_a_peer_that_is_a_new_process_is_lost() -> None:
     loss = watched(1)
     loss.heard(directive(TP2, 2, Phase.PARK, members={0: 2}))
@@ -92,3 +99,14 @@ def test_a_rank_alone_that_was_cut_out_may_finish_its_step() -> None:
     loss.heard(directive(target("tp2+off1+dp1", 2), 2, Phase.PARK))
     assert not loss.is_stuck(0.0)
     assert not loss.is_stuck(99.0)
+
+
+def test_what_is_joined_is_told_with_its_members_and_ends_with_the_leave() -> None:
+    seat = joined(1)
+    assert seat.joined == (TP2.binding_of(Rank(1)), {0: 1, 1: 1})
+    seat.on_leave(1)
+    seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
+    move = seat.next_move(idle=True)
+    assert move is not None
+    seat.made(move)
+    assert seat.joined is None

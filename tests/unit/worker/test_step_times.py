@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_pool.layout import Mode
+from comm_pool.layout import Mode, StepMode
 from worker.step_times import StepCurve, StepTimes, crossing, fitted, sizes_to_measure
 
 
@@ -42,6 +42,17 @@ def test_sp_is_chosen_from_where_it_overtakes() -> None:
     assert 200 < found < 220
     assert sp.us(found) < tp.us(found)
     assert sp.us(found - 1) >= tp.us(found - 1) * 0.98
+
+
+def test_against_graphs_sp_has_to_win_clearly() -> None:
+    tp = StepCurve(((1, 1_000), (1024, 10_000), (2048, 20_000), (4096, 40_000)))
+    little = StepCurve(((1, 2_000), (1024, 9_000), (2048, 18_000), (4096, 36_000)))
+    much = StepCurve(((1, 2_000), (1024, 6_000), (2048, 12_000), (4096, 24_000)))
+    assert (crossing(tp, little) or 9_999) <= 1024
+    assert crossing(tp, little, graphed_tokens=1024) == 1025
+    assert (crossing(tp, much, graphed_tokens=1024) or 9_999) < 1024
+    modes: dict[StepMode, StepCurve] = {Mode.TP: tp, Mode.SP: little}
+    assert StepTimes(2, modes, 1024).sp_from_tokens == 1025
 
 
 @pytest.mark.parametrize(
@@ -83,4 +94,5 @@ def test_a_width_without_sp_never_chooses_it() -> None:
 def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
     assert sizes_to_measure(2048, (Mode.TP, Mode.SP)) == (1, 4, 16, 64, 256, 1024, 2048)
     assert sizes_to_measure(64, (Mode.TP, Mode.SP)) == (1, 4, 16, 64)
-    assert sizes_to_measure(2048, (Mode.DP,)) == (1, 2048)
+    assert sizes_to_measure(2048, (Mode.DP,)) == (1, 256, 2048)
+    assert sizes_to_measure(512, (Mode.DP,)) == (1, 512)

@@ -1,0 +1,239 @@
+"""Collectives of one host's CPU ranks over shared memory, which a member can be called out of.
+
+vLLM's own spin without a time limit when a member has died, and Gloo fails only for those that have
+a connection with it. Here each member writes its part and then a word that says how far it is, and
+waits for the words of the others; whoever learns that a member is lost aborts the formation, and
+everyone in it raises `PeerLostError` instead of waiting. Sums are made in the order of the members,
+so all of them get the same bits.
+
+A part has two halves of memory, used in turn: a member that writes a half has met everyone in the
+collective after the one that last used it, so nobody reads there any more. A formation's first
+collective counts from 1 again, so that a member which was called out of an earlier one, wherever it
+was there, begins at the same place as the others. One that comes too late finds words of another
+formation, and what it read does not count.
+"""
+
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comm_pool.formations import Formations, PeerLostError
+
+FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
+
+HALF_BYTES = 1 << 20
+"""Longest piece of a message; longer ones take several rounds."""
+
+SPINS = 40
+"""How often a member looks before it sleeps: ranks that share cores must let each other run."""
+
+NAP_S = 0.00002
+
+SEQUENCE_BITS = 39
+"""A word is a formation (24 bits) and a number in it: enough for a year at 10,000 per second."""
+
+_fence = threading.Lock()
+"""Taking a lock orders memory on processors that would not do it by themselves, as vLLM does it."""
+
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class SharedPlane:
+    """The collectives of one group, as vLLM's CPU communicator calls them; main loop only.
+
+    vLLM names its process group, and the receiver of `gather`, in words that are not needed here.
+    Every method is collective: all members call it in the same order with equal shapes. Each raises
+    `PeerLostError` if the formation is aborted meanwhile.
+    """
+
+    def __init__(self, memory: mmap.mmap, place: int, width: int, formations: Formations) -> None:
+        """`memory` is what `map_plane` gave; this is member `place` of `width`."""
+        self._place = place
+        self._width = width
+        self._others = tuple(each for each in range(width) if each != place)
+        self._formations = formations
+        words = memoryview(memory).cast("q")
+        self._words = words[:width]
+        """How far each member is; each is written by its own member alone."""
+        self._aborts = words[width : 2 * width]
+        """One more than the formation that each member aborted last; 0 is none."""
+        raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
+        self._raw = raw.view(2, width, HALF_BYTES)
+        self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._born = -1
+        self._sequence = 0
+        self._half = 0
+
+    # ------------------------------------------------------------------ aborting
+
+    def abort(self, born: int) -> None:
+        """Call all members out of this formation; may be called from another thread."""
+        self._aborts[self._place] = born + 1
+
+    def is_aborted(self, born: int) -> bool:
+        """Whether any member called them out of this formation."""
+        return born + 1 in self._aborts.tolist()
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> None:
+        """Replace (n, ...) of each member by the sum; half precision is summed in float32."""
+        flat = tensor.reshape(-1)
+        slots = self._slots(flat.dtype)
+        for piece in flat.split(HALF_BYTES // flat.element_size()):
+            count = piece.numel()
+            self._begin()
+            parts = [each[:count] for each in slots[self._half]]
+            parts[self._place].copy_(piece)
+            self._meet()
+            if flat.dtype in _HALF_PRECISION:
+                piece.copy_(_sum([part.float() for part in parts]))
+            elif self._width == 2:
+                torch.add(parts[0], parts[1], out=piece)
+            else:
+                piece.copy_(_sum([parts[0].clone(), *parts[1:]]))
+            self._check()
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view_as(tensor))
+
+    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, **_: Any) -> None:
+        """Fill `output`, (k·n, ...) and contiguous, with the (n, ...) of the members in order."""
+        rows = output.view(self._width, -1)
+        for at, parts in self._pieces(tensor):
+            for row, part in zip(rows, parts, strict=True):
+                row[at : at + part.numel()].copy_(part)
+
+    def gather(
+        self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None, **_: Any
+    ) -> None:
+        """Fill the list of the one member that gives one with the (n, ...) of each."""
+        rows = None if gather_list is None else [each.view(-1) for each in gather_list]
+        for at, parts in self._pieces(tensor):
+            for row, part in zip(rows or (), parts, strict=rows is not None):
+                row[at : at + part.numel()].copy_(part)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """(k, ...) -> (k, ...): part j goes to member j; part j comes from it. Both contiguous."""
+        given, taken = sent.view(self._width, -1), received.view(self._width, -1)
+        slots = self._slots(sent.dtype)
+        step = HALF_BYTES // sent.element_size() // self._width
+        for at in range(0, given.shape[1], step):
+            piece = given[:, at : at + step]
+            count = piece.shape[1]
+            self._begin()
+            parts = [each[: piece.numel()].view(piece.shape) for each in slots[self._half]]
+            parts[self._place].copy_(piece)
+            self._meet()
+            for row, part in zip(taken, parts, strict=True):
+                row[at : at + count].copy_(part[self._place])
+            self._check()
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Exchange (n, ...) piece by piece: where a piece begins, and that of each member."""
+        flat = tensor.reshape(-1)
+        slots = self._slots(flat.dtype)
+        at = 0
+        for piece in flat.split(HALF_BYTES // flat.element_size()):
+            count = piece.numel()
+            self._begin()
+            parts = [each[:count] for each in slots[self._half]]
+            parts[self._place].copy_(piece)
+            self._meet()
+            yield at, parts
+            self._check()
+            at += count
+
+    def _slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+        found = self._typed.get(dtype)
+        if found is None:
+            found = [[part.view(dtype) for part in half] for half in self._raw]
+            self._typed[dtype] = found
+        return found
+
+    # ------------------------------------------------------------------ words
+
+    def _begin(self) -> None:
+        """Go on to the next collective, whose half this member may write."""
+        born = self._formations.born
+        if born != self._born:
+            # Before anything is written: a member of an earlier formation may still be reading.
+            self._words[self._place] = born << SEQUENCE_BITS
+            self._born, self._sequence = born, 0
+        if self._formations.is_aborted(born):
+            raise PeerLostError(born)
+        self._sequence += 1
+        self._half = self._sequence & 1
+
+    def _meet(self) -> None:
+        """Say that this member's part is there, and wait for those of the others."""
+        words, wanted = self._words, (self._born << SEQUENCE_BITS) + self._sequence
+        with _fence:
+            words[self._place] = wanted
+        for other in self._others:
+            spins = SPINS
+            while words[other] < wanted:
+                if spins:
+                    spins -= 1
+                    os.sched_yield()
+                    continue
+                if self._formations.is_aborted(self._born) or self.is_aborted(self._born):
+                    raise PeerLostError(self._born)
+                time.sleep(NAP_S)
+        with _fence:
+            pass
+
+    def _check(self) -> None:
+        """What was read counts only if all members are still in this formation."""
+        words, after = self._words, (self._born + 1) << SEQUENCE_BITS
+        for other in self._others:
+            if words[other] >= after:
+                raise PeerLostError(self._born)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in their order, made in the first of them."""
+    total = parts[0]
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _header_bytes(width: int) -> int:
+    """Room for the words, up to where a page of memory begins."""
+    return -(-2 * width * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def plane_bytes(width: int) -> int:
+    """Memory of a plane of so many members."""
+    return _header_bytes(width) + 2 * width * HALF_BYTES
+
+
+def map_plane(place: int, width: int, gather: Callable[[Any], Sequence[Any]]) -> mmap.mmap:
+    """Make (member 0) or map the memory of a group's plane; a collective of its members.
+
+    `gather` returns what every member gave it, in order. The name is gone when it returns, so that
+    nothing is left behind however a process ends.
+    """
+    size = plane_bytes(width)
+    own = FOLDER / f"aileron-plane-{os.getpid()}-{secrets.token_hex(4)}"
+    if place == 0:
+        descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(descriptor, size)
+    try:
+        name = gather(str(own))[0]
+        if place != 0:
+            descriptor = os.open(name, os.O_RDWR)
+        memory = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        gather(None)
+    finally:
+        if place == 0:
+            own.unlink()
+    return memory

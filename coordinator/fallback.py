@@ -1,0 +1,65 @@
+"""What follows when modes drift: the target falls back to a layout that does without them. Pure.
+
+Tasks of the groups that change are computed anew from the tokens that they have, so that nothing
+stays of what the mode computed but the tokens that clients have seen. Called by the core behind
+every event.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from comm_pool.layout import Rank, format_layout
+from coordinator.events import Effect, note, warning
+from coordinator.protocol.messages import Carry
+from coordinator.records import Decision
+from coordinator.roster import Roster
+from coordinator.switcher import Switcher
+
+GUARD = "guard"
+"""The cause of a switch that leaves a mode which has drifted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fallen:
+    """What to say, which ranks were left out, and the decision, if another layout is wanted."""
+
+    notes: tuple[Effect, ...] = ()
+    left_out: tuple[Rank, ...] = ()
+    decision: Decision | None = None
+
+
+def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
+    """Retarget the switcher to what is left of its layout, if anything of it is barred."""
+    guard = roster.guard
+    if not guard.barred or switcher.recovering:
+        return Fallen()
+    notes = tuple(_notes(roster))
+    left = guard.remaining(switcher.target.layout)
+    wrong = tuple(rank for rank in switcher.alive if rank not in left.ranks)
+    if left == switcher.target.layout:
+        return Fallen(notes)
+    if wrong:
+        switcher.lose(wrong, now_ms, "computes wrongly")
+    switcher.retarget(left, Carry.RECOMPUTE, GUARD, now_ms)
+    reason = "out of service: " + ", ".join(sorted(guard.modes_out()))
+    choice = format_layout(left, roster.world)
+    decision = Decision(now_ms, choice, Carry.RECOMPUTE, reason, cause=GUARD)
+    return Fallen(notes, wrong, decision)
+
+
+def put_back(roster: Roster, mode: str) -> list[Effect]:
+    """Let a mode serve again, as an operator asks; it is probed again if it is formed."""
+    if roster.guard.put_back(mode):
+        return [note("mode_put_back", mode=mode)]
+    return [warning("mode_not_out", mode=mode)]
+
+
+def _notes(roster: Roster) -> Iterator[Effect]:
+    for each in roster.guard.take_unsaid():
+        yield warning(
+            "mode_out_of_service",
+            mode=each.mode,
+            ranks=each.ranks,
+            error_nats=each.error_nats,
+            error_max_nats=each.error_max_nats,
+        )

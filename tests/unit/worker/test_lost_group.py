@@ -1,0 +1,178 @@
+"""What a rank does in a group that has lost a member: the step does not count, nobody waits."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Phase, ReturnCause
+from coordinator.protocol.seat import Leave, Seat
+from tests.unit.coordinator.builders import directive, target
+from worker.lost_group import LostGroup
+from worker.step_queue import LeaveGroup, send
+
+TP2 = target("tp2+dp2", 1)
+NAMES = ["a", "b"]
+
+
+class Communicators:
+    def __init__(self) -> None:
+        self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
+
+    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
+        self.aborted.add((ranks, born))
+
+    def is_aborted(self, ranks: tuple[Rank, ...], born: int) -> bool:
+        return (ranks, born) in self.aborted
+
+
+class FakeMember:
+    """Only what is done to it."""
+
+    def __init__(self) -> None:
+        self.engine = SimpleNamespace(communicators=Communicators())
+        self.forgotten = 0
+        self.given_up: list[tuple[list[str], ReturnCause]] = []
+
+    def mode_of(self, _group: Any) -> Any:
+        return SimpleNamespace(
+            runner=SimpleNamespace(forget_tasks=self._forget),
+            scheduler=SimpleNamespace(requests=dict.fromkeys(NAMES)),
+        )
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+    def give_up(self, _group: Any, tasks: list[str], cause: ReturnCause) -> None:
+        self.given_up.append((tasks, cause))
+
+
+class Stage:
+    """A rank that serves in tp2+dp2."""
+
+    def __init__(self, rank: int) -> None:
+        self.seat = Seat(Rank(rank), 1)
+        self.member = FakeMember()
+        for phase in (Phase.PARK, Phase.SWAP):
+            self.seat.on_directive(directive(TP2, 1, phase))
+            while (move := self.seat.next_move(idle=True)) is not None:
+                self.seat.made(move)
+        self.lost = LostGroup(self.seat, self.member)  # type: ignore[arg-type]
+
+    def fail(self) -> None:
+        raise PeerLostError(1)
+
+    def leave(self, carry: Carry) -> Any:
+        self.seat.on_leave(1)
+        self.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=carry))
+        return self.lost.judged(self.seat.next_move(idle=False))
+
+
+def test_a_step_that_succeeds_is_left_alone() -> None:
+    stage = Stage(0)
+    assert stage.lost.guarded(lambda: 7) == 7
+    assert not stage.lost.is_joined
+    assert not stage.member.given_up
+
+
+def test_a_leader_gives_its_tasks_back_and_tells_the_others() -> None:
+    stage = Stage(0)
+    assert stage.lost.guarded(stage.fail) is None
+    assert stage.lost.is_joined
+    assert stage.member.given_up == [(NAMES, ReturnCause.RECOMPUTE)]
+    assert stage.member.forgotten == 1
+
+
+def test_a_follower_has_no_tasks_to_give_back() -> None:
+    stage = Stage(1)
+    assert stage.lost.guarded(stage.fail) is None
+    assert stage.lost.is_joined
+    assert not stage.member.given_up
+    assert stage.member.forgotten == 1
+
+
+def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() -> None:
+    stage = Stage(1)
+    assert not stage.lost.is_noticed()
+    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
+    assert stage.seat.next_move(idle=True) is None
+    binding = stage.seat.binding
+    assert binding is not None
+    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
+    assert stage.lost.is_noticed()
+    move = stage.lost.judged(stage.seat.next_move(idle=True))
+    assert isinstance(move, Leave)
+    assert move.group_lost
+    stage.seat.made(move)
+    assert not stage.lost.is_noticed()
+
+
+def test_what_else_goes_wrong_is_not_caught() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Stage(0).lost.guarded(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("carry", [Carry.RESHARD, Carry.PAUSE])
+def test_leaving_an_aborted_group_is_leaving_a_lost_one(carry: Carry) -> None:
+    """The rank that was lost may be back by the time that its leader hears of a new layout."""
+    stage = Stage(0)
+    stage.lost.guarded(stage.fail)
+    move = stage.leave(carry)
+    assert isinstance(move, Leave)
+    assert move.group_lost
+    stage.seat.made(move)
+    assert not stage.seat.is_moving
+    assert not stage.lost.is_joined
+
+
+def test_leaving_a_whole_group_is_not() -> None:
+    move = Stage(0).leave(Carry.RESHARD)
+    assert isinstance(move, Leave)
+    assert not move.group_lost
+
+
+def test_a_rank_alone_has_nobody_to_lose() -> None:
+    stage = Stage(2)
+    binding = stage.seat.binding
+    assert binding is not None
+    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
+    assert not stage.lost.is_joined
+
+
+class FullQueue:
+    """Has room at the given attempt."""
+
+    def __init__(self, room_at: int) -> None:
+        self.attempts = 0
+        self._room_at = room_at
+
+    def enqueue(self, _obj: Any, timeout: float | None = None) -> None:
+        assert timeout is not None
+        self.attempts += 1
+        if self.attempts < self._room_at:
+            raise TimeoutError
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        raise TimeoutError
+
+
+def test_a_leader_waits_for_room_until_its_group_is_lost() -> None:
+    queue, asked = FullQueue(room_at=9), []
+
+    def is_lost() -> bool:
+        asked.append(queue.attempts)
+        return len(asked) == 3
+
+    with pytest.raises(PeerLostError):
+        send(queue, LeaveGroup(1, None), 30.0, is_lost)
+    assert asked == [1, 2, 3]
+    send(FullQueue(room_at=4), LeaveGroup(1, None), 30.0, lambda: False)
+
+
+def test_a_leader_that_may_not_wait_tries_once() -> None:
+    queue = FullQueue(room_at=2)
+    with pytest.raises(TimeoutError):
+        send(queue, LeaveGroup(1, None), 0.0, lambda: True)
+    assert queue.attempts == 1

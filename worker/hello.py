@@ -1,0 +1,44 @@
+"""What a rank says first in a session: who it is, what it has prepared, which tasks it holds."""
+
+import os
+
+from coordinator.protocol.messages import PROTOCOL_VERSION, HeldTask, RankHello
+from coordinator.protocol.seat import Seat
+from worker.book import LedTask
+from worker.member import Member
+from worker.step_times import told
+from worker.vllm_rank import RankEngine
+
+
+def hello_of(engine: RankEngine, member: Member, seat: Seat) -> RankHello:
+    """Describe a rank as it is now."""
+    return RankHello(
+        version=PROTOCOL_VERSION,
+        rank=engine.spec.rank,
+        incarnation=seat.incarnation,
+        pid=os.getpid(),
+        device=str(engine.device),
+        widths=engine.spec.widths,
+        max_tasks=engine.base.scheduler_config.max_num_seqs,
+        max_model_len_tokens=engine.base.model_config.max_model_len,
+        tokens_per_slot=engine.kv.geometry.tokens_per_slot,
+        kv_heads=engine.kv.geometry.num_kv_heads,
+        pages_total=engine.kv.num_pages,
+        held=tuple(
+            HeldTask(led.header, led.attempt, led.group, led.emitted, is_paused(led, member, seat))
+            for led in member.book
+        ),
+        adopted=member.moving.adopted if seat.is_moving else (),
+        adopted_in=member.moving.epoch,
+        memory=engine.memory(),
+        cohort=engine.spec.cohort,
+        step_times=tuple(map(told, engine.step_times())),
+        tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
+    )
+
+
+def is_paused(led: LedTask, member: Member, seat: Seat) -> bool:
+    """Say whether a task waits for its group to be formed again: neither served nor moved."""
+    ranks = led.group.ranks
+    is_bound = seat.binding is not None and ranks == seat.binding.group.ranks
+    return not is_bound and ranks != member.moving.ranks

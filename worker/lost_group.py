@@ -1,0 +1,76 @@
+"""What a rank does when the group that it is in has lost a member: it gets out, alive.
+
+The step that was under way does not count. A leader gives its tasks back at once, with the tokens
+that were delivered, and plans no further step; a follower follows none. Both wait for the directive
+that forms the group anew without whoever was lost: they have all weights, so they serve on alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import structlog
+
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Group
+from coordinator.protocol.messages import ReturnCause
+from coordinator.protocol.seat import Leave, Move, Seat
+from worker.member import Member
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class LostGroup:
+    """Whether the joined formation was aborted, and what follows from it; the main loop's."""
+
+    def __init__(self, seat: Seat, member: Member) -> None:
+        self._seat = seat
+        self._member = member
+        self._communicators = member.engine.communicators
+
+    @property
+    def is_joined(self) -> bool:
+        """The rank is joined to a formation that was aborted: no step of it can succeed."""
+        binding = self._seat.binding
+        if binding is None or binding.group.width == 1:
+            return False
+        return self._communicators.is_aborted(binding.group.ranks, binding.born)
+
+    def is_noticed(self) -> bool:
+        """Look whether `is_joined`; a follower need not hear from its leader then."""
+        binding = self._seat.binding
+        if binding is None or not self.is_joined:
+            return False
+        self._seat.on_leave(binding.born)
+        return True
+
+    def guarded(self, step: Callable[[], T]) -> T | None:
+        """Take part in a step; None if the formation turned out to be lost meanwhile."""
+        try:
+            return step()
+        except PeerLostError as error:
+            binding = self._seat.binding
+            assert binding is not None, "a collective of a group that the rank is not joined to."
+            log.warning("step_aborted", group=binding.group.name, reason=str(error))
+            # Its mark is for all of them, who may not have heard of the loss.
+            self._communicators.abort(binding.group.ranks, binding.born)
+            self._forget_steps(binding.group)
+            if self._seat.is_leader:
+                scheduler = self._member.mode_of(binding.group).scheduler
+                assert scheduler is not None
+                tasks = list(scheduler.requests)
+                self._member.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
+            return None
+
+    def judged(self, move: Move | None) -> Move | None:
+        """Leaving an aborted formation is leaving a lost one, whatever the directive knows."""
+        if isinstance(move, Leave) and self.is_joined:
+            self._forget_steps(move.binding.group)
+            return replace(move, group_lost=True)
+        return move
+
+    def _forget_steps(self, group: Group) -> None:
+        """What the runner knows of the group's tasks is that of a step which never ended."""
+        self._member.mode_of(group).runner.forget_tasks()

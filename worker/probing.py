@@ -1,0 +1,73 @@
+"""A rank's part in the numerical guard: what its groups' probes gave, at start and after switches.
+
+The leader of a group that was just formed runs the probe before its first step, which its followers
+obey like any other, and compares it with what the same mode gave when the ranks started; there,
+every mode is compared with dp. What follows from it is decided by the coordinator.
+"""
+
+import time
+
+import structlog
+
+from comm_pool.layout import Mode, Rank, StepMode, step_name
+from coordinator.protocol.messages import Binding, Probed
+from worker.member import Member
+from worker.probe import error_nats
+from worker.step_queue import Step
+from worker.vllm_rank import PreparedMode, RankEngine
+from worker.vllm_step_plan import StepPlan
+
+log = structlog.get_logger()
+
+
+class Probing:
+    """The newest result of every mode that this rank leads; used by its main loop alone."""
+
+    def __init__(self, engine: RankEngine, *, after_switch: bool) -> None:
+        self._engine = engine
+        self._after_switch = after_switch
+        self._results: dict[tuple[tuple[Rank, ...], str], Probed] = {}
+        wanted = engine.probed[1, Mode.DP][0]
+        for (width, step_mode), (values, took_us) in engine.probed.items():
+            mode = engine.of_width(width)
+            if mode.is_leader:
+                self._note(mode, step_mode, 0, error_nats(values, wanted), took_us)
+
+    @property
+    def results(self) -> tuple[Probed, ...]:
+        """What to tell the coordinator, again and again: it knows what it has seen."""
+        return tuple(self._results.values())
+
+    def formed(self, member: Member, binding: Binding, epoch: int) -> None:
+        """Probe a group that this rank leads, if switches are to be followed by that."""
+        if not self._after_switch:
+            return
+        mode = member.mode_of(binding.group)
+        if mode.scheduler is None or mode.scheduler.is_full:
+            log.warning("mode_not_probed", group=binding.group.name, reason="it is full of tasks")
+            return
+
+        def execute(plan: StepPlan) -> object:
+            member.lead(Step(binding.born, plan))
+            return mode.execute(plan)
+
+        for step_mode in binding.group.step_modes:
+            started_ns = time.perf_counter_ns()
+            values = self._engine.probe.run(execute, step_mode)
+            took_us = (time.perf_counter_ns() - started_ns) // 1000
+            wanted, _ = self._engine.probed[mode.key.width, step_mode]
+            self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)
+
+    def _note(
+        self, mode: PreparedMode, step_mode: StepMode, epoch: int, error: float, took_us: int
+    ) -> None:
+        ranks = mode.communicator.ranks
+        name = step_name(step_mode, mode.key.width)
+        limit = self._engine.probe.error_max_nats
+        told = Probed(ranks, name, epoch, error, limit, took_us)
+        self._results[ranks, name] = told
+        what = {"mode": name, "ranks": ranks, "epoch": epoch, "error_nats": error}
+        if told.has_drifted:
+            log.error("mode_drifts", **what, error_max_nats=limit)
+        else:
+            log.info("mode_probed", **what, took_ms=round(took_us / 1000, 1))
