@@ -361,8 +361,6 @@ class Member:
         for reply_to, (spans, batch) in by_gateway.items():
             header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
             self._outlet.push(reply_to, header, batch)
-            if any(span.first == 0 for span in spans):
-                time.sleep(0)  # First tokens are waited for: let the outlet's thread run at once.
 
     def _execute(self, mode: PreparedMode, plan: Any) -> Any:
         self.step_started_ns = time.monotonic_ns()

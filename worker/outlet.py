@@ -1,12 +1,15 @@
-"""Pushes new tokens straight to the gateways that wait for them, off the stepping thread.
+"""Pushes new tokens straight to the gateways that wait for them.
 
 One ZeroMQ PUSH socket per reply address; a message is the encoded `TokenBatch` header and the
 frames of vLLM's outputs. Tokens never pass through the coordinator. A push is not answered, so the
 sockets' heartbeats say whether a gateway can be reached; what follows is decided in `links`.
+
+The stepping thread pushes itself: a push only puts frames into a socket's queue, which ZeroMQ's own
+thread sends. A thread of ours in between had to get the interpreter back from the next step for
+each frame, which was most of what a rank added to the time to the first token.
 """
 
-import queue
-import threading
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -64,72 +67,30 @@ class _Line:
 
 
 class Outlet:
-    """A thread that encodes and sends; `push` never blocks the caller."""
+    """The sockets to all gateways; everything is called by the stepping thread, nothing blocks."""
 
-    def __init__(
-        self, make_encoder: Callable[[], Encoder], tell: Callable[[tuple[LinkCut, ...]], None]
-    ) -> None:
-        """`tell` is called in the thread when links break, and when they are used again."""
-        self._batches: queue.SimpleQueue[tuple[str, TokenBatch, Sequence[Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._make_encoder = make_encoder
+    def __init__(self, encoder: Encoder, tell: Callable[[tuple[LinkCut, ...]], None]) -> None:
+        """`tell` is called by `watch` when links break, and when they are used again."""
+        self._encoder = encoder
         self._tell = tell
         self._told: tuple[LinkCut, ...] = ()
         self._links = Links()
         self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._context = zmq.Context(io_threads=1)
         self._watch_at_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
-        self._thread.start()
 
     def push(self, reply_to: str, header: TokenBatch, outputs: Sequence[Any]) -> None:
         """Send `outputs[i]`, described by `header.spans[i]`, to the gateway at `reply_to`."""
-        self._batches.put((reply_to, header, outputs))
+        frames = [encode(header), *self._encoder(outputs)]
+        try:
+            self._line(reply_to).push.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+            # Where cores are few, ZeroMQ's thread would wait behind the next step on this one.
+            os.sched_yield()
+        except zmq.Again:
+            log.warning("tokens_dropped", reply_to=reply_to, reason="the gateway reads nothing")
 
-    def close(self) -> None:
-        """Send what is queued and end the thread."""
-        self._batches.put(None)
-        self._thread.join(timeout=5)
-
-    def _run(self) -> None:
-        encoder = self._make_encoder()
-        context = zmq.Context(io_threads=1)
-        while True:
-            try:
-                item = self._batches.get(timeout=WATCH_S if self._lines else None)
-            except queue.Empty:
-                self._watch()
-                continue
-            if item is None:
-                break
-            reply_to, header, outputs = item
-            try:
-                self._line(context, reply_to).push.send_multipart(
-                    [encode(header), *encoder(outputs)], flags=zmq.NOBLOCK, copy=False
-                )
-            except zmq.Again:
-                log.warning("tokens_dropped", reply_to=reply_to, reason="the gateway reads nothing")
-            self._watch()
-        for line in self._lines.values():
-            line.close()
-        context.term()
-
-    def _line(self, context: zmq.Context[Any], reply_to: str) -> _Line:
-        line = self._lines.get(reply_to)
-        if line is None:
-            if len(self._lines) >= GATEWAYS_MAX:
-                self._close(next(iter(self._lines)))
-            line = self._lines[reply_to] = _connect(context, reply_to)
-            self._links.added(reply_to, time.monotonic())
-        self._lines.move_to_end(reply_to)
-        return line
-
-    def _close(self, reply_to: str) -> None:
-        self._lines.pop(reply_to).close()
-        self._links.removed(reply_to)
-
-    def _watch(self) -> None:
-        """Take what the sockets tell of their connections, and say what follows."""
+    def watch(self) -> None:
+        """Take what the sockets tell of their connections, and say what follows; called often."""
         now_s = time.monotonic()
         if now_s < self._watch_at_s:
             return
@@ -145,6 +106,26 @@ class Outlet:
         if (told := self._links.told()) != self._told:
             self._told = told
             self._tell(told)
+
+    def close(self) -> None:
+        """Close all sockets once what waits in them is sent, or after `LINGER_MS`."""
+        for line in self._lines.values():
+            line.close()
+        self._context.term()
+
+    def _line(self, reply_to: str) -> _Line:
+        line = self._lines.get(reply_to)
+        if line is None:
+            if len(self._lines) >= GATEWAYS_MAX:
+                self._close(next(iter(self._lines)))
+            line = self._lines[reply_to] = _connect(self._context, reply_to)
+            self._links.added(reply_to, time.monotonic())
+        self._lines.move_to_end(reply_to)
+        return line
+
+    def _close(self, reply_to: str) -> None:
+        self._lines.pop(reply_to).close()
+        self._links.removed(reply_to)
 
 
 def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:

@@ -1,11 +1,12 @@
 """The main loop of a rank: read the inbox, make the seat's moves, run a step, report.
 
-One thread owns the seat, the member and the page accounting; the session and outlet threads only
-exchange messages with it. Safe points are between two passes of this loop.
+One thread owns the seat, the member, the page accounting and the sockets to gateways; the session's
+thread only exchanges messages with it. Safe points are between two passes of this loop.
 """
 
 import queue
 import time
+from collections.abc import Callable
 from typing import assert_never
 
 import structlog
@@ -67,6 +68,7 @@ class RankLoop:
         session: RankSession,
         inbox: Inbox,
         seat: Seat,
+        watch_links: Callable[[], None],
     ) -> None:
         self._config = config
         self._engine = engine
@@ -77,6 +79,7 @@ class RankLoop:
         self._incarnation = seat.incarnation
         self._seat = seat
         self._lost = LostGroup(seat, member)
+        self._watch_links = watch_links
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
         self._probing = Probing(engine, after_switch=config.cell.probe_after_switch)
@@ -98,6 +101,7 @@ class RankLoop:
         while self.stop_reason is None:
             self.passes += not self._lost.is_joined  # A rank that cannot leave it is stuck, too.
             worked = self._pass()
+            self._watch_links()
             self._report_if_due()
             if not worked and self.stop_reason is None:
                 self._wait()

@@ -19,7 +19,7 @@ from coordinator.protocol.messages import Binding, RankDown
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.tracing import start_tracing
 from worker.member import Member
-from worker.outlet import Encoder, Outlet
+from worker.outlet import Outlet
 from worker.peer_loss import PeerLoss
 from worker.rank_loop import RankLoop
 from worker.restarts import Cohort
@@ -134,12 +134,12 @@ def serve_rank(
     session = RankSession(
         config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
     )
-    outlet = Outlet(_encoder, session.tell_links)
+    outlet = Outlet(OutputCodec().frames, session.tell_links)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
     member = Member(engine, incarnation, outlet)
     if tracing is not None:
         member.book = TracedBook(tracing, rank)
-    loop = RankLoop(config, engine, member, session, inbox, seat)
+    loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
 
     def stop(number: int, _frame: object) -> None:
         loop.stop_reason = signal.Signals(number).name
@@ -161,7 +161,3 @@ def serve_rank(
         if tracing is not None:
             tracing.close()
     log.info("rank_stopped", reason=loop.stop_reason)
-
-
-def _encoder() -> Encoder:
-    return OutputCodec().frames
