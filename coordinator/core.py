@@ -167,6 +167,7 @@ class Core(Shown):
         if self._steering is not None:
             self._steering.on_report(report, self._pool.tasks)
         effects = [each for ended in report.ended for each in self._task_ended(report.rank, ended)]
+        self._pool.tasks.loads.homes.cached(report.rank, report.cached)
         for returned in report.returned:
             effects += self._pool.returned(report.rank, returned, now_ms)
         if self._roster.report_of(report.rank) is report:

@@ -3,7 +3,7 @@
 A group has room for a task while it holds fewer than `max_tasks` tasks, and the blocks of the
 tokens they have so far leave enough for those of the task. Later growth is the group's scheduler's
 business, which preempts. The least loaded group in tokens per rank is chosen, the lowest leader at
-a tie.
+a tie; tokens of the prompt that a group has read before make it so much less loaded.
 
 A round goes through the queue in order. A task without room claims the least loaded group that
 could hold it, so that later tasks do not take the room it waits for; `LOOK_AHEAD_TASKS` such tasks
@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
+from coordinator.prefix_homes import PrefixHomes
 from coordinator.protocol.messages import Binding, TaskId, Tier
 from coordinator.roster import Roster
 from coordinator.stragglers import Stragglers
@@ -24,6 +25,13 @@ from coordinator.tasks import Task
 
 LOOK_AHEAD_TASKS = 32
 """Tasks without room that are looked behind, per tier and round."""
+
+KNOWN_TOKEN_WORTH = 4
+"""So many tokens of others' context, which every step reads, one token that need not be read costs.
+
+Low on purpose: to read a token costs tens of times what it costs to hold it for a step, but tasks
+that end late wait for each other, and a prompt that many share is soon known to all groups.
+"""
 
 BATCH_RESERVE_DIVISOR = 8
 """One in so many places of a group is kept free of batch tasks, for who comes next."""
@@ -165,9 +173,10 @@ def _for_tier(
 class Loads:
     """The context tokens of the tasks that each leader runs; paused ones do not count."""
 
-    __slots__ = ("_tasks", "_tokens")
+    __slots__ = ("_tasks", "_tokens", "homes")
 
     def __init__(self) -> None:
+        self.homes = PrefixHomes()
         self._tasks: dict[Rank, dict[TaskId, int]] = {}
         self._tokens: dict[Rank, int] = {}
 
@@ -228,6 +237,7 @@ class Loads:
             group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:
                 self.count(group.leader, task.id, task.context_tokens)
+                self.homes.came(group.binding, task.prefixes)
                 chosen.append((task, group))
                 continue
             claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
@@ -242,11 +252,9 @@ class Loads:
     def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
         """Return the least loaded of those that are kept for the task's tier, else of the rest."""
         kept = [group for group in groups if task.header.tier < group.tiers_kept]
-        return self._least_loaded(kept or groups)
+        return min(kept or groups, key=lambda group: self._weight(group, task), default=None)
 
-    def _least_loaded(self, groups: Iterable[OpenGroup]) -> OpenGroup | None:
-        """Return the group with the fewest tokens per rank."""
-        return min(groups, key=self._weight, default=None)
-
-    def _weight(self, group: OpenGroup) -> tuple[float, Rank]:
-        return self.tokens(group.leader) / group.binding.group.width, group.leader
+    def _weight(self, group: OpenGroup, task: Task) -> tuple[float, Rank]:
+        known_tokens = self.homes.matched_tokens(group.binding, task.prefixes)
+        tokens = self.tokens(group.leader) - KNOWN_TOKEN_WORTH * known_tokens
+        return tokens / group.binding.group.width, group.leader

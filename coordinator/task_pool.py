@@ -106,7 +106,7 @@ class TaskPool:
             return self._admit(message, now_ms) if ended is None else self._again(message, ended)
         self._unclaimed.pop(task.id, None)
         if task.payload is None:
-            task.payload = message.payload
+            task.payload, task.prefixes = message.payload, message.prefixes
         was_elsewhere = cells_before(message.attempt) > cells_before(max(task.attempt, task.told))
         task.told = max(task.told, message.attempt)
         if was_elsewhere:
@@ -191,9 +191,9 @@ class TaskPool:
                 effects += self._take_back(task, message.attempt, now_ms)
             return effects
         task.former |= {task.leader}
-        task.attempt = message.attempt
-        task.generated = max(task.generated, message.generated)
+        task.attempt, task.generated = message.attempt, max(task.generated, message.generated)
         self._tasks.enter(task, State.PLACED, now_ms, rank)
+        self._tasks.loads.homes.cached(rank, task.prefixes)  # Its KV came along.
         self._carried[Carry.RESHARD] += 1
         return []
 

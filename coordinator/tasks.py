@@ -63,6 +63,8 @@ class Task:
     """When it came into its state."""
     payload: bytes | None = None
     """None until the gateway of a task that ranks held all along has submitted it again."""
+    prefixes: tuple[int, ...] = ()
+    """Hashes of the prompt's first blocks."""
     tokens: tuple[int, ...] = ()
     generated: int = 0
     attempt: int = 0
@@ -106,6 +108,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
         state=State.QUEUED,
         since_ms=arrived_ms,
         payload=message.payload,
+        prefixes=message.prefixes,
         tokens=message.delivered_tokens,
         generated=len(message.delivered_tokens),
         attempt=message.attempt,

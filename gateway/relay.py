@@ -205,7 +205,7 @@ class Relay:
             error = api_error("request_too_large", "The prompt is too large to be passed on.")
             self._refuse(header.task, error, span)
             return
-        prefixes = prefix_hashes(request.prompt_token_ids) if self.cells.in_fleet else ()
+        prefixes = prefix_hashes(request.prompt_token_ids)
         cell = self.cells.choose(needs_of(header), prefixes)
         what = (header, payload, self._clock(), span, request.state, cell, prefixes)
         answer = self.book.open(*what)

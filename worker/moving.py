@@ -93,6 +93,8 @@ class Moving:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="move")
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the move is committed."""
+        self.cached: tuple[int, ...] = ()
+        """Hashes of prompts' blocks that came with the last move, until they were reported."""
         self.has_failed = False
         self.stats = MoveStats(0, 0, 0.0)
 
@@ -275,9 +277,9 @@ class Moving:
             if move.bindings[carried.group].group.leader != self._rank:
                 continue
             if carried.cached:
-                chain = move.chains[carried.id]
-                blocks = move.blocks(carried)
-                pending.chains.append(CachedChain(blocks, chain.hashes[: blocks.size]))
+                tokens = self._member.engine.kv.geometry.tokens_per_slot
+                kept = move.chains[carried.id].kept_as(move.blocks(carried), tokens)
+                pending.chains.append(kept)
                 continue
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
@@ -373,7 +375,9 @@ class Moving:
             member.book.open(LedTask(*what))
         tasks = [(request, blocks) for _, request, blocks in pending.restored]
         # The newest chain is registered last, so that it is reused last.
-        scheduler.adopt(tasks, list(reversed(pending.chains)), granted, indices)
+        chains = list(reversed(pending.chains))
+        scheduler.adopt(tasks, chains, granted, indices)
+        self.cached = tuple({each: None for chain in chains for each in chain.prefixes})
 
 
 def _tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:

@@ -327,6 +327,7 @@ class RankLoop:
         running, waiting = scheduler.get_request_counts() if scheduler is not None else (0, 0)
         ended, member.ended = member.ended, []
         returned, member.returned = member.returned, []
+        cached, member.moving.cached = member.moving.cached, ()
         moved, told_in = seat.told
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
@@ -352,6 +353,7 @@ class RankLoop:
             times=self._clock.take(),
             gauges=self._gauges,
             adopted=member.moving.adopted if seat.is_moving else (),
+            cached=cached,
             has_failed=member.moving.has_failed,
             moved=moved,
             told_in=told_in,

@@ -55,6 +55,7 @@ def merge_reports(older: Report | None, newer: Report) -> Report:
         newer,
         ended=older.ended + newer.ended,
         returned=older.returned + newer.returned,
+        cached=older.cached + newer.cached,
         times=older.times + newer.times,
     )
 
@@ -189,7 +190,8 @@ class RankSession:
             report = self._latest
             if report is None:
                 return None
-            self._latest = msgspec.structs.replace(report, ended=(), returned=(), times=())
+            nothing: dict[str, Any] = dict.fromkeys(("ended", "returned", "times", "cached"), ())
+            self._latest = msgspec.structs.replace(report, **nothing)
             self._changed = False
             return msgspec.structs.replace(report, sent_at_ms=now_ms(), links=self._links)
 

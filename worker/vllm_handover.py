@@ -18,6 +18,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
+from coordinator.protocol.prefixes import BLOCK_TOKENS
+
 Blocks = npt.NDArray[np.int64]
 """Logical block numbers of a scheduler."""
 
@@ -26,6 +28,8 @@ CACHE_GROUP = 0
 
 REMEMBERED_CHAINS_MAX = 4096
 """Finished requests whose cached blocks can still be told apart, the last ones."""
+
+_NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,23 +46,33 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedChain:
-    """Blocks of a finished request that can still be hit; `hashes` has one entry per block."""
+    """Blocks of a finished request that can still be hit; `hashes` has one entry per block.
+
+    `prefixes` is what the coordinator knows the beginning of its prompt by.
+    """
 
     blocks: Blocks
     hashes: list[bytes]
+    prefixes: tuple[int, ...] = ()
+
+    def kept_as(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
+        """Return as much of its beginning as these blocks of a new place hold."""
+        known = blocks.size * block_tokens // BLOCK_TOKENS
+        return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
 
 
 class FinishedChains:
     """The block hashes of the requests that finished last, in order."""
 
-    def __init__(self) -> None:
-        self._chains: OrderedDict[bytes, list[bytes]] = OrderedDict()
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._chains: OrderedDict[bytes, CachedChain] = OrderedDict()
 
-    def remember(self, hashes: Sequence[bytes]) -> None:
+    def remember(self, hashes: Sequence[bytes], prefixes: tuple[int, ...]) -> None:
         """A request with these block hashes has finished; the same one again becomes the newest."""
         if not hashes:
             return
-        self._chains[hashes[-1]] = list(hashes)
+        self._chains[hashes[-1]] = CachedChain(_NO_BLOCKS, list(hashes), prefixes)
         self._chains.move_to_end(hashes[-1])
         while len(self._chains) > REMEMBERED_CHAINS_MAX:
             self._chains.popitem(last=False)
@@ -68,9 +82,9 @@ class FinishedChains:
         chains: list[CachedChain] = []
         seen: set[int] = set()
         find = pool.cached_block_hash_to_block.get_one_block
-        for hashes in reversed(self._chains.values()):
+        for chain in reversed(self._chains.values()):
             blocks: list[int] = []
-            for block_hash in hashes:
+            for block_hash in chain.hashes:
                 found = find(make_block_hash_with_group_id(BlockHash(block_hash), CACHE_GROUP))
                 if found is None:
                     break
@@ -81,7 +95,7 @@ class FinishedChains:
             if len(seen) + len(fresh) > blocks_max:
                 break
             seen |= fresh
-            chains.append(CachedChain(np.array(blocks, dtype=np.int64), hashes[: len(blocks)]))
+            chains.append(chain.kept_as(np.array(blocks, dtype=np.int64), self._block_tokens))
         return chains
 
     def clear(self) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from coordinator.protocol.prefixes import prefix_hashes
 from worker.vllm_counts import EngineCounts
 from worker.vllm_handover import (
     CachedChain,
@@ -156,7 +157,7 @@ class ModeScheduler(Scheduler):
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
         self._unfed_grammars: set[str] = set()
-        self._finished_chains = FinishedChains()
+        self._finished_chains = FinishedChains(self.block_size)
         self._unregistered: list[Request] = []
         """Tasks that a move brought, whose blocks cannot be hit yet."""
         self._gone: set[str] = set()
@@ -312,12 +313,13 @@ class ModeScheduler(Scheduler):
         if self.kv_cache_manager.enable_caching:
             for chain in chains:
                 cache_chain(pool, chain, self.block_size)
-                self._finished_chains.remember(chain.hashes)
+                self._finished_chains.remember(chain.hashes, chain.prefixes)
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        self._finished_chains.remember(request.block_hashes)
+        prefixes = prefix_hashes(request.prompt_token_ids or ())
+        self._finished_chains.remember(request.block_hashes, prefixes)
         freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
             request, delay_free_blocks
         )

@@ -252,6 +252,8 @@ class Report(Message, frozen=True):
     gauges: tuple[tuple[str, int], ...] = ()
     """What leaks would show in: rss_bytes, open_files, threads, process_groups, steps, …"""
     adopted: tuple[Adopted, ...] = ()
+    cached: tuple[int, ...] = ()
+    """Hashes of prompts' blocks that a committed move brought into this rank's next group."""
     has_failed: bool = False
     moved: int = 0
     told_in: int = 0

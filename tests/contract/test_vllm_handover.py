@@ -19,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode
 from coordinator.protocol.config import check_config
+from coordinator.protocol.prefixes import prefix_hashes
 from kvadaptor.vllm_views import LAYOUT, KVBuffer
 from tests.bench.servers import MODEL
 from worker.vllm_config import ModeKey, mode_config, replica_config
@@ -257,9 +258,11 @@ def test_carried_chains_are_hit_and_the_newest_is_reused_last(
     second = chain(old, "second", list(range(300, 370)), hasher)
     newest, older = old.movable(100)[1]
     assert (newest.hashes, older.hashes) == (second.hashes, first.hashes)
+    assert older.prefixes == prefix_hashes(PROMPT), "by which the coordinator knows it"
+    assert older.kept_as(np.array([20]), BLOCK).prefixes == (), "half of the tokens that it names"
     carried = [
-        CachedChain(np.array([20, 21]), older.hashes),
-        CachedChain(np.array([13, 14]), newest.hashes),
+        older.kept_as(np.array([20, 21]), BLOCK),
+        newest.kept_as(np.array([13, 14]), BLOCK),
     ]
     new.adopt([], carried, np.array([3, 5]), np.array([]))
     new.grant(np.array([3, 5]))
@@ -272,7 +275,9 @@ def test_carried_chains_are_hit_and_the_newest_is_reused_last(
     assert step(new) == {"again": 1}
     assert ids(new, "again")[:2] == [20, 21]
     # Told on at the next move.
-    assert [each.hashes for each in new.movable(100)[1]] == [newest.hashes, older.hashes]
+    told_on = new.movable(100)[1]
+    assert [each.hashes for each in told_on] == [newest.hashes, older.hashes]
+    assert [each.prefixes for each in told_on] == [newest.prefixes, older.prefixes]
 
 
 def test_what_blocks_held_before_is_forgotten(base: VllmConfig, hasher: Any) -> None:
@@ -347,6 +352,6 @@ def test_only_the_last_chains_are_remembered(base: VllmConfig, hasher: Any) -> N
     assert len(scheduler.movable(4)[1]) == 2, "two blocks each, four in all"
     scheduler.withdraw()
     assert scheduler.movable(100)[1] == []
-    empty = FinishedChains()
-    empty.remember([])
+    empty = FinishedChains(32)
+    empty.remember([], ())
     assert empty.cached(scheduler.kv_cache_manager.block_pool, 10) == []

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -35,6 +36,7 @@ from coordinator.protocol.messages import (
     TaskId,
     Tier,
 )
+from coordinator.protocol.prefixes import prefix_hashes
 from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.bench.servers import MODEL, ROOT, free_port
 from tests.harness.admin import ask, get_json, switch
@@ -307,12 +309,9 @@ class TaskClient:
         if stream.finished:
             self._up.put_nowait(Done(asked.task))
             return
-        first = self._submitted[asked.task]
-        delivered = tuple(stream.tokens)
         stream.resumed += 1
-        self._up.put_nowait(
-            Submit(first.header, first.payload, delivered, self._fences[asked.task])
-        )
+        known = {"delivered_tokens": tuple(stream.tokens), "attempt": self._fences[asked.task]}
+        self._up.put_nowait(msgspec.structs.replace(self._submitted[asked.task], **known))
 
     async def _read_tokens(self, pull: Any) -> None:
         from vllm.v1.engine import EngineCoreOutputs
@@ -352,8 +351,10 @@ class TaskClient:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
         header, payload = encoded_request(name + self._tag, prompt, self._reply_to, tier, params)
         self.streams[name] = Stream()
-        self._submitted[header.task] = Submit(header, payload)
-        self._up.put_nowait(self._submitted[header.task])
+        submit = self._submitted[header.task] = Submit(
+            header, payload, prefixes=prefix_hashes(prompt)
+        )
+        self._up.put_nowait(submit)
         return self.streams[name]
 
     async def timed(self, name: str, prompt: list[int], **params: Any) -> list[float]:

@@ -175,6 +175,12 @@ def header(
 
 
 def submit(
-    task: str, *, delivered: Sequence[int] = (), attempt: int = 0, **fields: object
+    task: str,
+    *,
+    delivered: Sequence[int] = (),
+    attempt: int = 0,
+    prefixes: Sequence[int] = (),
+    **fields: object,
 ) -> Submit:
-    return Submit(header(task, **fields), task.encode(), tuple(delivered), attempt)  # type: ignore[arg-type]
+    what = (header(task, **fields), task.encode())  # type: ignore[arg-type]
+    return Submit(*what, tuple(delivered), attempt, tuple(prefixes))
