@@ -3,7 +3,8 @@
 One process and one core each, without network, so these are upper bounds of what a component can
 take part in: placing a request over N cells, a coordinator's messages and task pool, a gateway's
 relay for pushed tokens, by their own time on a core; and a real Redis as the registry of N cells,
-by the clock. Prints a Markdown table.
+by the clock. Prints a Markdown table. What whole requests cost a gateway, HTTP and all, is what
+`tests.bench.overhead` measures.
 """
 
 import asyncio
@@ -76,6 +77,25 @@ def placements(cells: int) -> float:
             roster.choose(needs, prefix_hashes(prompt))
 
     return per_second(count, work)
+
+
+def load_messages(cells: int) -> float:
+    """Messages of cells about their load that a gateway reads."""
+    roster = fleet(cells, ())
+    states = [
+        (name, CellState("dp8", 1, True, 8, 8, queued, 32_768, load=CellLoad((0,), 32, 64, 5, 9)))
+        for queued in range(9)
+        for name in roster
+    ]
+    raw = [(name, wire.encode(state)) for name, state in states]
+
+    def work() -> None:
+        for name, each in raw:
+            message = wire.decode_gateway_down(each)
+            assert isinstance(message, CellState)
+            roster.said(name, message)
+
+    return per_second(len(raw), work)
 
 
 def coordinator_tasks() -> float:
@@ -177,6 +197,7 @@ def main() -> None:
         for n in CELLS
     ]
     rows.append(("coordinator: tasks read, pooled, placed, written, ended", coordinator_tasks()))
+    rows.append(("gateway: messages about the load of 1,000 cells", load_messages(1_000)))
     rows.append((f"gateway: tokens through the relay, {STREAMS} streams a push", relay_tokens()))
     redis = Redis()
     try:
