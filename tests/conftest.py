@@ -4,12 +4,20 @@ Real processes on a machine that others use too meet moments that no test foresa
 must not fail a run of half an hour, and a run with many of them must not pass: they are counted.
 """
 
+import os
+import shutil
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
+from tests.harness.browser import find_browser
 from tests.harness.redis_server import IS_REAL, Redis
+
+REQUIRE_TOOLS_ENV = "AILERON_REQUIRE_TOOLS"
+"""Where it is set, a run without one of these tools fails at once instead of testing less."""
+TOOLS = ("redis-server", "prometheus", "promtool", "node")
+PACKAGES = "redis-server prometheus chromium nodejs"
 
 TIMING_REPEATS = 2
 """For tests marked `timing`: a time that is really too long fails three times in a row."""
@@ -27,7 +35,12 @@ hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the count of this run."""
+    """Begin the count of this run, if all tools are there that it is to have."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    missing += [] if find_browser() else ["chromium"]
+    if missing and os.environ.get(REQUIRE_TOOLS_ENV):
+        text = f"{', '.join(missing)} not found; on Debian: apt-get install {PACKAGES}"
+        raise pytest.UsageError(f"{REQUIRE_TOOLS_ENV} is set, but {text}.")
     config.pluginmanager.register(Repeats(), "aileron-repeats")
 
 
