@@ -64,10 +64,12 @@ def command_of(name: str, model: Path, options: argparse.Namespace, port: int, a
     if options.device == "cuda":
         engine["compilation_config"] = COMPILATION
     if name == "aileron":
+        log = options.observations
         return [
             *(sys.executable, "-m", "coordinator.cli", "up", "--model", str(model)),
             *("--ranks", str(options.ranks), "--device", options.device),
             *("--policy", "adaptive", "--port", str(port), "--admin-port", str(admin)),
+            *(() if log is None else ("--observation-log", str(log.absolute()))),
             *("--", *as_arguments(engine)),
         ]
     program = "from vllm.entrypoints.cli.main import main; main()"
@@ -126,6 +128,9 @@ def main() -> int:
     parser.add_argument("--warm-tokens", type=int, default=512, help="of the warm-up's prompts")
     parser.add_argument("--memory-share", type=float, default=0.85)
     parser.add_argument("--only", nargs="+", default=[], metavar="SERVER")
+    parser.add_argument(
+        "--observations", type=Path, metavar="FILE", help="what aileron saw, for `aileron replay`"
+    )
     parser.add_argument("--report", nargs="+", type=Path, default=[], metavar="FILE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks")
     options = parser.parse_args()
