@@ -15,6 +15,7 @@ import structlog
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import GatewayDown, GatewayUp
 from coordinator.protocol.registry import CellRegistry, RedisRegistry, RegistryAwayError
+from gateway.cells.placement import preferred
 from gateway.cells.roster import CellRoster
 from gateway.session import CoordinatorSession
 
@@ -77,15 +78,19 @@ class Fleet:
         self._registry = registry
         self._look_every_s = look_every_s
         self._links: dict[str, _Link] = {}
-        self._home = ""
 
     @property
     def home(self) -> CoordinatorSession | None:
-        """The session with the cell that is told what concerns no cell, as long as it lasts."""
+        """The session with the cell that is told what belongs to no cell, if one is up.
+
+        Each gateway has its own, so that a fleet's are spread over the cells.
+        """
         up = self.cells.up
-        if self._home not in up:
-            self._home = up[0] if up else ""
-        link = self._links.get(self._home)
+        return self.session(preferred(self._gateway, up)) if up else None
+
+    def session(self, cell: str) -> CoordinatorSession | None:
+        """Return the session with a cell, as long as it lasts."""
+        link = self._links.get(cell)
         return link.session if link is not None and link.session.up else None
 
     def send(self, message: GatewayUp, cell: str) -> None:

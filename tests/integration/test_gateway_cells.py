@@ -14,6 +14,13 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from coordinator.protocol.measures import (
+    ITL,
+    REQUESTS,
+    SLO_TOTAL,
+    TOKENS,
+    TTFT,
+)
 from coordinator.protocol.messages import (
     ATTEMPTS_PER_CELL,
     Cancel,
@@ -28,6 +35,7 @@ from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.redis_server import Redis
 from tests.harness.tcp_proxy import TcpProxy
+from tests.harness.told import Told
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
@@ -37,7 +45,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 IDLE = CellLoad((0, 0, 0), 0, 8, 90, 100)
 BUSY = CellLoad((0, 3, 0), 8, 8, 10, 100)
 SEEN_S = 30
-REQUESTS = 30
+REQUESTS_TIMED = 30
 SILENT_S = 2.0
 """Four of the leases that the registry has here."""
 WAIT_MAX_MS = 50.0
@@ -53,8 +61,8 @@ def serving(load: CellLoad = IDLE, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cells() -> Iterator[tuple[FakeCell, FakeCell]]:
-    made = FakeCell(state=serving()), FakeCell(state=serving())
-    yield made
+    made = tuple(FakeCell(state=serving(), coordinator=name) for name in ("first", "second"))
+    yield made[0], made[1]
     for cell in made:
         cell.close()
 
@@ -196,6 +204,29 @@ async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
     was.set_state(serving())
 
 
+async def test_each_cell_is_told_its_own_streams_and_one_of_them_the_requests(
+    client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
+) -> None:
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids[:3])
+        ran.tokens(3, ids[3:], "length")
+
+    cells[0].behave = cells[1].behave = behave
+    assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    told = await Told.begin(cells)
+    for cell, other, count in ((*cells, 3), (*cells[::-1], 2)):
+        only(cell, other)
+        await asyncio.sleep(0.2)
+        for _ in range(count):
+            assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    tokens = [3.0 * len(ids), 2.0 * len(ids)]
+    await cells[0].until(lambda: told.grown(TOKENS) == tokens, SEEN_S)
+    await cells[0].until(lambda: sum(told.grown(REQUESTS)) == 5, SEEN_S)
+    for measure in (TTFT, ITL, SLO_TOTAL):
+        assert told.grown(measure) == [3, 2], measure.name
+    assert sorted(told.grown(REQUESTS)) == [0, 5], "one of them is home"
+
+
 async def test_a_full_cell_refuses_and_another_one_takes_the_task(
     client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
 ) -> None:
@@ -253,7 +284,7 @@ async def test_nothing_waits_for_a_redis_that_does_not_answer(
 
     async def median_ms() -> float:
         took = []
-        for _ in range(REQUESTS):
+        for _ in range(REQUESTS_TIMED):
             began_s = time.perf_counter()
             assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
             took.append(1e3 * (time.perf_counter() - began_s))
