@@ -10,14 +10,18 @@ import math
 from collections.abc import Mapping
 
 from coordinator.protocol.measures import (
+    CELL_MOVES,
     CLIENT_RETRIES,
     DISCONNECTS,
     DURATION,
     ITL,
+    REGISTRY_AWAY,
     REJECTIONS,
     REQUESTS,
     SLO_GOOD,
     SLO_TOTAL,
+    STORAGE_AWAY,
+    TIER_CLAMPED,
     TOKENS,
     TPOT,
     TTFT,
@@ -25,6 +29,7 @@ from coordinator.protocol.measures import (
 )
 from coordinator.protocol.messages import TaskId, Tier
 from coordinator.protocol.policy_config import SloTarget
+from gateway.cells.roster import MoveReason
 from gateway.errors import CODES
 from gateway.tasks import Task, family
 from gateway.tiers import tier_name
@@ -53,6 +58,13 @@ class RequestMeter:
         self._cells: dict[str, Tally] = {}
         self.tally = Tally()
         """What belongs to no cell."""
+        # Known from the start, so that the first one is seen to grow.
+        for measure in (STORAGE_AWAY, REGISTRY_AWAY):
+            self.tally.count(measure, by=0)
+        for reason in MoveReason:
+            self.tally.count(CELL_MOVES, reason, by=0)
+        for tier in Tier:
+            self.tally.count(TIER_CLAMPED, tier_name(tier), by=0)
 
     def of(self, cell: str | None) -> Tally:
         """Return what belongs to streams of a cell, or of none."""
@@ -119,6 +131,22 @@ class RequestMeter:
     def retried(self, tier: Tier) -> None:
         """Count an answer to a client that had asked before, by its own word."""
         self.tally.count(CLIENT_RETRIES, tier_name(tier))
+
+    def clamped(self, tier: Tier) -> None:
+        """Count a request that got this tier and had asked for a higher one."""
+        self.tally.count(TIER_CLAMPED, tier_name(tier))
+
+    def moved(self, reason: MoveReason) -> None:
+        """Count a task that goes on in another cell."""
+        self.tally.count(CELL_MOVES, reason)
+
+    def storage_away(self) -> None:
+        """Count that the Redis which gateways share did not answer."""
+        self.tally.count(STORAGE_AWAY)
+
+    def registry_away(self) -> None:
+        """Count that the registry of cells did not answer."""
+        self.tally.count(REGISTRY_AWAY)
 
 
 def operation_of(task: TaskId) -> str:

@@ -89,10 +89,10 @@ class Gateway:
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
-        self._fleet = set_up_fleet(config, token, name)
         self._meter = RequestMeter(
             {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
         )
+        self._fleet = set_up_fleet(config, token, name, self._meter.registry_away)
         self._relay = Relay(
             self._fleet,
             self._take_outputs,
@@ -105,7 +105,8 @@ class Gateway:
         )
         self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
-        storage = SharedStorage(config.gateway.rate_limit_storage)
+        url = config.gateway.rate_limit_storage
+        storage = SharedStorage(url, away=self._meter.storage_away)
         self._rates, self._replays = RateLimits(storage), SharedReplays(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._told: tuple[BatchProgress, ...] = ()

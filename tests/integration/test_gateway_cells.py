@@ -15,7 +15,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.measures import (
+    CELL_MOVES,
     ITL,
+    REGISTRY_AWAY,
     REQUESTS,
     SLO_TOTAL,
     TOKENS,
@@ -166,15 +168,19 @@ class Begun:
             ran.tokens(done, self.ids[done:], "length", attempt=attempt)
 
 
-@pytest.mark.parametrize("how", ["dies", "drains", "has no ranks"])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("dies", "dead"), ("drains", "draining"), ("has no ranks", "dead")]
+)
 async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
     client: openai.AsyncOpenAI,
     cells: tuple[FakeCell, FakeCell],
     found: Found,
     ids: list[int],
     how: str,
+    reason: str,
 ) -> None:
     first, second = cells
+    told = await Told.begin(cells)
     begun = Begun(ids, 5)
     first.behave = second.behave = begun
     only(first, second)
@@ -201,6 +207,8 @@ async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
         await was.until(lambda: was.sessions > 1, SEEN_S)
     # It is told to forget the task, at once or as soon as it is back.
     await was.until(lambda: Cancel(ran.id) in was.of(Cancel), SEEN_S)
+    await other.until(lambda: sum(told.grown(CELL_MOVES, reason)) == 1, SEEN_S)
+    assert sum(told.grown(CELL_MOVES)) == 1
     was.set_state(serving())
 
 
@@ -242,9 +250,11 @@ async def test_a_full_cell_refuses_and_another_one_takes_the_task(
             ran.tokens(0, ids, "length", attempt=attempt)
 
     cells[0].behave = cells[1].behave = behave
+    told = await Told.begin(cells)
     answer = await client.chat.completions.create(**CHAT, stream=True)
     assert await text_of(answer) == WORDS
     assert [len(cell.of(Submit)) for cell in cells] == [1, 1]
+    await cells[0].until(lambda: sum(told.grown(CELL_MOVES, "full")) == 1, SEEN_S)
 
 
 async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
@@ -258,6 +268,7 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
             ran.tokens(0, ids, "length", attempt=ran.submit.attempt + 1)
 
     cells[0].behave = cells[1].behave = behave
+    told = await Told.begin(cells)
     work = asyncio.create_task(client.chat.completions.create(**CHAT, stream=True))
     await cells[0].until(lambda: submits, SEEN_S)
     was, other = cells if cells[0].of(Submit) else cells[::-1]
@@ -266,6 +277,7 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
     was.say(Withdrawn(submits[0].id))
     assert await text_of(await work) == WORDS
     assert len(other.of(Submit)) == 1
+    await was.until(lambda: sum(told.grown(CELL_MOVES, "spill")) == 1, SEEN_S)
     was.set_state(serving())
 
 
@@ -319,10 +331,12 @@ async def test_nothing_waits_for_a_redis_that_is_away(
     cells[0].behave = cells[1].behave = behave
     found.cells = []
     sessions = [cell.sessions for cell in cells]
+    told = await Told.begin(cells)
     redis.stop()
     try:
         for _ in range(20):
             assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+        await cells[0].until(lambda: sum(told.grown(REGISTRY_AWAY)) > 0, SEEN_S)
     finally:
         redis.start()
     # It comes back empty, and the cells are there as before.
