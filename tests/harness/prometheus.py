@@ -68,6 +68,16 @@ def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iter
             process.wait()
 
 
+def values_of(url: str, selector: str, label: str) -> list[str]:
+    """Values that a label has in some series, sorted; [] while Prometheus starts."""
+    asked = urllib.parse.urlencode({"match[]": selector})
+    try:
+        said = get_json(f"{url}/api/v1/label/{label}/values?{asked}")
+    except OSError:
+        return []
+    return sorted(said["data"])
+
+
 def answer_of(url: str, text: str) -> list[float]:
     """Finite values of an instant query; [] while Prometheus starts."""
     path = "/api/v1/query?" + urllib.parse.urlencode({"query": text})

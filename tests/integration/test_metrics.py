@@ -26,9 +26,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.harness.admin import get_json
 from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.busy_client import CHAT, BusyClients, post
-from tests.harness.dashboards import ROOT, RULES, names_in, queries, rules
+from tests.harness.dashboards import (
+    ROOT,
+    RULES,
+    filled,
+    names_in,
+    queries,
+    readme_queries,
+    rules,
+    variables,
+)
 from tests.harness.product import MODEL_NAME, Product, product
-from tests.harness.prometheus import answer_of, needs_prometheus, prometheus
+from tests.harness.prometheus import answer_of, needs_prometheus, prometheus, values_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -208,18 +217,36 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     wanted = {rule["record" if "record" in rule else "alert"]: rule["expr"] for rule in rules()}
     assert len(queries()) >= 60
-    for where, text in [*queries(), *wanted.items()]:
+    assert len(readme_queries()) >= 8
+    for where, text in [*queries(), *readme_queries(), *wanted.items()]:
         names = names_in(promql_parser.parse(text))
         assert names, f"{where}: {text} names no metric"
         known = live | recorded | {"up"}
         assert names <= known, f"{where}: {names - known} do not exist"
 
 
+def choose_all(url: str, deadline: float) -> dict[str, str]:
+    """Ask for the values of the dashboards' variables as Grafana does, and choose all of them."""
+    chosen: dict[str, str] = {}
+    for _, name, selector, label in variables():
+        while not (values := values_of(url, filled(selector, chosen), label)):
+            assert time.monotonic() < deadline, (name, selector)
+            time.sleep(0.3)
+        text = "|".join(re.escape(value) for value in values).replace("\\", r"\\")
+        assert chosen.setdefault(name, text) == text, "it is the same on each dashboard"
+    return chosen
+
+
 @needs_prometheus
 def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path) -> None:
-    missing = {text: panel for panel, text in queries() if "changes(" not in text}
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
     with BusyClients(cell.url, MODEL_NAME), prometheus(cell.admin_port, RULES, tmp_path) as url:
+        chosen = choose_all(url, deadline)
+        assert chosen["namespace"] == "chat"
+        assert chosen["cell"] == rf"127\\.0\\.0\\.1:{cell.admin_port}"
+        assert set(chosen["tier"].split("|")) == TIERS
+        asked = [*queries(chosen), *readme_queries()]
+        missing = {text: panel for panel, text in asked if "changes(" not in text}
         for layout in itertools.cycle(("tp2", "dp2")):
             assert time.monotonic() < deadline, missing
             cell.switch(layout, "reshard")

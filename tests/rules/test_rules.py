@@ -6,12 +6,31 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
 
-from tests.harness.dashboards import DASHBOARDS, ROOT, RULES, rules
+from tests.harness.dashboards import (
+    DASHBOARDS,
+    ROOT,
+    RULES,
+    filled,
+    names_in,
+    parts_of,
+    rules,
+    selectors_in,
+    variables,
+)
 from tests.harness.prometheus import TARGET_LABELS, needs_prometheus
 
+CHOSEN = 'namespace=~"$namespace",instance=~"$cell"'
+OF_GATEWAYS = (
+    *("aileron_requests_", "aileron_rejections_", "aileron_request_duration_"),
+    *("aileron_client_disconnects_", "aileron_tier_clamped_", "aileron_cell_moves_"),
+    *("aileron_shared_storage_", "aileron_registry_"),
+    *("vllm:generation_", "vllm:prompt_", "vllm:request_"),
+)
+"""What gateways tell one cell of their fleet: it says nothing of that cell."""
 CASES = Path(__file__).parent / "alerts_test.yaml"
 
 
@@ -47,6 +66,41 @@ def test_cases_have_the_labels_of_what_is_scraped() -> None:
         for each in case["input_series"]:
             labels = set(re.findall(r"(\w+)=", each["series"]))
             assert wanted <= labels, f"{case['name']}: {each['series']}"
+
+
+def test_panels_show_the_chosen_cells_and_keep_them_apart() -> None:
+    for file in DASHBOARDS:
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel["targets"]:
+                text = filled(target["expr"], {"namespace": "N", "cell": "C", "tier": "T"})
+                expression = promql_parser.parse(text)
+                for selector in selectors_in(expression):
+                    chosen = {each.name: each.value for each in selector.matchers.matchers}
+                    assert (chosen["namespace"], chosen["instance"]) == ("N", "C"), text
+                if panel["type"] == "heatmap":
+                    continue
+                names = names_in(expression)
+                folds = [
+                    each
+                    for each in parts_of(expression)
+                    if isinstance(each, promql_parser.AggregateExpr)
+                    and "instance" not in (each.modifier.labels if each.modifier else ())
+                ]
+                are_of_gateways = any(name.startswith(OF_GATEWAYS) for name in names)
+                assert bool(folds) == are_of_gateways, f"{panel['title']}: {text}"
+                assert ("choose all cells" in panel["description"]) == are_of_gateways
+
+
+def test_dashboards_have_the_same_variables() -> None:
+    asked = {(name, selector, label) for _, name, selector, label in variables()}
+    assert asked == {
+        ("namespace", "aileron_serving", "namespace"),
+        ("cell", 'aileron_serving{namespace=~"$namespace"}', "instance"),
+        ("tier", f"aileron_queue_depth{{{CHOSEN}}}", "tier"),
+    }
+    for file in DASHBOARDS:
+        names = [name for board, name, *_ in variables() if board == file.stem]
+        assert names[:2] == ["namespace", "cell"]
 
 
 def cases() -> list[dict[str, Any]]:
