@@ -12,9 +12,11 @@ import itertools
 import math
 import os
 import re
+import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import promql_parser
@@ -23,6 +25,7 @@ from PIL import Image
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.engine_measures import LEFT_OUT
 from tests.harness.admin import get_json
 from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.busy_client import CHAT, BusyClients, post
@@ -70,10 +73,13 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
         yield running
 
 
-def families(cell: Product) -> dict[str, Metric]:
+def exposition(cell: Product) -> bytes:
     with urllib.request.urlopen(cell.admin + "/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    found = list(text_string_to_metric_families(text))
+        return bytes(answer.read())
+
+
+def families(cell: Product) -> dict[str, Metric]:
+    found = list(text_string_to_metric_families(exposition(cell).decode()))
     names = [family.name for family in found]
     assert len(names) == len(set(names)), "each family comes once"
     return {family.name: family for family in found}
@@ -196,6 +202,59 @@ def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product)
                 assert re.fullmatch(r"[a-z_]+", label)
                 assert len(text) <= 64 and text.isascii() and '"' not in text, (each.name, text)
             assert math.isfinite(each.value) and each.value >= 0
+
+
+def test_vllms_names_are_those_that_the_documentation_lists(cell: Product) -> None:
+    with BusyClients(cell.url, MODEL_NAME):
+        until(cell, "vllm:num_preemptions_total", 0)
+        until(cell, "vllm:request_success_total", 1)
+    served = [each for each in families(cell).values() if each.name.startswith("vllm:")]
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.+?) \| \w+ \|$", text, re.MULTILINE)
+    names = {each.name: each.name + "_total" * (each.type == "counter") for each in served}
+    listed = {(names[each.name], each.type, labels_of(each)) for each in served}
+    assert listed == set(rows)
+    sentence = text.partition("\nLeft out are ")[2].partition("\n\n")[0]
+    left_out = set(re.findall(r"`(vllm:\w+)`", sentence))
+    assert left_out == (vllms_names() | LEFT_OUT) - names.keys()
+
+
+def labels_of(family: Metric) -> str:
+    """Names of the labels that tell a family's series apart."""
+    found = {label for each in family.samples for label in each.labels}
+    return ", ".join(sorted(found - {"engine", "model_name", "le"})) or "–"
+
+
+def vllms_names() -> set[str]:
+    """What vLLM's metrics of any engine are called, in its source; importing it takes long."""
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent / "v1" / "metrics" / "loggers.py"
+    return set(re.findall(r'name="(vllm:\w+)"', source.read_text()))
+
+
+@needs_prometheus
+def test_promtool_finds_nothing_wrong_with_names_of_ours(cell: Product, tmp_path: Path) -> None:
+    saved = tmp_path / "exposition.txt"
+    with BusyClients(cell.url, MODEL_NAME):
+        until(cell, "aileron_slo_total", 1)
+        saved.write_bytes(exposition(cell))
+    with saved.open("rb") as file:
+        done = subprocess.run(
+            ["promtool", "check", "metrics"],
+            stdin=file,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = [line.split(" ", 1) for line in (done.stdout + done.stderr).splitlines()]
+    # vLLM's names are vLLM's: with a colon, and one histogram ends in _total.
+    expected = {"metric names should not contain ':'"}
+    odd = {'non-counter metrics should not have "_total" suffix'}
+    for name, problem in said:
+        assert name.startswith("vllm:"), f"{name} {problem}"
+        assert problem in expected | (odd if name == "vllm:iteration_tokens_total" else set())
+    assert len(said) >= 20, "it has read the file"
 
 
 def test_every_query_names_metrics_that_exist(cell: Product) -> None:
