@@ -259,6 +259,8 @@ class Edge:
             if isinstance(resolved, ApiError):
                 return resolved
             answer.tier = resolved
+            if rules.wanted(head.headers, facts.service_tier) != resolved:
+                self._meter.clamped(resolved)
             answer.echoes_tier = facts.service_tier is not None
             if (full := self._refusals.find(resolved, tenant, clock())) is not None:
                 return full

@@ -1,33 +1,35 @@
-"""What a gateway measures of its requests and streams, and how it tells the coordinator.
+"""What a gateway measures of its requests and streams.
 
 TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the
-front end, requests where their answers end. Labels are tiers, listed routes, status codes and
-known error codes: nothing that a client chooses. Called by the relay and the edge with their
-clock's time in seconds; pure.
+front end, for the cell that the stream is in then; requests where their answers end. Labels are
+tiers, listed routes, status codes and known error codes: nothing that a client chooses. Called by
+the relay and the edge with their clock's time in seconds; pure.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from coordinator.protocol.measures import (
+    CELL_MOVES,
     CLIENT_RETRIES,
     DISCONNECTS,
     DURATION,
     ITL,
+    REGISTRY_AWAY,
     REJECTIONS,
     REQUESTS,
     SLO_GOOD,
     SLO_TOTAL,
+    STORAGE_AWAY,
+    TIER_CLAMPED,
     TOKENS,
     TPOT,
     TTFT,
-    Family,
-    Measures,
-    Series,
     Tally,
 )
 from coordinator.protocol.messages import TaskId, Tier
 from coordinator.protocol.policy_config import SloTarget
+from gateway.cells.roster import MoveReason
 from gateway.errors import CODES
 from gateway.tasks import Task, family
 from gateway.tiers import tier_name
@@ -53,17 +55,38 @@ class RequestMeter:
     def __init__(self, targets: Mapping[Tier, SloTarget] | None = None) -> None:
         """Judge by these objectives; a tier without one is not judged."""
         self._targets = targets or {}
+        self._cells: dict[str, Tally] = {}
         self.tally = Tally()
+        """What belongs to no cell."""
+        # Known from the start, so that the first one is seen to grow.
+        for measure in (STORAGE_AWAY, REGISTRY_AWAY):
+            self.tally.count(measure, by=0)
+        for reason in MoveReason:
+            self.tally.count(CELL_MOVES, reason, by=0)
+        for tier in Tier:
+            self.tally.count(TIER_CLAMPED, tier_name(tier), by=0)
+
+    def of(self, cell: str | None) -> Tally:
+        """Return what belongs to streams of a cell, or of none."""
+        return self.tally if cell is None else self._cells.setdefault(cell, Tally())
+
+    def by_cell(self) -> list[tuple[str, Tally]]:
+        """Return each cell that had streams, with its tally."""
+        return list(self._cells.items())
+
+    def forget(self, cell: str) -> None:
+        """The cell is gone for good, and what was measured in it was told."""
+        self._cells.pop(cell, None)
 
     def tokens(self, task: Task, count: int, now_s: float) -> None:
         """Tokens are about to be handed to the front end; `task.delivered` is what was before."""
-        tier = tier_name(task.header.tier)
-        self.tally.count(TOKENS, tier, by=count)
+        tier, tally = tier_name(task.header.tier), self.of(task.cell)
+        tally.count(TOKENS, tier, by=count)
         if task.delivered:
-            self.tally.observe(ITL, now_s - task.last_token_at_s, tier)
+            tally.observe(ITL, now_s - task.last_token_at_s, tier)
             return
         task.first_token_at_s = now_s
-        self.tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
+        tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
 
     def ended(self, task: Task, now_s: float, *, failed: bool = False) -> None:
         """Judge a task that is finished, failed, or not waited for any more.
@@ -71,10 +94,10 @@ class RequestMeter:
         vLLM ends a stream at a stop string as it ends one whose client left, so a stream that has
         tokens is judged by those. One without is judged once its first token was too late.
         """
-        tier = tier_name(task.header.tier)
+        tier, tally = tier_name(task.header.tier), self.of(task.cell)
         count = len(task.delivered)
         if count > 1:
-            self.tally.observe(TPOT, _mean_s(task), tier, _operation(task))
+            tally.observe(TPOT, _mean_s(task), tier, _operation(task))
         target = self._targets.get(task.header.tier)
         if target is None:
             return
@@ -88,8 +111,8 @@ class RequestMeter:
             and (task.first_token_at_s - task.opened_at_s) * 1_000 <= ttft_ms
             and (count == 1 or _mean_s(task) * 1_000 <= tpot_ms)
         )
-        self.tally.count(SLO_TOTAL, tier)
-        self.tally.count(SLO_GOOD, tier, by=is_good)
+        tally.count(SLO_TOTAL, tier)
+        tally.count(SLO_GOOD, tier, by=is_good)
 
     def answered(self, route: str, tier: Tier, status: int, reason: str, took_s: float) -> None:
         """Count an answer that has ended; `reason` is its error's code, or empty.
@@ -109,43 +132,21 @@ class RequestMeter:
         """Count an answer to a client that had asked before, by its own word."""
         self.tally.count(CLIENT_RETRIES, tier_name(tier))
 
+    def clamped(self, tier: Tier) -> None:
+        """Count a request that got this tier and had asked for a higher one."""
+        self.tally.count(TIER_CLAMPED, tier_name(tier))
 
-class Telling:
-    """Turns totals into messages: what one coordinator was told is not told to the next."""
+    def moved(self, reason: MoveReason) -> None:
+        """Count a task that goes on in another cell."""
+        self.tally.count(CELL_MOVES, reason)
 
-    def __init__(self) -> None:
-        self._coordinator = ""
-        self._base: dict[tuple[str, tuple[str, ...]], Series] = {}
-        self._last: dict[tuple[str, tuple[str, ...]], Series] = {}
+    def storage_away(self) -> None:
+        """Count that the Redis which gateways share did not answer."""
+        self.tally.count(STORAGE_AWAY)
 
-    def message(self, coordinator: str, families: Iterable[Family]) -> Measures:
-        """Return the message for this coordinator, which knows the gateway's other ones."""
-        if coordinator != self._coordinator:
-            self._coordinator, self._base = coordinator, self._last
-        totals = tuple(families)
-        self._last = {(each.name, one.labels): one for each in totals for one in each.series}
-        if not self._base:
-            return Measures(totals)
-        return Measures(
-            tuple(
-                Family(
-                    each.name,
-                    each.text,
-                    each.labels,
-                    each.bounds,
-                    tuple(self._less(each.name, one) for one in each.series),
-                )
-                for each in totals
-            )
-        )
-
-    def _less(self, name: str, series: Series) -> Series:
-        before = self._base.get((name, series.labels))
-        if before is None:
-            return series
-        grown = zip(series.counts, before.counts, strict=True)
-        value = series.value - before.value
-        return Series(series.labels, value, tuple(new - old for new, old in grown))
+    def registry_away(self) -> None:
+        """Count that the registry of cells did not answer."""
+        self.tally.count(REGISTRY_AWAY)
 
 
 def operation_of(task: TaskId) -> str:

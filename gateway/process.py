@@ -6,7 +6,6 @@ flight finish for `DRAIN_S`; the second one ends it at once.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import resource
@@ -35,7 +34,7 @@ from gateway.edge import Edge, EdgeLimits
 from gateway.engine_measures import engine_families
 from gateway.errors import api_error
 from gateway.keyring import KeyRing
-from gateway.measuring import RequestMeter, Telling
+from gateway.measuring import RequestMeter
 from gateway.rates import RateLimits
 from gateway.relay import Relay
 from gateway.routes import Readiness, add_own_routes, close_other_routes
@@ -45,15 +44,12 @@ from gateway.shared_storage import SharedStorage
 from gateway.siblings import Announce, Siblings
 from gateway.sockets import Inbox, Sockets, listen
 from gateway.spans import RequestSpans, TaskSpans
+from gateway.telling import Teller
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
 
 TICK_S = 0.25
-TELL_TICKS = 4
-"""Ticks between two messages with what was measured."""
-ENGINE_TELL_TICKS = 20
-"""The same for vLLM's own metrics, which take 3 ms to read."""
 FLUSH_S = 1.0
 """How long the last messages may take to reach the coordinator."""
 
@@ -93,10 +89,10 @@ class Gateway:
         self._listener = listener
         self._tell = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
-        self._fleet = set_up_fleet(config, token, name)
         self._meter = RequestMeter(
             {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
         )
+        self._fleet = set_up_fleet(config, token, name, self._meter.registry_away)
         self._relay = Relay(
             self._fleet,
             self._take_outputs,
@@ -109,7 +105,8 @@ class Gateway:
         )
         self._llm: vllm_app.RelayedLLM | None = None
         self._keys = KeyRing(config.gateway.keys_file)
-        storage = SharedStorage(config.gateway.rate_limit_storage)
+        url = config.gateway.rate_limit_storage
+        storage = SharedStorage(url, away=self._meter.storage_away)
         self._rates, self._replays = RateLimits(storage), SharedReplays(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._told: tuple[BatchProgress, ...] = ()
@@ -241,16 +238,11 @@ class Gateway:
         self._tell(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        telling, engine_telling = Telling(), Telling()
-        for tick in itertools.count(1):
+        teller = Teller(self._fleet, self._meter, engine_families)
+        while True:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
-            # One cell is told for all: the totals of cells are added up.
-            home = self._fleet.home
-            if home and tick % TELL_TICKS == 0:
-                home.send(telling.message(home.coordinator, self._meter.tally.families()))
-            if home and tick % ENGINE_TELL_TICKS == 0:
-                home.send(engine_telling.message(home.coordinator, engine_families()))
+            teller.tick()
             if llm.errored:
                 raise RuntimeError("vLLM's front end has stopped, see the log above.")
 

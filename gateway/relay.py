@@ -89,7 +89,7 @@ class Relay:
         self._spans = spans
         self.book = TaskBook()
         self.cells = cells or CellRoster.alone()
-        self._spread = Spread(self.book, self.cells)
+        self._spread = Spread(self.book, self.cells, self._meter.moved)
 
     @property
     def cell(self) -> CellState | None:

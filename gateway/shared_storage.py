@@ -30,12 +30,21 @@ class StorageAwayError(Exception):
 class SharedStorage:
     """Whether there is a Redis at an address, and whether it may be asked now."""
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """`url` is `memory://` for none, or a Redis URL; raises ValueError for anything else."""
+    def __init__(
+        self,
+        url: str,
+        clock: Callable[[], float] = time.monotonic,
+        away: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`url` is `memory://` for none, or a Redis URL; raises ValueError for anything else.
+
+        `away` is called whenever Redis did not answer.
+        """
         if url != "memory://" and not url.startswith(("redis://", "rediss://", "redis+unix://")):
             raise ValueError("gateway.rate_limit_storage: use memory:// or a redis:// URL.")
         self.url = url
         self._clock = clock
+        self._away = away
         self._away_until_s = 0.0
 
     @property
@@ -52,6 +61,7 @@ class SharedStorage:
                 return await work()
         except Exception as error:
             # Whatever the driver raises, requests go on.
+            self._away()
             self._away_until_s = self._clock() + STORAGE_RETRY_S
             log.warning("shared_storage_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)
             raise StorageAwayError from error

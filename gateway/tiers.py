@@ -87,7 +87,12 @@ class TierRules:
     objectives: Mapping[str, Tier] = field(default_factory=dict)
 
     def resolve(self, headers: Mapping[str, str], service_tier: object) -> Tier | ApiError:
-        """Return a request's tier: header, objective, body, default; never above the highest.
+        """Return a request's tier: the one it asks for, but never one above the highest."""
+        wanted = self.wanted(headers, service_tier)
+        return wanted if isinstance(wanted, ApiError) else max(wanted, self.highest)
+
+    def wanted(self, headers: Mapping[str, str], service_tier: object) -> Tier | ApiError:
+        """Return the tier that a request asks for by header, objective or body, or the default.
 
         Whatever decides, the others must be valid all the same.
         """
@@ -101,9 +106,7 @@ class TierRules:
                 return api_error("invalid_value", text, name)
         if not isinstance(wanted, ApiError) and TIER_HEADER in headers:
             wanted = tier_of_header(headers[TIER_HEADER])
-        if isinstance(wanted, ApiError):
-            return wanted
-        return max(self.default if wanted is None else wanted, self.highest)
+        return self.default if wanted is None else wanted
 
 
 def reword_service_tier(body: bytes, service_tier: object) -> bytes:

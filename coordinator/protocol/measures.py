@@ -90,11 +90,29 @@ SLO_GOOD: Final = Measure(
     ("tier",),
 )
 
+TIER_CLAMPED: Final = Measure(
+    "aileron_tier_clamped",
+    "Requests that asked for a tier above the highest one of their key, by the tier that they got.",
+    ("tier",),
+)
+CELL_MOVES: Final = Measure(
+    "aileron_cell_moves",
+    "Tasks that went on in another cell of the fleet, by why they left the one they were in.",
+    ("reason",),
+)
+STORAGE_AWAY: Final = Measure(
+    "aileron_shared_storage_away",
+    "Times that the Redis for rate limits and kept answers did not answer, and was left alone.",
+)
+REGISTRY_AWAY: Final = Measure(
+    "aileron_registry_away", "Times that the Redis which names the fleet's cells did not answer."
+)
+
 OWN: Final = {
     each.name: each
     for each in (
         *(TTFT, ITL, TPOT, DURATION, REQUESTS, REJECTIONS, DISCONNECTS, CLIENT_RETRIES),
-        *(TOKENS, SLO_TOTAL, SLO_GOOD),
+        *(TOKENS, SLO_TOTAL, SLO_GOOD, TIER_CLAMPED, CELL_MOVES, STORAGE_AWAY, REGISTRY_AWAY),
     )
 }
 """What gateways measure themselves, by name."""

@@ -7,7 +7,7 @@ on with the cells that it knows. Called by the process.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import structlog
@@ -15,6 +15,7 @@ import structlog
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages import GatewayDown, GatewayUp
 from coordinator.protocol.registry import CellRegistry, RedisRegistry, RegistryAwayError
+from gateway.cells.placement import preferred
 from gateway.cells.roster import CellRoster
 from gateway.session import CoordinatorSession
 
@@ -69,23 +70,32 @@ class Fleet:
         gateway: str,
         registry: CellRegistry | None = None,
         look_every_s: float = 1.0,
+        away: Callable[[], None] = lambda: None,
     ) -> None:
-        """`registry` names the cells; None leaves those that the roster begins with."""
+        """`registry` names the cells; None leaves those that the roster begins with.
+
+        `away` is called whenever the registry did not answer.
+        """
         self.cells = cells
         self._token = token
         self._gateway = gateway
         self._registry = registry
         self._look_every_s = look_every_s
+        self._away = away
         self._links: dict[str, _Link] = {}
-        self._home = ""
 
     @property
     def home(self) -> CoordinatorSession | None:
-        """The session with the cell that is told what concerns no cell, as long as it lasts."""
+        """The session with the cell that is told what belongs to no cell, if one is up.
+
+        Each gateway has its own, so that a fleet's are spread over the cells.
+        """
         up = self.cells.up
-        if self._home not in up:
-            self._home = up[0] if up else ""
-        link = self._links.get(self._home)
+        return self.session(preferred(self._gateway, up)) if up else None
+
+    def session(self, cell: str) -> CoordinatorSession | None:
+        """Return the session with a cell, as long as it lasts."""
+        link = self._links.get(cell)
         return link.session if link is not None and link.session.up else None
 
     def send(self, message: GatewayUp, cell: str) -> None:
@@ -127,6 +137,7 @@ class Fleet:
             found = await self._registry.cells()
         except RegistryAwayError as error:
             # The cells that are known are still there.
+            self._away()
             log.warning("registry_away", reason=str(error), cells=len(self._links))
         else:
             self.cells.found(found, time.monotonic())
@@ -144,7 +155,7 @@ class Fleet:
                 link.work.result()
 
 
-def set_up_fleet(config: Config, token: str, gateway: str) -> Fleet:
+def set_up_fleet(config: Config, token: str, gateway: str, away: Callable[[], None]) -> Fleet:
     """Return the fleet that a configuration names; nothing is opened yet."""
     fleet = config.fleet
     if not fleet.is_on:
@@ -153,4 +164,5 @@ def set_up_fleet(config: Config, token: str, gateway: str) -> Fleet:
     if not fleet.redis:
         return Fleet(cells, token, gateway)
     registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
-    return Fleet(cells, token, gateway, registry, fleet.lease_ms / 1_000 / LOOKS_PER_LEASE)
+    look_every_s = fleet.lease_ms / 1_000 / LOOKS_PER_LEASE
+    return Fleet(cells, token, gateway, registry, look_every_s, away)

@@ -99,7 +99,12 @@ def choose(needs: Needs, cells: Sequence[Candidate]) -> str | None:
     least = min(loads[cell.name] for cell in among)
     same = [cell.name for cell in among if loads[cell.name] < least + LOAD_STEP]
     # Gateways that see the same cells equally busy do not all choose the first one.
-    return max(same, key=lambda name: hashlib.blake2b(f"{needs.task} {name}".encode()).digest())
+    return preferred(needs.task, same)
+
+
+def preferred(who: str, cells: Collection[str]) -> str:
+    """Return one of these cells, the same one as long as it is among them."""
+    return max(cells, key=lambda name: hashlib.blake2b(f"{who} {name}".encode()).digest())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ that is down or empty takes nothing away. Called by the relay and the fleet; pur
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from coordinator.protocol.messages import CellState, PrefixesHeld
 from coordinator.protocol.prefixes import SeenPrefixes
@@ -20,6 +21,18 @@ ALONE = ""
 FORGOTTEN_AFTER_S = 300.0
 """How long a cell that is gone is still expected: if it comes back, it is told what was taken away
 from it, so that it computes nothing for nobody."""
+
+
+class MoveReason(StrEnum):
+    """Why a task leaves the cell that it is in."""
+
+    DEAD = "dead"
+    """The cell cannot be reached, or has no rank left."""
+    DRAINING = "draining"
+    FULL = "full"
+    """It refused the task, and another one may have room."""
+    SPILL = "spill"
+    """The task waited there, and another one was idle."""
 
 
 @dataclass(slots=True)
@@ -128,11 +141,12 @@ class CellRoster:
             return []
         return spill([self._candidate(name, cell, 0) for name, cell in self._cells.items()])
 
-    def left(self, now_s: float) -> set[str]:
-        """Return the cells that tasks must not stay in."""
+    def left(self, now_s: float) -> dict[str, MoveReason]:
+        """Return the cells that tasks must not stay in, each with the reason."""
         if not self.in_fleet:
-            return set()
-        return {name for name, cell in self._cells.items() if self._is_left(cell, now_s)}
+            return {}
+        reasons = {name: self._why_left(cell, now_s) for name, cell in self._cells.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def forget(self, in_use: Collection[str], now_s: float) -> list[str]:
         """Forget cells that are long gone and have no tasks any more; return their names."""
@@ -146,11 +160,14 @@ class CellRoster:
             del self._cells[name]
         return gone
 
-    def _is_left(self, cell: _Cell, now_s: float) -> bool:
+    def _why_left(self, cell: _Cell, now_s: float) -> MoveReason | None:
         if cell.is_up:
             state = cell.state
-            return state is not None and (state.draining or state.ranks_alive == 0)
-        return not cell.is_found or now_s - cell.down_since_s >= self._dead_after_s
+            if state is None or (state.ranks_alive and not state.draining):
+                return None
+            return MoveReason.DRAINING if state.draining else MoveReason.DEAD
+        is_dead = not cell.is_found or now_s - cell.down_since_s >= self._dead_after_s
+        return MoveReason.DEAD if is_dead else None
 
     def _refuses(self, needs: Needs, cells: Sequence[Candidate]) -> str | None:
         """Return who refuses a task that is too long for every cell: it knows what to say."""

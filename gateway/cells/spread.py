@@ -5,11 +5,11 @@ sends is dropped by the task's token stream, and the former cell is told to forg
 once, or when it is back. Called by the relay with its clock's time in seconds; pure.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from coordinator.protocol.messages import GatewayUp, TaskHeader, TaskId, Withdraw
 from gateway.cells.placement import Needs
-from gateway.cells.roster import CellRoster
+from gateway.cells.roster import CellRoster, MoveReason
 from gateway.tasks import Task, TaskBook
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
@@ -27,9 +27,16 @@ def needs_of(header: TaskHeader) -> Needs:
 class Spread:
     """Moves a gateway's open tasks between the cells of its roster."""
 
-    def __init__(self, book: TaskBook, cells: CellRoster) -> None:
+    def __init__(
+        self,
+        book: TaskBook,
+        cells: CellRoster,
+        moved: Callable[[MoveReason], None] = lambda _: None,
+    ) -> None:
+        """`moved` is called for each task that leaves a cell."""
         self._book = book
         self._cells = cells
+        self._moved = moved
         self._asked: dict[TaskId, str] = {}
         """Queued tasks that a cell was asked to give up, with the cell that is to get them."""
 
@@ -51,7 +58,10 @@ class Spread:
             for task in self._book
             if task.cell in left or not (task.submitted or task.cell in up)
         ]
-        return [message for task in away for message in self._move(task)]
+        told: Told = []
+        for task in away:
+            told += self._move(task, left.get(task.cell or "", MoveReason.DEAD))
+        return told
 
     def refused(self, task_id: TaskId, code: str, cell: str) -> Told:
         """A cell failed a task: if it was only full, another one may have room."""
@@ -59,7 +69,7 @@ class Spread:
         if task is None or task.cell != cell or code not in FULL_CODES or task.delivered:
             return []
         task.refused_by = (*task.refused_by, cell)
-        return self._move(task, task.refused_by)
+        return self._move(task, MoveReason.FULL, task.refused_by)
 
     def withdrawn(self, task_id: TaskId, cell: str) -> Told:
         """A cell gave up a queued task, as it was asked to."""
@@ -68,19 +78,21 @@ class Spread:
         if task is None or task.cell != cell:
             return []
         if wanted in self._cells.up:
-            return self._to(task, wanted)
+            return self._to(task, wanted, MoveReason.SPILL)
         # The idle cell is gone: any other one, or this one again.
-        return self._move(task) or [(cell, task.submit())]
+        return self._move(task, MoveReason.SPILL) or [(cell, task.submit())]
 
-    def _move(self, task: Task, without: Collection[str] = ()) -> Told:
+    def _move(self, task: Task, reason: MoveReason, without: Collection[str] = ()) -> Told:
         """Take a task to another cell; nothing if there is none."""
         if not self._cells.in_fleet:
             return []
         cell = self._cells.choose(needs_of(task.header), task.prefixes, without)
-        return [] if cell is None or cell == task.cell else self._to(task, cell)
+        return [] if cell is None or cell == task.cell else self._to(task, cell, reason)
 
-    def _to(self, task: Task, cell: str) -> Told:
+    def _to(self, task: Task, cell: str, reason: MoveReason) -> Told:
         self._asked.pop(task.id, None)
+        if task.cell is not None:
+            self._moved(reason)
         self._cells.sent(cell, task.prefixes)
         return self._book.move(task, cell)
 

@@ -1,21 +1,37 @@
 """A real Prometheus, the one of the machine, over files of rules and one port."""
 
 import math
+import shutil
 import subprocess
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import yaml
 
 from coordinator.cli.ports import free_ports
 from tests.harness.admin import get_json
 
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="NOT RUN: prometheus and promtool are not on PATH; queries were only parsed.",
+)
+
+TARGET_LABELS = {
+    "namespace": "chat",
+    "pod": "chat-cell-0",
+    "service": "chat-admin",
+    "endpoint": "admin",
+    "container": "coordinator",
+}
+"""What a ServiceMonitor adds to `job` and `instance` of all that is scraped."""
+
 
 @contextmanager
 def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iterator[str]:
-    """Run one that scrapes a port of loopback every second; yields its URL."""
+    """Run one that scrapes a port of loopback every second, as on Kubernetes; yields its URL."""
     (port,) = free_ports(1)
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -23,7 +39,9 @@ def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iter
         "scrape_configs": [
             {
                 "job_name": "aileron",
-                "static_configs": [{"targets": [f"127.0.0.1:{port_to_scrape}"]}],
+                "static_configs": [
+                    {"targets": [f"127.0.0.1:{port_to_scrape}"], "labels": TARGET_LABELS}
+                ],
             }
         ],
     }
@@ -48,6 +66,16 @@ def prometheus(port_to_scrape: int, rules: Sequence[Path], folder: Path) -> Iter
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def values_of(url: str, selector: str, label: str) -> list[str]:
+    """Values that a label has in some series, sorted; [] while Prometheus starts."""
+    asked = urllib.parse.urlencode({"match[]": selector})
+    try:
+        said = get_json(f"{url}/api/v1/label/{label}/values?{asked}")
+    except OSError:
+        return []
+    return sorted(said["data"])
 
 
 def answer_of(url: str, text: str) -> list[float]:

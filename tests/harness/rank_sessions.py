@@ -45,6 +45,8 @@ class RankSessions:
         self.seats = {Rank(rank): Seat(Rank(rank), incarnation) for rank in range(world)}
         self.obeys = True
         """Whether directives are carried out; heartbeats go on either way."""
+        self.blocks_used = 0
+        """Of each rank's blocks, as it says while it serves."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -76,21 +78,26 @@ class RankSessions:
                 response_deserializer=wire.decode_rank_down,
             )(metadata=self._metadata)
             await call.write(self._hello(rank))
-            beat = asyncio.create_task(self._beat(call, rank))
+            # Two writes at once would end the session.
+            lock = asyncio.Lock()
+            beat = asyncio.create_task(self._beat(call, rank, lock))
             try:
                 while (message := await call.read()) is not AIO.EOF:
                     if isinstance(message, Directive) and self.obeys:
                         self.seats[rank].on_directive(message)
-                        self._move(rank)
-                        await call.write(self._report(rank))
+                        await self._tell(call, rank, lock)
             finally:
                 beat.cancel()
 
-    async def _beat(self, call: Any, rank: Rank) -> None:
+    async def _beat(self, call: Any, rank: Rank, lock: asyncio.Lock) -> None:
         while True:
+            await self._tell(call, rank, lock)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _tell(self, call: Any, rank: Rank, lock: asyncio.Lock) -> None:
+        async with lock:
             self._move(rank)
             await call.write(self._report(rank))
-            await asyncio.sleep(self._heartbeat_s)
 
     def _move(self, rank: Rank) -> None:
         seat = self.seats[rank]
@@ -129,7 +136,7 @@ class RankSessions:
             binding=seat.binding,
             target=seat.target,
             pages=_pages(seat),
-            blocks_free=PAGES if seat.serving else 0,
+            blocks_free=PAGES - self.blocks_used if seat.serving else 0,
             blocks_total=PAGES if seat.serving else 0,
         )
 

@@ -14,6 +14,15 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from coordinator.protocol.measures import (
+    CELL_MOVES,
+    ITL,
+    REGISTRY_AWAY,
+    REQUESTS,
+    SLO_TOTAL,
+    TOKENS,
+    TTFT,
+)
 from coordinator.protocol.messages import (
     ATTEMPTS_PER_CELL,
     Cancel,
@@ -28,6 +37,7 @@ from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.redis_server import Redis
 from tests.harness.tcp_proxy import TcpProxy
+from tests.harness.told import Told
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
@@ -37,7 +47,7 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 IDLE = CellLoad((0, 0, 0), 0, 8, 90, 100)
 BUSY = CellLoad((0, 3, 0), 8, 8, 10, 100)
 SEEN_S = 30
-REQUESTS = 30
+REQUESTS_TIMED = 30
 SILENT_S = 2.0
 """Four of the leases that the registry has here."""
 WAIT_MAX_MS = 50.0
@@ -53,8 +63,8 @@ def serving(load: CellLoad = IDLE, **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cells() -> Iterator[tuple[FakeCell, FakeCell]]:
-    made = FakeCell(state=serving()), FakeCell(state=serving())
-    yield made
+    made = tuple(FakeCell(state=serving(), coordinator=name) for name in ("first", "second"))
+    yield made[0], made[1]
     for cell in made:
         cell.close()
 
@@ -158,15 +168,19 @@ class Begun:
             ran.tokens(done, self.ids[done:], "length", attempt=attempt)
 
 
-@pytest.mark.parametrize("how", ["dies", "drains", "has no ranks"])
+@pytest.mark.parametrize(
+    ("how", "reason"), [("dies", "dead"), ("drains", "draining"), ("has no ranks", "dead")]
+)
 async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
     client: openai.AsyncOpenAI,
     cells: tuple[FakeCell, FakeCell],
     found: Found,
     ids: list[int],
     how: str,
+    reason: str,
 ) -> None:
     first, second = cells
+    told = await Told.begin(cells)
     begun = Begun(ids, 5)
     first.behave = second.behave = begun
     only(first, second)
@@ -193,7 +207,32 @@ async def test_streams_go_on_in_another_cell_from_the_tokens_already_delivered(
         await was.until(lambda: was.sessions > 1, SEEN_S)
     # It is told to forget the task, at once or as soon as it is back.
     await was.until(lambda: Cancel(ran.id) in was.of(Cancel), SEEN_S)
+    await other.until(lambda: sum(told.grown(CELL_MOVES, reason)) == 1, SEEN_S)
+    assert sum(told.grown(CELL_MOVES)) == 1
     was.set_state(serving())
+
+
+async def test_each_cell_is_told_its_own_streams_and_one_of_them_the_requests(
+    client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
+) -> None:
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids[:3])
+        ran.tokens(3, ids[3:], "length")
+
+    cells[0].behave = cells[1].behave = behave
+    assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    told = await Told.begin(cells)
+    for cell, other, count in ((*cells, 3), (*cells[::-1], 2)):
+        only(cell, other)
+        await asyncio.sleep(0.2)
+        for _ in range(count):
+            assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+    tokens = [3.0 * len(ids), 2.0 * len(ids)]
+    await cells[0].until(lambda: told.grown(TOKENS) == tokens, SEEN_S)
+    await cells[0].until(lambda: sum(told.grown(REQUESTS)) == 5, SEEN_S)
+    for measure in (TTFT, ITL, SLO_TOTAL):
+        assert told.grown(measure) == [3, 2], measure.name
+    assert sorted(told.grown(REQUESTS)) == [0, 5], "one of them is home"
 
 
 async def test_a_full_cell_refuses_and_another_one_takes_the_task(
@@ -211,9 +250,11 @@ async def test_a_full_cell_refuses_and_another_one_takes_the_task(
             ran.tokens(0, ids, "length", attempt=attempt)
 
     cells[0].behave = cells[1].behave = behave
+    told = await Told.begin(cells)
     answer = await client.chat.completions.create(**CHAT, stream=True)
     assert await text_of(answer) == WORDS
     assert [len(cell.of(Submit)) for cell in cells] == [1, 1]
+    await cells[0].until(lambda: sum(told.grown(CELL_MOVES, "full")) == 1, SEEN_S)
 
 
 async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
@@ -227,6 +268,7 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
             ran.tokens(0, ids, "length", attempt=ran.submit.attempt + 1)
 
     cells[0].behave = cells[1].behave = behave
+    told = await Told.begin(cells)
     work = asyncio.create_task(client.chat.completions.create(**CHAT, stream=True))
     await cells[0].until(lambda: submits, SEEN_S)
     was, other = cells if cells[0].of(Submit) else cells[::-1]
@@ -235,6 +277,7 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
     was.say(Withdrawn(submits[0].id))
     assert await text_of(await work) == WORDS
     assert len(other.of(Submit)) == 1
+    await was.until(lambda: sum(told.grown(CELL_MOVES, "spill")) == 1, SEEN_S)
     was.set_state(serving())
 
 
@@ -253,7 +296,7 @@ async def test_nothing_waits_for_a_redis_that_does_not_answer(
 
     async def median_ms() -> float:
         took = []
-        for _ in range(REQUESTS):
+        for _ in range(REQUESTS_TIMED):
             began_s = time.perf_counter()
             assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
             took.append(1e3 * (time.perf_counter() - began_s))
@@ -288,10 +331,12 @@ async def test_nothing_waits_for_a_redis_that_is_away(
     cells[0].behave = cells[1].behave = behave
     found.cells = []
     sessions = [cell.sessions for cell in cells]
+    told = await Told.begin(cells)
     redis.stop()
     try:
         for _ in range(20):
             assert await text_of(await client.chat.completions.create(**CHAT, stream=True)) == WORDS
+        await cells[0].until(lambda: sum(told.grown(REGISTRY_AWAY)) > 0, SEEN_S)
     finally:
         redis.start()
     # It comes back empty, and the cells are there as before.

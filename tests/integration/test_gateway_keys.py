@@ -13,9 +13,11 @@ import openai
 import pytest
 
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
+from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
 from coordinator.protocol.messages import Submit, Tier
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.redis_server import Redis
+from tests.harness.told import Told
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -128,6 +130,7 @@ def test_probes_need_no_key_and_all_else_does(
 def test_tenant_and_tier_come_from_the_key(
     gateway: GatewayProcess, cell: FakeCell, client: Clients
 ) -> None:
+    told = asyncio.run(Told.begin([cell]))
     for name, headers, tier in (
         ("acme", {}, Tier.STANDARD),
         ("acme", {"X-Gateway-Inference-Objective": "chat"}, Tier.INTERACTIVE),
@@ -143,6 +146,8 @@ def test_tenant_and_tier_come_from_the_key(
         assert answer.headers["x-priority-tier"] == tier.name.lower()
         words = {Tier.INTERACTIVE: "priority", Tier.STANDARD: "default", Tier.BATCH: "flex"}
         assert answer.parse().service_tier == words[tier]
+    asyncio.run(cell.until(lambda: told.grown(TIER_CLAMPED, "batch") == [2]))
+    assert told.grown(TIER_CLAMPED) == [2]
 
 
 def test_requests_per_minute(gateway: GatewayProcess, cell: FakeCell, client: Clients) -> None:
@@ -229,6 +234,7 @@ def test_shared_counters_that_go_away_stop_nobody(
     gateway: GatewayProcess, cell: FakeCell, redis: Redis, client: Clients
 ) -> None:
     acme = client("acme")
+    told = asyncio.run(Told.begin([cell]))
     redis.stop()
     times = []
     for _ in range(20):
@@ -243,6 +249,7 @@ def test_shared_counters_that_go_away_stop_nobody(
         rare.chat.completions.create(**CHAT)
     print(f"without Redis: slowest of 20 requests {max(times) * 1_000:.0f} ms")
     assert max(times) < 1.0
+    asyncio.run(cell.until(lambda: told.grown(STORAGE_AWAY)[0] > 0))
     redis.start()
     time.sleep(5.5)
     with pytest.raises(openai.RateLimitError):

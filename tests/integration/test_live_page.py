@@ -1,7 +1,8 @@
 """The live page in a real headless Chromium, over a real coordinator; its ranks have no engine."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,24 @@ import pytest
 
 from coordinator.protocol import wire
 from coordinator.protocol.measures import ITL, SLO_GOOD, SLO_TOTAL, TOKENS, TTFT, Measures, Tally
-from coordinator.protocol.messages import PROTOCOL_VERSION, GatewayHello
+from coordinator.protocol.messages import (
+    PROTOCOL_VERSION,
+    GatewayHello,
+    Submit,
+    TaskHeader,
+    TaskId,
+    Tier,
+)
 from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.coordinator_process import TOKEN, Coordinator
-from tests.harness.rank_sessions import RankSessions
+from tests.harness.rank_sessions import PAGES, RankSessions
 
 AIO: Any = grpc.aio
 BROWSER = find_browser()
 KEY = "an-admin-key-of-the-test"
+TIERS = tuple(tier.name.lower() for tier in Tier)
+RUN_LEAST = 16
+"""Pixels side by side; two seconds of a minute are wider."""
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -41,20 +52,61 @@ COLOURS = """(() => {
 """Pixels of the lanes in the colours of dp and tp."""
 
 
+CURVES = {
+    "placed": ("t0", "t1", "t2"),
+    "queued": ("t0", "t1", "t2"),
+    "ttft": ("t0", "t1", "t2"),
+    "tpot": ("t0", "t1", "t2"),
+    "pages": ("t1",),
+    "rate": ("sp",),
+}
+"""The colours of each chart's lines."""
+
+LONGEST_RUNS = f"""Object.fromEntries(Object.entries({json.dumps(CURVES)}).map(([id, names]) => {{
+  const canvas = document.getElementById(id), width = canvas.width;
+  const data = canvas.getContext("2d").getImageData(0, 0, width, canvas.height).data;
+  const style = getComputedStyle(document.documentElement);
+  return [id, names.map(name => {{
+    const hex = style.getPropertyValue("--" + name).trim();
+    const wanted = [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16));
+    let longest = 0, run = 0;
+    for (let at = 0; at < data.length; at += 4) {{
+      if (at / 4 % width === 0) run = 0;
+      // The edges of a line are half transparent, which rounds its colour.
+      const near = (part, i) => Math.abs(part - data[at + i]) < 4;
+      run = data[at + 3] > 99 && wanted.every(near) ? run + 1 : 0;
+      longest = Math.max(longest, run);
+    }}
+    return longest;
+  }})];
+}}))"""
+"""By chart: how many pixels side by side each of its lines has in its own colour. A dot has two."""
+
+TASKS = {
+    "placed": {Tier.INTERACTIVE: 6, Tier.STANDARD: 4, Tier.BATCH: 2},
+    "queued": {Tier.INTERACTIVE: 9, Tier.STANDARD: 5, Tier.BATCH: 2},
+}
+PROMPT_TOKENS = 300
+"""Four ranks have the pages of three such prompts each: they are full with the first tasks."""
+
+
 @asynccontextmanager
-async def cell(folder: Path, world: int, **env: str) -> AsyncIterator[Coordinator]:
+async def cell(
+    folder: Path, world: int, *, blocks_used: int = 0, **env: str
+) -> AsyncIterator[Coordinator]:
     coordinator = Coordinator(
         folder,
         cell={"ranks": world, "layout": f"dp{world}", "widths": [1, 2, 4]},
     )
     with coordinator.running(**env):
         target = f"127.0.0.1:{coordinator.grpc}"
-        async with RankSessions(target, TOKEN, world, heartbeat_s=0.02 * world):
+        async with RankSessions(target, TOKEN, world, heartbeat_s=0.02 * world) as ranks:
+            ranks.blocks_used = blocks_used
             yield coordinator
 
 
-async def tell(coordinator: Coordinator, tally: Tally) -> None:
-    """Tell the coordinator as a gateway does, until cancelled."""
+async def tell(coordinator: Coordinator, tally: Tally, tasks: Sequence[Submit] = ()) -> None:
+    """Tell the coordinator as a gateway does, until cancelled; `tasks` never end."""
     address = f"127.0.0.1:{coordinator.grpc}"
     async with AIO.insecure_channel(address, options=wire.CHANNEL_OPTIONS) as channel:
         call = channel.stream_stream(
@@ -63,21 +115,28 @@ async def tell(coordinator: Coordinator, tally: Tally) -> None:
             response_deserializer=wire.decode_gateway_down,
         )(metadata=((wire.TOKEN_METADATA_KEY, TOKEN),))
         await call.write(GatewayHello(PROTOCOL_VERSION, "g"))
+        for task in tasks:
+            await call.write(task)
         while True:
-            tally.observe(TTFT, 0.03, "interactive", "chat")
-            tally.observe(ITL, 0.004, "interactive")
-            for measure in (TOKENS, SLO_TOTAL, SLO_GOOD):
-                tally.count(measure, "interactive", by=5)
+            for slow, tier in enumerate(TIERS, start=1):
+                tally.observe(TTFT, 0.03 * slow, tier, "chat")
+                tally.observe(ITL, 0.004 * slow, tier)
+                for measure in (TOKENS, SLO_TOTAL, SLO_GOOD):
+                    tally.count(measure, tier, by=5)
             await call.write(Measures(tally.families()))
             await asyncio.sleep(0.2)
 
 
-async def painted(page: Page, mode: str) -> None:
-    """Wait until the lanes show a mode."""
+async def show_a_minute(page: Page) -> None:
     await page.evaluate(
         "document.getElementById('span').value = '60';"
         "document.getElementById('span').dispatchEvent(new Event('change'))"
     )
+
+
+async def painted(page: Page, mode: str) -> None:
+    """Wait until the lanes show a mode."""
+    await show_a_minute(page)
     await page.until(f"({COLOURS})[{mode!r}] > 50")
 
 
@@ -123,6 +182,39 @@ async def test_it_draws_updates_and_switches_at_four_ranks(tmp_path: Path) -> No
         await page.key("Enter", "\r")
         await page.until(said("Width 3"))
         assert [each for each in page.problems if "400" not in each] == []
+        telling.cancel()
+
+
+async def test_every_curve_is_drawn_in_its_own_colour(tmp_path: Path) -> None:
+    """Pages are a quarter in use, and tasks of all tiers run and wait."""
+    assert BROWSER is not None
+    tasks = [
+        Submit(
+            TaskHeader(TaskId(f"{where}-{tier}-{number}"), "g", "tcp://g", PROMPT_TOKENS, 9, tier),
+            b"",
+        )
+        for where, counts in TASKS.items()
+        for tier, count in counts.items()
+        for number in range(count)
+    ]
+    async with (
+        cell(tmp_path, 4, blocks_used=PAGES // 4) as coordinator,
+        browser(BROWSER, tmp_path / "b") as page,
+    ):
+        await coordinator.serving()
+        telling = asyncio.create_task(tell(coordinator, Tally(), tasks))
+        await page.open(f"http://127.0.0.1:{coordinator.admin}/")
+        await page.until("document.getElementById('layout').textContent === 'dp4 serves'")
+        await show_a_minute(page)
+        await page.until(f"Object.values({LONGEST_RUNS}).flat().every(run => run >= {RUN_LEAST})")
+        for name, counts in TASKS.items():
+            counted = await page.evaluate(f"samples.map(each => each.{name})")
+            assert list(counts.values()) in counted, "the curves are of these tasks"
+        # Another measure's colour is in no chart.
+        strange = LONGEST_RUNS.replace('"t1"', '"shift"').replace('"sp"', '"shift"')
+        assert (await page.evaluate(strange))["rate"] == [0]
+        assert (await page.evaluate(strange))["pages"] == [0]
+        assert not telling.done()
         telling.cancel()
 
 

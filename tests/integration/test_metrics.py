@@ -1,4 +1,4 @@
-"""Metrics, dashboards, rules and the live page over the whole product under load.
+"""Metrics, queries of dashboards and rules, and the live page over the whole product under load.
 
 With a real Prometheus and a real Chromium where there are any. `AILERON_KEEP_SCREENSHOT=1` (`make
 screenshot`) takes docs/live-page.png anew; otherwise nothing outside temporary folders is written.
@@ -9,45 +9,45 @@ what was not run then is named as skipped.
 import asyncio
 import io
 import itertools
-import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import promql_parser
 import pytest
-import yaml
 from PIL import Image
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.engine_measures import LEFT_OUT
 from tests.harness.admin import get_json
 from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.busy_client import CHAT, BusyClients, post
+from tests.harness.dashboards import (
+    ROOT,
+    RULES,
+    filled,
+    names_in,
+    queries,
+    readme_queries,
+    rules,
+    variables,
+)
 from tests.harness.product import MODEL_NAME, Product, product
-from tests.harness.prometheus import answer_of, prometheus
+from tests.harness.prometheus import answer_of, needs_prometheus, prometheus, values_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parents[2]
-DASHBOARDS = sorted((ROOT / "helm" / "dashboards").glob("*.json"))
-RULES = sorted((ROOT / "helm" / "rules").glob("*.yaml"))
 TIERS = {"interactive", "standard", "batch"}
 SEEN_LIMIT_S = 120
 SERIES_MAX = 1_500
 """Most series of a cell of two ranks; what clients send must not add any."""
-
-NO_PROMETHEUS = "NOT RUN: prometheus and promtool are not on PATH; queries were only parsed."
-needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason=NO_PROMETHEUS
-)
 
 BROWSER = find_browser()
 KEEPS_SCREENSHOT = bool(os.environ.get("AILERON_KEEP_SCREENSHOT"))
@@ -73,10 +73,13 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
         yield running
 
 
-def families(cell: Product) -> dict[str, Metric]:
+def exposition(cell: Product) -> bytes:
     with urllib.request.urlopen(cell.admin + "/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    found = list(text_string_to_metric_families(text))
+        return bytes(answer.read())
+
+
+def families(cell: Product) -> dict[str, Metric]:
+    found = list(text_string_to_metric_families(exposition(cell).decode()))
     names = [family.name for family in found]
     assert len(names) == len(set(names)), "each family comes once"
     return {family.name: family for family in found}
@@ -201,66 +204,57 @@ def test_names_types_and_help_are_right_and_clients_add_no_series(cell: Product)
             assert math.isfinite(each.value) and each.value >= 0
 
 
-def queries() -> list[tuple[str, str]]:
-    """All (panel, expression) pairs of the dashboards, with their variables filled in."""
-    found = []
-    for file in DASHBOARDS:
-        board = json.loads(file.read_text())
-        for panel in board["panels"]:
-            for target in panel["targets"]:
-                found.append((f"{file.stem}: {panel['title']}", target["expr"]))
-        for each in board["annotations"]["list"]:
-            found.append((f"{file.stem}: {each['name']}", each["expr"]))
-    return [
-        (panel, text.replace("$__rate_interval", "20s").replace("$tier", ".*"))
-        for panel, text in found
-    ]
+def test_vllms_names_are_those_that_the_documentation_lists(cell: Product) -> None:
+    with BusyClients(cell.url, MODEL_NAME):
+        until(cell, "vllm:num_preemptions_total", 0)
+        until(cell, "vllm:request_success_total", 1)
+    served = [each for each in families(cell).values() if each.name.startswith("vllm:")]
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.+?) \| \w+ \|$", text, re.MULTILINE)
+    names = {each.name: each.name + "_total" * (each.type == "counter") for each in served}
+    listed = {(names[each.name], each.type, labels_of(each)) for each in served}
+    assert listed == set(rows)
+    sentence = text.partition("\nLeft out are ")[2].partition("\n\n")[0]
+    left_out = set(re.findall(r"`(vllm:\w+)`", sentence))
+    assert left_out == (vllms_names() | LEFT_OUT) - names.keys()
 
 
-def rules() -> list[dict[str, Any]]:
-    groups = [group for file in RULES for group in yaml.safe_load(file.read_text())["groups"]]
-    return [rule for group in groups for rule in group["rules"]]
+def labels_of(family: Metric) -> str:
+    """Names of the labels that tell a family's series apart."""
+    found = {label for each in family.samples for label in each.labels}
+    return ", ".join(sorted(found - {"engine", "model_name", "le"})) or "–"
 
 
-def names_in(node: Any) -> set[str]:
-    """Names of all metrics in an expression."""
-    match node:
-        case promql_parser.VectorSelector():
-            return {str(node.name)}
-        case promql_parser.MatrixSelector():
-            return names_in(node.vector_selector)
-        case promql_parser.AggregateExpr() | promql_parser.ParenExpr():
-            return names_in(node.expr)
-        case promql_parser.BinaryExpr():
-            return names_in(node.lhs) | names_in(node.rhs)
-        case promql_parser.Call():
-            return {name for each in node.args for name in names_in(each)}
-        case promql_parser.NumberLiteral():
-            return set()
-    raise AssertionError(f"{type(node).__name__} is not looked into.")
+def vllms_names() -> set[str]:
+    """What vLLM's metrics of any engine are called, in its source; importing it takes long."""
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).parent / "v1" / "metrics" / "loggers.py"
+    return set(re.findall(r'name="(vllm:\w+)"', source.read_text()))
 
 
-def test_dashboards_are_complete() -> None:
-    boards = [json.loads(file.read_text()) for file in DASHBOARDS]
-    documented = (ROOT / "docs" / "metrics.md").read_text()
-    assert len({board["uid"] for board in boards}) == len(boards) == 4
-    for board in boards:
-        ids = [panel["id"] for panel in board["panels"]]
-        assert len(ids) == len(set(ids))
-        cells: set[tuple[int, int]] = set()
-        for panel in board["panels"]:
-            at = panel["gridPos"]
-            taken = {
-                (x, y)
-                for x in range(at["x"], at["x"] + at["w"])
-                for y in range(at["y"], at["y"] + at["h"])
-            }
-            assert not taken & cells, f"{panel['title']} lies upon another panel"
-            assert at["x"] + at["w"] <= 24
-            cells |= taken
-            for target in panel["targets"]:
-                row = f"| {panel['title']} | `{target['expr']}` |"
-                assert row in documented, "docs/metrics.md lists every query"
+@needs_prometheus
+def test_promtool_finds_nothing_wrong_with_names_of_ours(cell: Product, tmp_path: Path) -> None:
+    saved = tmp_path / "exposition.txt"
+    with BusyClients(cell.url, MODEL_NAME):
+        until(cell, "aileron_slo_total", 1)
+        saved.write_bytes(exposition(cell))
+    with saved.open("rb") as file:
+        done = subprocess.run(
+            ["promtool", "check", "metrics"],
+            stdin=file,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = [line.split(" ", 1) for line in (done.stdout + done.stderr).splitlines()]
+    # vLLM's names are vLLM's: with a colon, and one histogram ends in _total.
+    expected = {"metric names should not contain ':'"}
+    odd = {'non-counter metrics should not have "_total" suffix'}
+    for name, problem in said:
+        assert name.startswith("vllm:"), f"{name} {problem}"
+        assert problem in expected | (odd if name == "vllm:iteration_tokens_total" else set())
+    assert len(said) >= 20, "it has read the file"
 
 
 def test_every_query_names_metrics_that_exist(cell: Product) -> None:
@@ -282,17 +276,36 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     wanted = {rule["record" if "record" in rule else "alert"]: rule["expr"] for rule in rules()}
     assert len(queries()) >= 60
-    for where, text in [*queries(), *wanted.items()]:
+    assert len(readme_queries()) >= 8
+    for where, text in [*queries(), *readme_queries(), *wanted.items()]:
         names = names_in(promql_parser.parse(text))
         assert names, f"{where}: {text} names no metric"
-        assert names <= live | recorded, f"{where}: {names - live - recorded} do not exist"
+        known = live | recorded | {"up"}
+        assert names <= known, f"{where}: {names - known} do not exist"
+
+
+def choose_all(url: str, deadline: float) -> dict[str, str]:
+    """Ask for the values of the dashboards' variables as Grafana does, and choose all of them."""
+    chosen: dict[str, str] = {}
+    for _, name, selector, label in variables():
+        while not (values := values_of(url, filled(selector, chosen), label)):
+            assert time.monotonic() < deadline, (name, selector)
+            time.sleep(0.3)
+        text = "|".join(re.escape(value) for value in values).replace("\\", r"\\")
+        assert chosen.setdefault(name, text) == text, "it is the same on each dashboard"
+    return chosen
 
 
 @needs_prometheus
 def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path) -> None:
-    missing = {text: panel for panel, text in queries() if "changes(" not in text}
     deadline = time.monotonic() + 2 * SEEN_LIMIT_S
     with BusyClients(cell.url, MODEL_NAME), prometheus(cell.admin_port, RULES, tmp_path) as url:
+        chosen = choose_all(url, deadline)
+        assert chosen["namespace"] == "chat"
+        assert chosen["cell"] == rf"127\\.0\\.0\\.1:{cell.admin_port}"
+        assert set(chosen["tier"].split("|")) == TIERS
+        asked = [*queries(chosen), *readme_queries()]
+        missing = {text: panel for panel, text in asked if "changes(" not in text}
         for layout in itertools.cycle(("tp2", "dp2")):
             assert time.monotonic() < deadline, missing
             cell.switch(layout, "reshard")
@@ -302,20 +315,6 @@ def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path
                 break
         assert get_json(url + "/api/v1/targets")["data"]["activeTargets"][0]["health"] == "up"
         assert not answer_of(url, 'ALERTS{alertstate="firing",alertname="AileronAway"}')
-
-
-@needs_prometheus
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["check", "rules", *map(str, RULES)],
-        ["test", "rules", str(ROOT / "tests" / "rules" / "alerts_test.yaml")],
-    ],
-    ids=["check", "test"],
-)
-def test_rules_hold(command: list[str]) -> None:
-    done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 async def told_on_hover(page: Page, mark: str) -> str:

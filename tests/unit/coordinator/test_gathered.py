@@ -2,7 +2,6 @@
 
 from coordinator.gathered import SERIES_MAX, Gathered
 from coordinator.protocol.measures import REQUESTS, TTFT, Family, Measures, Series, Tally, quantile
-from gateway.measuring import Telling
 
 
 def told(tally: Tally) -> Measures:
@@ -38,21 +37,6 @@ def test_histograms_add_up_bucket_by_bucket() -> None:
     assert (growing.counts[0], growing.counts[-1]) == (1, 1)
     assert growing.counts[TTFT.bounds.index(0.04)] == 2
     assert growing.value == 0.0005 + 0.03 + 1000.0 + 0.03
-
-
-def test_the_next_coordinator_is_told_only_what_the_last_one_was_not() -> None:
-    tally, telling = Tally(), Telling()
-    tally.count(REQUESTS, "/v1/completions", "batch", "200", by=5)
-    first = Gathered()
-    first.take("g", telling.message("c1", tally.families()))
-    tally.count(REQUESTS, "/v1/completions", "batch", "200", by=2)
-    tally.observe(TTFT, 0.1, "batch", "chat")
-    second = Gathered()
-    for _ in range(2):
-        second.take("g", telling.message("c2", tally.families()))
-    assert requests(first) == {("/v1/completions", "batch", "200"): 5}
-    assert requests(second) == {("/v1/completions", "batch", "200"): 2}
-    assert sum(second.tally.series_of(TTFT)["batch", "chat"].counts) == 1
 
 
 def test_what_is_unknown_or_too_much_is_not_taken() -> None:

@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from coordinator.protocol.measures import CLIENT_RETRIES
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of
+from coordinator.protocol.measures import CLIENT_RETRIES, TIER_CLAMPED
 from gateway import edge, intake
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import api_error, current_request
+from gateway.keyring import KeyRing
 from gateway.measuring import RequestMeter
 from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
 
@@ -238,3 +241,29 @@ async def test_clients_that_ask_again_are_counted_by_tier() -> None:
             await client.post(CHAT, json={}, headers=headers)
     counted = meter.tally.series_of(CLIENT_RETRIES)
     assert {labels: each.value for labels, each in counted.items()} == {("batch",): 2}
+
+
+async def test_requests_that_get_a_lower_tier_than_they_asked_for_are_counted(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "keys.yaml"
+    low = ApiKey(hash=hash_of("sk-low"), tenant="low", max_tier="standard")
+    path.write_text("keys:\n" + dump_key(low))
+    meter = RequestMeter()
+    transport = httpx.ASGITransport(app=Edge(application(), KeyRing(str(path)), meter=meter))
+    headers = {"authorization": "Bearer sk-low"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        for tier, service_tier in (
+            *(("interactive", None), ("standard", None), ("batch", "priority")),
+            *(("", "priority"), ("", "auto"), ("", None)),
+        ):
+            asked = {"x-priority-tier": tier} if tier else {}
+            body = {"service_tier": service_tier}
+            answer = await client.post(CHAT, json=body, headers=headers | asked)
+            assert answer.status_code == 200
+    counted = meter.tally.series_of(TIER_CLAMPED)
+    assert {labels[0]: each.value for labels, each in counted.items()} == {
+        "interactive": 0,
+        "standard": 2,
+        "batch": 0,
+    }

@@ -38,7 +38,11 @@ def deliver(meter: RequestMeter, one: Task, *times: float) -> None:
 
 
 def values(meter: RequestMeter, measure: Measure) -> dict[tuple[str, ...], float]:
-    return {key: round(each.value, 6) for key, each in meter.tally.series_of(measure).items()}
+    """What was measured, in whatever cell, or in none."""
+    tallies = [meter.tally, *(tally for _, tally in meter.by_cell())]
+    found = [each for tally in tallies for each in tally.series_of(measure).items()]
+    assert len(dict(found)) == len(found), "nothing is measured twice"
+    return {key: round(each.value, 6) for key, each in found}
 
 
 def test_a_stream_is_timed_where_its_tokens_are_delivered() -> None:
@@ -75,6 +79,34 @@ def test_objectives(
     meter.ended(one, ended_s, failed=failed)
     assert values(meter, SLO_TOTAL).get(("standard",), 0) == judged
     assert values(meter, SLO_GOOD).get(("standard",), 0) == good
+
+
+def test_a_stream_counts_for_the_cell_that_it_is_in() -> None:
+    meter, one, lost = RequestMeter(TARGETS), task(), task("chatcmpl-2")
+    one.cell, lost.cell = "a", None
+    deliver(meter, one, 10.2, 10.3)
+    one.cell = "b"
+    deliver(meter, one, 10.6)
+    meter.ended(one, 10.6)
+    meter.ended(lost, 10.9, failed=True)
+
+    def measured(cell: str | None) -> dict[str, float]:
+        known = {each.name: each.series[0].value for each in meter.of(cell).families()}
+        of_streams = (TOKENS, TTFT, ITL, TPOT, SLO_TOTAL, SLO_GOOD)
+        return {each.name: round(known[each.name], 6) for each in of_streams if each.name in known}
+
+    assert measured("a") == {TOKENS.name: 2, TTFT.name: 0.2, ITL.name: 0.1}
+    assert measured("b") == {
+        TOKENS.name: 1,
+        ITL.name: 0.3,
+        TPOT.name: 0.2,
+        SLO_TOTAL.name: 1,
+        SLO_GOOD.name: 0,
+    }
+    assert measured(None) == {SLO_TOTAL.name: 1, SLO_GOOD.name: 0}, "no cell ever had it"
+    assert [cell for cell, _ in meter.by_cell()] == ["a", "b"]
+    meter.forget("a")
+    assert [cell for cell, _ in meter.by_cell()] == ["b"]
 
 
 def test_children_and_completions_have_their_operation() -> None:

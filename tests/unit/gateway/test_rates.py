@@ -81,8 +81,9 @@ class Broken:
 @pytest.mark.timing
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> None:
-    now = 100.0
-    limits = RateLimits(SharedStorage("memory://", clock=lambda: now))
+    now, away = 100.0, []
+    storage = SharedStorage("memory://", clock=lambda: now, away=lambda: away.append(now))
+    limits = RateLimits(storage)
     broken: Any = Broken(hangs=hangs)
     limits._shared = broken
     began = time.perf_counter()
@@ -90,9 +91,11 @@ async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> No
     assert time.perf_counter() - began < shared_storage.STORAGE_WAIT_S + 0.1
     assert isinstance(await limits.admit(key(requests=1), 1), ApiError), "each counts for itself"
     assert broken.asked == 1, "it is left alone for a while"
+    assert away == [100.0]
     now += shared_storage.STORAGE_RETRY_S + 1
     await limits.admit(key(requests=1), 1)
     assert broken.asked == 2
+    assert len(away) == 2
 
 
 @pytest.mark.parametrize("url", ["redish://x", "http://x", ""])

@@ -10,7 +10,7 @@ from coordinator.protocol.prefixes import (
     prefix_hashes,
 )
 from gateway.cells.placement import Needs
-from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster
+from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster, MoveReason
 
 A, B = "a:1", "b:1"
 STATE = CellState("dp2", 1, serving=True, world=2, ranks_alive=2, queued=0, max_context_tokens=512)
@@ -29,10 +29,10 @@ def test_a_cell_is_left_once_it_was_not_reached_for_long_enough() -> None:
     roster = heard(A, B)
     roster.closed(A, 10.0)
     assert roster.choose(NEEDS, ()) == B
-    assert roster.left(11.9) == set()
-    assert roster.left(12.0) == {A}
+    assert roster.left(11.9) == {}
+    assert roster.left(12.0) == {A: MoveReason.DEAD}
     roster.opened(A)
-    assert roster.left(99.0) == set()
+    assert roster.left(99.0) == {}
     # Until it says so, nobody knows that it serves.
     assert roster.choose(NEEDS, (), without=[B]) is None
 
@@ -40,17 +40,17 @@ def test_a_cell_is_left_once_it_was_not_reached_for_long_enough() -> None:
 def test_a_cell_that_the_registry_names_no_more_is_left_with_its_session() -> None:
     roster = heard(A, B)
     roster.found({B}, 10.0)
-    assert roster.left(10.0) == set()
+    assert roster.left(10.0) == {}
     assert roster.choose(NEEDS, (), without=[B]) == A
     roster.closed(A, 11.0)
-    assert roster.left(11.0) == {A}
+    assert roster.left(11.0) == {A: MoveReason.DEAD}
 
 
 def test_an_empty_registry_takes_no_cell_away_whose_session_lives() -> None:
     roster = heard(A, B)
     roster.found(set(), 10.0)
     assert roster.up == [A, B]
-    assert roster.left(99.0) == set()
+    assert roster.left(99.0) == {}
     assert roster.forget((), 99.0) == []
 
 
@@ -66,13 +66,16 @@ def test_a_cell_is_forgotten_when_nothing_is_left_of_it() -> None:
 
 
 def test_a_cell_that_drains_or_has_no_rank_is_left_at_once() -> None:
-    for change in ({"draining": True}, {"ranks_alive": 0}):
+    for change, reason in (
+        ({"draining": True}, MoveReason.DRAINING),
+        ({"ranks_alive": 0}, MoveReason.DEAD),
+    ):
         roster = heard(A, B)
         assert roster.said(A, msgspec.structs.replace(STATE, **change))
-        assert roster.left(0.0) == {A}
+        assert roster.left(0.0) == {A: reason}
         assert roster.choose(NEEDS, ()) == B
         assert roster.said(A, STATE)
-        assert roster.left(0.0) == set()
+        assert roster.left(0.0) == {}
 
 
 def test_a_task_that_is_too_long_for_all_is_refused_by_the_largest() -> None:
