@@ -180,7 +180,7 @@ class Edge:
         """Let a route read its body itself; it counts as a request of the key all the same."""
         answer.tier = Tier.BATCH
         if key is not None:
-            admitted = await self._rates.admit(key, 0)
+            admitted = await self._rates.admit(key, 0, answer.wait_budget)
             if isinstance(admitted, ApiError):
                 return admitted
             answer.headers = admitted
@@ -287,7 +287,7 @@ class Edge:
         name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
         request = scope["path"].encode() + b"\0" + replay.digest()
         clock = asyncio.get_running_loop().time
-        known = await self._replays.begin(tenant, name, request, clock())
+        known = await self._replays.begin(tenant, name, request, clock(), answer.wait_budget)
         if isinstance(known, ApiError):
             return known
         if known is not None:
@@ -296,7 +296,7 @@ class Edge:
         try:
             return await self._run(scope, replay, answer, key, facts)
         finally:
-            await self._replays.end(tenant, name, answer.kept, clock())
+            await self._replays.end(tenant, name, answer.kept, clock(), answer.wait_budget)
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:
@@ -308,7 +308,8 @@ class Edge:
         self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts
     ) -> ApiError | None:
         if key is not None:
-            admitted = await self._rates.admit(key, facts.prompt_tokens_estimate)
+            estimate = facts.prompt_tokens_estimate
+            admitted = await self._rates.admit(key, estimate, answer.wait_budget)
             if isinstance(admitted, ApiError):
                 return admitted
             answer.headers = admitted
@@ -320,7 +321,8 @@ class Edge:
         finally:
             current_request.reset(token)
             if key is not None:
-                await self._rates.charge(key, answer.request.generated_tokens)
+                tokens = answer.request.generated_tokens
+                await self._rates.charge(key, tokens, answer.wait_budget)
         return None
 
     def _rules(self, key: ApiKey | None) -> TierRules:

@@ -12,7 +12,7 @@ from gateway import shared_replays, shared_storage
 from gateway.errors import ApiError
 from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
 from gateway.shared_replays import CLAIM_S, SharedReplays
-from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage
+from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
 
 ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
 REDIS = "redis://127.0.0.1:1"
@@ -69,92 +69,100 @@ def code_of(answer: object) -> str:
 
 
 async def test_an_answer_comes_back(kept: SharedReplays) -> None:
-    assert await kept.begin("t", "a", b"r", 0.0) is None
-    assert code_of(await kept.begin("t", "a", b"r", 0.0)) == "conflict"
-    await kept.end("t", "a", ANSWER, 0.0)
-    assert await kept.begin("t", "a", b"r", 1.0) == ANSWER
-    assert code_of(await kept.begin("t", "a", b"other", 1.0)) == "invalid_value"
-    assert await kept.begin("other", "a", b"r", 1.0) is None, "tenants do not see each other's"
+    assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    assert code_of(await kept.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await kept.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await kept.begin("t", "a", b"r", 1.0, WaitBudget()) == ANSWER
+    assert code_of(await kept.begin("t", "a", b"other", 1.0, WaitBudget())) == "invalid_value"
+    assert await kept.begin("other", "a", b"r", 1.0, WaitBudget()) is None, (
+        "tenants do not see each other's"
+    )
 
 
 @pytest.mark.parametrize("answer", [None, KeptAnswer(200, [], b"x" * (ANSWER_BYTES_MAX + 1))])
 async def test_what_cannot_be_kept_is_asked_anew(
     kept: SharedReplays, answer: KeptAnswer | None
 ) -> None:
-    assert await kept.begin("t", "a", b"r", 0.0) is None
-    await kept.end("t", "a", answer, 0.0)
-    assert await kept.begin("t", "a", b"other", 0.0) is None
+    assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await kept.end("t", "a", answer, 0.0, WaitBudget())
+    assert await kept.begin("t", "a", b"other", 0.0, WaitBudget()) is None
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\nb"])
 async def test_keys_that_are_none(kept: SharedReplays, key: str) -> None:
-    assert code_of(await kept.begin("t", key, b"r", 0.0)) == "invalid_value"
+    assert code_of(await kept.begin("t", key, b"r", 0.0, WaitBudget())) == "invalid_value"
 
 
 async def test_gateways_share_answers_and_claims(gateway: Make) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    assert code_of(await two.begin("t", "a", b"r", 0.0)) == "conflict"
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await two.begin("t", "a", b"r", 0.0) == ANSWER
-    assert code_of(await two.begin("t", "a", b"other", 0.0)) == "invalid_value"
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    assert code_of(await two.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert code_of(await two.begin("t", "a", b"other", 0.0, WaitBudget())) == "invalid_value"
     assert 0 < await two._redis.ttl(shared_replays._name(("t", "a"))) <= KEPT_S
 
 
 async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:
     gateways = [gateway() for _ in range(8)]
-    said = await asyncio.gather(*(each.begin("t", "a", b"r", 0.0) for each in gateways))
+    said = await asyncio.gather(
+        *(each.begin("t", "a", b"r", 0.0, WaitBudget()) for each in gateways)
+    )
     assert said.count(None) == 1
     assert sum(isinstance(each, ApiError) for each in said) == 7
 
 
 async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     name = shared_replays._name(("t", "a"))
     assert 0 < await two._redis.ttl(name) <= CLAIM_S
     await two._redis.delete(name)  # What Redis does then.
-    assert await two.begin("t", "a", b"r", 0.0) is None
-    await one.end("t", "a", ANSWER, 0.0)
+    assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     other = gateway()
-    assert code_of(await other.begin("t", "a", b"r", 0.0)) == "conflict", "two's claim stands"
-    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0)
-    assert await other.begin("t", "a", b"r", 0.0) == KeptAnswer(200, [], b"two")
+    assert code_of(await other.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict", (
+        "two's claim stands"
+    )
+    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0, WaitBudget())
+    assert await other.begin("t", "a", b"r", 0.0, WaitBudget()) == KeptAnswer(200, [], b"two")
 
 
 async def test_an_answer_outlives_a_redis_that_goes_away(
     gateway: Make, server: fakeredis.FakeServer, clock: Clock
 ) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     server.connected = False
-    assert code_of(await one.begin("t", "a", b"r", 0.0)) == "conflict"
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await one.begin("t", "a", b"r", 0.0) == ANSWER
-    assert await one.begin("t", "b", b"r", 0.0) is None
-    await one.end("t", "b", None, 0.0)
+    assert code_of(await one.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert await one.begin("t", "b", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "b", None, 0.0, WaitBudget())
     server.connected = True
-    assert await one.begin("t", "c", b"r", 0.0) is None, "it is left alone for a while"
-    await one.end("t", "c", ANSWER, 0.0)
-    assert await two.begin("t", "c", b"r", 0.0) is None
+    assert await one.begin("t", "c", b"r", 0.0, WaitBudget()) is None, (
+        "it is left alone for a while"
+    )
+    await one.end("t", "c", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "c", b"r", 0.0, WaitBudget()) is None
     clock.now_s += STORAGE_RETRY_S + 1
-    assert await one.begin("t", "d", b"r", 0.0) is None
-    await one.end("t", "d", ANSWER, 0.0)
-    assert await two.begin("t", "d", b"r", 0.0) == ANSWER
+    assert await one.begin("t", "d", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "d", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "d", b"r", 0.0, WaitBudget()) == ANSWER
 
 
 async def test_a_claim_that_could_not_be_ended_is_taken_up_again(
     gateway: Make, server: fakeredis.FakeServer, clock: Clock
 ) -> None:
     one = gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     server.connected = False
-    await one.end("t", "a", None, 0.0)
+    await one.end("t", "a", None, 0.0, WaitBudget())
     server.connected = True
     clock.now_s += STORAGE_RETRY_S + 1
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await gateway().begin("t", "a", b"r", 0.0) == ANSWER
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await gateway().begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
 
 
 class Hanging:
@@ -177,10 +185,10 @@ async def test_nobody_waits_for_a_redis_that_hangs(
     took_s = []
     for key in "abc":
         began = time.perf_counter()
-        assert await one.begin("t", key, b"r", 0.0) is None
-        await one.end("t", key, ANSWER, 0.0)
+        assert await one.begin("t", key, b"r", 0.0, WaitBudget()) is None
+        await one.end("t", key, ANSWER, 0.0, WaitBudget())
         took_s.append(time.perf_counter() - began)
-        assert await one.begin("t", key, b"r", 0.0) == ANSWER
+        assert await one.begin("t", key, b"r", 0.0, WaitBudget()) == ANSWER
     assert hanging.asked == 1, "only the first one waits"
     assert min(took_s) < 0.05, took_s
     print(f"with a Redis that hangs: {', '.join(f'{each * 1e3:.1f} ms' for each in took_s)}")
