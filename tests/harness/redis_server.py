@@ -52,6 +52,11 @@ class Redis:
         with redis.Redis(port=self.port) as client:
             client.flushall()
 
+    def keys(self) -> set[bytes]:
+        """The names of all that is in it."""
+        with redis.Redis(port=self.port) as client:
+            return set(client.scan_iter())
+
     def limit_memory(self, limit: str) -> None:
         """Bound its memory, so that it is full; 0 is no bound. Only a real one can do this."""
         if IS_REAL:

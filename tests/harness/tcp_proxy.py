@@ -39,6 +39,11 @@ class TcpProxy:
         self._thread.join()
         self._loop.close()
 
+    def refuse(self) -> None:
+        """Reset every connection, and take no more until there is another target."""
+        self.target = 0
+        self.cut()
+
     def cut(self) -> None:
         """Reset every connection that is open."""
         self._call(self._cut())

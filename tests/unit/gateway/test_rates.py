@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from gateway import shared_storage
 from gateway.errors import ApiError
 from gateway.rates import RateLimits, duration
 from gateway.shared_storage import SharedStorage, WaitBudget
+from tests.harness.redis_server import Redis
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
@@ -19,9 +21,24 @@ def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
     )
 
 
-@pytest.fixture
-def limits() -> RateLimits:
-    return RateLimits(SharedStorage("memory://"))
+@pytest.fixture(params=["memory", "redis"])
+async def limits(
+    request: pytest.FixtureRequest, fresh_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RateLimits]:
+    if request.param == "memory":
+        yield RateLimits(SharedStorage("memory://"))
+        return
+    # A busy machine does not decide where these tests are run.
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+    storage = SharedStorage(fresh_redis.url)
+    made = RateLimits(storage)
+    yield made
+    assert not storage._away_until_s, "all of it was counted in Redis"
+    await close(made)
+
+
+async def close(limits: Any) -> None:
+    await limits._shared.storage.bridge.storage.aclose()
 
 
 async def test_without_limits_there_are_no_headers(limits: RateLimits) -> None:
@@ -62,6 +79,22 @@ async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
         assert isinstance(await limits.admit(mine, 101, WaitBudget()), ApiError)
     headers = await limits.admit(mine, 1, WaitBudget())
     assert dict(headers)[b"x-ratelimit-remaining-requests"] == b"9"  # type: ignore[arg-type]
+
+
+async def test_gateways_count_together(fresh_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+    one, two = (RateLimits(SharedStorage(fresh_redis.url)) for _ in range(2))
+    mine = key(requests=2, tokens=100)
+    for gateway in (one, two):
+        assert isinstance(await gateway.admit(mine, 10, WaitBudget()), list)
+    assert isinstance(await one.admit(mine, 10, WaitBudget()), ApiError)
+    await one.charge(mine, 70, WaitBudget())
+    other = key(tokens=100)
+    refused = await two.admit(other, 11, WaitBudget())
+    assert isinstance(refused, ApiError), "the same key's tokens"
+    assert isinstance(await two.admit(other, 10, WaitBudget()), list)
+    await close(one)
+    await close(two)
 
 
 class Broken:

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import fakeredis
 import pytest
 
 from gateway import shared_replays, shared_storage
@@ -13,9 +12,10 @@ from gateway.errors import ApiError
 from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
 from gateway.shared_replays import CLAIM_S, SharedReplays
 from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
+from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.tcp_proxy import TcpProxy
 
 ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
-REDIS = "redis://127.0.0.1:1"
 
 Make = Callable[[], SharedReplays]
 
@@ -34,26 +34,31 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def server() -> fakeredis.FakeServer:
-    return fakeredis.FakeServer()
+def address(fresh_redis: Redis) -> Iterator[TcpProxy]:
+    """Where gateways find Redis, or not."""
+    with TcpProxy(fresh_redis.port) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine even a Redis in memory may take longer than a request waits for it."""
+    """On a busy machine even a Redis beside it may take longer than a request waits for it."""
     monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
 
 
 @pytest.fixture
-def gateway(clock: Clock, server: fakeredis.FakeServer) -> Make:
+async def gateway(clock: Clock, address: TcpProxy) -> AsyncIterator[Make]:
     """Makes gateways that share one Redis."""
+    all_made: list[SharedReplays] = []
 
     def make() -> SharedReplays:
-        made = SharedReplays(SharedStorage(REDIS, clock))
-        made._redis = fakeredis.FakeAsyncRedis(server=server)
+        made = SharedReplays(SharedStorage(f"redis://127.0.0.1:{address.port}", clock))
+        all_made.append(made)
         return made
 
-    return make
+    yield make
+    for made in all_made:
+        await made.close()
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -129,17 +134,17 @@ async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
 
 
 async def test_an_answer_outlives_a_redis_that_goes_away(
-    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+    gateway: Make, address: TcpProxy, fresh_redis: Redis, clock: Clock
 ) -> None:
     one, two = gateway(), gateway()
     assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
-    server.connected = False
+    address.refuse()
     assert code_of(await one.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
     await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
     assert await one.begin("t", "b", b"r", 0.0, WaitBudget()) is None
     await one.end("t", "b", None, 0.0, WaitBudget())
-    server.connected = True
+    address.target = fresh_redis.port
     assert await one.begin("t", "c", b"r", 0.0, WaitBudget()) is None, (
         "it is left alone for a while"
     )
@@ -152,17 +157,35 @@ async def test_an_answer_outlives_a_redis_that_goes_away(
 
 
 async def test_a_claim_that_could_not_be_ended_is_taken_up_again(
-    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+    gateway: Make, address: TcpProxy, fresh_redis: Redis, clock: Clock
 ) -> None:
     one = gateway()
     assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
-    server.connected = False
+    address.refuse()
     await one.end("t", "a", None, 0.0, WaitBudget())
-    server.connected = True
+    address.target = fresh_redis.port
     clock.now_s += STORAGE_RETRY_S + 1
     assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     assert await gateway().begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+
+
+@pytest.mark.skipif(not IS_REAL, reason="only a real Redis can be full")
+async def test_a_redis_that_is_full_is_done_without(
+    gateway: Make, fresh_redis: Redis, clock: Clock
+) -> None:
+    one, two = gateway(), gateway()
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    fresh_redis.limit_memory("1")
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert await two.begin("t", "b", b"r", 0.0, WaitBudget()) is None
+    await two.end("t", "b", ANSWER, 0.0, WaitBudget())
+    fresh_redis.limit_memory("0")
+    clock.now_s += STORAGE_RETRY_S + 1
+    assert await one.begin("t", "c", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "c", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "c", b"r", 0.0, WaitBudget()) == ANSWER
 
 
 class Hanging:
@@ -175,12 +198,16 @@ class Hanging:
         self.asked += 1
         await asyncio.sleep(3_600)
 
+    async def aclose(self) -> None:
+        pass
+
 
 async def test_nobody_waits_for_a_redis_that_hangs(
     gateway: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 0.05)
     one = gateway()
+    await one.close()
     one._redis = hanging = Hanging()
     took_s = []
     for key in "abc":
