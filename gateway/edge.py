@@ -195,7 +195,7 @@ class Edge:
         told = Told()
         answer = Answer(told.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
-        error = self._admission.take(Tier.BATCH)
+        error = self._admission.take(Tier.BATCH, call.tenant)
         if error is not None:
             await answer.refuse(error)
             return told.answer(answer.request_id)
@@ -209,7 +209,7 @@ class Edge:
             log.exception("request_failed", request_id=answer.request_id, path=call.path)
             await answer.fail()
         finally:
-            self._admission.give_back(Tier.BATCH)
+            self._admission.give_back(call.tenant)
             answer.close()
             if answer.span is not None:
                 answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
@@ -246,7 +246,7 @@ class Edge:
         tenant = scope[TENANT_KEY]
         if TIER_HEADER in head.headers and (full := self._refusals.find(tier, tenant, clock())):
             return full
-        if (error := self._admission.take(tier)) is not None:
+        if (error := self._admission.take(tier, tenant)) is not None:
             return error
         try:
             body = await read_body(receive, head.headers, self._limits.body_bytes_max)
@@ -272,7 +272,7 @@ class Edge:
             self._refusals.note(resolved, tenant, answer.request.failure, clock())
             return error
         finally:
-            self._admission.give_back(tier)
+            self._admission.give_back(tenant)
 
     async def _run_once(
         self,
