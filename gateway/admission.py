@@ -1,9 +1,11 @@
 """How many requests a gateway answers at once, by tier; a permit is held until the last byte.
 
 The lowest tiers may take a part of the permits only, so that a flood of batch work does not keep
-urgent requests out. A tenant whose tier was just found full is refused again for a moment without
-asking the coordinator: in a flood that spares its requests' bodies and prompts all the work. Called
-by the edge. Pure.
+urgent requests out. Nor does a flood of one tenant keep others out: whoever has many permits gets
+no more of the last free ones. Only so do other tenants' requests reach the coordinator, which
+shares each tier fairly. A tenant whose tier was just found full is refused again for a moment
+without asking the coordinator: in a flood that spares its requests' bodies and prompts all the
+work. Called by the edge. Pure.
 """
 
 from collections import Counter
@@ -19,6 +21,9 @@ SHARE_OF_TIER: Final[dict[Tier, float]] = {
 }
 """The part of all permits up to which a request of the tier is let in."""
 
+TENANT_FACTOR: Final = 8
+"""How many times the permits that are free for a tier one tenant may hold, as switches divide their
+buffers by dynamic thresholds: alone it gets eight ninths, and a newcomer always finds free ones."""
 
 REFUSED_CODE: Final = "queue_full"
 REFUSAL_HOLDS_S = 0.1
@@ -32,25 +37,32 @@ class Admission:
 
     def __init__(self, requests_max: int) -> None:
         self._requests_max = requests_max
-        self._held: Counter[Tier] = Counter()
+        self._held: Counter[str] = Counter()
+        """By tenant; those without any are left out."""
 
     def __len__(self) -> int:
         """Return the number of permits that are held."""
         return self._held.total()
 
-    def take(self, tier: Tier) -> ApiError | None:
+    def take(self, tier: Tier, tenant: str) -> ApiError | None:
         """Take a permit, to be given back with `give_back`; or return why there is none."""
-        if len(self) >= max(int(self._requests_max * SHARE_OF_TIER[tier]), 1):
+        free = max(int(self._requests_max * SHARE_OF_TIER[tier]), 1) - len(self)
+        if free <= 0:
             is_full = len(self) >= self._requests_max
             text = "The gateway answers as many requests as it can at once."
             return api_error("queue_full" if is_full else "tier_capacity", text)
-        self._held[tier] += 1
+        if self._held[tenant] >= TENANT_FACTOR * free:
+            text = "The gateway answers as many requests of this client as others leave room for."
+            return api_error("tier_capacity", text)
+        self._held[tenant] += 1
         return None
 
-    def give_back(self, tier: Tier) -> None:
+    def give_back(self, tenant: str) -> None:
         """Give a permit back."""
-        assert self._held[tier] > 0, f"no permit of {tier.name} is held."
-        self._held[tier] -= 1
+        assert self._held[tenant] > 0, "no permit of this tenant is held."
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
 
 
 class Refusals:

@@ -17,6 +17,7 @@ from gateway.errors import (
     shape_error,
 )
 from gateway.replays import KeptAnswer
+from gateway.shared_storage import WaitBudget
 from gateway.spans import RequestSpan
 from gateway.stream_forms import StreamForm, stream_form
 from gateway.tiers import service_tier_name, tier_name
@@ -88,6 +89,7 @@ class Answer:
         """Whether the body names the tier, because the request's body did."""
         self.kept: KeptAnswer | None = None
         """The whole answer, once it was sent in one piece and is no error."""
+        self._budget, self._budget_after = WaitBudget(), WaitBudget()
         self.headers: list[tuple[bytes, bytes]] = []
         """Headers of this answer besides those that every answer has."""
 
@@ -104,6 +106,11 @@ class Answer:
                 self._phase = _Phase.ERROR
             elif _is_stream(message):
                 self._keeper = asyncio.create_task(self._keep_alive())
+
+    @property
+    def wait_budget(self) -> WaitBudget:
+        """How long Redis may be waited for; what follows the last byte holds up nobody."""
+        return self._budget_after if self._phase is _Phase.CLOSED else self._budget
 
     @property
     def elapsed_s(self) -> float:

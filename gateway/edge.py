@@ -180,7 +180,7 @@ class Edge:
         """Let a route read its body itself; it counts as a request of the key all the same."""
         answer.tier = Tier.BATCH
         if key is not None:
-            admitted = await self._rates.admit(key, 0)
+            admitted = await self._rates.admit(key, 0, answer.wait_budget)
             if isinstance(admitted, ApiError):
                 return admitted
             answer.headers = admitted
@@ -195,7 +195,7 @@ class Edge:
         told = Told()
         answer = Answer(told.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
-        error = self._admission.take(Tier.BATCH)
+        error = self._admission.take(Tier.BATCH, call.tenant)
         if error is not None:
             await answer.refuse(error)
             return told.answer(answer.request_id)
@@ -209,7 +209,7 @@ class Edge:
             log.exception("request_failed", request_id=answer.request_id, path=call.path)
             await answer.fail()
         finally:
-            self._admission.give_back(Tier.BATCH)
+            self._admission.give_back(call.tenant)
             answer.close()
             if answer.span is not None:
                 answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
@@ -246,7 +246,7 @@ class Edge:
         tenant = scope[TENANT_KEY]
         if TIER_HEADER in head.headers and (full := self._refusals.find(tier, tenant, clock())):
             return full
-        if (error := self._admission.take(tier)) is not None:
+        if (error := self._admission.take(tier, tenant)) is not None:
             return error
         try:
             body = await read_body(receive, head.headers, self._limits.body_bytes_max)
@@ -274,7 +274,7 @@ class Edge:
             self._refusals.note(resolved, tenant, answer.request.failure, clock())
             return error
         finally:
-            self._admission.give_back(tier)
+            self._admission.give_back(tenant)
 
     async def _run_once(
         self,
@@ -289,7 +289,7 @@ class Edge:
         name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
         request = scope["path"].encode() + b"\0" + replay.digest()
         clock = asyncio.get_running_loop().time
-        known = await self._replays.begin(tenant, name, request, clock())
+        known = await self._replays.begin(tenant, name, request, clock(), answer.wait_budget)
         if isinstance(known, ApiError):
             return known
         if known is not None:
@@ -298,7 +298,7 @@ class Edge:
         try:
             return await self._run(scope, replay, answer, key, facts)
         finally:
-            await self._replays.end(tenant, name, answer.kept, clock())
+            await self._replays.end(tenant, name, answer.kept, clock(), answer.wait_budget)
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:
@@ -310,7 +310,8 @@ class Edge:
         self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts
     ) -> ApiError | None:
         if key is not None:
-            admitted = await self._rates.admit(key, facts.prompt_tokens_estimate)
+            estimate = facts.prompt_tokens_estimate
+            admitted = await self._rates.admit(key, estimate, answer.wait_budget)
             if isinstance(admitted, ApiError):
                 return admitted
             answer.headers = admitted
@@ -322,7 +323,8 @@ class Edge:
         finally:
             current_request.reset(token)
             if key is not None:
-                await self._rates.charge(key, answer.request.generated_tokens)
+                tokens = answer.request.generated_tokens
+                await self._rates.charge(key, tokens, answer.wait_budget)
         return None
 
     def _rules(self, key: ApiKey | None) -> TierRules:

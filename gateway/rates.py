@@ -5,6 +5,7 @@ it ends. Redis is shared by all gateways; whenever it is slow or away each count
 by the edge.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from limits.storage import storage_from_string
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.errors import ApiError, api_error
-from gateway.shared_storage import SharedStorage, StorageAwayError
+from gateway.shared_storage import SharedStorage, StorageAwayError, WaitBudget
 
 RETRY_AFTER_MAX_S = 60
 
@@ -56,23 +57,27 @@ class RateLimits:
         self._storage = storage
         self._shared = _connect(storage.url) if storage.is_shared else None
 
-    async def admit(self, key: ApiKey, prompt_tokens: int) -> Headers | ApiError:
+    async def admit(
+        self, key: ApiKey, prompt_tokens: int, budget: WaitBudget
+    ) -> Headers | ApiError:
         """Charge a request; return the headers of its answer, or why it must wait."""
-        return await self._count(lambda limiter: _admit(limiter, key, prompt_tokens))
+        return await self._count(lambda limiter: _admit(limiter, key, prompt_tokens), budget)
 
-    async def charge(self, key: ApiKey, tokens: int) -> None:
+    async def charge(self, key: ApiKey, tokens: int, budget: WaitBudget) -> None:
         """Charge tokens that were generated; they may not exceed what is left of the limit."""
         if key.tokens_per_minute and tokens > 0:
-            await self._count(lambda limiter: _charge(limiter, key, tokens))
+            await self._count(lambda limiter: _charge(limiter, key, tokens), budget)
 
     async def _count(
-        self, work: Callable[[SlidingWindowCounterRateLimiter], Awaitable[Result]]
+        self,
+        work: Callable[[SlidingWindowCounterRateLimiter], Awaitable[Result]],
+        budget: WaitBudget,
     ) -> Result:
         shared = self._shared
         if shared is None:
             return await work(self._local)
         try:
-            return await self._storage.ask(lambda: work(shared))
+            return await self._storage.ask(lambda: work(shared), budget)
         except StorageAwayError:
             return await work(self._local)
 
@@ -103,16 +108,15 @@ async def _admit(
         )
         if limit
     ]
-    # Nothing is charged for a request that one of the limits refuses.
-    full = [
-        (what, item)
-        for what, item, cost in limits
-        if not await limiter.test(item, key.id, what, cost=cost)
-    ]
-    for what, item, cost in () if full else limits:
-        if not await limiter.hit(item, key.id, what, cost=cost):
-            full.append((what, item))
-    windows = [await _window(limiter, item, key, what) for what, item, _ in limits]
+    # Nothing is charged for a request that one of the limits refuses. Each step asks for both
+    # limits at once: every way to Redis and back takes of what a request may wait.
+    full: list[tuple[str, RateLimitItem]] = []
+    for step in (limiter.test, limiter.hit):
+        if not full:
+            calls = [step(item, key.id, what, cost=cost) for what, item, cost in limits]
+            fits = await asyncio.gather(*calls)
+            full = [limits[number][:2] for number, fit in enumerate(fits) if not fit]
+    windows = await asyncio.gather(*(_window(limiter, item, key, what) for what, item, _ in limits))
     headers = [header for window in windows for header in window.headers()]
     if not full:
         return headers

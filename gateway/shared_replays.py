@@ -25,7 +25,7 @@ from gateway.replays import (
     check_key,
     used_for_another,
 )
-from gateway.shared_storage import SharedStorage, StorageAwayError
+from gateway.shared_storage import SharedStorage, StorageAwayError, WaitBudget
 
 CLAIM_S: Final = 600
 """How long a claim lasts that nobody ends: the OpenAI clients' own time limit."""
@@ -57,7 +57,7 @@ class SharedReplays:
         self._redis: Any = _connect(storage.url) if storage.is_shared else None
 
     async def begin(
-        self, tenant: str, key: str, request: bytes, now_s: float
+        self, tenant: str, key: str, request: bytes, now_s: float, budget: WaitBudget
     ) -> KeptAnswer | ApiError | None:
         """Return the kept answer, why there is none, or None: then answer it and call `end`."""
         if (error := check_key(key)) is not None:
@@ -66,13 +66,15 @@ class SharedReplays:
         if self._redis is None or self._local.has(place, now_s):
             return self._local.begin(tenant, key, request, now_s)
         try:
-            return await self._storage.ask(lambda: self._claim(place, request))
+            return await self._storage.ask(lambda: self._claim(place, request), budget)
         except StorageAwayError:
             if place in self._claims:
                 return being_answered()
             return self._local.begin(tenant, key, request, now_s)
 
-    async def end(self, tenant: str, key: str, answer: KeptAnswer | None, now_s: float) -> None:
+    async def end(
+        self, tenant: str, key: str, answer: KeptAnswer | None, now_s: float, budget: WaitBudget
+    ) -> None:
         """The request has its answer; if none can be kept, the next one is a new request."""
         place = (tenant, key)
         if place not in self._claims:
@@ -84,7 +86,7 @@ class SharedReplays:
         self._local.begin(tenant, key, request, now_s)
         self._local.end(tenant, key, answer)
         with contextlib.suppress(StorageAwayError):
-            await self._storage.ask(lambda: self._settle(place, request, answer))
+            await self._storage.ask(lambda: self._settle(place, request, answer), budget)
 
     async def close(self) -> None:
         """Close what is open."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 STORAGE_WAIT_S = 0.04
-"""How long a request waits for Redis."""
+"""How long a request waits for Redis, however often it asks."""
 
 STORAGE_RETRY_S = 2.0
 """How long Redis is left alone after it failed. It may fail once more when it is just back, and
@@ -25,6 +25,13 @@ log = structlog.get_logger(__name__)
 
 class StorageAwayError(Exception):
     """Redis was not asked, or did not answer in time: do without it."""
+
+
+class WaitBudget:
+    """How long one request may still wait for Redis."""
+
+    def __init__(self) -> None:
+        self.left_s = STORAGE_WAIT_S
 
 
 class SharedStorage:
@@ -52,12 +59,14 @@ class SharedStorage:
         """Whether there is one at all."""
         return self.url != "memory://"
 
-    async def ask(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Return what Redis answers to `work`; raises `StorageAwayError` in time."""
+    async def ask(self, work: Callable[[], Awaitable[Result]], budget: WaitBudget) -> Result:
+        """Return what Redis answers to `work`; raises `StorageAwayError` within the budget."""
         if self._clock() < self._away_until_s:
             raise StorageAwayError
+        loop_time = asyncio.get_running_loop().time
+        began_s = loop_time()
         try:
-            async with asyncio.timeout(STORAGE_WAIT_S):
+            async with asyncio.timeout(budget.left_s):
                 return await work()
         except Exception as error:
             # Whatever the driver raises, requests go on.
@@ -65,3 +74,5 @@ class SharedStorage:
             self._away_until_s = self._clock() + STORAGE_RETRY_S
             log.warning("shared_storage_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)
             raise StorageAwayError from error
+        finally:
+            budget.left_s -= loop_time() - began_s

@@ -70,6 +70,14 @@ def redis() -> Iterator[Redis]:
     made.stop()
 
 
+@pytest.fixture
+def fresh_redis(redis: Redis) -> Iterator[Redis]:
+    """The same, with nothing in it and no bound on its memory."""
+    redis.flush()
+    yield redis
+    redis.limit_memory("0")
+
+
 class Repeats:
     """Counts the repeats of a run and fails it when they are too many."""
 

@@ -136,7 +136,8 @@ class GatewayConfig(_Frozen):
     media_domains: tuple[str, ...] = ()
     """Domains whose media requests may name; inline media are always allowed."""
     requests_max: int = Field(default=4_096, ge=1)
-    """Most requests that are answered at once, over all processes; the lowest tiers get a part."""
+    """Most requests that are answered at once, over all processes; the lowest tiers get a part,
+    and one tenant alone eight ninths of that."""
     body_bytes_max: int = Field(default=8 * 1024**2, ge=1_024, le=32 * 1024**2)
     """Largest body of a request."""
     connections_max: int = Field(default=16_384, ge=1)

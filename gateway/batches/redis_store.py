@@ -26,6 +26,18 @@ from gateway.batches.terms import BatchRecord, FileRecord, Status
 OPEN_LOOK_MAX = 1_000
 """Most unfinished batches among which a claim chooses."""
 
+DELETE_FILE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if redis.call('SCARD', KEYS[2]) > 0 then return -1 end
+redis.call('DEL', KEYS[1])
+redis.call('ZREM', KEYS[3], ARGV[2])
+redis.call('ZREM', KEYS[4], ARGV[2])
+redis.call('DECRBY', KEYS[5], ARGV[3])
+return 1
+"""
+"""A script, because a Redis that is full takes no transaction, not even one that only deletes; it
+lets a script that has deleted go on."""
+
 
 class RedisStore:
     """Keeps everything in the Redis at `url`; raises ValueError for what is no URL."""
@@ -73,22 +85,19 @@ class RedisStore:
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
         """Forget a file."""
-        name, users = key("file", file_id), key("users", file_id)
-
-        def decide(pipe: Pipeline) -> bool:
-            record = read_record(pipe.get(name), FileRecord)
+        name, users, size = key("file", file_id), key("users", file_id), key("bytes", tenant)
+        with translated():
+            text = self._link.redis.get(name)
+            record = read_record(text, FileRecord)
             if record is None or record.tenant != tenant:
                 return False
-            if pipe.scard(users):
-                raise FileInUseError
-            pipe.multi()
-            pipe.delete(name)
-            pipe.zrem(key("files", tenant), file_id)
-            pipe.zrem(key("files-by-end"), file_id)
-            pipe.decrby(key("bytes", tenant), record.bytes)
-            return True
-
-        return self._link.change(decide, name, users)
+            keys = (name, users, key("files", tenant), key("files-by-end"), size)
+            done = int(
+                self._link.redis.eval(DELETE_FILE, len(keys), *keys, text, file_id, record.bytes)
+            )
+        if done < 0:
+            raise FileInUseError
+        return done > 0
 
     def knows_file(self, file_id: str) -> bool:
         """Say whether a file of any tenant has this id."""
@@ -300,12 +309,11 @@ class RedisStore:
                 record = read_record(self._link.redis.hget(name, "record"), BatchRecord)
                 if record is not None and not record.has_ended:
                     continue
-                pipe = self._link.redis.pipeline()
-                pipe.delete(name)
-                pipe.zrem(key("batches-by-age"), each)
+                # No transaction, for the reason above: what is cut short is done again.
                 if record is not None:
-                    pipe.zrem(key("batches", record.tenant), each)
-                pipe.execute()
+                    self._link.redis.zrem(key("batches", record.tenant), each)
+                self._link.redis.delete(name)
+                self._link.redis.zrem(key("batches-by-age"), each)
                 deleted += 1
         return deleted
 

@@ -106,6 +106,9 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- if and $values.batches.enabled (gt $gateways 1) (not $values.redis.enabled) (not (hasPrefix "redis" (dig "batches" "storage" "" $values.config))) -}}
 {{- fail "Several gateways share batches through Redis: set redis.enabled: true, or config.batches.storage to a redis:// URL." -}}
 {{- end -}}
+{{- if and (eq $values.cell.autoscaling.type "keda") (not $values.metrics.serviceMonitor.enabled) -}}
+{{- fail "KEDA asks Prometheus for series with the labels that a ServiceMonitor gives them: set metrics.serviceMonitor.enabled: true, or cell.autoscaling.type: hpa." -}}
+{{- end -}}
 {{- if eq $values.gateway.placement "cell" -}}
 {{- if $values.gateway.autoscaling.enabled -}}
 {{- fail "gateway.autoscaling belongs to gateway.placement: deployment; cells are scaled by cell.autoscaling." -}}
@@ -121,6 +124,18 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- fail "A cell takes 256 gateways at most: lower gateway.replicas, gateway.autoscaling.maxReplicas or config.gateway.processes." -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+
+{{/* The bytes of a quantity of memory, such as 512Mi. */}}
+{{- define "aileron.bytes" -}}
+{{- $text := kindIs "string" . | ternary . (printf "%d" (int64 .)) -}}
+{{- $units := dict "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" $text -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if or (not $number) (not (hasKey $units $unit)) -}}
+{{- fail (printf "redis.resources.limits.memory: write %s as a number with k, M, G, Ki, Mi or Gi." $text) -}}
+{{- end -}}
+{{- mulf (float64 $number) (get $units $unit) | int64 -}}
 {{- end -}}
 
 {{/* Changes with what the pods of a cell or a gateway read at their start, so that they are rolled. */}}

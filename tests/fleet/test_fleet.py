@@ -18,7 +18,7 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from tests.fleet.installed import Installed, Process, wait_until
-from tests.harness.redis_server import Redis
+from tests.harness.redis_server import IS_REAL, Redis
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(2_400)]
 
@@ -102,6 +102,7 @@ class Traffic:
 
 @pytest.fixture(scope="module")
 def installed(redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    assert IS_REAL, "the fleet needs a real Redis (Debian: apt-get install redis-server)"
     folder: Path = tmp_path_factory.mktemp("fleet")
     made = Installed(folder, redis.url)
     made.keys.write_text("keys:\n" + dump_key(ApiKey(hash=hash_of(KEY), tenant="acme")))

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from coordinator.protocol.config import BatchesConfig
 from coordinator.protocol.messages import BatchProgress
+from gateway.batches import api
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
@@ -29,11 +30,14 @@ from gateway.edge import Edge
 from gateway.errors import api_error
 from gateway.keyring import KeyRing
 from gateway.routes import OPEN_PATHS
+from gateway.tiers import VLLM_PRIORITY_HEADER, tier_of_priority
 from tests.harness.slow_disk import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60
 FOREVER_S = 3_600
+PROMPT_CHARS = 20
+"""Of a prompt, in what is told of it."""
 OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
 """Runs a command that may mount what nobody else sees."""
 
@@ -46,13 +50,18 @@ class Application:
         self.running = 0
         self.running_max = 0
         self._tries: dict[str, int] = {}
+        self._tiers: dict[str, str] = {}
+        """Of each prompt, as vLLM would be told."""
 
     async def complete(self, request: Request) -> Response:
         """`bad` is a 400, `full-N` is refused N times, `broken` a 500, `slow` waits."""
         self.running += 1
         self.running_max = max(self.running_max, self.running)
         try:
-            return await self._complete(await request.json())
+            body = await request.json()
+            priority = int(request.headers[VLLM_PRIORITY_HEADER])
+            self._tiers[str(body["prompt"])[:PROMPT_CHARS]] = tier_of_priority(priority).name
+            return await self._complete(body)
         finally:
             self.running -= 1
 
@@ -79,8 +88,9 @@ class Application:
         )
 
     async def running_now(self, _: Request) -> Response:
-        """Tell how many requests run, and how many did at most."""
-        return JSONResponse({"now": self.running, "most": self.running_max, "pid": os.getpid()})
+        """Tell how many requests run, how many did at most, and in which tiers."""
+        told = {"now": self.running, "most": self.running_max, "tiers": self._tiers}
+        return JSONResponse({**told, "pid": os.getpid()})
 
 
 def _refuse(code: str) -> Response:
@@ -185,6 +195,8 @@ def main() -> None:
     folder, keys, *words = sys.argv[1:]
     settings = dict(word.split("=", 1) for word in words)
     slow_s = float(settings.pop("slow_s", str(FOREVER_S)))
+    if "window_s" in settings:
+        vars(api)["WINDOW_S"] = int(settings.pop("window_s"))
     config = BatchesConfig.model_validate({"data_dir": folder, **settings})
     asyncio.run(_serve(config, slow_s, keys))
 

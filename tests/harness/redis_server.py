@@ -7,9 +7,13 @@ import sys
 import time
 from contextlib import closing
 
+import redis
+
 from tests.bench.servers import free_port
 
 START_S = 60
+SHARED_WAIT_S = 0.05
+"""No request may wait longer for Redis, whatever that does."""
 IS_REAL = shutil.which("redis-server") is not None
 """Whether the server is the real one."""
 SERVER = """
@@ -42,6 +46,22 @@ class Redis:
                     return
             time.sleep(0.05)
         raise AssertionError("the Redis server does not listen")
+
+    def flush(self) -> None:
+        """Forget everything."""
+        with redis.Redis(port=self.port) as client:
+            client.flushall()
+
+    def keys(self) -> set[bytes]:
+        """The names of all that is in it."""
+        with redis.Redis(port=self.port) as client:
+            return set(client.scan_iter())
+
+    def limit_memory(self, limit: str) -> None:
+        """Bound its memory, so that it is full; 0 is no bound. Only a real one can do this."""
+        if IS_REAL:
+            with redis.Redis(port=self.port) as client:
+                client.config_set("maxmemory", limit)
 
     def stop(self) -> None:
         self.process.kill()

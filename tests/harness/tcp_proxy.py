@@ -1,4 +1,7 @@
-"""A TCP address whose other side can be changed, silenced or cut off, in a thread of the test."""
+"""A TCP address whose other side can be changed, slowed, silenced or cut off.
+
+It runs in a thread of the test.
+"""
 
 import asyncio
 import contextlib
@@ -17,6 +20,8 @@ class TcpProxy:
         self.target = target
         self.is_silent = False
         """Whether connections are taken and nothing is passed on any more."""
+        self.delay_s = 0.0
+        """How long each answer of the other side is held back."""
         self._pairs: set[asyncio.StreamWriter] = set()
         self._work: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -33,6 +38,11 @@ class TcpProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def refuse(self) -> None:
+        """Reset every connection, and take no more until there is another target."""
+        self.target = 0
+        self.cut()
 
     def cut(self) -> None:
         """Reset every connection that is open."""
@@ -60,7 +70,9 @@ class TcpProxy:
                 there, back = await asyncio.open_connection("127.0.0.1", self.target)
                 self._pairs.add(back)
                 try:
-                    await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
+                    await asyncio.gather(
+                        self._pass(reader, back), self._pass(there, writer, is_answer=True)
+                    )
                 finally:
                     self._pairs.discard(back)
                     back.close()
@@ -69,9 +81,17 @@ class TcpProxy:
             writer.close()
             self._work.discard(task)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        is_answer: bool = False,
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
+                if is_answer:
+                    await asyncio.sleep(self.delay_s)
                 if not self.is_silent:
                     writer.write(data)
                     await writer.drain()

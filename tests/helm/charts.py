@@ -38,7 +38,11 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
             "cell": {"autoscaling": {"type": "hpa"}},
             "gateway": {"placement": "cell"},
             "config": {"fleet": None},
-            "redis": {"enabled": True, "storage": ""},
+            "redis": {
+                "enabled": True,
+                "storage": "",
+                "resources": {"limits": {"memory": 1_500_000_000}},
+            },
             "batches": {"existingClaim": "shared"},
             "huggingFace": {"offline": False, "existingSecret": "hugging-face"},
             "models": {"volume": {"persistentVolumeClaim": None}},

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -26,7 +27,18 @@ from coordinator.protocol.config import (
 )
 from coordinator.protocol.keys import load_keys
 from tests.bench.servers import free_port
-from tests.helm.charts import CHART, NAMESPACE, ROOT, Object, Release, containers_of, releases
+from tests.helm.charts import (
+    CHART,
+    NAMESPACE,
+    ROOT,
+    Object,
+    Release,
+    ask_helm,
+    containers_of,
+    example,
+    merged,
+    releases,
+)
 
 ROLES = {"coordinator": "coordinator", "rank": "ranks", "gateway": "gateway"}
 """Command -> what its files are called after."""
@@ -339,10 +351,30 @@ def test_redis_starts_with_the_rendered_file(tmp_path: Path) -> None:
             with redis.Redis(port=port, password=secret["password"]) as client:
                 assert client.ping()
                 assert client.config_get("appendonly") == {"appendonly": "yes"}
+                assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+                (most,) = client.config_get("maxmemory").values()
+                assert int(most) == int(0.7 * 512 * 1024**2)
             with redis.Redis(port=port) as stranger, pytest.raises(redis.AuthenticationError):
                 stranger.ping()
         finally:
             process.kill()
+
+
+def limiting_redis(memory: str | int | None) -> Object:
+    """The values of kind with a limit for Redis; null takes the chart's own away."""
+    values = merged(example("kind"), {"redis": {"resources": {"limits": {"cpu": "1"}}}})
+    values["redis"]["resources"]["limits"]["memory"] = memory
+    return values
+
+
+def test_redis_is_full_before_its_container_is() -> None:
+    """Whatever a quantity is written in; without a limit there is no bound."""
+    most = {"1Gi": 751_619_276, "1.5G": 1_050_000_000, 2_000_000_000: 1_400_000_000, None: None}
+    answers = ask_helm(*(limiting_redis(each) for each in most))
+    for answer, expected in zip(answers, most.values(), strict=True):
+        text = "".join(text for path, text in answer["rendered"].items() if "config.yaml" in path)
+        found = re.findall(r"^ *maxmemory (\d+)$", text, re.MULTILINE)
+        assert found == ([] if expected is None else [str(expected)])
 
 
 def wait_for_port(port: int, process: "subprocess.Popen[bytes]") -> None:

@@ -74,6 +74,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "cell.autoscaling",
     ),
+    "cells scaled by series that nobody collects": (
+        "many-cells",
+        {"metrics": {"serviceMonitor": {"enabled": False}}},
+        "metrics.serviceMonitor.enabled",
+    ),
+    "a memory limit that Redis cannot be told": (
+        "kind",
+        {"redis": {"enabled": True, "resources": {"limits": {"memory": "1000m"}}}},
+        "redis.resources.limits.memory",
+    ),
     "more gateways than a cell takes": ("kind", {"gateway": {"replicas": 257}}, "256 gateways"),
 }
 

@@ -137,6 +137,76 @@ def storage(request: pytest.FixtureRequest) -> Iterator[str]:
     redis.stop()
 
 
+def half_done(client: openai.OpenAI) -> Batch:
+    """A batch with four lines that are answered, and four that take an hour."""
+    data = some_lines([*(["quick"] * 4), *(["slow"] * 4)])
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+
+    def waits() -> bool:
+        counts = client.batches.retrieve(batch.id).request_counts
+        return counts is not None and counts.completed == 4
+
+    until(waits)
+    return batch
+
+
+def check_half(client: openai.OpenAI, end: Batch, code: str) -> None:
+    """What was answered is in the output, and the rest is told."""
+    assert end.output_file_id is not None
+    assert end.error_file_id is not None
+    output = client.files.content(end.output_file_id).content.splitlines()
+    errors = client.files.content(end.error_file_id).content.splitlines()
+    assert sorted(ids_of(output)) == ["c0", "c1", "c2", "c3"]
+    assert sorted(ids_of(errors)) == ["c4", "c5", "c6", "c7"]
+    assert {json.loads(line)["error"]["code"] for line in errors} == {code}
+
+
+@pytest.mark.parametrize("how", ["cancel", "expire"])
+def test_clients_see_how_a_batch_is_cut_short(
+    processes: Callable[..., BatchProcess], storage: str, how: str
+) -> None:
+    """A window of seconds stands for one of 24 hours."""
+    window = {"window_s": 5} if how == "expire" else {}
+    process = processes(lines_at_once=4, storage=storage, **window)
+    status, code = {
+        "cancel": ("cancelled", "batch_cancelled"),
+        "expire": ("expired", "batch_expired"),
+    }[how]
+    with client_of(process) as client:
+        batch = half_done(client)
+        if how == "cancel":
+            assert client.batches.cancel(batch.id).status == "cancelling"
+
+        def ended() -> Batch | None:
+            now = client.batches.retrieve(batch.id)
+            return now if now.status == status else None
+
+        end = until(ended)
+        assert [end.cancelled_at is not None, end.expired_at is not None] == [
+            how == "cancel",
+            how == "expire",
+        ]
+        check_half(client, end, code)
+        until(lambda: not httpx.get(process.url + "/health").json()["now"])
+
+
+def test_lines_run_in_the_lowest_tier(processes: Callable[..., BatchProcess]) -> None:
+    """What the application is told of each request's tier, beside a client's that says nothing."""
+    process = processes(lines_at_once=4)
+    with client_of(process) as client:
+        file = client.files.create(file=("in.jsonl", some_lines(["a", "b"])), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        until(lambda: client.batches.retrieve(batch.id).status == "completed")
+        client.completions.create(model="m", prompt="chat")
+    tiers = httpx.get(process.url + "/health").json()["tiers"]
+    assert tiers == {"a": "BATCH", "b": "BATCH", "chat": "STANDARD"}
+
+
 @pytest.mark.timeout(300)
 def test_another_process_takes_a_batch_over(
     processes: Callable[..., BatchProcess], storage: str

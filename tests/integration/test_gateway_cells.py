@@ -27,12 +27,14 @@ from coordinator.protocol.messages import (
     ATTEMPTS_PER_CELL,
     Cancel,
     CellLoad,
+    PrefixesHeld,
     Submit,
     TaskFailed,
     TaskId,
     Withdraw,
     Withdrawn,
 )
+from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.redis_server import Redis
@@ -47,6 +49,8 @@ CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content"
 IDLE = CellLoad((0, 0, 0), 0, 8, 90, 100)
 BUSY = CellLoad((0, 3, 0), 8, 8, 10, 100)
 SEEN_S = 30
+HEARD_S = 1.0
+"""A gateway has long heard what a cell has said."""
 REQUESTS_TIMED = 30
 SILENT_S = 2.0
 """Four of the leases that the registry has here."""
@@ -279,6 +283,43 @@ async def test_queued_tasks_of_a_busy_cell_go_to_an_idle_one(
     assert len(other.of(Submit)) == 1
     await was.until(lambda: sum(told.grown(CELL_MOVES, "spill")) == 1, SEEN_S)
     was.set_state(serving())
+
+
+async def test_prompts_go_to_the_cell_that_says_it_has_seen_them(
+    client: openai.AsyncOpenAI, cells: tuple[FakeCell, FakeCell], found: Found, ids: list[int]
+) -> None:
+    """Both cells are equally idle, so that prompts which nobody has seen spread over them."""
+
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids, "length")
+
+    async def ask(prompt: list[int]) -> int:
+        """The cell that got it, by its place."""
+        for cell in cells:
+            cell.seen.clear()
+        await client.completions.create(model="demo", prompt=prompt, max_tokens=len(ids))
+        (place,) = [number for number, cell in enumerate(cells) if cell.of(Submit)]
+        return place
+
+    def prompt(number: int) -> list[int]:
+        return [300 + number, *range(300, 300 + BLOCK_TOKENS)]
+
+    assert found.cells, "they are announced all the time"
+    for cell in cells:
+        cell.behave = behave
+        cell.set_state(serving(msgspec.structs.replace(IDLE, tasks_max=1_000)))
+    seen = {number: number % 2 for number in range(10)}
+    for number, place in seen.items():
+        cells[place].say(PrefixesHeld(prefix_hashes(prompt(number))))
+    await asyncio.sleep(HEARD_S)
+    for _ in range(2):
+        assert {number: await ask(prompt(number)) for number in seen} == seen
+    spread = {number: await ask(prompt(number)) for number in range(100, 120)}
+    assert set(spread.values()) == {0, 1}
+    # What a gateway has sent to a cell itself that cell has seen as well.
+    assert {number: await ask(prompt(number)) for number in spread} == spread
+    short = [await ask([300, 301, 302]) for _ in range(20)]
+    assert set(short) == {0, 1}, "less than a block is nobody's"
 
 
 @pytest.mark.timing

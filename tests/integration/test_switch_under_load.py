@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.slow
 STREAMS = 50
 SWITCHES = 20
 TOKENS = 160
+READY_EVERY_S = 0.02
 RESHARD = (("tp2", "reshard"), ("dp2", "reshard"))
 EVERY_PLAN = (
     *(("tp2", "pause"), ("dp2", "recompute"), ("tp2", "reshard"), ("dp2", "pause")),
@@ -91,6 +95,24 @@ async def switch_many(cell: Product, done: "asyncio.Task[Any]", cycle: Cycle) ->
     return answers
 
 
+@asynccontextmanager
+async def watching_readiness(cell: Product) -> AsyncIterator[Counter[int]]:
+    """Ask `/ready` all the time, as load balancers do; yields how often each status came."""
+    statuses: Counter[int] = Counter()
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=cell.url, timeout=30) as client:
+            while True:
+                statuses[(await client.get("/ready")).status_code] += 1
+                await asyncio.sleep(READY_EVERY_S)
+
+    asking = asyncio.create_task(ask())
+    yield statuses
+    assert not asking.done(), "a question went unanswered"
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(cell: Product) -> list[Heard]:
     """The streams without any switch."""
@@ -106,8 +128,12 @@ async def test_no_stream_notices_twenty_switches(
     before = cell.pages_free_and_leased()
     running = asyncio.create_task(all_streams(cell.url))
     await asyncio.sleep(1.0)
-    answers = await switch_many(cell, running, cycle)
+    async with watching_readiness(cell) as ready:
+        answers = await switch_many(cell, running, cycle)
     heard = await running
+    print(f"ready {ready[200]} times while it switched")
+    assert set(ready) == {200}, "it is ready through every switch"
+    assert ready[200] >= SWITCHES
     assert len(answers) == SWITCHES
     for number, (one, other) in enumerate(zip(expected, heard, strict=True)):
         assert other.tokens == TOKENS, (number, other.tokens)

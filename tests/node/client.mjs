@@ -1,7 +1,7 @@
 // What OpenAI's Node client makes of a gateway's answers: prints one JSON object per scenario.
 import OpenAI from "openai";
 
-const [baseURL, apiKey] = process.argv.slice(2);
+const [baseURL, apiKey, batchURL] = process.argv.slice(2);
 const ask = { model: "demo", messages: [{ role: "user", content: "say it" }] };
 const tell = (name, facts) => console.log(JSON.stringify({ name, ...facts }));
 const fault = (error) => ({ kind: error.constructor.name, status: error.status ?? null, code: error.code ?? null });
@@ -59,3 +59,42 @@ await attempt("overload", async (client) => client.chat.completions.create({ ...
 await new Promise((done) => setTimeout(done, 400));
 await attempt("broken stream", async (client) => readStream(await client.chat.completions.create({ ...ask, stream: true, seed: 2 })));
 await attempt("retried", async (client) => ({ finish: (await client.chat.completions.create({ ...ask, seed: 3 })).choices[0].finish_reason }), { maxRetries: 2 });
+
+// Files and batches, where the prompt says what becomes of a line: `slow` takes an hour.
+const lines = (...prompts) =>
+  prompts
+    .map((prompt, n) => ({ custom_id: `c${n}`, method: "POST", url: "/v1/completions", body: { model: "m", prompt } }))
+    .map((line) => JSON.stringify(line) + "\n")
+    .join("");
+
+async function begin(client, text) {
+  const file = await client.files.create({ file: await OpenAI.toFile(Buffer.from(text), "in.jsonl"), purpose: "batch" });
+  return client.batches.create({ input_file_id: file.id, endpoint: "/v1/completions", completion_window: "24h" });
+}
+
+async function until(client, id, holds) {
+  for (;;) {
+    const now = await client.batches.retrieve(id);
+    if (holds(now)) return now;
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+
+const idsOf = async (client, file) => (await (await client.files.content(file)).text()).trim().split("\n").map((line) => JSON.parse(line).custom_id).sort();
+
+await attempt("batch", async (client) => {
+  const { id } = await begin(client, lines("one", "two", "bad"));
+  const end = await until(client, id, ({ status }) => status === "completed");
+  const listed = [];
+  for await (const each of client.batches.list({ limit: 1 })) listed.push(each.id);
+  const deleted = (await client.files.delete(end.output_file_id)).deleted;
+  const gone = await client.files.retrieve(end.output_file_id).catch((error) => error.status);
+  return { counts: end.request_counts, errors: await idsOf(client, end.error_file_id), listed: listed.includes(id), deleted, gone };
+}, { baseURL: batchURL });
+await attempt("cancelled batch", async (client) => {
+  const { id } = await begin(client, lines("one", "slow"));
+  await until(client, id, ({ request_counts }) => request_counts.completed === 1);
+  const asked = (await client.batches.cancel(id)).status;
+  const end = await until(client, id, ({ status }) => status === "cancelled");
+  return { asked, output: await idsOf(client, end.output_file_id), errors: await idsOf(client, end.error_file_id) };
+}, { baseURL: batchURL });

@@ -1,31 +1,93 @@
 """Permits by tier, and refusals that hold for a moment."""
 
+from collections import Counter
+
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinator.protocol.messages import Tier
 from gateway import admission
-from gateway.admission import REFUSAL_HOLDS_S, Admission, Refusals
+from gateway.admission import (
+    REFUSAL_HOLDS_S,
+    SHARE_OF_TIER,
+    TENANT_FACTOR,
+    Admission,
+    Refusals,
+)
 from gateway.edge import Edge
-from gateway.errors import api_error
+from gateway.errors import ApiError, api_error
 from tests.unit.gateway.edge_app import CHAT, application, error_of
 
 FULL = api_error("queue_full", "Full.", retry_after_s=7)
 
 
+def flood(permits: Admission, tier: Tier, *tenants: str) -> ApiError:
+    """Let tenants take permits in turns until all are refused."""
+    while True:
+        said = [permits.take(tier, tenant) for tenant in tenants]
+        refused = [each for each in said if each is not None]
+        if len(refused) == len(said):
+            return refused[-1]
+
+
 def test_lower_tiers_leave_permits_to_higher_ones() -> None:
     permits = Admission(20)
-    while (refused := permits.take(Tier.BATCH)) is None:
-        pass
+    assert flood(permits, Tier.BATCH, *"abc").code == "tier_capacity"
     assert len(permits) == 15
-    assert refused.code == "tier_capacity"
-    assert permits.take(Tier.STANDARD) is None
-    permits.give_back(Tier.BATCH)
-    permits.give_back(Tier.BATCH)
-    assert permits.take(Tier.BATCH) is None
-    while (refused := permits.take(Tier.INTERACTIVE)) is None:
-        pass
-    assert (len(permits), refused.code) == (20, "queue_full")
+    assert permits.take(Tier.STANDARD, "a") is None
+    permits.give_back("a")
+    permits.give_back("a")
+    assert permits.take(Tier.BATCH, "b") is None
+    assert flood(permits, Tier.INTERACTIVE, *"abc").code == "queue_full"
+    assert len(permits) == 20
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("flooding", [1, 2, 5])
+def test_a_flood_leaves_permits_to_others(tier: Tier, flooding: int) -> None:
+    permits = Admission(1_000)
+    tenants = [f"flood-{number}" for number in range(flooding)]
+    assert flood(permits, tier, *tenants).code == "tier_capacity"
+    share = 1_000 * SHARE_OF_TIER[tier]
+    left = share - len(permits)
+    assert left == pytest.approx(share / (1 + flooding * TENANT_FACTOR), abs=2)
+    for _ in range(int(left) // 2):
+        assert permits.take(tier, "quiet") is None
+    for tenant in tenants:
+        permits.give_back(tenant)
+        assert permits.take(tier, tenant) is not None, "what is given back is kept for others"
+
+
+def test_few_permits_are_all_for_whoever_comes() -> None:
+    permits = Admission(TENANT_FACTOR)
+    assert flood(permits, Tier.INTERACTIVE, "a").code == "queue_full"
+    assert len(permits) == TENANT_FACTOR
+
+
+@given(
+    most=st.integers(1, 40),
+    moves=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from([*Tier, None]))),
+)
+def test_only_who_has_many_is_refused_while_permits_are_free(
+    most: int, moves: list[tuple[str, Tier | None]]
+) -> None:
+    permits, held = Admission(most), Counter[str]()
+    for tenant, tier in moves:
+        if tier is None:
+            if held[tenant]:
+                permits.give_back(tenant)
+                held[tenant] -= 1
+            continue
+        free = max(int(most * SHARE_OF_TIER[tier]), 1) - held.total()
+        refused = permits.take(tier, tenant)
+        if refused is None:
+            assert free > 0
+            held[tenant] += 1
+        elif free > 0:
+            assert held[tenant] >= TENANT_FACTOR * free
+        assert len(permits) == held.total() <= most
 
 
 def test_a_refusal_holds_for_its_tenant_and_tier_and_moment() -> None:

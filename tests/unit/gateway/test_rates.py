@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from coordinator.protocol.keys import ApiKey, hash_of
 from gateway import shared_storage
 from gateway.errors import ApiError
 from gateway.rates import RateLimits, duration
-from gateway.shared_storage import SharedStorage
+from gateway.shared_storage import SharedStorage, WaitBudget
+from tests.harness.redis_server import Redis
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
@@ -19,39 +21,54 @@ def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
     )
 
 
-@pytest.fixture
-def limits() -> RateLimits:
-    return RateLimits(SharedStorage("memory://"))
+@pytest.fixture(params=["memory", "redis"])
+async def limits(
+    request: pytest.FixtureRequest, fresh_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RateLimits]:
+    if request.param == "memory":
+        yield RateLimits(SharedStorage("memory://"))
+        return
+    # A busy machine does not decide where these tests are run.
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+    storage = SharedStorage(fresh_redis.url)
+    made = RateLimits(storage)
+    yield made
+    assert not storage._away_until_s, "all of it was counted in Redis"
+    await close(made)
+
+
+async def close(limits: Any) -> None:
+    await limits._shared.storage.bridge.storage.aclose()
 
 
 async def test_without_limits_there_are_no_headers(limits: RateLimits) -> None:
-    assert await limits.admit(key(), 10**9) == []
+    assert await limits.admit(key(), 10**9, WaitBudget()) == []
 
 
 async def test_requests_are_counted_per_key(limits: RateLimits) -> None:
-    first = await limits.admit(key(requests=2), 5)
+    first = await limits.admit(key(requests=2), 5, WaitBudget())
     assert dict(first)[b"x-ratelimit-limit-requests"] == b"2"  # type: ignore[arg-type]
     assert dict(first)[b"x-ratelimit-remaining-requests"] == b"1"  # type: ignore[arg-type]
-    await limits.admit(key(requests=2), 5)
-    refused = await limits.admit(key(requests=2), 5)
+    await limits.admit(key(requests=2), 5, WaitBudget())
+    refused = await limits.admit(key(requests=2), 5, WaitBudget())
     assert isinstance(refused, ApiError)
     assert refused.code == "rate_limit_exceeded"
     assert 1 <= refused.retry_after_s <= 60
     headers = dict(refused.headers())
     assert headers[b"x-ratelimit-remaining-requests"] == b"0"
     assert headers[b"retry-after"] == str(refused.retry_after_s).encode()
-    assert isinstance(await limits.admit(key("b", requests=2), 5), list)
+    assert isinstance(await limits.admit(key("b", requests=2), 5, WaitBudget()), list)
 
 
 async def test_tokens_are_charged_before_and_after(limits: RateLimits) -> None:
     mine = key(tokens=100)
-    headers = await limits.admit(mine, 30)
+    headers = await limits.admit(mine, 30, WaitBudget())
     assert dict(headers)[b"x-ratelimit-remaining-tokens"] == b"70"  # type: ignore[arg-type]
-    await limits.charge(mine, 50)
-    assert isinstance(await limits.admit(mine, 30), ApiError)
-    assert isinstance(await limits.admit(mine, 10), list)
-    await limits.charge(mine, 10**6)
-    assert isinstance(await limits.admit(mine, 1), ApiError)
+    await limits.charge(mine, 50, WaitBudget())
+    assert isinstance(await limits.admit(mine, 30, WaitBudget()), ApiError)
+    assert isinstance(await limits.admit(mine, 10, WaitBudget()), list)
+    await limits.charge(mine, 10**6, WaitBudget())
+    assert isinstance(await limits.admit(mine, 1, WaitBudget()), ApiError)
 
 
 async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
@@ -59,9 +76,25 @@ async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
 ) -> None:
     mine = key(requests=10, tokens=100)
     for _ in range(5):
-        assert isinstance(await limits.admit(mine, 101), ApiError)
-    headers = await limits.admit(mine, 1)
+        assert isinstance(await limits.admit(mine, 101, WaitBudget()), ApiError)
+    headers = await limits.admit(mine, 1, WaitBudget())
     assert dict(headers)[b"x-ratelimit-remaining-requests"] == b"9"  # type: ignore[arg-type]
+
+
+async def test_gateways_count_together(fresh_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+    one, two = (RateLimits(SharedStorage(fresh_redis.url)) for _ in range(2))
+    mine = key(requests=2, tokens=100)
+    for gateway in (one, two):
+        assert isinstance(await gateway.admit(mine, 10, WaitBudget()), list)
+    assert isinstance(await one.admit(mine, 10, WaitBudget()), ApiError)
+    await one.charge(mine, 70, WaitBudget())
+    other = key(tokens=100)
+    refused = await two.admit(other, 11, WaitBudget())
+    assert isinstance(refused, ApiError), "the same key's tokens"
+    assert isinstance(await two.admit(other, 10, WaitBudget()), list)
+    await close(one)
+    await close(two)
 
 
 class Broken:
@@ -77,6 +110,8 @@ class Broken:
             await asyncio.sleep(60)
         raise ConnectionError
 
+    hit = test
+
 
 @pytest.mark.timing
 @pytest.mark.parametrize("hangs", [True, False])
@@ -87,13 +122,15 @@ async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> No
     broken: Any = Broken(hangs=hangs)
     limits._shared = broken
     began = time.perf_counter()
-    assert isinstance(await limits.admit(key(requests=1), 1), list)
+    assert isinstance(await limits.admit(key(requests=1), 1, WaitBudget()), list)
     assert time.perf_counter() - began < shared_storage.STORAGE_WAIT_S + 0.1
-    assert isinstance(await limits.admit(key(requests=1), 1), ApiError), "each counts for itself"
+    assert isinstance(await limits.admit(key(requests=1), 1, WaitBudget()), ApiError), (
+        "each counts for itself"
+    )
     assert broken.asked == 1, "it is left alone for a while"
     assert away == [100.0]
     now += shared_storage.STORAGE_RETRY_S + 1
-    await limits.admit(key(requests=1), 1)
+    await limits.admit(key(requests=1), 1, WaitBudget())
     assert broken.asked == 2
     assert len(away) == 2
 

@@ -2,20 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import fakeredis
 import pytest
 
 from gateway import shared_replays, shared_storage
 from gateway.errors import ApiError
 from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
 from gateway.shared_replays import CLAIM_S, SharedReplays
-from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage
+from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
+from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.tcp_proxy import TcpProxy
 
 ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
-REDIS = "redis://127.0.0.1:1"
 
 Make = Callable[[], SharedReplays]
 
@@ -34,26 +34,31 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def server() -> fakeredis.FakeServer:
-    return fakeredis.FakeServer()
+def address(fresh_redis: Redis) -> Iterator[TcpProxy]:
+    """Where gateways find Redis, or not."""
+    with TcpProxy(fresh_redis.port) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine even a Redis in memory may take longer than a request waits for it."""
+    """On a busy machine even a Redis beside it may take longer than a request waits for it."""
     monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
 
 
 @pytest.fixture
-def gateway(clock: Clock, server: fakeredis.FakeServer) -> Make:
+async def gateway(clock: Clock, address: TcpProxy) -> AsyncIterator[Make]:
     """Makes gateways that share one Redis."""
+    all_made: list[SharedReplays] = []
 
     def make() -> SharedReplays:
-        made = SharedReplays(SharedStorage(REDIS, clock))
-        made._redis = fakeredis.FakeAsyncRedis(server=server)
+        made = SharedReplays(SharedStorage(f"redis://127.0.0.1:{address.port}", clock))
+        all_made.append(made)
         return made
 
-    return make
+    yield make
+    for made in all_made:
+        await made.close()
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -69,92 +74,118 @@ def code_of(answer: object) -> str:
 
 
 async def test_an_answer_comes_back(kept: SharedReplays) -> None:
-    assert await kept.begin("t", "a", b"r", 0.0) is None
-    assert code_of(await kept.begin("t", "a", b"r", 0.0)) == "conflict"
-    await kept.end("t", "a", ANSWER, 0.0)
-    assert await kept.begin("t", "a", b"r", 1.0) == ANSWER
-    assert code_of(await kept.begin("t", "a", b"other", 1.0)) == "invalid_value"
-    assert await kept.begin("other", "a", b"r", 1.0) is None, "tenants do not see each other's"
+    assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    assert code_of(await kept.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await kept.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await kept.begin("t", "a", b"r", 1.0, WaitBudget()) == ANSWER
+    assert code_of(await kept.begin("t", "a", b"other", 1.0, WaitBudget())) == "invalid_value"
+    assert await kept.begin("other", "a", b"r", 1.0, WaitBudget()) is None, (
+        "tenants do not see each other's"
+    )
 
 
 @pytest.mark.parametrize("answer", [None, KeptAnswer(200, [], b"x" * (ANSWER_BYTES_MAX + 1))])
 async def test_what_cannot_be_kept_is_asked_anew(
     kept: SharedReplays, answer: KeptAnswer | None
 ) -> None:
-    assert await kept.begin("t", "a", b"r", 0.0) is None
-    await kept.end("t", "a", answer, 0.0)
-    assert await kept.begin("t", "a", b"other", 0.0) is None
+    assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await kept.end("t", "a", answer, 0.0, WaitBudget())
+    assert await kept.begin("t", "a", b"other", 0.0, WaitBudget()) is None
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\nb"])
 async def test_keys_that_are_none(kept: SharedReplays, key: str) -> None:
-    assert code_of(await kept.begin("t", key, b"r", 0.0)) == "invalid_value"
+    assert code_of(await kept.begin("t", key, b"r", 0.0, WaitBudget())) == "invalid_value"
 
 
 async def test_gateways_share_answers_and_claims(gateway: Make) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    assert code_of(await two.begin("t", "a", b"r", 0.0)) == "conflict"
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await two.begin("t", "a", b"r", 0.0) == ANSWER
-    assert code_of(await two.begin("t", "a", b"other", 0.0)) == "invalid_value"
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    assert code_of(await two.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert code_of(await two.begin("t", "a", b"other", 0.0, WaitBudget())) == "invalid_value"
     assert 0 < await two._redis.ttl(shared_replays._name(("t", "a"))) <= KEPT_S
 
 
 async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:
     gateways = [gateway() for _ in range(8)]
-    said = await asyncio.gather(*(each.begin("t", "a", b"r", 0.0) for each in gateways))
+    said = await asyncio.gather(
+        *(each.begin("t", "a", b"r", 0.0, WaitBudget()) for each in gateways)
+    )
     assert said.count(None) == 1
     assert sum(isinstance(each, ApiError) for each in said) == 7
 
 
 async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     name = shared_replays._name(("t", "a"))
     assert 0 < await two._redis.ttl(name) <= CLAIM_S
     await two._redis.delete(name)  # What Redis does then.
-    assert await two.begin("t", "a", b"r", 0.0) is None
-    await one.end("t", "a", ANSWER, 0.0)
+    assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     other = gateway()
-    assert code_of(await other.begin("t", "a", b"r", 0.0)) == "conflict", "two's claim stands"
-    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0)
-    assert await other.begin("t", "a", b"r", 0.0) == KeptAnswer(200, [], b"two")
+    assert code_of(await other.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict", (
+        "two's claim stands"
+    )
+    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0, WaitBudget())
+    assert await other.begin("t", "a", b"r", 0.0, WaitBudget()) == KeptAnswer(200, [], b"two")
 
 
 async def test_an_answer_outlives_a_redis_that_goes_away(
-    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+    gateway: Make, address: TcpProxy, fresh_redis: Redis, clock: Clock
 ) -> None:
     one, two = gateway(), gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    server.connected = False
-    assert code_of(await one.begin("t", "a", b"r", 0.0)) == "conflict"
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await one.begin("t", "a", b"r", 0.0) == ANSWER
-    assert await one.begin("t", "b", b"r", 0.0) is None
-    await one.end("t", "b", None, 0.0)
-    server.connected = True
-    assert await one.begin("t", "c", b"r", 0.0) is None, "it is left alone for a while"
-    await one.end("t", "c", ANSWER, 0.0)
-    assert await two.begin("t", "c", b"r", 0.0) is None
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    address.refuse()
+    assert code_of(await one.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert await one.begin("t", "b", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "b", None, 0.0, WaitBudget())
+    address.target = fresh_redis.port
+    assert await one.begin("t", "c", b"r", 0.0, WaitBudget()) is None, (
+        "it is left alone for a while"
+    )
+    await one.end("t", "c", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "c", b"r", 0.0, WaitBudget()) is None
     clock.now_s += STORAGE_RETRY_S + 1
-    assert await one.begin("t", "d", b"r", 0.0) is None
-    await one.end("t", "d", ANSWER, 0.0)
-    assert await two.begin("t", "d", b"r", 0.0) == ANSWER
+    assert await one.begin("t", "d", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "d", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "d", b"r", 0.0, WaitBudget()) == ANSWER
 
 
 async def test_a_claim_that_could_not_be_ended_is_taken_up_again(
-    gateway: Make, server: fakeredis.FakeServer, clock: Clock
+    gateway: Make, address: TcpProxy, fresh_redis: Redis, clock: Clock
 ) -> None:
     one = gateway()
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    server.connected = False
-    await one.end("t", "a", None, 0.0)
-    server.connected = True
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    address.refuse()
+    await one.end("t", "a", None, 0.0, WaitBudget())
+    address.target = fresh_redis.port
     clock.now_s += STORAGE_RETRY_S + 1
-    assert await one.begin("t", "a", b"r", 0.0) is None
-    await one.end("t", "a", ANSWER, 0.0)
-    assert await gateway().begin("t", "a", b"r", 0.0) == ANSWER
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await gateway().begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+
+
+@pytest.mark.skipif(not IS_REAL, reason="only a real Redis can be full")
+async def test_a_redis_that_is_full_is_done_without(
+    gateway: Make, fresh_redis: Redis, clock: Clock
+) -> None:
+    one, two = gateway(), gateway()
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
+    fresh_redis.limit_memory("1")
+    await one.end("t", "a", ANSWER, 0.0, WaitBudget())
+    assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
+    assert await two.begin("t", "b", b"r", 0.0, WaitBudget()) is None
+    await two.end("t", "b", ANSWER, 0.0, WaitBudget())
+    fresh_redis.limit_memory("0")
+    clock.now_s += STORAGE_RETRY_S + 1
+    assert await one.begin("t", "c", b"r", 0.0, WaitBudget()) is None
+    await one.end("t", "c", ANSWER, 0.0, WaitBudget())
+    assert await two.begin("t", "c", b"r", 0.0, WaitBudget()) == ANSWER
 
 
 class Hanging:
@@ -167,20 +198,24 @@ class Hanging:
         self.asked += 1
         await asyncio.sleep(3_600)
 
+    async def aclose(self) -> None:
+        pass
+
 
 async def test_nobody_waits_for_a_redis_that_hangs(
     gateway: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 0.05)
     one = gateway()
+    await one.close()
     one._redis = hanging = Hanging()
     took_s = []
     for key in "abc":
         began = time.perf_counter()
-        assert await one.begin("t", key, b"r", 0.0) is None
-        await one.end("t", key, ANSWER, 0.0)
+        assert await one.begin("t", key, b"r", 0.0, WaitBudget()) is None
+        await one.end("t", key, ANSWER, 0.0, WaitBudget())
         took_s.append(time.perf_counter() - began)
-        assert await one.begin("t", key, b"r", 0.0) == ANSWER
+        assert await one.begin("t", key, b"r", 0.0, WaitBudget()) == ANSWER
     assert hanging.asked == 1, "only the first one waits"
     assert min(took_s) < 0.05, took_s
     print(f"with a Redis that hangs: {', '.join(f'{each * 1e3:.1f} ms' for each in took_s)}")

@@ -1,14 +1,11 @@
 """What a store promises, on each store there is."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fakeredis
 import pytest
-import redis
-from fakeredis import FakeServer
 
 from gateway.batches import sqlite_store, terms
 from gateway.batches.lines import Result
@@ -34,18 +31,18 @@ from gateway.batches.terms import (
     ended,
     validated,
 )
+from tests.harness.redis_server import IS_REAL, Redis
 
 
 @pytest.fixture(params=["sqlite", "redis"])
 def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, fresh_redis: Redis
 ) -> Iterator[BatchStore]:
     made: BatchStore
     if request.param == "sqlite":
         made = SqliteStore(tmp_path / "data" / "batches.sqlite3")
     else:
-        made = RedisStore("redis://127.0.0.1:1")
-        monkeypatch.setattr(made._link, "redis", fakeredis.FakeRedis(server=FakeServer()))
+        made = RedisStore(fresh_redis.url)
     yield made
     made.close()
 
@@ -288,28 +285,57 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     assert sqlite_store.SCHEMA_VERSION == 1
 
 
-def test_a_redis_that_is_away_or_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_that_is_away() -> None:
     store = RedisStore("redis://127.0.0.1:1")
     with pytest.raises(StorageError):
         store.file("acme", "file-1")
     with pytest.raises(StorageError):
         store.add_file(a_file())
-
-    def full(*_: Any) -> None:
-        raise redis.exceptions.OutOfMemoryError("OOM command not allowed")
-
-    monkeypatch.setattr(store._link.redis, "get", full)
-    with pytest.raises(StorageFullError):
-        store.file("acme", "file-1")
     store.close()
 
 
-def test_two_claims_at_once_get_one_batch() -> None:
+@pytest.mark.skipif(not IS_REAL, reason="only a real Redis can be full")
+def test_a_redis_that_is_full_takes_nothing_and_goes_on(fresh_redis: Redis) -> None:
+    store = RedisStore(fresh_redis.url)
+    with_batch(store, "old")
+    old = store.claim("g", 0, 10)
+    assert old is not None
+    store.put(old, terms.failed(old.batch, (), 2))
+    with_batch(store)
+    store.add_file(a_file("2"))
+    claim = store.claim("g", 0, 10)
+    assert claim is not None
+    store.put(claim, validated(claim.batch, 50, "m", 3))
+    before = fresh_redis.keys()
+    fresh_redis.limit_memory("1")
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: store.add_file(a_file("3")),
+        lambda: store.add_batch(a_batch("2", file="2")),
+        lambda: store.record(claim, [result(1), result(2)]),
+        lambda: store.renew(claim, 1, 10),
+        lambda: store.cancel("acme", "batch_1", 5),
+    )
+    for call in calls:
+        with pytest.raises(StorageFullError):
+            call()
+    assert fresh_redis.keys() == before, "nothing was written by halves"
+    assert store.recorded("batch_1") == []
+    assert store.file("acme", "file-2") == a_file("2"), "reading goes on"
+    assert store.delete_file("acme", "file-2"), "what makes room goes on"
+    assert store.delete_old_batches(2) == 1
+    with pytest.raises(FileInUseError):
+        store.delete_file(claim.batch.tenant, claim.batch.input_file_id)
+    fresh_redis.limit_memory("0")
+    assert store.record(claim, [result(1), result(2)]).counts.completed == 2
+    store.add_file(a_file("3", bytes=terms.BYTES_PER_TENANT_MAX - 20))
+    with pytest.raises(TooManyError, match="bytes"):
+        store.add_file(a_file("4", bytes=1))
+    store.close()
+
+
+def test_two_claims_at_once_get_one_batch(fresh_redis: Redis) -> None:
     """The second one looked before the first one took it."""
-    server = FakeServer()
-    one, two = RedisStore("redis://127.0.0.1:1"), RedisStore("redis://127.0.0.1:1")
-    for each in (one, two):
-        each._link.redis = fakeredis.FakeRedis(server=server)
+    one, two = RedisStore(fresh_redis.url), RedisStore(fresh_redis.url)
     with_batch(one)
     look = two._claimable
     taken: list[Any] = []
@@ -323,3 +349,5 @@ def test_two_claims_at_once_get_one_batch() -> None:
     two._claimable = look_and_be_late  # type: ignore[method-assign]
     assert two.claim("two", 0, 10) is None
     assert taken[0] is not None
+    one.close()
+    two.close()
