@@ -39,10 +39,11 @@ class Admission:
         self._requests_max = requests_max
         self._held: Counter[str] = Counter()
         """By tenant; those without any are left out."""
+        self._all_held = 0
 
     def __len__(self) -> int:
         """Return the number of permits that are held."""
-        return self._held.total()
+        return self._all_held
 
     def take(self, tier: Tier, tenant: str) -> ApiError | None:
         """Take a permit, to be given back with `give_back`; or return why there is none."""
@@ -55,12 +56,14 @@ class Admission:
             text = "The gateway answers as many requests of this client as others leave room for."
             return api_error("tier_capacity", text)
         self._held[tenant] += 1
+        self._all_held += 1
         return None
 
     def give_back(self, tenant: str) -> None:
         """Give a permit back."""
         assert self._held[tenant] > 0, "no permit of this tenant is held."
         self._held[tenant] -= 1
+        self._all_held -= 1
         if not self._held[tenant]:
             del self._held[tenant]
 
