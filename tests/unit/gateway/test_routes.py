@@ -1,9 +1,11 @@
 """The allow-list, on a small application; the integration test holds it against vLLM's own."""
 
+from typing import Any
+
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -16,10 +18,26 @@ from gateway.routes import (
     find_route,
 )
 
+SECRET = "kanarienvogel"
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: str = Field("", alias="town")
+    inside: "Place | None" = None
+
 
 class Prompt(BaseModel):
     prompt: str
     stop: list[str] | str = ""
+    logit_bias: dict[str, float] = {}
+    documents: list[dict[str, str]] = []
+    extra: dict[str, str | int | list[str | int]] | None = None
+    place: Place | None = None
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"inside": deep(levels - 1) if levels else {"town": 1}}
 
 
 @pytest.fixture
@@ -104,6 +122,14 @@ async def test_readiness_says_why_not(app: FastAPI) -> None:
         ({"prompt": 3}, "prompt", "prompt: Input should be a valid string"),
         ({"prompt": "x", "stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
         ([1], None, "Input should be a valid dictionary"),
+        ({"prompt": "x", "logit_bias": {SECRET: "x"}}, "logit_bias", "logit_bias: "),
+        ({"prompt": "x", "logit_bias": {SECRET * 5_000: "x"}}, "logit_bias", "logit_bias: "),
+        ({"prompt": "x", "documents": [{}, {SECRET: 1}]}, "documents", "documents: "),
+        ({"prompt": "x", "extra": {SECRET: {}}}, "extra", "extra: "),
+        ({"prompt": "x", "extra": {SECRET: ["", {}]}}, "extra", "extra: "),
+        ({"prompt": "x", "place": {SECRET: 1}}, "place", "place: "),
+        ({"prompt": "x", "place": {"town": 1}}, "place.town", "place.town: "),
+        ({"prompt": "x", "place": deep(20)}, "place" + ".inside" * 7, "place.inside"),
     ],
 )
 async def test_refused_body_names_the_field(
@@ -115,3 +141,4 @@ async def test_refused_body_names_the_field(
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", param)
     assert error["message"].startswith(text)
+    assert SECRET not in response.text
