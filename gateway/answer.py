@@ -16,6 +16,7 @@ from gateway.errors import (
     api_error,
     shape_error,
 )
+from gateway.jitter import with_jitter
 from gateway.replays import KeptAnswer
 from gateway.spans import RequestSpan
 from gateway.stream_forms import StreamForm, stream_form
@@ -236,6 +237,7 @@ class Answer:
 
     async def _send_error(self, error: ApiError) -> None:
         self.error_code = error.code
+        error = with_jitter(error)
         body = error.body()
         cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
         headers = [*error.headers(), (b"content-length", str(len(body)).encode()), *cors]

@@ -7,7 +7,6 @@ still gets a proper status.
 """
 
 import asyncio
-import random
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,7 @@ from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError
 from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
 from gateway.body_check import BodyFacts, check_body
-from gateway.errors import (
-    RETRY_AFTER_MAX_S,
-    ApiError,
-    RequestState,
-    api_error,
-    current_request,
-)
+from gateway.errors import ApiError, RequestState, api_error, current_request
 from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
 from gateway.keyring import KeyRing
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
@@ -116,7 +109,7 @@ class Edge:
         try:
             error = await self._serve(scope, receive, answer, head)
             if error is not None:
-                await answer.refuse(_with_jitter(error))
+                await answer.refuse(error)
         except (ClientGoneError, ClientStalledError) as gone:
             answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
@@ -331,11 +324,3 @@ class Edge:
 
 
 _JSON = "application/json"
-
-
-def _with_jitter(error: ApiError) -> ApiError:
-    """Spread the next tries of clients that were refused together."""
-    if error.status not in (429, 503):
-        return error
-    later_ms = round(error.retry_after_s * random.uniform(1_000, 1_500))
-    return error.with_retry_after(min(later_ms, RETRY_AFTER_MAX_S * 1_000))

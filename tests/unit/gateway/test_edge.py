@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from coordinator.protocol.measures import CLIENT_RETRIES
-from gateway import edge, intake
+from gateway import intake
 from gateway.edge import Edge, EdgeLimits
-from gateway.errors import api_error, current_request
+from gateway.errors import current_request
 from gateway.measuring import RequestMeter
 from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
 
@@ -130,15 +130,6 @@ async def test_body_that_does_not_come_is_not_waited_for(
 async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClient) -> None:
     gate.draining = True
     assert error_of(await client.post(CHAT, json={})) == (503, "draining")
-
-
-async def test_refused_clients_do_not_come_back_together(gate: Edge) -> None:
-    gate.draining = True
-    error = api_error("draining", "Bye.", retry_after_s=40)
-    waits = {edge._with_jitter(error).retry_after_s for _ in range(100)}
-    assert len(waits) > 5
-    assert min(waits) >= 40
-    assert max(waits) <= 60
 
 
 async def test_errors_of_the_application_are_shaped(client: httpx.AsyncClient) -> None:
