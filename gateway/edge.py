@@ -138,10 +138,8 @@ class Edge:
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
     ) -> ApiError | None:
         """Pass the request to the app, or return why not."""
-        method = scope["method"]
-        if method == "OPTIONS" and "access-control-request-method" in head.headers:
-            method = head.headers["access-control-request-method"]
-        error = head.check(scope.get("http_version", "1.1")) or find_route(method, scope["path"])
+        route = scope["method"], scope["path"], scope["raw_path"]
+        error = head.check(scope.get("http_version", "1.1")) or find_route(*route)
         if error is not None:
             return error
         if scope["path"] in OPEN_PATHS:

@@ -70,6 +70,9 @@ _PATTERNS: Final = (
 )
 """Paths with a name in them, and the routes that stand for them."""
 
+_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
+_MODELS = b"/v1/models/"
+
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
 """Errors of pydantic that quote what is allowed; the others may quote the request."""
 
@@ -92,8 +95,14 @@ def takes_no_json(path: str) -> bool:
     return path == "/v1/files" or path.endswith("/cancel")
 
 
-def find_route(method: str, path: str) -> ApiError | None:
-    """None if the route exists, else the error that says what is wrong with it."""
+def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None:
+    """None if the route exists, else the error that says what is wrong with it.
+
+    `raw_path` is the path as it was sent: a slash in it that is written as %2F would be one for
+    this server and none for a proxy that looks at paths. Only names of models may have one.
+    """
+    if _ENCODED_SLASH.search(raw_path) and not raw_path.startswith(_MODELS):
+        path = ""
     path = _named(path)
     methods = {known for known, route in _ROUTES if route == path}
     if not methods:

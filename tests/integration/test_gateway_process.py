@@ -57,12 +57,21 @@ def test_mistakes_are_told_in_a_sentence(
 
 
 @pytest.mark.slow
-def test_unknown_engine_option_is_told_in_a_sentence(tmp_path: Path) -> None:
-    config = f"model: {{path: {MODEL_DIR}, engine_args: [--no-such-option, '1']}}"
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--no-such-option", "1"),
+        ("--allowed-origins", '["*"]'),
+    ],
+)
+def test_engine_option_that_is_none_or_not_offered_is_told_in_a_sentence(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    config = f"model: {{path: {MODEL_DIR}, engine_args: [{option}, '{value}']}}"
     code, said = start(config, tmp_path)
     assert code == 2
     assert said.startswith("gateway: model.engine_args: ")
-    assert "--no-such-option" in said
+    assert option in said
 
 
 @pytest.fixture

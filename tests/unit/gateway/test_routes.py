@@ -100,6 +100,25 @@ def test_find_route(method: str, path: str, code: str | None) -> None:
     assert (error.code if error else None) == code
 
 
+@pytest.mark.parametrize(
+    ("raw_path", "path", "code"),
+    [
+        (b"/v1/models", "/v1/models", None),
+        (b"/v1%2fmodels", "/v1/models", "unknown_url"),
+        (b"/v1%2Fmodels", "/v1/models", "unknown_url"),
+        (b"/v1/models%2fdemo", "/v1/models/demo", "unknown_url"),
+        (b"/v1/models/org%2Fname", "/v1/models/org/name", None),
+        (b"/v1/files/a%2fcontent", "/v1/files/a/content", "unknown_url"),
+        (b"/v1/responses/a%2Finput_items", "/v1/responses/a/input_items", "unknown_url"),
+    ],
+)
+def test_a_slash_is_one_for_everybody_who_reads_the_path(
+    raw_path: bytes, path: str, code: str | None
+) -> None:
+    error = find_route("GET", path, raw_path)
+    assert (error.code if error else None) == code
+
+
 async def test_readiness_says_why_not(app: FastAPI) -> None:
     now = Readiness(ready=False, reason=api_error("not_serving", "The cell switches."))
     add_own_routes(app, lambda: now)
