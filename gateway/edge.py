@@ -81,17 +81,17 @@ class Edge:
         self._replays = replays or SharedReplays(SharedStorage("memory://"))
         # Not the loop's own threads: all of those may be waiting for the disk of batches.
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
-        self._bodies = 0
+        self._open = 0
         self.idle = asyncio.Event()
-        """Set while no request with a body is being answered."""
+        """Set while no request is being answered, probes aside."""
         self.idle.set()
         self.draining = False
         """Whether new requests are refused because the process ends."""
 
     @property
     def requests(self) -> int:
-        """Requests with a body that are being answered, until their last byte."""
-        return self._bodies
+        """Requests that are being answered, until their last byte; probes are not counted."""
+        return self._open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -149,20 +149,21 @@ class Edge:
         if isinstance(key, ApiError):
             return key
         scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
-        if scope["method"] != "POST":
-            await self._app(inner_scope(scope, answer, 0), receive, answer.send)
-            return None
-        if self.draining:
+        is_post = scope["method"] == "POST"
+        if is_post and self.draining:
             return api_error("draining", "This server is shutting down.")
-        self._bodies += 1
+        self._open += 1
         self.idle.clear()
         try:
+            if not is_post:
+                await self._app(inner_scope(scope, answer, 0), receive, answer.send)
+                return None
             if takes_no_json(scope["path"]):
                 return await self._serve_other(scope, receive, answer, key)
             return await self._serve_body(scope, receive, answer, head, key)
         finally:
-            self._bodies -= 1
-            if not self._bodies:
+            self._open -= 1
+            if not self._open:
                 self.idle.set()
 
     async def _serve_other(

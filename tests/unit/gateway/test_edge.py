@@ -132,6 +132,28 @@ async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClie
     assert error_of(await client.post(CHAT, json={})) == (503, "draining")
 
 
+async def test_a_file_that_is_being_read_is_an_open_request() -> None:
+    """A process that ends waits for it; probes it does not wait for."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"a line", "more_body": False})
+
+    gate = Edge(app)
+    for path, is_counted in (("/v1/files/file-1/content", True), ("/ready", False)):
+        go_on.clear()
+        browser = Browser({})
+        scope = {**browser.scope(path), "method": "GET"}
+        work = asyncio.create_task(gate(scope, browser.receive, browser.send))
+        await asyncio.sleep(0.01)
+        assert (gate.requests, gate.idle.is_set()) == (int(is_counted), not is_counted)
+        go_on.set()
+        await work
+        assert gate.idle.is_set()
+
+
 async def test_errors_of_the_application_are_shaped(client: httpx.AsyncClient) -> None:
     body = {"error": {"message": "The model `x` does not exist.", "param": "model", "code": 404}}
     response = await client.post("/tokenize", json={"status": 404, "answer": body})
