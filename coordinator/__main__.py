@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from coordinator.admin_key import AdminKeyError
-from coordinator.logs import set_up_logging
 from coordinator.process import admin_key, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.logs import set_up_logging
 from coordinator.server import ListenError
 
 USAGE_STATUS = 2

@@ -38,7 +38,7 @@ from coordinator.shedding import Shedding
 from coordinator.task_table import TaskTable
 from coordinator.tasks import (
     ATTEMPTS_APART,
-    FAILURE_CODES,
+    FAILURES,
     HELD,
     LOSSES_MAX,
     LOST_TOO_OFTEN,
@@ -156,8 +156,8 @@ class TaskPool:
         task = self._tasks.current(rank, message.task, message.attempt)
         if task is None:
             return []
-        if code := FAILURE_CODES.get(message.cause):
-            return self._fail(TaskFailed(task.id, code, message.message), told_by=rank)
+        if (failure := FAILURES.get(message.cause)) is not None:
+            return self._fail(TaskFailed(task.id, *failure), told_by=rank)
         has_tokens = message.cause is EndCause.FINISHED
         return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
 

@@ -23,8 +23,15 @@ ATTEMPTS_APART = 1_000
 
 LOSSES_MAX = 3
 LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
-FAILURE_CODES = {EndCause.REFUSED: "invalid_value", EndCause.FAILED: "internal_error"}
-"""What the client of a task is told that its leader could not run."""
+NOT_RUN = "The engine could not run this request: check its parameters, "
+FAILURES = {
+    EndCause.REFUSED: ("invalid_value", NOT_RUN + "and send it again."),
+    EndCause.FAILED: ("internal_error", NOT_RUN + "or ask the operator what the log says of it."),
+}
+"""What the client of a task is told that its leader could not run: a code and a fixed text.
+
+What the engine says of it may quote the request, or tell of the server's inside.
+"""
 
 
 class State(Enum):

@@ -16,6 +16,7 @@ from gateway.errors import (
     api_error,
     shape_error,
 )
+from gateway.jitter import with_jitter
 from gateway.replays import KeptAnswer
 from gateway.shared_storage import WaitBudget
 from gateway.spans import RequestSpan
@@ -243,9 +244,9 @@ class Answer:
 
     async def _send_error(self, error: ApiError) -> None:
         self.error_code = error.code
+        error = with_jitter(error)
         body = error.body()
-        cors = [header for header in self._start.get("headers", ()) if _is_cors(header[0])]
-        headers = [*error.headers(), (b"content-length", str(len(body)).encode()), *cors]
+        headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
         if error.code == "draining":
             headers.append((b"connection", b"close"))
         if not any(name in dict(headers) for name, _ in self.headers):
@@ -285,10 +286,6 @@ class Answer:
 
 def _broken_off() -> ApiError:
     return api_error("internal_error", "The stream broke off.")
-
-
-def _is_cors(name: bytes) -> bool:
-    return name.lower().startswith(b"access-control-") or name.lower() == b"vary"
 
 
 def _is_stream(start: Message) -> bool:

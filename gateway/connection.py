@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.errors import ApiError, api_error
+from gateway.jitter import with_jitter
 
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 32 * 1024
@@ -190,6 +191,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() or self._discarded_bytes is not None:
             return
         self._stop_header_timer()
+        error = with_jitter(error)
         body = error.body()
         headers = [
             *error.headers(),

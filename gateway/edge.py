@@ -7,7 +7,6 @@ still gets a proper status.
 """
 
 import asyncio
-import random
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,7 @@ from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError
 from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
 from gateway.body_check import BodyFacts, check_body
-from gateway.errors import (
-    RETRY_AFTER_MAX_S,
-    ApiError,
-    RequestState,
-    api_error,
-    current_request,
-)
+from gateway.errors import ApiError, RequestState, api_error, current_request
 from gateway.intake import ClientGoneError, Replay, RequestHead, inner_scope, read_body, read_head
 from gateway.keyring import KeyRing
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
@@ -88,17 +81,17 @@ class Edge:
         self._replays = replays or SharedReplays(SharedStorage("memory://"))
         # Not the loop's own threads: all of those may be waiting for the disk of batches.
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
-        self._bodies = 0
+        self._open = 0
         self.idle = asyncio.Event()
-        """Set while no request with a body is being answered."""
+        """Set while no request is being answered, probes aside."""
         self.idle.set()
         self.draining = False
         """Whether new requests are refused because the process ends."""
 
     @property
     def requests(self) -> int:
-        """Requests with a body that are being answered, until their last byte."""
-        return self._bodies
+        """Requests that are being answered, until their last byte; probes are not counted."""
+        return self._open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -116,7 +109,7 @@ class Edge:
         try:
             error = await self._serve(scope, receive, answer, head)
             if error is not None:
-                await answer.refuse(_with_jitter(error))
+                await answer.refuse(error)
         except (ClientGoneError, ClientStalledError) as gone:
             answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
@@ -145,10 +138,8 @@ class Edge:
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead
     ) -> ApiError | None:
         """Pass the request to the app, or return why not."""
-        method = scope["method"]
-        if method == "OPTIONS" and "access-control-request-method" in head.headers:
-            method = head.headers["access-control-request-method"]
-        error = head.check(scope.get("http_version", "1.1")) or find_route(method, scope["path"])
+        route = scope["method"], scope["path"], scope["raw_path"]
+        error = head.check(scope.get("http_version", "1.1")) or find_route(*route)
         if error is not None:
             return error
         if scope["path"] in OPEN_PATHS:
@@ -158,20 +149,21 @@ class Edge:
         if isinstance(key, ApiError):
             return key
         scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
-        if scope["method"] != "POST":
-            await self._app(inner_scope(scope, answer, 0), receive, answer.send)
-            return None
-        if self.draining:
+        is_post = scope["method"] == "POST"
+        if is_post and self.draining:
             return api_error("draining", "This server is shutting down.")
-        self._bodies += 1
+        self._open += 1
         self.idle.clear()
         try:
+            if not is_post:
+                await self._app(inner_scope(scope, answer, 0), receive, answer.send)
+                return None
             if takes_no_json(scope["path"]):
                 return await self._serve_other(scope, receive, answer, key)
             return await self._serve_body(scope, receive, answer, head, key)
         finally:
-            self._bodies -= 1
-            if not self._bodies:
+            self._open -= 1
+            if not self._open:
                 self.idle.set()
 
     async def _serve_other(
@@ -335,11 +327,3 @@ class Edge:
 
 
 _JSON = "application/json"
-
-
-def _with_jitter(error: ApiError) -> ApiError:
-    """Spread the next tries of clients that were refused together."""
-    if error.status not in (429, 503):
-        return error
-    later_ms = round(error.retry_after_s * random.uniform(1_000, 1_500))
-    return error.with_retry_after(min(later_ms, RETRY_AFTER_MAX_S * 1_000))

@@ -20,6 +20,8 @@ RETRY_AFTER_MAX_S = 60
 
 MESSAGE_CHARS_MAX = 1_000
 """Of what a client is told."""
+PARAM_CHARS_MAX = 200
+"""Of the field's name. With both, and JSON's escapes, the answer stays below 8 KiB."""
 READ_CHARS_MAX = 4 * MESSAGE_CHARS_MAX
 """A longer line repeats what the client sent, and would take seconds to search for it."""
 UNKNOWN_CODE_STATUS = 500
@@ -146,13 +148,14 @@ def api_error(
 ) -> ApiError:
     """Make an error of a known code; a code of others' making counts as a server error.
 
-    A `retry_after_s` of 0 is unknown.
+    What is too long is cut. A `retry_after_s` of 0 is unknown.
     """
     if not _CODE_TEXT.fullmatch(code):
         code = "internal_error"
     status, kind = CODES.get(code, (UNKNOWN_CODE_STATUS, _SERVER))
     retry_s = min(max(retry_after_s or RETRY_AFTER_S, 1), RETRY_AFTER_MAX_S)
-    return ApiError(status, kind, code, message or SERVER_ERROR_MESSAGE, param, retry_s)
+    text = (message or SERVER_ERROR_MESSAGE)[:MESSAGE_CHARS_MAX]
+    return ApiError(status, kind, code, text, param and param[:PARAM_CHARS_MAX], retry_s)
 
 
 class RequestState:

@@ -5,16 +5,11 @@ import sys
 
 import structlog
 
+from coordinator.protocol.logs import without_words
+
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
 QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
 """Loggers whose lines quote requests: only those with a stack are kept, without their words."""
-
-FAILED_EVENTS = frozenset({"vllm_failed", "request_failed"})
-"""Events whose exception may quote a request: its type and place are logged, its text is not."""
-
-
-class RequestFailure(Exception):  # noqa: N818 -- stands in a log for an error of any name
-    """Stands for an exception whose text is not to be logged."""
 
 
 class _QuotesNothing(logging.Filter):
@@ -27,18 +22,6 @@ class _QuotesNothing(logging.Filter):
             return False
         record.msg, record.args = "vllm_failed", ()
         return True
-
-
-def _without_words(
-    _: logging.Logger, __: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """Leave of an exception that may quote a request its type and its place."""
-    info = event.get("exc_info")
-    if event.get("event") in FAILED_EVENTS and info:
-        kind, _value, place = sys.exc_info() if info is True else info
-        name = getattr(kind, "__name__", "unknown")
-        event["exc_info"] = (RequestFailure, RequestFailure(name), place)
-    return event
 
 
 def set_up_logging(*, json: bool) -> None:
@@ -62,7 +45,7 @@ def set_up_logging(*, json: bool) -> None:
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if json else shared,
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            _without_words,
+            without_words,
             *([structlog.processors.ExceptionRenderer(stacks)] if json else []),
             renderer,
         ],

@@ -8,14 +8,17 @@ takes the rest out of the application as well.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
+from gateway.field_names import FieldNames, field_names
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
@@ -67,14 +70,14 @@ _PATTERNS: Final = (
 )
 """Paths with a name in them, and the routes that stand for them."""
 
+_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
+_MODELS = b"/v1/models/"
+
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
 """Errors of pydantic that quote what is allowed; the others may quote the request."""
 
 OTHER_ROUTE = "other"
 """The name of all routes that do not exist."""
-
-_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
-_PYDANTIC_WORDS = frozenset({"str", "int", "float", "bool", "list", "dict", "none", "nullable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,14 @@ def takes_no_json(path: str) -> bool:
     return path == "/v1/files" or path.endswith("/cancel")
 
 
-def find_route(method: str, path: str) -> ApiError | None:
-    """None if the route exists, else the error that says what is wrong with it."""
+def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None:
+    """None if the route exists, else the error that says what is wrong with it.
+
+    `raw_path` is the path as it was sent: a slash in it that is written as %2F would be one for
+    this server and none for a proxy that looks at paths. Only names of models may have one.
+    """
+    if _ENCODED_SLASH.search(raw_path) and not raw_path.startswith(_MODELS):
+        path = ""
     path = _named(path)
     methods = {known for known, route in _ROUTES if route == path}
     if not methods:
@@ -164,33 +173,35 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         Route("/ready", ready, methods=["GET"]),
         Route(MODEL_PATH, retrieve_model, methods=["GET"]),
     ]
-    app.exception_handler(RequestValidationError)(_refuse_request)
+    names = _body_fields(app)
+
+    async def refuse_request(_: Request, error: RequestValidationError) -> Response:
+        return _respond(_invalid_request(error, names))
+
+    app.exception_handler(RequestValidationError)(refuse_request)
     # vLLM's app may have been put together already, with the handlers of that time.
     app.middleware_stack = None
 
 
-async def _refuse_request(_: Request, error: RequestValidationError) -> Response:
+def _body_fields(app: FastAPI) -> FieldNames:
+    """Return the fields of all bodies that the application's routes take."""
+    bodies = [route.body_field for route in app.router.routes if isinstance(route, APIRoute)]
+    kinds: list[Any] = [body.field_info.annotation for body in bodies if body is not None]
+    return field_names(TypeAdapter(kind).core_schema for kind in kinds)
+
+
+def _invalid_request(error: RequestValidationError, names: FieldNames) -> ApiError:
     """Say in one sentence what is wrong with a request's body."""
     first = error.errors()[0] if error.errors() else "The request is not valid."
     if not isinstance(first, dict):
-        return _respond(api_error("invalid_value", str(first)))
+        return api_error("invalid_value", str(first))
     text = str(first.get("msg", "")).removeprefix("Value error, ")
     if first.get("type") not in _PLAIN_ERRORS:
         text = strip_echo(text) or "the value is not valid"
     if first.get("type") == "json_invalid":
-        return _respond(api_error("invalid_json", "The request's body is not valid JSON."))
-    param = _param(first.get("loc", ()))
-    return _respond(api_error("invalid_value", f"{param}: {text}" if param else text, param))
-
-
-def _param(location: tuple[str | int, ...]) -> str | None:
-    """Name of the field, without the words in which pydantic tells the branch of a union."""
-    parts = [
-        str(part)
-        for part in location[1:]
-        if isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _PYDANTIC_WORDS)
-    ]
-    return ".".join(parts) or None
+        return api_error("invalid_json", "The request's body is not valid JSON.")
+    param = names.way_to(first.get("loc", ())[1:])
+    return api_error("invalid_value", f"{param}: {text}" if param else text, param)
 
 
 def _respond(error: ApiError) -> Response:

@@ -131,6 +131,23 @@ class RelayedLLM(AsyncLLM):
             raise TaskFailedError(unfit.error) from None
 
 
+_NO_CORS = "answers to pages of other origins are the business of a proxy in front"
+_NO_TLS = "TLS is the business of a proxy in front"
+_NOT_OFFERED = {
+    **dict.fromkeys(
+        ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"), _NO_CORS
+    ),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), _NO_TLS),
+    "api_key": "keys are in gateway.keys_file",
+    "host": "it is gateway.host",
+    "port": "it is gateway.port",
+    "uds": "the gateway listens at gateway.host and gateway.port",
+    "middleware": "nothing comes between the gateway and vLLM",
+    "root_path": "paths are those of OpenAI's API",
+}
+"""Options of vLLM's server that have no effect here, or a wrong one, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrontEndConfig:
     """vLLM's arguments and the configuration that follows from them."""
@@ -154,6 +171,10 @@ def configure(
             "--disable-fastapi-docs",
         ]
     )
+    for name, why in _NOT_OFFERED.items():
+        if getattr(args, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"model.engine_args: {option} is not offered: {why}.")
     # The layout decides how ranks compute; the front end sees one engine.
     args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
     # The edge has checked every URL; this is the second lock on the same door.

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.logs import set_up_logging
 
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Its lines go through our logging, to one place in one form.
+    "VLLM_CONFIGURE_LOGGING": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Set before vLLM is imported, unless the user has set them."""
@@ -31,6 +33,7 @@ def main() -> int:
         config = load_config(args.config)
         if args.command == "serve":
             shared_token()
+        set_up_logging()
         # Imported late: the checks above answer in milliseconds, vLLM's import takes seconds.
         from worker.launcher import Launcher, probe
         from worker.vllm_config import EngineConfigError

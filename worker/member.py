@@ -202,11 +202,11 @@ class Member:
         generated = list(place.generated_tokens)
         try:
             self._mode.scheduler.add_task(self.intake.request(place.payload), generated)
-        except Exception as error:  # Whatever vLLM finds wrong is this task's failure alone.
+        except Exception:  # Whatever vLLM finds wrong is this task's failure alone.
+            # Its words may quote the request: they are neither logged nor passed on.
             log.exception("task_refused", task=header.task)
-            self.ended.append(
-                TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated), str(error))
-            )
+            ended = TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated))
+            self.ended.append(ended)
             return
         what = (header, place.attempt, binding.group, len(generated), place.payload)
         self.book.open(LedTask(*what, place.waited_ms))

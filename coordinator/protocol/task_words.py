@@ -46,7 +46,6 @@ class TaskEnded(msgspec.Struct, frozen=True):
     attempt: int
     cause: EndCause
     generated: int
-    message: str = ""
 
 
 class TaskReturned(msgspec.Struct, frozen=True):

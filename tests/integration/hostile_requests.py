@@ -96,6 +96,17 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "adapter": {"lora_request": {"path": CANARY}},
 }
 
+FREE_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bias": ("chat/completions", {"logit_bias": {CANARY: "x"}}, "logit_bias"),
+    "long bias": ("chat/completions", {"logit_bias": {CANARY * 90_000: "x"}}, "logit_bias"),
+    "bias of a prompt": ("completions", {"prompt": "x", "logit_bias": {CANARY: "x"}}, "logit_bias"),
+    "document": ("chat/completions", {"documents": [{CANARY: 1}]}, "documents"),
+    "arguments": ("chat/completions", {"vllm_xargs": {CANARY: {CANARY: 1}}}, "vllm_xargs"),
+    "list of arguments": ("chat/completions", {"vllm_xargs": {CANARY: ["", {}]}}, "vllm_xargs"),
+    "metadata": ("responses", {"input": CANARY, "metadata": {CANARY: 5}}, "metadata"),
+}
+"""Objects whose keys are the client's own: the route, what is sent, and the field to be named."""
+
 BODIES: dict[str, bytes] = {
     "nothing": b"",
     "no json": CANARY.encode(),

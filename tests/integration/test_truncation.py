@@ -1,7 +1,7 @@
 """No stream is cut short without saying so: processes of the product are killed in mid-stream.
 
-A stream is whole if it ends with a finish reason and `[DONE]`, and told if it ends with an in-band
-error or a broken connection. Anything else is a silent truncation, of which there must be none.
+Streams of all APIs are read at the same time: line by line, with OpenAI's Python client and with
+its Node client. Whole is a stream with as many tokens as were asked for; see `read_streams`.
 """
 
 import asyncio
@@ -10,20 +10,35 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
+from tests.harness import node_client
 from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.read_streams import (
+    CHOICES,
+    PATHS,
+    SILENT,
+    TOLD,
+    WHOLE,
+    Reading,
+    asked,
+    read_raw,
+    read_with_openai,
+)
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+# Never repeated: one silent truncation is one too many.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow, pytest.mark.exact]
 
-STREAMS = 12
+STREAMS = 2
+"""Of each API, by each of Python's readers."""
 TOKENS = 300
-WHOLE, TOLD, SILENT = "whole", "told", "SILENT TRUNCATION"
-ENDS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 120.0
+BEGINS_WITHIN_S = 60.0
 
 
 @pytest.fixture
@@ -32,77 +47,97 @@ def running(tmp_path: Path) -> Iterator[Product]:
         yield up
 
 
-async def stream(client: httpx.AsyncClient, tokens: list[int], seed: int) -> str:
-    """Read one stream as a client would, and say how it ended."""
-    body = {
-        "model": MODEL_NAME,
-        "prompt": f"def number_{seed}(",
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "seed": seed,
-        "stream": True,
-    }
-    finish, events = None, [""]
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                return TOLD
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                events.append(line[6:])
-                if events[-1] == "[DONE]":
-                    continue
-                event = json.loads(events[-1])
-                if "error" in event:
-                    assert isinstance(event["error"]["code"], str)
-                    return TOLD
-                tokens[0] += 1
-                finish = event["choices"][0]["finish_reason"] or finish
-    except httpx.TransportError:
+@pytest.fixture(scope="module")
+def node_folder() -> Path:
+    return node_client.install()
+
+
+class NodeReader:
+    """A process with OpenAI's Node client that reads one stream of each API."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.has_begun = False
+
+    async def ends(self) -> Counter[str]:
+        """Read what it says, and judge it."""
+        assert self._process.stdout is not None
+        ends: Counter[str] = Counter()
+        async for line in self._process.stdout:
+            said = json.loads(line)
+            if said["name"] == "begun":
+                self.has_begun = True
+            else:
+                ends[judge(said)] += 1
+        assert await self._process.wait() == 0
+        assert ends.total() == len(PATHS)
+        return ends
+
+
+def judge(said: dict[str, object]) -> str:
+    """Say how a stream ended of which the Node client tells."""
+    if not said["ended"]:
         return TOLD
-    return WHOLE if finish == "length" and events[-1] == "[DONE]" else SILENT
+    kind = str(said["name"])
+    choices = range(CHOICES[kind])
+    finish = {} if kind == "response" else {str(choice): "length" for choice in choices}
+    is_whole = (said["finish"], said["tokens"]) == (finish, TOKENS * len(choices))
+    return WHOLE if is_whole else SILENT
 
 
-async def run_streams(url: str, kill: "asyncio.Future[None] | None", seeds: range) -> Counter[str]:
-    tokens = [0]
-    limits = httpx.Limits(max_connections=64)
-    async with httpx.AsyncClient(base_url=url, timeout=ENDS_WITHIN_S, limits=limits) as client:
-        work = [asyncio.create_task(stream(client, tokens, seed)) for seed in seeds]
-        while tokens[0] < 5 * STREAMS and not all(task.done() for task in work):
-            await asyncio.sleep(0.01)
-        assert not all(task.done() for task in work), "nothing was in mid-stream"
-        if kill is not None:
-            kill.set_result(None)
-        return Counter(await asyncio.gather(*work))
-
-
-async def streams_while(running: Product, pid: int) -> Counter[str]:
-    """Start streams, kill a process in the middle of them, and see how they end."""
-    kill = asyncio.get_running_loop().create_future()
-    seeds = range(random.randrange(10**6), 10**9)[:STREAMS]
-    work = asyncio.create_task(run_streams(running.url, kill, seeds))
-    await asyncio.wait({kill, work}, return_when=asyncio.FIRST_COMPLETED)
-    os.kill(pid, signal.SIGKILL)
-    return await work
+async def streams_while(running: Product, pid: int, node_folder: Path) -> Counter[str]:
+    """Start streams, kill a process when all are in their middle, and see how they end."""
+    node = NodeReader(
+        await asyncio.create_subprocess_exec(
+            *(node_client.NODE, "client.mjs", f"{running.url}/v1", "none"),
+            *("killed", MODEL_NAME, str(TOKENS)),
+            cwd=node_folder,
+            stdout=asyncio.subprocess.PIPE,
+        )
+    )
+    async with (
+        httpx.AsyncClient(base_url=running.url, timeout=ENDS_WITHIN_S) as raw,
+        openai.AsyncOpenAI(
+            base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=ENDS_WITHIN_S
+        ) as client,
+    ):
+        readers: list[Callable[..., Awaitable[str]]] = [
+            lambda *what: read_raw(raw, *what),
+            lambda *what: read_with_openai(client, *what),
+        ]
+        work, readings = [asyncio.create_task(node.ends())], []
+        others = []
+        for read in readers:
+            for kind in list(PATHS) * STREAMS:
+                readings.append(Reading(kind, TOKENS))
+                body = asked(kind, MODEL_NAME, TOKENS, random.randrange(10**6))
+                others.append(asyncio.ensure_future(read(body, readings[-1])))
+        async with asyncio.timeout(BEGINS_WITHIN_S):
+            while not (node.has_begun and all(reading.has_begun for reading in readings)):
+                await asyncio.sleep(0.01)
+        assert not any(task.done() for task in (*work, *others)), "not all were in mid-stream"
+        os.kill(pid, signal.SIGKILL)
+        return Counter(await asyncio.gather(*others)) + await work[0]
 
 
 @pytest.mark.parametrize("process", ["coordinator", "gateway", "rank"])
 async def test_whatever_dies_no_stream_is_short_without_saying_so(
-    running: Product, process: str
+    running: Product, node_folder: Path, process: str
 ) -> None:
     """A dead coordinator is no reason to end a stream at all, nor is a rank's, even the last one.
 
-    The rank leads the one group that there is, so the other is stuck with it, and ends too.
+    The rank leads the one group that there is, and the other one serves on alone.
     """
     if process == "rank":
         running.switch("tp2", "reshard")
         pid = int(running.get("/admin/ranks")["ranks"][0]["pid"])
     else:
         pid = running.child(process)
-    ends = await streams_while(running, pid)
-    print(f"{process} killed under {STREAMS} streams: {dict(ends)}")
+    ends = await streams_while(running, pid, node_folder)
+    print(f"{process} killed under {ends.total()} streams: {dict(ends)}")
     assert ends[SILENT] == 0
-    assert ends.total() == STREAMS
+    assert ends.total() == len(PATHS) * (2 * STREAMS + 1)
     if process != "gateway":
-        assert ends[WHOLE] == STREAMS
+        assert ends[WHOLE] == ends.total()
+    else:
+        assert ends[TOLD] == ends.total()

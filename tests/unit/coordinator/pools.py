@@ -59,7 +59,7 @@ def messages(effects: Sequence[Effect]) -> list[Message]:
 
 
 def ended(task: TaskId, attempt: int, cause: EndCause = EndCause.FINISHED) -> TaskEnded:
-    return TaskEnded(task, attempt, cause, 3, "because")
+    return TaskEnded(task, attempt, cause, 3)
 
 
 def returned(

@@ -1,5 +1,7 @@
 """The life of a task in the pool, one situation per test."""
 
+import pytest
+
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.events import ToRank
 from coordinator.placement import OpenGroup
@@ -17,7 +19,7 @@ from coordinator.protocol.messages import (
     TaskProgress,
     Tier,
 )
-from coordinator.tasks import ATTEMPTS_APART, State
+from coordinator.tasks import ATTEMPTS_APART, FAILURES, State
 from tests.unit.coordinator.builders import header, submit
 from tests.unit.coordinator.pools import (
     TWO,
@@ -129,10 +131,11 @@ def test_a_deadline_ends_a_task_wherever_it_is() -> None:
     assert state(tasks, B) is State.PLACED
 
 
-def test_a_failure_is_told_again_to_a_gateway_that_missed_it() -> None:
+@pytest.mark.parametrize("cause", FAILURES)
+def test_a_failure_is_told_again_to_a_gateway_that_missed_it(cause: EndCause) -> None:
     tasks = placed("a")
-    told = messages(tasks.ended(ZERO, ended(A, 1, EndCause.REFUSED)))
-    assert told == [TaskFailed(A, "invalid_value", "because")]
+    told = messages(tasks.ended(ZERO, ended(A, 1, cause)))
+    assert told == [TaskFailed(A, *FAILURES[cause])]
     assert messages(tasks.submit(submit("a", attempt=1), 1)) == told
 
 

@@ -257,6 +257,9 @@ async def test_connections_are_bounded(served: Served, talk: Talk) -> None:
         writer.write(GET + b"\r\n")
     await asyncio.sleep(0.05)
     assert refusal(await talk(GET + b"\r\n")) == (503, "too_many_connections")
+    refusals = [await talk(GET + b"\r\n") for _ in range(50)]
+    waits_ms = {answer.partition(b"retry-after-ms: ")[2].split()[0] for answer in refusals}
+    assert len(waits_ms) > 10, "who is refused together does not come again together"
     for _, writer in (first, second):
         writer.close()
     await asyncio.sleep(0.1)

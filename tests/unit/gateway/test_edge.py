@@ -11,9 +11,9 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.measures import CLIENT_RETRIES, TIER_CLAMPED
-from gateway import edge, intake
+from gateway import intake
 from gateway.edge import Edge, EdgeLimits
-from gateway.errors import api_error, current_request
+from gateway.errors import current_request
 from gateway.keyring import KeyRing
 from gateway.measuring import RequestMeter
 from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
@@ -135,13 +135,26 @@ async def test_draining_refuses_new_requests(gate: Edge, client: httpx.AsyncClie
     assert error_of(await client.post(CHAT, json={})) == (503, "draining")
 
 
-async def test_refused_clients_do_not_come_back_together(gate: Edge) -> None:
-    gate.draining = True
-    error = api_error("draining", "Bye.", retry_after_s=40)
-    waits = {edge._with_jitter(error).retry_after_s for _ in range(100)}
-    assert len(waits) > 5
-    assert min(waits) >= 40
-    assert max(waits) <= 60
+async def test_a_file_that_is_being_read_is_an_open_request() -> None:
+    """A process that ends waits for it; probes it does not wait for."""
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"a line", "more_body": False})
+
+    gate = Edge(app)
+    for path, is_counted in (("/v1/files/file-1/content", True), ("/ready", False)):
+        go_on.clear()
+        browser = Browser({})
+        scope = {**browser.scope(path), "method": "GET"}
+        work = asyncio.create_task(gate(scope, browser.receive, browser.send))
+        await asyncio.sleep(0.01)
+        assert (gate.requests, gate.idle.is_set()) == (int(is_counted), not is_counted)
+        go_on.set()
+        await work
+        assert gate.idle.is_set()
 
 
 async def test_errors_of_the_application_are_shaped(client: httpx.AsyncClient) -> None:

@@ -86,6 +86,11 @@ def test_echo_of_the_value_is_left_out_and_messages_are_bounded() -> None:
     assert time.process_time() - started < 1, "what a client makes long must not cost long"
 
 
+@pytest.mark.parametrize("letter", ["x", "\x01", "\U0001f600"])
+def test_an_error_is_short_whatever_it_is_made_of(letter: str) -> None:
+    assert len(api_error("invalid_value", letter * 100_000, letter * 100_000).body()) < 8 * 1024
+
+
 @pytest.mark.parametrize("code", ["", "Bad Code", "x" * 100, "A"])
 def test_code_that_is_no_code_is_not_shown(code: str) -> None:
     assert api_error(code, "why").code == "internal_error"

@@ -1,9 +1,11 @@
 """The allow-list, on a small application; the integration test holds it against vLLM's own."""
 
+from typing import Any
+
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -16,10 +18,26 @@ from gateway.routes import (
     find_route,
 )
 
+SECRET = "kanarienvogel"
+
+
+class Place(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: str = Field("", alias="town")
+    inside: "Place | None" = None
+
 
 class Prompt(BaseModel):
     prompt: str
     stop: list[str] | str = ""
+    logit_bias: dict[str, float] = {}
+    documents: list[dict[str, str]] = []
+    extra: dict[str, str | int | list[str | int]] | None = None
+    place: Place | None = None
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"inside": deep(levels - 1) if levels else {"town": 1}}
 
 
 @pytest.fixture
@@ -82,6 +100,25 @@ def test_find_route(method: str, path: str, code: str | None) -> None:
     assert (error.code if error else None) == code
 
 
+@pytest.mark.parametrize(
+    ("raw_path", "path", "code"),
+    [
+        (b"/v1/models", "/v1/models", None),
+        (b"/v1%2fmodels", "/v1/models", "unknown_url"),
+        (b"/v1%2Fmodels", "/v1/models", "unknown_url"),
+        (b"/v1/models%2fdemo", "/v1/models/demo", "unknown_url"),
+        (b"/v1/models/org%2Fname", "/v1/models/org/name", None),
+        (b"/v1/files/a%2fcontent", "/v1/files/a/content", "unknown_url"),
+        (b"/v1/responses/a%2Finput_items", "/v1/responses/a/input_items", "unknown_url"),
+    ],
+)
+def test_a_slash_is_one_for_everybody_who_reads_the_path(
+    raw_path: bytes, path: str, code: str | None
+) -> None:
+    error = find_route("GET", path, raw_path)
+    assert (error.code if error else None) == code
+
+
 async def test_readiness_says_why_not(app: FastAPI) -> None:
     now = Readiness(ready=False, reason=api_error("not_serving", "The cell switches."))
     add_own_routes(app, lambda: now)
@@ -104,6 +141,14 @@ async def test_readiness_says_why_not(app: FastAPI) -> None:
         ({"prompt": 3}, "prompt", "prompt: Input should be a valid string"),
         ({"prompt": "x", "stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
         ([1], None, "Input should be a valid dictionary"),
+        ({"prompt": "x", "logit_bias": {SECRET: "x"}}, "logit_bias", "logit_bias: "),
+        ({"prompt": "x", "logit_bias": {SECRET * 5_000: "x"}}, "logit_bias", "logit_bias: "),
+        ({"prompt": "x", "documents": [{}, {SECRET: 1}]}, "documents", "documents: "),
+        ({"prompt": "x", "extra": {SECRET: {}}}, "extra", "extra: "),
+        ({"prompt": "x", "extra": {SECRET: ["", {}]}}, "extra", "extra: "),
+        ({"prompt": "x", "place": {SECRET: 1}}, "place", "place: "),
+        ({"prompt": "x", "place": {"town": 1}}, "place.town", "place.town: "),
+        ({"prompt": "x", "place": deep(20)}, "place" + ".inside" * 7, "place.inside"),
     ],
 )
 async def test_refused_body_names_the_field(
@@ -115,3 +160,4 @@ async def test_refused_body_names_the_field(
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", param)
     assert error["message"].startswith(text)
+    assert SECRET not in response.text

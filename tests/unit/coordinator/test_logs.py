@@ -1,0 +1,78 @@
+"""What coordinators and workers log: lines of JSON, and no local variables."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from coordinator.protocol.logs import FAILED_EVENTS, set_up_logging
+
+SECRET = "a secret prompt"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def fail() -> None:
+    local = [SECRET]
+    raise ValueError(f"{len(local)} is wrong")
+
+
+def test_every_line_is_json_and_stacks_have_no_local_variables(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up_logging()
+    own, other = structlog.get_logger(), logging.getLogger("grpc.aio")
+    try:
+        fail()
+    except ValueError:
+        own.exception("rank_failed", epoch=3)
+        other.exception("step failed")
+    other.warning('a\n{"event": "forged"}')
+    other.info("not of interest")
+    written = capsys.readouterr()
+    assert written.out == "", "stdout is for what others wait for"
+    assert SECRET not in written.err
+    lines = [json.loads(line) for line in written.err.splitlines()]
+    assert [line["event"] for line in lines] == [
+        *("rank_failed", "step failed", 'a\n{"event": "forged"}'),
+    ]
+    for line in lines[:2]:
+        [told] = line["exception"]
+        assert (told["exc_type"], told["exc_value"]) == ("ValueError", "1 is wrong")
+        assert told["frames"][-1]["name"] == "fail"
+    assert {line["level"] for line in lines} == {"error", "warning"}
+    assert [line.get("logger") for line in lines] == [None, "grpc.aio", "grpc.aio"]
+
+
+def test_context_is_told_with_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging()
+    with structlog.contextvars.bound_contextvars(rank=3):
+        structlog.get_logger().info("rank_built")
+        logging.getLogger("asyncio").warning("slow")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["rank"]) for line in lines] == [("rank_built", 3), ("slow", 3)]
+
+
+@pytest.mark.parametrize("event", sorted(FAILED_EVENTS))
+def test_what_may_quote_a_request_is_told_by_type_and_place(
+    capsys: pytest.CaptureFixture[str], event: str
+) -> None:
+    set_up_logging()
+    try:
+        raise ValueError(SECRET) from KeyError(SECRET)
+    except ValueError:
+        structlog.get_logger().exception(event)
+    logged = capsys.readouterr().err
+    assert SECRET not in logged
+    [told] = json.loads(logged)["exception"]
+    assert told["exc_value"] == "ValueError"
+    assert told["frames"][-1]["filename"] == __file__

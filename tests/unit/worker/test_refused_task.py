@@ -1,0 +1,95 @@
+"""A task that vLLM finds wrong: neither the coordinator nor the log is told its words."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import structlog
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.config import TOKEN_ENV
+from coordinator.protocol.logs import set_up_logging
+from coordinator.protocol.messages import Binding, EndCause, Place, TaskEnded
+from tests.unit.coordinator.builders import header
+from worker import __main__ as command
+from worker import launcher
+from worker import member as member_module
+from worker.demo import MODEL_DIR
+from worker.member import Member
+
+SECRET = "a secret prompt"
+BINDING = Binding(Group((Rank(0),), Mode.DP), 4)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+class Scheduler:
+    def add_task(self, request: Any, _generated: list[int]) -> None:
+        raise ValueError(f"cannot compile {request}")
+
+
+def test_its_words_are_neither_sent_nor_logged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up_logging()
+    # A logger keeps for good what it wrote to first, which here is pytest's.
+    monkeypatch.setattr(member_module, "log", structlog.get_logger())
+    engine = SimpleNamespace(
+        pages=None, boards={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
+        block_hasher=None, structured_output=None,
+    )  # fmt: skip
+    member = Member(cast(Any, engine), 1, cast(Any, None))
+    member.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))
+    member._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
+    member.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)
+    assert member.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]
+    [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert SECRET not in str(line)
+    assert (line["event"], line["task"]) == ("task_refused", "a")
+    [told] = line["exception"]
+    assert told["exc_value"] == "ValueError"
+    assert told["frames"][-1]["name"] == "add_task"
+
+
+def test_the_worker_s_processes_log_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Failing:
+        def __init__(self, _config: Any) -> None:
+            """Stands for the launcher."""
+
+        def run(self) -> int:
+            local = SECRET
+            try:
+                raise ValueError(f"{len(local)}")
+            except ValueError:
+                structlog.get_logger().exception("bad")
+            return 0
+
+    path = tmp_path / "cell.yaml"
+    path.write_text(json.dumps({"model": {"path": str(MODEL_DIR)}}))
+    monkeypatch.setenv(TOKEN_ENV, "a-secret-for-tests-only")
+    monkeypatch.setattr(launcher, "Launcher", Failing)
+    monkeypatch.setattr(sys, "argv", ["worker", "--config", str(path)])
+    for name in (*command.VLLM_ENVIRONMENT, *command.FIXED_ENVIRONMENT):
+        monkeypatch.setenv(name, "0")
+    assert command.main() == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    [line] = [json.loads(line) for line in said.err.splitlines()]
+    assert line["event"] == "bad"
+    assert SECRET not in str(line)
