@@ -4,17 +4,15 @@ import asyncio
 import json
 import select
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from coordinator.protocol.messages import Cancel, Done, Submit
-from gateway.connection import HEADER_WAIT_S
+from coordinator.protocol.messages import Submit
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.integration.hostile_requests import BODIES, CANARY, CHAT, FREE_KEYS, PARAMETERS
 
@@ -246,126 +244,6 @@ async def test_a_prompt_that_is_far_too_long_holds_nobody_up(client: httpx.Async
 
     worst_ms = await worst_health_ms(client, send())
     print(f"8 MiB of prompt refused after {min(took_s):.2f} s, worst /health {worst_ms:.0f} ms")
-
-
-async def open_idle(gateway: GatewayProcess, number: int, say: bytes) -> list[Any]:
-    """Connections that have said something; a hundred are opened at a time."""
-    made: list[Any] = []
-    for _ in range(number // 100):
-        some = await asyncio.gather(
-            *(asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(100))
-        )
-        for _, writer in some:
-            writer.write(say)
-        made += some
-    return made
-
-
-async def p99_ms(client: httpx.AsyncClient, number: int = 200) -> float:
-    """99th percentile of answer times, of requests one after another."""
-    times = []
-    for _ in range(number):
-        began = time.perf_counter()
-        assert (await client.get("/health")).status_code == 200
-        times.append((time.perf_counter() - began) * 1_000)
-    return statistics.quantiles(times, n=100)[98]
-
-
-@pytest.mark.timing
-async def test_slow_clients_are_cut_off_and_hold_nobody_up(
-    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
-) -> None:
-    before_ms = await p99_ms(client)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
-    length = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
-    slow = await open_idle(gateway, SLOW_CLIENTS // 2, head + b"X-Slow: ")
-    slow += await open_idle(gateway, SLOW_CLIENTS // 2, head + length)
-    during_ms = await p99_ms(client)
-    print(f"{SLOW_CLIENTS} slow clients: p99 {before_ms:.1f} -> {during_ms:.1f} ms")
-    began = time.monotonic()
-    answers = await asyncio.gather(*(reader.read() for reader, _ in slow))
-    took_s = time.monotonic() - began
-    print(f"all cut off after another {took_s:.1f} s")
-    assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
-    assert took_s < HEADER_WAIT_S + 5
-    for _, writer in slow:
-        writer.close()
-    assert during_ms < max(2 * before_ms, 50)
-
-
-@pytest.mark.timing
-async def test_ten_thousand_idle_connections(
-    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
-) -> None:
-    before_mib, process = rss_mib(gateway), psutil.Process(gateway.process.pid)
-    files = process.num_fds()
-    say = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    idle = await open_idle(gateway, IDLE_CONNECTIONS, say)
-    await asyncio.gather(*(reader.readuntil(b"}") for reader, _ in idle))
-    grown_mib, health_ms = rss_mib(gateway) - before_mib, await p99_ms(client)
-    assert process.num_fds() >= files + IDLE_CONNECTIONS
-    print(f"{IDLE_CONNECTIONS} idle: RSS +{grown_mib:.0f} MiB, /health p99 {health_ms:.1f} ms")
-    assert grown_mib < 1_024
-    assert health_ms < 250
-    response = await client.post(PATH, json=CHAT)
-    assert response.status_code == 200
-    for _, writer in idle:
-        writer.transport.abort()
-    for _ in range(500):
-        if process.num_fds() < files + 50:
-            break
-        await asyncio.sleep(0.02)
-    assert process.num_fds() < files + 50
-
-
-@pytest.mark.timing
-async def test_slow_readers_are_bounded(
-    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
-) -> None:
-    async def long(ran: Ran) -> None:
-        for index in range(400):
-            ran.tokens(index, [300 + index], "length" if index == 399 else None, logprobs=20)
-            await asyncio.sleep(0.005)
-
-    wanted = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
-
-    async def stream_s() -> float:
-        began = time.perf_counter()
-        response = await client.post(PATH, json=wanted)
-        assert response.text.endswith("data: [DONE]\n\n")
-        return time.perf_counter() - began
-
-    cell.behave = long
-    body = json.dumps(wanted).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-    async def beside(*, reads: bool) -> tuple[float, float]:
-        """Time of a stream beside others that are read or not, and the memory that took."""
-        before_mib = rss_mib(gateway)
-        pairs = []
-        for _ in range(SLOW_READERS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            if not reads:
-                cast(asyncio.Transport, writer.transport).pause_reading()
-            writer.write(request)
-            pairs.append((reader, writer))
-        work = [asyncio.create_task(reader.read(-1)) for reader, _ in pairs if reads]
-        took_s = await stream_s()
-        grown_mib = rss_mib(gateway) - before_mib
-        for task in work:
-            task.cancel()
-        for _, writer in pairs:
-            writer.transport.abort()
-        return took_s, grown_mib
-
-    read_s, _ = await beside(reads=True)
-    await cell.until(lambda: len(cell.of(Submit)) == len(cell.of(Done)) + len(cell.of(Cancel)))
-    unread_s, grown_mib = await beside(reads=False)
-    print(f"{SLOW_READERS} readers that do not read: RSS +{grown_mib:.1f} MiB, ", end="")
-    print(f"a stream beside them takes {unread_s:.2f} s, beside readers {read_s:.2f} s")
-    assert grown_mib < SLOW_READERS * 1.5
-    assert unread_s < 1.5 * read_s + 0.5
 
 
 def test_nothing_of_requests_is_in_the_log(gateway: GatewayProcess, cell: FakeCell) -> None:
