@@ -12,9 +12,17 @@ import httpx
 import psutil
 import pytest
 
-from coordinator.protocol.messages import Submit
+from coordinator.protocol.messages import Submit, TaskFailed
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.integration.hostile_requests import BODIES, CANARY, CHAT, FREE_KEYS, PARAMETERS
+from tests.integration.hostile_requests import (
+    BODIES,
+    BODY_OUTCOMES,
+    CANARY,
+    CHAT,
+    FREE_KEYS,
+    OUTCOMES,
+    PARAMETERS,
+)
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -22,6 +30,11 @@ MIB = 1024**2
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 ERROR_BYTES_MAX = 8 * 1024
+ROUNDS = 5
+"""A time is judged by the best of so many: what else runs on the machine is not the gateway's."""
+BLOCKED_MS_MAX = 50
+LONG_PROMPT_MS_MAX = 200
+REFUSED_MS_MAX = 50
 IDLE_CONNECTIONS = 10_000
 SLOW_CLIENTS = 1_000
 SLOW_READERS = 8
@@ -78,9 +91,11 @@ async def test_bad_parameters_are_refused_or_served(
     client: httpx.AsyncClient, cell: FakeCell, name: str
 ) -> None:
     response = await client.post(PATH, json={**CHAT, **PARAMETERS[name]})
-    assert response.status_code in (200, 400, 404)
-    if response.status_code != 200:
+    status, param = OUTCOMES[name]
+    assert response.status_code == status
+    if status != 200:
         check_refusal(response)
+        assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("name", FREE_KEYS)
@@ -101,8 +116,8 @@ async def test_bad_bodies_are_refused(client: httpx.AsyncClient, cell: FakeCell,
     began = time.perf_counter()
     response = await client.post(PATH, content=BODIES[name], headers=JSON)
     took_ms = (time.perf_counter() - began) * 1_000
-    assert response.status_code in (400, 404)
     check_refusal(response)
+    assert (response.status_code, response.json()["error"]["code"]) == BODY_OUTCOMES[name]
     print(f"{name}: {took_ms:.0f} ms")
     assert cell.of(Submit) == []
 
@@ -186,16 +201,18 @@ async def test_oversize_body_is_refused_at_once(
     gateway: GatewayProcess, cell: FakeCell, told: bool
 ) -> None:
     """By its length before a byte of it is read, or as soon as it is longer than it may be."""
-    before_mib = rss_mib(gateway)
-    answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
-    assert answer.startswith(b"HTTP/1.1 413")
-    assert b'"code":"request_too_large"' in answer
+    before_mib, times_ms = rss_mib(gateway), []
+    for _ in range(ROUNDS):
+        answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b'"code":"request_too_large"' in answer
+        assert sent_mib <= 20
+        times_ms.append(took_ms)
     grown_mib = rss_mib(gateway) - before_mib
-    print(f"413 after {took_ms:.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
+    print(f"413 after {min(times_ms):.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
     assert grown_mib <= 16
-    assert sent_mib <= 20
     if told:
-        assert took_ms < 250
+        assert min(times_ms) < REFUSED_MS_MAX
 
 
 LONG = {"role": "user", "content": "a b " * 1_900_000}
@@ -218,37 +235,52 @@ async def test_large_bodies_do_not_hold_up_others(
 
     async def send() -> None:
         async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
-            for _ in range(3):
-                response = await other.post("/v1/chat/completions", content=body, headers=JSON)
-                assert response.status_code == 400
-                check_refusal(response)
+            response = await other.post("/v1/chat/completions", content=body, headers=JSON)
+            assert response.status_code == 400
+            check_refusal(response)
 
-    worst_ms = await worst_health_ms(client, send())
-    print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health {worst_ms:.0f} ms")
-    assert worst_ms < 1_000
+    worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
+    shown = ", ".join(f"{each:.0f}" for each in sorted(worst_ms))
+    print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health of {ROUNDS} rounds {shown} ms")
+    assert min(worst_ms) < BLOCKED_MS_MAX
 
 
 @pytest.mark.timing
 async def test_a_prompt_that_is_far_too_long_holds_nobody_up(client: httpx.AsyncClient) -> None:
     body = {"model": "demo", "prompt": "word " * (8 * MIB // 5 - 20)}
-    took_s = []
+    took_ms = []
 
     async def send() -> None:
         async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
-            for _ in range(2):
-                began = time.perf_counter()
-                response = await other.post("/v1/completions", json=body)
-                took_s.append(time.perf_counter() - began)
-                assert response.status_code == 400
-                check_refusal(response)
+            began = time.perf_counter()
+            response = await other.post("/v1/completions", json=body)
+            took_ms.append((time.perf_counter() - began) * 1e3)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+            check_refusal(response)
 
-    worst_ms = await worst_health_ms(client, send())
-    print(f"8 MiB of prompt refused after {min(took_s):.2f} s, worst /health {worst_ms:.0f} ms")
+    worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
+    print(f"8 MiB of prompt refused after {min(took_ms):.0f} ms at best, ", end="")
+    print(f"worst /health meanwhile {min(worst_ms):.0f} ms at best")
+    assert min(took_ms) < LONG_PROMPT_MS_MAX
 
 
-def test_nothing_of_requests_is_in_the_log(gateway: GatewayProcess, cell: FakeCell) -> None:
-    """Runs last: everything above has been sent."""
+async def test_nothing_of_requests_is_in_the_log(
+    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
+) -> None:
+    """Of what is sent here, and of all that was sent above."""
+
+    async def fail(ran: Ran) -> None:
+        cell.say(TaskFailed(ran.id, "internal_error", "The engine could not run this request."))
+
+    for fields in ({"temperature": CANARY}, {"chat_template_kwargs": {"messages": [CANARY]}}, {}):
+        if not fields:
+            cell.behave = fail
+        response = await client.post(PATH, json={**CHAT, **fields})
+        assert response.status_code in (400, 500)
+        check_refusal(response)
     log = gateway.log.read_text()
+    assert '"task_failed"' in log, "what happens is logged"
     assert CANARY not in log
     for line in log.splitlines():
         if line.startswith("{"):
