@@ -72,6 +72,8 @@ class Answer:
         # Events of a stream that were not sent yet, because no token came.
         self._preface: list[bytes] = []
         self._stalled = False
+        self._patience: asyncio.Timeout | None = None
+        """While something is being sent: until when."""
         self._phase = _Phase.BEFORE
         self._start: Message = {}
         self._error_body = bytearray()
@@ -121,6 +123,11 @@ class Answer:
     def client_gone(self) -> None:
         """Take note that nobody reads any more."""
         self.is_abandoned |= self._phase is not _Phase.CLOSED
+
+    def give_up(self) -> None:
+        """End a stream whose client does not read, without waiting any longer."""
+        if self._patience is not None and self._phase is _Phase.STREAM:
+            self._patience.reschedule(0)
 
     def close(self) -> None:
         """The app has returned: send nothing of one's own accord any more."""
@@ -276,12 +283,14 @@ class Answer:
 
     async def _out(self, message: Message) -> None:
         try:
-            async with asyncio.timeout(SEND_STALL_S):
+            async with asyncio.timeout(SEND_STALL_S) as self._patience:
                 await self._send(message)
             self._sent_at_s = asyncio.get_running_loop().time()
         except TimeoutError:
             self._stalled = True
             raise ClientStalledError from None
+        finally:
+            self._patience = None
 
 
 def _broken_off() -> ApiError:

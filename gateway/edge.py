@@ -257,6 +257,7 @@ class Edge:
             if (full := self._refusals.find(resolved, tenant, clock())) is not None:
                 return full
             answer.request = RequestState(tenant, deadline_ms)
+            answer.request.give_up = answer.give_up
             body = reword_service_tier(body, facts.service_tier)
             replay = Replay(body, receive, answer.client_gone)
             if IDEMPOTENCY_HEADER in head.headers:
@@ -314,6 +315,7 @@ class Edge:
             await self._app(inner_scope(scope, answer, replay.length), replay, answer.send)
         finally:
             current_request.reset(token)
+            await answer.request.close()
             if key is not None:
                 tokens = answer.request.generated_tokens
                 await self._rates.charge(key, tokens, answer.wait_budget)

@@ -6,6 +6,8 @@ any failure of a task, into one `ApiError`; nothing of a server's inside reaches
 
 import math
 import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Final
@@ -166,7 +168,10 @@ class RequestState:
         "failure",
         "finish_reasons",
         "generated_tokens",
+        "give_up",
         "queue_wait_ms",
+        "relayed_tokens",
+        "streams",
         "tenant",
         "trace",
     )
@@ -176,13 +181,30 @@ class RequestState:
         self.failure: ApiError | None = None
         self.tenant = tenant
         self.deadline_ms = deadline_ms
+        self.relayed_tokens = 0
+        """What was handed to vLLM's front end."""
         self.generated_tokens = 0
+        """What it has made of them: the next part of a stream is made once the last was sent."""
+        self.streams: list[AsyncGenerator[object, None]] = []
+        """What vLLM generates for it; each of them that did not end must be closed."""
+        self.give_up: Callable[[], None] | None = None
+        """Ends a stream that is being sent and whose client does not read."""
         self.finish_reasons: tuple[str, ...] = ()
         self.trace = ""
         """The `traceparent` of the request's span; empty if it is not traced."""
         self.queue_wait_ms: int | None = None
         """How long it waited for a group; None until its first token. Of several choices the most.
         """
+
+    async def close(self) -> None:
+        """End what is still being generated.
+
+        Whoever does not read leaves streams behind that nobody waits for: they would go on until
+        Python happens to collect them.
+        """
+        while self.streams:
+            with suppress(RuntimeError):  # It is being closed already.
+                await self.streams.pop().aclose()
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)

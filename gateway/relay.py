@@ -179,6 +179,8 @@ class Relay:
         now_s = self._clock()
         for task, error in self.book.expired(now_s):
             self._fail(task, error)
+        for give_up in self.book.unread():
+            give_up()
         self._send_all(self._spread.tick(now_s))
         self._report_gaps(now_s)
 
@@ -295,9 +297,11 @@ class Relay:
         self, task: Task, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
     ) -> None:
         if token_ids:
-            if not task.delivered and task.request is not None:
-                known_ms = task.request.queue_wait_ms or 0
-                task.request.queue_wait_ms = max(span.waited_ms, known_ms)
+            if task.request is not None:
+                task.request.relayed_tokens += len(token_ids)
+                if not task.delivered:
+                    known_ms = task.request.queue_wait_ms or 0
+                    task.request.queue_wait_ms = max(span.waited_ms, known_ms)
             self._meter.tokens(task, len(token_ids), now_s)
             task.delivered.extend(token_ids)
             self._gaps[task.cell or ALONE].tokens_arrived(task, epoch, now_s)

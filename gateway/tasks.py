@@ -9,7 +9,7 @@ relay with its clock's time in seconds; pure.
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +41,9 @@ DEADLINE_GRACE_S = 1.0
 
 GAP_WAIT_S = 20.0
 """How long a stream waits for a token that is missing in its middle before it is failed."""
+
+UNREAD_TOKENS_MAX = 1_024
+"""Most tokens of a request that wait until its client has read what was sent before them."""
 
 ENDED_REMEMBERED = 4_096
 """Number of ended tasks of each cell whose late tokens are still recognised."""
@@ -270,6 +273,17 @@ class TaskBook:
             self._told.clear()
         self._told.add(task_id)
         return Cancel(task_id)
+
+    def unread(self) -> list[Callable[[], None]]:
+        """Return how to end the streams that are too far behind, because nobody reads them."""
+        requests = {id(task.request): task.request for task in self}.values()
+        return [
+            request.give_up
+            for request in requests
+            if request is not None
+            and request.give_up is not None
+            and request.relayed_tokens - request.generated_tokens > UNREAD_TOKENS_MAX
+        ]
 
     def expired(self, now_s: float) -> list[tuple[TaskId, ApiError]]:
         """Tasks that have waited too long for the coordinator or for a missing token."""

@@ -101,12 +101,19 @@ class RelayedLLM(AsyncLLM):
         self.sandbox = sandbox
         self.input_processor.structured_outputs_config = None
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
 
         What the relay must know of the request travels to it as the session's name.
         """
         request = current_request.get() or RequestState()
+        stream = self._generate(request, *args, **kwargs)
+        request.streams.append(stream)
+        return stream
+
+    async def _generate(
+        self, request: RequestState, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         if self.sandbox is not None:
             await self._try_grammar(args[1] if len(args) > 1 else kwargs["sampling_params"])
         session = kwargs.get("session_id")

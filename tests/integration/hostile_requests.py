@@ -96,6 +96,64 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "adapter": {"lora_request": {"path": CANARY}},
 }
 
+OUTCOMES: dict[str, tuple[int, str | None]] = {
+    "negative temperature": (400, "temperature"),
+    "infinite temperature": (400, "temperature"),
+    "text for a number": (400, "temperature"),
+    "no choices": (400, "n"),
+    "many choices": (400, "n"),
+    "many tokens": (400, "max_tokens"),
+    "negative tokens": (400, "max_tokens"),
+    "many stops": (400, "stop"),
+    "empty stop": (400, None),
+    "large bias": (400, "logit_bias"),
+    "strange bias": (400, "logit_bias"),
+    "unknown token biased": (400, "logit_bias"),
+    "many logprobs": (400, "logprobs"),
+    "negative prompt logprobs": (400, "prompt_logprobs"),
+    "large seed": (400, "seed"),
+    "bad tool": (400, "tools"),
+    "tool with a bad schema": (400, None),
+    "unknown tool wanted": (400, "tool_choice"),
+    "bad schema": (400, None),
+    "recursive schema": (400, "response_format"),
+    "foreign schema": (400, "response_format"),
+    "schema of many items": (400, None),
+    "schema of a long string": (200, None),
+    "large schema": (400, "response_format"),
+    "nested regex": (400, "structured_outputs"),
+    "backtracking regex": (200, None),
+    "broken regex": (400, None),
+    "deep grammar": (400, None),
+    "broken grammar": (400, None),
+    "two grammars": (400, None),
+    "chat template": (400, "chat_template"),
+    "template arguments": (400, None),
+    "processor arguments": (400, "mm_processor_kwargs"),
+    "file": (400, "messages"),
+    "metadata service": (400, "messages"),
+    "image for a model of text": (400, None),
+    "content of no kind": (400, None),
+    "content that is a number": (400, "messages.0.content"),
+    "no messages": (400, None),
+    "role of no kind": (200, None),
+    "broken tool call": (200, None),
+    "beam search": (400, "use_beam_search"),
+    "unknown model": (404, "model"),
+    "model that is no text": (400, "model"),
+    "unknown tier": (400, "service_tier"),
+    "stream options without a stream": (400, "stream_options"),
+    "stream that is no truth": (400, "stream"),
+    "unknown token ids": (400, "allowed_token_ids"),
+    "unknown stop ids": (400, "stop_token_ids"),
+    "empty salt": (400, "cache_salt"),
+    "both ends": (400, None),
+    "long prompt": (400, None),
+    "logits processor": (200, None),
+    "adapter": (400, "lora_request"),
+}
+"""Status and `param` that each of them gets; without a field vLLM blames none."""
+
 FREE_KEYS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("chat/completions", {"logit_bias": {CANARY: "x"}}, "logit_bias"),
     "long bias": ("chat/completions", {"logit_bias": {CANARY * 90_000: "x"}}, "logit_bias"),
@@ -125,6 +183,13 @@ BODIES: dict[str, bytes] = {
     "many keys": b"{" + b",".join(b'"k%d":1' % n for n in range(500_000)) + b"}",
     "same key": b'{"model": "demo", "model": "kanarienvogel", "messages": []}',
 }
+
+BODY_OUTCOMES: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(BODIES, (400, "invalid_json")),
+    **dict.fromkeys(("list", "null", "long number"), (400, "invalid_value")),
+    "same key": (404, "model_not_found"),
+}
+"""Status and code that each of them gets."""
 
 PROMPTS: dict[str, dict[str, Any]] = {
     "prompt of unknown tokens": {"prompt": [10**9]},

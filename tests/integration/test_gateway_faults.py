@@ -115,8 +115,7 @@ async def test_a_refusal_of_a_full_queue_comes_quickly(
                 assert 1 <= int(response.headers["retry-after"]) <= 60
     for name, times in zip(("asked", "remembered"), took_ms, strict=True):
         print(f"refusal {name}: median {statistics.median(times):.1f}, slowest {max(times):.1f} ms")
-        # The best of many: what else runs on the machine is not the gateway's doing.
-        assert min(times) < REFUSED_WITHIN_MS
+        assert statistics.median(times) < REFUSED_WITHIN_MS
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -4,19 +4,25 @@ import asyncio
 import json
 import select
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from coordinator.protocol.messages import Cancel, Done, Submit
-from gateway.connection import HEADER_WAIT_S
+from coordinator.protocol.messages import Submit, TaskFailed
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.integration.hostile_requests import BODIES, CANARY, CHAT, FREE_KEYS, PARAMETERS
+from tests.integration.hostile_requests import (
+    BODIES,
+    BODY_OUTCOMES,
+    CANARY,
+    CHAT,
+    FREE_KEYS,
+    OUTCOMES,
+    PARAMETERS,
+)
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -24,6 +30,11 @@ MIB = 1024**2
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 ERROR_BYTES_MAX = 8 * 1024
+ROUNDS = 5
+"""A time is judged by the best of so many: what else runs on the machine is not the gateway's."""
+BLOCKED_MS_MAX = 50
+LONG_PROMPT_MS_MAX = 200
+REFUSED_MS_MAX = 50
 IDLE_CONNECTIONS = 10_000
 SLOW_CLIENTS = 1_000
 SLOW_READERS = 8
@@ -80,9 +91,11 @@ async def test_bad_parameters_are_refused_or_served(
     client: httpx.AsyncClient, cell: FakeCell, name: str
 ) -> None:
     response = await client.post(PATH, json={**CHAT, **PARAMETERS[name]})
-    assert response.status_code in (200, 400, 404)
-    if response.status_code != 200:
+    status, param = OUTCOMES[name]
+    assert response.status_code == status
+    if status != 200:
         check_refusal(response)
+        assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("name", FREE_KEYS)
@@ -103,8 +116,8 @@ async def test_bad_bodies_are_refused(client: httpx.AsyncClient, cell: FakeCell,
     began = time.perf_counter()
     response = await client.post(PATH, content=BODIES[name], headers=JSON)
     took_ms = (time.perf_counter() - began) * 1_000
-    assert response.status_code in (400, 404)
     check_refusal(response)
+    assert (response.status_code, response.json()["error"]["code"]) == BODY_OUTCOMES[name]
     print(f"{name}: {took_ms:.0f} ms")
     assert cell.of(Submit) == []
 
@@ -188,16 +201,18 @@ async def test_oversize_body_is_refused_at_once(
     gateway: GatewayProcess, cell: FakeCell, told: bool
 ) -> None:
     """By its length before a byte of it is read, or as soon as it is longer than it may be."""
-    before_mib = rss_mib(gateway)
-    answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
-    assert answer.startswith(b"HTTP/1.1 413")
-    assert b'"code":"request_too_large"' in answer
+    before_mib, times_ms = rss_mib(gateway), []
+    for _ in range(ROUNDS):
+        answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b'"code":"request_too_large"' in answer
+        assert sent_mib <= 20
+        times_ms.append(took_ms)
     grown_mib = rss_mib(gateway) - before_mib
-    print(f"413 after {took_ms:.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
+    print(f"413 after {min(times_ms):.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
     assert grown_mib <= 16
-    assert sent_mib <= 20
     if told:
-        assert took_ms < 250
+        assert min(times_ms) < REFUSED_MS_MAX
 
 
 LONG = {"role": "user", "content": "a b " * 1_900_000}
@@ -220,157 +235,52 @@ async def test_large_bodies_do_not_hold_up_others(
 
     async def send() -> None:
         async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
-            for _ in range(3):
-                response = await other.post("/v1/chat/completions", content=body, headers=JSON)
-                assert response.status_code == 400
-                check_refusal(response)
+            response = await other.post("/v1/chat/completions", content=body, headers=JSON)
+            assert response.status_code == 400
+            check_refusal(response)
 
-    worst_ms = await worst_health_ms(client, send())
-    print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health {worst_ms:.0f} ms")
-    assert worst_ms < 1_000
+    worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
+    shown = ", ".join(f"{each:.0f}" for each in sorted(worst_ms))
+    print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health of {ROUNDS} rounds {shown} ms")
+    assert min(worst_ms) < BLOCKED_MS_MAX
 
 
 @pytest.mark.timing
 async def test_a_prompt_that_is_far_too_long_holds_nobody_up(client: httpx.AsyncClient) -> None:
     body = {"model": "demo", "prompt": "word " * (8 * MIB // 5 - 20)}
-    took_s = []
+    took_ms = []
 
     async def send() -> None:
         async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
-            for _ in range(2):
-                began = time.perf_counter()
-                response = await other.post("/v1/completions", json=body)
-                took_s.append(time.perf_counter() - began)
-                assert response.status_code == 400
-                check_refusal(response)
+            began = time.perf_counter()
+            response = await other.post("/v1/completions", json=body)
+            took_ms.append((time.perf_counter() - began) * 1e3)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+            check_refusal(response)
 
-    worst_ms = await worst_health_ms(client, send())
-    print(f"8 MiB of prompt refused after {min(took_s):.2f} s, worst /health {worst_ms:.0f} ms")
-
-
-async def open_idle(gateway: GatewayProcess, number: int, say: bytes) -> list[Any]:
-    """Connections that have said something; a hundred are opened at a time."""
-    made: list[Any] = []
-    for _ in range(number // 100):
-        some = await asyncio.gather(
-            *(asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(100))
-        )
-        for _, writer in some:
-            writer.write(say)
-        made += some
-    return made
+    worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
+    print(f"8 MiB of prompt refused after {min(took_ms):.0f} ms at best, ", end="")
+    print(f"worst /health meanwhile {min(worst_ms):.0f} ms at best")
+    assert min(took_ms) < LONG_PROMPT_MS_MAX
 
 
-async def p99_ms(client: httpx.AsyncClient, number: int = 200) -> float:
-    """99th percentile of answer times, of requests one after another."""
-    times = []
-    for _ in range(number):
-        began = time.perf_counter()
-        assert (await client.get("/health")).status_code == 200
-        times.append((time.perf_counter() - began) * 1_000)
-    return statistics.quantiles(times, n=100)[98]
-
-
-@pytest.mark.timing
-async def test_slow_clients_are_cut_off_and_hold_nobody_up(
+async def test_nothing_of_requests_is_in_the_log(
     gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
 ) -> None:
-    before_ms = await p99_ms(client)
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\n".encode()
-    length = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
-    slow = await open_idle(gateway, SLOW_CLIENTS // 2, head + b"X-Slow: ")
-    slow += await open_idle(gateway, SLOW_CLIENTS // 2, head + length)
-    during_ms = await p99_ms(client)
-    print(f"{SLOW_CLIENTS} slow clients: p99 {before_ms:.1f} -> {during_ms:.1f} ms")
-    began = time.monotonic()
-    answers = await asyncio.gather(*(reader.read() for reader, _ in slow))
-    took_s = time.monotonic() - began
-    print(f"all cut off after another {took_s:.1f} s")
-    assert all(answer.startswith(b"HTTP/1.1 408") for answer in answers)
-    assert took_s < HEADER_WAIT_S + 5
-    for _, writer in slow:
-        writer.close()
-    assert during_ms < max(2 * before_ms, 50)
+    """Of what is sent here, and of all that was sent above."""
 
+    async def fail(ran: Ran) -> None:
+        cell.say(TaskFailed(ran.id, "internal_error", "The engine could not run this request."))
 
-@pytest.mark.timing
-async def test_ten_thousand_idle_connections(
-    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
-) -> None:
-    before_mib, process = rss_mib(gateway), psutil.Process(gateway.process.pid)
-    files = process.num_fds()
-    say = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    idle = await open_idle(gateway, IDLE_CONNECTIONS, say)
-    await asyncio.gather(*(reader.readuntil(b"}") for reader, _ in idle))
-    grown_mib, health_ms = rss_mib(gateway) - before_mib, await p99_ms(client)
-    assert process.num_fds() >= files + IDLE_CONNECTIONS
-    print(f"{IDLE_CONNECTIONS} idle: RSS +{grown_mib:.0f} MiB, /health p99 {health_ms:.1f} ms")
-    assert grown_mib < 1_024
-    assert health_ms < 250
-    response = await client.post(PATH, json=CHAT)
-    assert response.status_code == 200
-    for _, writer in idle:
-        writer.transport.abort()
-    for _ in range(500):
-        if process.num_fds() < files + 50:
-            break
-        await asyncio.sleep(0.02)
-    assert process.num_fds() < files + 50
-
-
-@pytest.mark.timing
-async def test_slow_readers_are_bounded(
-    gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell
-) -> None:
-    async def long(ran: Ran) -> None:
-        for index in range(400):
-            ran.tokens(index, [300 + index], "length" if index == 399 else None, logprobs=20)
-            await asyncio.sleep(0.005)
-
-    wanted = {**CHAT, "max_tokens": 400, "stream": True, "logprobs": True, "top_logprobs": 20}
-
-    async def stream_s() -> float:
-        began = time.perf_counter()
-        response = await client.post(PATH, json=wanted)
-        assert response.text.endswith("data: [DONE]\n\n")
-        return time.perf_counter() - began
-
-    cell.behave = long
-    body = json.dumps(wanted).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-    async def beside(*, reads: bool) -> tuple[float, float]:
-        """Time of a stream beside others that are read or not, and the memory that took."""
-        before_mib = rss_mib(gateway)
-        pairs = []
-        for _ in range(SLOW_READERS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-            if not reads:
-                cast(asyncio.Transport, writer.transport).pause_reading()
-            writer.write(request)
-            pairs.append((reader, writer))
-        work = [asyncio.create_task(reader.read(-1)) for reader, _ in pairs if reads]
-        took_s = await stream_s()
-        grown_mib = rss_mib(gateway) - before_mib
-        for task in work:
-            task.cancel()
-        for _, writer in pairs:
-            writer.transport.abort()
-        return took_s, grown_mib
-
-    read_s, _ = await beside(reads=True)
-    await cell.until(lambda: len(cell.of(Submit)) == len(cell.of(Done)) + len(cell.of(Cancel)))
-    unread_s, grown_mib = await beside(reads=False)
-    print(f"{SLOW_READERS} readers that do not read: RSS +{grown_mib:.1f} MiB, ", end="")
-    print(f"a stream beside them takes {unread_s:.2f} s, beside readers {read_s:.2f} s")
-    assert grown_mib < SLOW_READERS * 1.5
-    assert unread_s < 1.5 * read_s + 0.5
-
-
-def test_nothing_of_requests_is_in_the_log(gateway: GatewayProcess, cell: FakeCell) -> None:
-    """Runs last: everything above has been sent."""
+    for fields in ({"temperature": CANARY}, {"chat_template_kwargs": {"messages": [CANARY]}}, {}):
+        if not fields:
+            cell.behave = fail
+        response = await client.post(PATH, json={**CHAT, **fields})
+        assert response.status_code in (400, 500)
+        check_refusal(response)
     log = gateway.log.read_text()
+    assert '"task_failed"' in log, "what happens is logged"
     assert CANARY not in log
     for line in log.splitlines():
         if line.startswith("{"):

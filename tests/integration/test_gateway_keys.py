@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
-from coordinator.protocol.messages import Submit, Tier
+from coordinator.protocol.messages import Submit, TaskFailed, Tier
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.redis_server import SHARED_WAIT_S, Redis
 from tests.harness.told import Told
@@ -285,7 +285,18 @@ def test_wrong_keys_are_slowed_down_and_right_ones_are_not(
     assert client("acme").models.retrieve("demo").id == "demo"
 
 
-def test_no_key_is_in_the_log(gateway: GatewayProcess) -> None:
+def test_no_key_is_in_the_log(gateway: GatewayProcess, cell: FakeCell, client: Clients) -> None:
+    """Of a right one whose request fails, of a wrong one, and of all that was sent above."""
+
+    async def fail(ran: Ran) -> None:
+        cell.say(TaskFailed(ran.id, "internal_error", "The engine could not run this request."))
+
+    cell.behave = fail
+    with pytest.raises(openai.InternalServerError):
+        client("acme").chat.completions.create(**CHAT)
+    with pytest.raises((openai.AuthenticationError, openai.RateLimitError)):
+        client("wrong").chat.completions.create(**CHAT)
     log = gateway.log.read_text()
+    assert '"task_failed"' in log, "what happens is logged"
     assert "sk-" not in log
     assert all(each.hash not in log for each in KEYS)

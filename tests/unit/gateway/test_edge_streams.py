@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from gateway import answer
 from gateway.edge import Edge, EdgeLimits
-from gateway.errors import current_request
+from gateway.errors import RequestState, current_request
 from gateway.stream_forms import STREAM_END
 from tests.unit.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 
@@ -168,3 +168,47 @@ async def test_status_line_waits_for_the_first_event(gate: Edge) -> None:
 def quiet() -> Iterator[None]:
     yield
     assert current_request.get() is None
+
+
+async def test_a_stream_is_given_up_at_once_and_what_generates_it_ends() -> None:
+    """Whether anyone waits for it or not: a client that does not read keeps nothing."""
+    seen: list[RequestState] = []
+    ends: list[str] = []
+
+    async def generate() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"data: 1\n\n"
+        finally:
+            ends.append("generated")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        request = current_request.get()
+        assert request is not None
+        seen.append(request)
+        stream = cast(AsyncGenerator[bytes, None], generate())
+        request.streams.append(stream)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for event in stream:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    class Stuck(Browser):
+        async def send(self, message: Message) -> None:
+            await super().send(message)
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+    gate, browser = Edge(app), Stuck({})
+    work = asyncio.create_task(gate(browser.scope(CHAT), browser.receive, browser.send))
+    while len(browser.sent) < 2:
+        await asyncio.sleep(0)
+    assert ends == []
+    give_up = seen[0].give_up
+    assert give_up is not None
+    give_up()
+    await work
+    assert ends == ["generated"]
+    assert seen[0].streams == []
+    assert gate.idle.is_set()
+    give_up()

@@ -11,7 +11,7 @@ from coordinator.protocol.messages import (
     TokenSpan,
 )
 from gateway import tasks
-from gateway.errors import ApiError
+from gateway.errors import ApiError, RequestState
 from gateway.tasks import ONE_CELL, GapMeter, Task, TaskBook, family
 
 A, B = TaskId("chat-a"), TaskId("chat-b")
@@ -43,6 +43,24 @@ def deliver(task: Task, ids: list[int], *, attempt: int = 1) -> None:
 def test_task_is_submitted_when_it_comes(book: TaskBook) -> None:
     assert book.open(header(A), b"payload", 0.0) == Submit(header(A), b"payload", (), 0)
     assert len(book) == 1
+
+
+def test_a_stream_that_is_too_far_behind_is_told(book: TaskBook) -> None:
+    """Counted over all choices of a request; who reads as much as comes is never told."""
+    ended: list[str] = []
+    slow, quick = RequestState(), RequestState()
+    slow.give_up, quick.give_up = lambda: ended.append("slow"), lambda: ended.append("quick")
+    for name, request in (("0_a", slow), ("1_a", slow), ("b", quick)):
+        book.open(header(TaskId(name)), b"payload", 0.0, request=request)
+    book.open(header(TaskId("c")), b"payload", 0.0)
+    slow.relayed_tokens = tasks.UNREAD_TOKENS_MAX
+    quick.relayed_tokens = 10 * tasks.UNREAD_TOKENS_MAX
+    quick.generated_tokens = quick.relayed_tokens - 1
+    assert book.unread() == []
+    slow.relayed_tokens += 1
+    [give_up] = book.unread()
+    give_up()
+    assert ended == ["slow"]
 
 
 def test_task_without_session_waits_for_the_next(book: TaskBook) -> None:
