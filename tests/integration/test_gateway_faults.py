@@ -23,6 +23,7 @@ from coordinator.protocol.messages import (
     TaskFailed,
 )
 from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
+from gateway.answer import KEEP_ALIVE, KEEP_ALIVE_S
 from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
 from worker.demo import MODEL_DIR
 
@@ -319,3 +320,40 @@ async def test_garbage_from_a_leader_harms_no_stream(
     cell.behave = behave
     answer = await client.chat.completions.create(**CHAT, stream=True)
     assert await text_of(answer) == WORDS
+
+
+@pytest.mark.parametrize("silent_after", [0, 3], ids=["before the first token", "in the middle"])
+async def test_a_stream_that_waits_says_that_it_lives(
+    client: openai.AsyncOpenAI,
+    gateway: GatewayProcess,
+    cell: FakeCell,
+    ids: list[int],
+    silent_after: int,
+) -> None:
+    """Proxies cut connections on which nothing comes; clients skip the comments."""
+
+    async def behave(ran: Ran) -> None:
+        ran.tokens(0, ids[:silent_after])
+        await asyncio.sleep(KEEP_ALIVE_S + 2)
+        ran.tokens(silent_after, ids[silent_after:], "length")
+
+    cell.behave = behave
+    told_s: list[float] = []
+
+    async def read_raw() -> None:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as raw:
+            began = time.monotonic()
+            async with raw.stream("POST", PATH, json={**CHAT, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    if line == KEEP_ALIVE.decode().strip():
+                        told_s.append(time.monotonic() - began)
+
+    async def read_with_the_client() -> str:
+        chunks = await client.chat.completions.create(**CHAT, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    _, text = await asyncio.gather(read_raw(), read_with_the_client())
+    assert text == WORDS
+    (said_s,) = told_s
+    print(f"said that it lives after {said_s:.1f} s of silence")
+    assert KEEP_ALIVE_S - 1 < said_s < KEEP_ALIVE_S + 2
