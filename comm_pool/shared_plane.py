@@ -86,20 +86,14 @@ class SharedPlane:
     def all_reduce(self, tensor: torch.Tensor, **_: Any) -> None:
         """Replace (n, ...) of each member by the sum; half precision is summed in float32."""
         flat = tensor.reshape(-1)
-        slots = self._slots(flat.dtype)
-        for piece in flat.split(HALF_BYTES // flat.element_size()):
-            count = piece.numel()
-            self._begin()
-            parts = [each[:count] for each in slots[self._half]]
-            parts[self._place].copy_(piece)
-            self._meet()
+        for at, parts in self._pieces(flat):
+            piece = flat[at : at + parts[0].numel()]
             if flat.dtype in _HALF_PRECISION:
                 piece.copy_(_sum([part.float() for part in parts]))
             elif self._width == 2:
                 torch.add(parts[0], parts[1], out=piece)
             else:
                 piece.copy_(_sum([parts[0].clone(), *parts[1:]]))
-            self._check()
         if not tensor.is_contiguous():
             tensor.copy_(flat.view_as(tensor))
 

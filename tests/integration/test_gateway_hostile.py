@@ -5,7 +5,7 @@ import json
 import select
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -36,25 +36,6 @@ BLOCKED_MS_MAX = 50
 LONG_PROMPT_MS_MAX = 200
 REFUSED_MS_MAX = 50
 IDLE_CONNECTIONS = 10_000
-SLOW_CLIENTS = 1_000
-SLOW_READERS = 8
-
-
-@pytest.fixture
-def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
-    shared_cell.reset()
-    shared_cell.behave = answer_shortly
-    return shared_cell
-
-
-@pytest.fixture
-async def client(gateway: GatewayProcess) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as made:
-        yield made
-
-
-async def answer_shortly(ran: Ran) -> None:
-    ran.tokens(0, [300, 301], "length")
 
 
 def rss_mib(gateway: GatewayProcess) -> float:

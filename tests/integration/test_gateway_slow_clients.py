@@ -5,7 +5,7 @@ import json
 import socket
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,23 +41,6 @@ UNREAD_MIB_MAX = 12.0
 """Without a bound it was 48 MiB; what they would have read has 30 MiB."""
 TOKEN_S = 0.02
 STALL_S = 3.0
-
-
-@pytest.fixture
-def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
-    shared_cell.reset()
-    shared_cell.behave = answer_shortly
-    return shared_cell
-
-
-@pytest.fixture
-async def client(gateway: GatewayProcess) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=200) as made:
-        yield made
-
-
-async def answer_shortly(ran: Ran) -> None:
-    ran.tokens(0, [300, 301], "length")
 
 
 async def answer_at_length(ran: Ran) -> None:
