@@ -93,7 +93,9 @@ def duration(seconds: float) -> str:
 
 def _connect(url: str) -> SlidingWindowCounterRateLimiter:
     options: dict[str, Any] = {} if url.startswith("memory:") else dict(CLIENT_OPTIONS)
-    storage = storage_from_string(f"async+{url}", implementation="redispy", **options)
+    # What redis-py calls unix:// is redis+unix:// to this library.
+    named = f"redis+{url}" if url.startswith("unix://") else url
+    storage = storage_from_string(f"async+{named}", implementation="redispy", **options)
     return SlidingWindowCounterRateLimiter(storage)
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import structlog
 
+from coordinator.protocol.config import REDIS_SCHEMES
+
 STORAGE_WAIT_S = 0.04
 """How long a request waits for Redis, however often it asks."""
 
@@ -47,7 +49,7 @@ class SharedStorage:
 
         `away` is called whenever Redis did not answer.
         """
-        if url != "memory://" and not url.startswith(("redis://", "rediss://", "redis+unix://")):
+        if url != "memory://" and not url.startswith(REDIS_SCHEMES):
             raise ValueError("gateway.rate_limit_storage: use memory:// or a redis:// URL.")
         self.url = url
         self._clock = clock

@@ -24,6 +24,9 @@ TOKEN_ENV = "AILERON_TOKEN"
 TOKEN_CHARS_MIN = 16
 """Shortest shared secret that is accepted."""
 
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+"""How the URL of a Redis begins, in redis-py's words; the last one is a socket of this host."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one sentence that says what to change."""
@@ -180,7 +183,7 @@ class FleetConfig(_Frozen):
     def _check(self) -> Self:
         if self.cells and self.redis:
             raise ValueError("fleet.cells and fleet.redis exclude each other: set one of them.")
-        if self.redis and not self.redis.startswith(("redis://", "rediss://", "redis+unix://")):
+        if self.redis and not self.redis.startswith(REDIS_SCHEMES):
             raise ValueError("fleet.redis must be a redis:// URL, or empty.")
         if any(not each.rpartition(":")[0] for each in self.cells):
             raise ValueError("fleet.cells must be host:port addresses of coordinators.")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coordinator.protocol.config import BatchesConfig
+from coordinator.protocol.config import REDIS_SCHEMES, BatchesConfig
 from gateway.batches.api import BatchParts
 from gateway.batches.content import Content
 from gateway.batches.desk import BatchDesk, DeskSettings
@@ -13,7 +13,6 @@ from gateway.batches.store import BatchStore, StoreCalls
 
 FILES_FOLDER = "files"
 DATABASE = "batches.sqlite3"
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def set_up_batches(config: BatchesConfig, owner: str, answer: AnswerLine) -> BatchParts | None:

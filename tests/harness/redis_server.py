@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import redis
 
@@ -25,8 +26,10 @@ fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").se
 class Redis:
     """The server; it may be stopped and started again on its port."""
 
-    def __init__(self) -> None:
+    def __init__(self, unix_socket: Path | None = None) -> None:
+        """A real one may listen on a Unix socket as well."""
         self.port = free_port()
+        self._more = () if unix_socket is None else ("--unixsocket", str(unix_socket))
         self.start()
 
     @property
@@ -37,7 +40,8 @@ class Redis:
         command = [sys.executable, "-c", SERVER, str(self.port)]
         if (installed := shutil.which("redis-server")) is not None:
             quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
-            command = [installed, "--bind", "127.0.0.1", "--port", str(self.port), *quiet]
+            where = ("--bind", "127.0.0.1", "--port", str(self.port))
+            command = [installed, *where, *self._more, *quiet]
         self.process = subprocess.Popen(command)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:

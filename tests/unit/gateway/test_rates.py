@@ -3,16 +3,19 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.protocol.keys import ApiKey, hash_of
+from coordinator.protocol.registry import RedisRegistry
 from gateway import shared_storage
 from gateway.errors import ApiError
 from gateway.rates import RateLimits, duration
+from gateway.shared_replays import SharedReplays
 from gateway.shared_storage import SharedStorage, WaitBudget
-from tests.harness.redis_server import Redis
+from tests.harness.redis_server import IS_REAL, Redis
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:
@@ -146,3 +149,34 @@ def test_other_storages_are_refused(url: str) -> None:
 )
 def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.skipif(not IS_REAL, reason="NOT TESTED: a Unix socket needs a real redis-server.")
+async def test_a_redis_behind_a_unix_socket_serves_all_who_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_storage, "STORAGE_WAIT_S", 60.0)
+    redis = Redis(tmp_path / "redis.sock")
+    url = f"unix://{tmp_path / 'redis.sock'}"
+    try:
+        storage = SharedStorage(url)
+        limits, replays = RateLimits(storage), SharedReplays(storage)
+        registry = RedisRegistry(url, "demo", 60_000)
+        assert not isinstance(await limits.admit(key(requests=1), 0, WaitBudget()), ApiError)
+        assert isinstance(await limits.admit(key(requests=1), 0, WaitBudget()), ApiError)
+        assert await replays.begin("acme", "order-1", b"body", 0.0, WaitBudget()) is None
+        await registry.announce("cell-0", "cell-0:8002")
+        assert await registry.cells() == {"cell-0:8002"}
+        assert not storage._away_until_s
+        assert len(redis.keys()) >= 3, "all of it is there"
+        for each in (replays, registry):
+            await each.close()
+        await close(limits)
+    finally:
+        redis.stop()
+
+
+@pytest.mark.parametrize("url", ["redis+unix:///run/redis.sock", "http://here", "memory"])
+def test_other_addresses_are_refused_with_a_sentence(url: str) -> None:
+    with pytest.raises(ValueError, match="use memory:// or a redis:// URL"):
+        SharedStorage(url)
