@@ -32,7 +32,7 @@ from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
 from worker.manifest import Cargo, Ints, Manifest, Move, Ranks, plan_move
-from worker.vllm_handover import CachedChain
+from worker.vllm_handover import CachedChain, prefixes_of
 
 if TYPE_CHECKING:
     from worker.member import Member
@@ -94,7 +94,7 @@ class Moving:
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the move is committed."""
         self.cached: tuple[int, ...] = ()
-        """Hashes of prompts' blocks that came with the last move, until they were reported."""
+        """Hashes of prompts' blocks that the last move brought, until they are reported."""
         self.has_failed = False
         self.stats = MoveStats(0, 0, 0.0)
 
@@ -377,7 +377,7 @@ class Moving:
         # The newest chain is registered last, so that it is reused last.
         chains = list(reversed(pending.chains))
         scheduler.adopt(tasks, chains, granted, indices)
-        self.cached = tuple({each: None for chain in chains for each in chain.prefixes})
+        self.cached = prefixes_of(chains)
 
 
 def _tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
+from coordinator.protocol.gateway_words import PREFIXES_KEPT_MAX
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 
 Blocks = npt.NDArray[np.int64]
@@ -59,6 +60,12 @@ class CachedChain:
         """Return as much of its beginning as these blocks of a new place hold."""
         known = blocks.size * block_tokens // BLOCK_TOKENS
         return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
+
+
+def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
+    """What the coordinator is told of chains, oldest first: as much as it remembers."""
+    known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
+    return tuple(known)[-PREFIXES_KEPT_MAX:]
 
 
 class FinishedChains:

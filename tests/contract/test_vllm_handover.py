@@ -23,7 +23,13 @@ from coordinator.protocol.prefixes import prefix_hashes
 from kvadaptor.vllm_views import LAYOUT, KVBuffer
 from tests.bench.servers import MODEL
 from worker.vllm_config import ModeKey, mode_config, replica_config
-from worker.vllm_handover import CachedChain, FinishedChains, RunningState, restore
+from worker.vllm_handover import (
+    CachedChain,
+    FinishedChains,
+    RunningState,
+    prefixes_of,
+    restore,
+)
 from worker.vllm_scheduler import ModeScheduler
 
 BLOCK = 32
@@ -260,6 +266,7 @@ def test_carried_chains_are_hit_and_the_newest_is_reused_last(
     assert (newest.hashes, older.hashes) == (second.hashes, first.hashes)
     assert older.prefixes == prefix_hashes(PROMPT), "by which the coordinator knows it"
     assert older.kept_as(np.array([20]), BLOCK).prefixes == (), "half of the tokens that it names"
+    assert prefixes_of([older, newest, older]) == older.prefixes + newest.prefixes
     carried = [
         older.kept_as(np.array([20, 21]), BLOCK),
         newest.kept_as(np.array([13, 14]), BLOCK),
