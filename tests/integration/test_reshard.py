@@ -2,8 +2,8 @@
 
 import asyncio
 import itertools
+import json
 import random
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -214,14 +214,14 @@ async def test_where_pages_are_scarce_the_less_urgent_are_recomputed(
     records = cell.get("/admin/switches?last=60")["switches"]
     moved = [record for record in records if record["carry"] == "reshard"]
     counts = {c: sum(r["tasks"][c] for r in moved) for c in ("reshard", "recompute")}
-    told = re.findall(r"move_short_of_pages.*", cell.log("worker"))
-    rounds = [int(re.findall(r"rounds=(\d+)", line)[0]) for line in told]
+    lines = [line for line in cell.log("worker").splitlines() if "move_short_of_pages" in line]
+    told = [json.loads(line) for line in lines]
+    rounds = [each["rounds"] for each in told]
     left = {tier.name.lower(): [0, 0] for tier in Tier}
-    for line in told:
+    for each in told:
         for place, name in enumerate(("carried", "left")):
-            (found,) = re.findall(name + r"=\{([^}]*)\}", line)
-            for tier, count in re.findall(r"'(\w+)': (\d+)", found):
-                left[tier][place] += int(count)
+            for tier, count in each[name].items():
+                left[tier][place] += count
     print(f"\n{counts}; rounds {rounds}; carried and left by tier where scarce: {left}")
     assert max(rounds, default=1) > 1, "no move took several rounds"
     assert counts["recompute"] > 0, "no task was left behind"

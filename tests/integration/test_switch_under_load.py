@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 STREAMS = 50
 SWITCHES = 20
-TOKENS = 160
+TOKENS = 400
+"""Of each stream: enough for streams to run through all switches on a fast machine."""
 READY_EVERY_S = 0.02
 RESHARD = (("tp2", "reshard"), ("dp2", "reshard"))
 EVERY_PLAN = (

@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.slow, pytest.mark.exact]
 
 STREAMS = 2
 """Of each API, by each of Python's readers."""
-TOKENS = 300
+TOKENS = 600
+"""Of each choice: enough for all streams to be in their middle at the same time."""
 ENDS_WITHIN_S = 120.0
 BEGINS_WITHIN_S = 60.0
 
@@ -105,7 +106,12 @@ async def streams_while(running: Product, pid: int, node_folder: Path) -> Counte
             lambda *what: read_raw(raw, *what),
             lambda *what: read_with_openai(client, *what),
         ]
-        work, readings = [asyncio.create_task(node.ends())], []
+        judging = asyncio.create_task(node.ends())
+        async with asyncio.timeout(BEGINS_WITHIN_S):
+            # A process takes its time to start; the other readers are there already.
+            while not node.has_begun:
+                await asyncio.sleep(0.01)
+        readings: list[Reading] = []
         others = []
         for read in readers:
             for kind in list(PATHS) * STREAMS:
@@ -113,11 +119,11 @@ async def streams_while(running: Product, pid: int, node_folder: Path) -> Counte
                 body = asked(kind, MODEL_NAME, TOKENS, random.randrange(10**6))
                 others.append(asyncio.ensure_future(read(body, readings[-1])))
         async with asyncio.timeout(BEGINS_WITHIN_S):
-            while not (node.has_begun and all(reading.has_begun for reading in readings)):
+            while not all(reading.has_begun for reading in readings):
                 await asyncio.sleep(0.01)
-        assert not any(task.done() for task in (*work, *others)), "not all were in mid-stream"
+        assert not any(task.done() for task in (judging, *others)), "not all were in mid-stream"
         os.kill(pid, signal.SIGKILL)
-        return Counter(await asyncio.gather(*others)) + await work[0]
+        return Counter(await asyncio.gather(*others)) + await judging
 
 
 @pytest.mark.parametrize("process", ["coordinator", "gateway", "rank"])
