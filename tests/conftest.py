@@ -4,12 +4,14 @@ Real processes on a machine that others use too meet moments that no test foresa
 must not fail a run of half an hour, and a run with many of them must not pass: they are counted.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import structlog
 
 from tests.harness.browser import find_browser
 from tests.harness.redis_server import IS_REAL, Redis
@@ -60,6 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             mark.name for mark in item.iter_markers()
         ):
             item.add_marker(pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2))
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """Logging as it was, behind a test that sets up a process' own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="module")

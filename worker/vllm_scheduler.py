@@ -318,8 +318,10 @@ class ModeScheduler(Scheduler):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        prefixes = prefix_hashes(request.prompt_token_ids or ())
-        self._finished_chains.remember(request.block_hashes, prefixes)
+        # What has moved is forgotten behind a switch, where there is no time to hash it.
+        if request.block_hashes and request.request_id not in self._gone:
+            prefixes = prefix_hashes(request.prompt_token_ids or ())
+            self._finished_chains.remember(request.block_hashes, prefixes)
         freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
             request, delay_free_blocks
         )
@@ -368,8 +370,8 @@ class ModeScheduler(Scheduler):
     def tidy(self) -> None:
         """Free what is left of tasks that have gone: some 30 microseconds for each."""
         if self._gone:
-            gone, self._gone = self._gone, set()
-            self.take_back(gone)
+            self.take_back(self._gone)
+            self._gone.clear()
             self._finished_chains.clear()
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:

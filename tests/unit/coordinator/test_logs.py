@@ -2,23 +2,15 @@
 
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from coordinator.protocol.logs import FAILED_EVENTS, set_up_logging
 
+pytestmark = pytest.mark.usefixtures("restored_logging")
+
 SECRET = "a secret prompt"
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
 
 
 def fail() -> None:

@@ -13,16 +13,13 @@ SECRET = "a secret prompt"
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root, vllm = logging.getLogger(), logging.getLogger("vllm")
-    handlers, level = root.handlers, root.level
+def restored(restored_logging: None) -> Iterator[None]:
+    vllm = logging.getLogger("vllm")
     # Where vLLM is imported it has given its logger a handler; gateways switch that off.
     own = vllm.handlers, vllm.propagate
     vllm.handlers, vllm.propagate = [], True
     yield
-    root.handlers, root.level = handlers, level
     vllm.handlers, vllm.propagate = own
-    structlog.reset_defaults()
 
 
 def fail() -> None:

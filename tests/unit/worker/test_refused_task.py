@@ -1,9 +1,7 @@
 """A task that vLLM finds wrong: neither the coordinator nor the log is told its words."""
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,17 +22,10 @@ from worker import member as member_module
 from worker.demo import MODEL_DIR
 from worker.member import Member
 
+pytestmark = pytest.mark.usefixtures("restored_logging")
+
 SECRET = "a secret prompt"
 BINDING = Binding(Group((Rank(0),), Mode.DP), 4)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
 
 
 class Scheduler:
