@@ -113,7 +113,7 @@ __all__ = [
     "cells_before",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
