@@ -2,13 +2,17 @@
 
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 LOW_PORT, HIGH_PORT = 20_000, 60_000
 """Free ports are looked for in this range, half open."""
 ATTEMPTS_MAX = 200
+REMEMBERED_MAX = 100
+"""Ports given out last, which are not given out again: their owners may not have bound them yet."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_given: deque[int] = deque(maxlen=REMEMBERED_MAX)
 
 
 class NoFreePortError(OSError):
@@ -18,16 +22,22 @@ class NoFreePortError(OSError):
 def free_ports(count: int) -> tuple[int, ...]:
     """Return different loopback ports that nothing listens on now; raises `NoFreePortError`.
 
-    They are taken from outside the range that the kernel gives to outgoing connections, because
-    their owners bind them only seconds later.
+    They are taken from outside the range that the kernel gives to outgoing connections, and are
+    none of the last `REMEMBERED_MAX` that this process gave out, because their owners bind them
+    only seconds later.
     """
     low, high = _ephemeral_range()
-    allowed = [port for port in range(LOW_PORT, HIGH_PORT) if not low <= port <= high]
+    taken = set(_given)
+    allowed = [
+        port for port in range(LOW_PORT, HIGH_PORT) if not low <= port <= high and port not in taken
+    ]
     found: list[int] = []
-    for port in random.sample(allowed, min(ATTEMPTS_MAX, len(allowed))):
+    # From a source of its own: a caller may have seeded the common one.
+    for port in random.SystemRandom().sample(allowed, min(ATTEMPTS_MAX, len(allowed))):
         if bind_error(LOOPBACK, port) is None:
             found.append(port)
             if len(found) == count:
+                _given.extend(found)
                 return tuple(found)
     raise NoFreePortError(
         f"no {count} free ports found between {LOW_PORT} and {HIGH_PORT} on {LOOPBACK}."

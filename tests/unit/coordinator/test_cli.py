@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from comm_pool import ports
 from coordinator.cli import main
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
@@ -224,10 +225,18 @@ def test_up_refuses_a_taken_port(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_free_ports_differ() -> None:
-    ports = free_ports(8)
-    assert len(set(ports)) == 8
-    for port in ports:
+    found = free_ports(8)
+    assert len(set(found)) == 8
+    for port in found:
         require_free("127.0.0.1", port, "")
+
+
+def test_ports_are_not_given_out_twice_before_their_owners_bind_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ports, "_ephemeral_range", lambda: (ports.LOW_PORT + 150, 65_535))
+    one_by_one = [free_ports(1)[0] for _ in range(ports.REMEMBERED_MAX)]
+    assert len(set(one_by_one)) == ports.REMEMBERED_MAX
 
 
 # Where the last run is
