@@ -26,6 +26,7 @@ from worker.herald import HeraldPipe, run_herald
 from worker.rank_process import announce, build_engine, serve_rank
 from worker.restarts import Cohort, Restarts, split
 from worker.vllm_config import EngineConfig, replica_config
+from worker.vllm_device import prepare_launcher
 
 log = structlog.get_logger()
 
@@ -105,6 +106,7 @@ class Launcher:
         """Start all ranks and keep them up until a signal; returns the exit code."""
         announce("worker_progress", stage="config", done=0, total=1)
         base = replica_config(self._config)
+        prepare_launcher(base)
         announce("worker_progress", stage="config", done=1, total=1)
         # From here on they are waited for, so none is lost between two looks.
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -259,6 +261,7 @@ def _next_ended() -> tuple[int, int] | None:
 def probe(config: Config) -> int:
     """Build all ranks' engines, print what each holds in memory, and end; for `aileron doctor`."""
     base = replica_config(config)
+    prepare_launcher(base)
 
     def run(rank: Rank) -> None:
         engine = build_engine(config, base, rank)

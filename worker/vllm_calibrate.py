@@ -21,7 +21,7 @@ DECODES_AT_ONCE = 4
 tasks are served, as the device waits for its launch."""
 
 CPU_TOKENS_MAX = 512
-"""Largest step that is timed on CPU, where one of 2,048 tokens takes seconds: beyond it the curves
+"""Largest step at start-up on CPU, where one of 2,048 tokens takes seconds: beyond it the curves
 go straight on."""
 
 

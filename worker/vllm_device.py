@@ -1,5 +1,6 @@
 """vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner and KV memory."""
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ import torch
 import vllm.ir
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_random_seed
@@ -26,6 +28,29 @@ Small messages are custom all-reduce's, so LL128 has little to do. Fewer channel
 """
 
 
+def prepare_launcher(base: VllmConfig) -> None:
+    """Do before ranks are forked what each of them would do alike, so that it is done once.
+
+    On CUDA nothing is imported here that might open a device: no process could use it after a fork.
+    """
+    if current_platform.is_cpu():
+        import vllm.model_executor.layers.quantization.online.base
+        import vllm.v1.worker.cpu_model_runner  # noqa: F401 -- each takes a second
+
+        _register_platform()
+        get_model_architecture(base.model_config)
+    # Ranks need not look through what was imported when they collect, nor copy its pages.
+    gc.collect()
+    gc.freeze()
+
+
+@functools.cache
+def _register_platform() -> None:
+    load_general_plugins()
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+
+
 def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
     is_cpu = current_platform.is_cpu()
@@ -33,9 +58,7 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
         _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
-    load_general_plugins()
-    current_platform.import_kernels()
-    current_platform.register_triton_kernel_overrides()
+    _register_platform()
     # Without these two, vLLM's norms run as single torch operations: +1 ms per step on an H200.
     base.kernel_config.ir_op_priority.set_default()
     vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)

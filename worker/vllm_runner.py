@@ -24,6 +24,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from comm_pool.layout import StepMode
 from kvadaptor.vllm_views import KVBuffer
+from worker.vllm_calibrate import CPU_TOKENS_MAX
 
 _SEED_MASK = (1 << 63) - 1
 _MIX = 0x9E3779B97F4A7C15
@@ -125,10 +126,13 @@ class ModeRunner(CPUModelRunner):
         return 0
 
     def warm(self) -> None:
-        """Compute once in each mode. All ranks of the group must call it together."""
+        """Compute once in each mode. All ranks of the group must call it together.
+
+        A step of the largest size would take seconds, and on CPU leaves nothing behind.
+        """
         for mode in self._trees:
             self.use(mode)
-            self._dummy_run(self.max_num_tokens)
+            self._dummy_run(min(self.max_num_tokens, CPU_TOKENS_MAX))
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         if self._forgotten:

@@ -140,6 +140,7 @@ def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
 def main() -> int:
     """Start all ranks and wait for them."""
     from worker.vllm_config import replica_config
+    from worker.vllm_device import prepare_launcher
 
     spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     ranks = spec["ranks"]
@@ -162,6 +163,7 @@ def main() -> int:
         }
     )
     base = replica_config(config)
+    prepare_launcher(base)
     pids = [
         fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), spec, out))
         for each in range(ranks)
