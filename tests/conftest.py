@@ -28,6 +28,8 @@ PROCESS_REPEATS = 1
 NEVER_REPEATED = frozenset({"exact", "chaos"})
 REPEATED_MAX = 5
 """Repeats in one run; with more of them it fails, whatever the repeats said."""
+REASON_CHARS = 600
+"""Of what the first attempt said, at the end of a run."""
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 hypothesis.settings.register_profile(
@@ -95,12 +97,16 @@ class Repeats:
 
     def __init__(self) -> None:
         self._names: list[str] = []
+        self._reasons: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that failed and will be repeated."""
         outcome: str = report.outcome
         if outcome == "rerun":
             self._names.append(report.nodeid)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = str(crash or report.longreprtext)[:REASON_CHARS]
+            self._reasons.append(f"{report.nodeid} was repeated behind: {said}")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -121,3 +127,5 @@ class Repeats:
                 f"repeated {len(self._names)} times, at most {REPEATED_MAX} allowed: "
                 + ", ".join(self._names)
             )
+            for reason in self._reasons:
+                terminalreporter.write_line(reason)
