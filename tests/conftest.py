@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from tests.harness.browser import find_browser
+from tests.harness.not_started import NotStartedError
 from tests.harness.redis_server import IS_REAL, Redis
 
 REQUIRE_TOOLS_ENV = "AILERON_REQUIRE_TOOLS"
@@ -24,8 +25,9 @@ PACKAGES = "redis-server prometheus chromium nodejs"
 TIMING_REPEATS = 2
 """For tests marked `timing`: a time that is really too long fails three times in a row."""
 PROCESS_REPEATS = 1
-"""For other tests under integration/, except those of these marks:"""
-NEVER_REPEATED = frozenset({"exact", "chaos"})
+"""For other tests under integration/, except those of these marks, which are repeated only where
+their servers did not start:"""
+COMPARING = frozenset({"exact", "chaos"})
 REPEATED_MAX = 5
 """Repeats in one run; with more of them it fails, whatever the repeats said."""
 REASON_CHARS = 600
@@ -60,10 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("timing"):
             item.add_marker(pytest.mark.flaky(reruns=TIMING_REPEATS, reruns_delay=2))
-        elif "integration" in item.path.parts and not NEVER_REPEATED.intersection(
-            mark.name for mark in item.iter_markers()
-        ):
-            item.add_marker(pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2))
+        elif "integration" in item.path.parts:
+            compares = COMPARING.intersection(mark.name for mark in item.iter_markers())
+            only = [NotStartedError.__name__] if compares else None
+            item.add_marker(
+                pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2, only_rerun=only)
+            )
 
 
 @pytest.fixture

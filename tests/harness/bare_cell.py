@@ -43,6 +43,7 @@ from tests.harness.admin import ask, get_json, switch
 from tests.harness.engine_request import encoded_request
 from tests.harness.fault_proxy import FaultProxy
 from tests.harness.logit_rows import rows_of
+from tests.harness.not_started import NotStartedError
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -131,7 +132,7 @@ class BareCell:
         while time.monotonic() < deadline:
             for name, process in self.processes.items():
                 if process.poll() is not None:
-                    raise AssertionError(f"{name} ended:\n{self.log(name)[-4000:]}")
+                    raise NotStartedError(f"{name} ended:\n{self.log(name)[-4000:]}")
             try:
                 answer = self.get("/admin/layout")
                 # A rank that is slow to start comes into a layout that serves without it.
@@ -141,7 +142,7 @@ class BareCell:
             except OSError:
                 pass
             time.sleep(0.1)
-        raise AssertionError(f"the cell does not serve:\n{self.log('worker')[-4000:]}")
+        raise NotStartedError(f"the cell does not serve:\n{self.log('worker')[-4000:]}")
 
 
 @contextmanager

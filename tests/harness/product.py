@@ -18,6 +18,7 @@ import yaml
 from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_MODEL, DEMO_NAME
 from tests.bench.servers import ROOT, free_port
 from tests.harness.admin import get_json, switch
+from tests.harness.not_started import NotStartedError
 
 START_LIMIT_S = 180
 MODEL_NAME = DEMO_NAME
@@ -132,11 +133,12 @@ def product(
 def _wait_ready(running: Product) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
-        assert running.process.poll() is None, running.log()[-4000:]
+        if running.process.poll() is not None:
+            raise NotStartedError(running.log()[-4000:])
         try:
             with urllib.request.urlopen(running.url + "/ready", timeout=2) as answer:
                 if answer.status == 200:
                     return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
-    raise AssertionError(f"not ready after {START_LIMIT_S} s:\n{running.log()[-4000:]}")
+    raise NotStartedError(f"not ready after {START_LIMIT_S} s:\n{running.log()[-4000:]}")
