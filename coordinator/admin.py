@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from comm_pool.layout import Layout, LayoutError, format_layout, parse_layout
 from coordinator.admin_guard import AdminGuard, error_answer
 from coordinator.core import OPERATOR, Core
-from coordinator.events import PutBack, SwitchWanted
+from coordinator.events import PutBack, RenewalWanted, SwitchWanted
 from coordinator.history import History
 from coordinator.metrics import Metrics
 from coordinator.owner import CoreOwner
@@ -96,6 +96,10 @@ def build_admin(context: AdminContext, key: str) -> AdminGuard:
     @app.post("/admin/put-back")
     async def put_back(body: PutBackBody) -> dict[str, Any]:
         return await _put_back(context, body.mode)
+
+    @app.post("/admin/renew")
+    async def renew() -> dict[str, Any]:
+        return await _renew(context)
 
     return AdminGuard(app, key)
 
@@ -195,6 +199,14 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
         text = f"'{mode[:40]}' is not out of service; {names}."
         raise _AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(PutBack(mode))
+    return context.core.layout_view()
+
+
+async def _renew(context: AdminContext) -> dict[str, Any]:
+    if not context.owner.launcher_outboxes:
+        text = "No launcher of ranks is connected: see whether `aileron rank` runs, and try again."
+        raise _AnswerError(503, "no_launcher", text)
+    await context.owner.post(RenewalWanted())
     return context.core.layout_view()
 
 

@@ -25,6 +25,7 @@ from coordinator.events import (
     RankExited,
     RankOpened,
     RankSaid,
+    RenewalWanted,
     SwitchRecorded,
     SwitchWanted,
     Tick,
@@ -62,6 +63,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.records import Decision, DecisionLog
 from coordinator.refusal import refuse
+from coordinator.restoring import RESTORED, Restoring, renewal, restored
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import CoreSettings, PoolLimits
 from coordinator.shown import Shown
@@ -76,7 +78,15 @@ OPERATOR = "operator"
 class Core(Shown):
     """The coordinator of one cell, without its sockets and clock."""
 
-    __slots__ = ("_coordinator_id", "_gateways", "_steering", "_stragglers", "_teller", "_version")
+    __slots__ = (
+        "_coordinator_id",
+        "_gateways",
+        "_restoring",
+        "_steering",
+        "_stragglers",
+        "_teller",
+        "_version",
+    )
 
     def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
         self._settings = settings
@@ -95,6 +105,12 @@ class Core(Shown):
         self._gateways = Gateways()
         self._decisions = DecisionLog(settings.history_max)
         self._steering = Steering(settings.policy) if settings.policy is not None else None
+        self._restoring = Restoring(
+            settings.layout,
+            settings.settled_ms,
+            settings.renew_idle_ms,
+            is_fixed=settings.policy is None,
+        )
         self._teller = CellTeller(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
@@ -120,10 +136,8 @@ class Core(Shown):
                 effects = [note("gateway_session_closed", gateway=gateway)]
             case SwitchWanted():
                 effects = self._switch_wanted(event, now_ms)
-            case PutBack(mode):
-                effects = put_back(self._roster, mode)
-            case CellDrains():
-                self._teller.is_draining, effects = True, [note("cell_drains")]
+            case PutBack() | RenewalWanted() | CellDrains():
+                effects = self._operated(event)
             case Tick():
                 effects = self._tick(now_ms)
             case _:
@@ -234,6 +248,7 @@ class Core(Shown):
         if decision is None:
             because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
             decision = Decision(now_ms, choice, wanted.carry, because, cause=wanted.cause)
+            self._restoring.decided(wanted.layout)
             if self._steering is not None:
                 self._steering.pin(now_ms)
         self._decisions.add(decision)
@@ -246,6 +261,16 @@ class Core(Shown):
             leaders = [each.group.leader for each in changing]
             self._stragglers.start(leaders, self._pool.tasks.loads.of)
         return []
+
+    def _operated(self, order: PutBack | RenewalWanted | CellDrains) -> list[Effect]:
+        match order:
+            case PutBack(mode):
+                return put_back(self._roster, mode)
+            case RenewalWanted():
+                return renewal(self._roster, OPERATOR)
+            case CellDrains():
+                self._teller.is_draining = True
+                return [note("cell_drains")]
 
     def _tick(self, now_ms: int) -> list[Effect]:
         effects: list[Effect] = []
@@ -261,7 +286,19 @@ class Core(Shown):
             effects += [warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
         if self._steering is not None:
             effects += self._steer(self._steering, now_ms)
-        return effects
+        return [*effects, *self._restore(now_ms)]
+
+    def _restore(self, now_ms: int) -> list[Effect]:
+        """Have again what was lost, as far as it has come back."""
+        layout = self._restoring.layout_due(self._switcher, self._roster, now_ms)
+        if layout is not None:
+            carry = self._settings.default_carry
+            wanted = SwitchWanted(layout, carry, RESTORED)
+            return self._switch_wanted(wanted, now_ms, restored(layout, carry, now_ms))
+        is_idle = not len(self._pool.tasks)
+        if self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle):
+            return renewal(self._roster, "idle")
+        return []
 
     def _steer(self, steering: Steering, now_ms: int) -> list[Effect]:
         """Ask the policy, and carry out what it says."""

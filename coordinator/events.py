@@ -11,6 +11,7 @@ from enum import Enum
 from comm_pool.layout import Layout, Rank
 from coordinator.policy.foresight import Expected
 from coordinator.policy.log import Line
+from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import (
     Carry,
     GatewayDown,
@@ -93,6 +94,11 @@ class PutBack:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewalWanted:
+    """An operator wants all ranks to be started again, together."""
+
+
+@dataclass(frozen=True, slots=True)
 class CellDrains:
     """The cell is about to end: gateways are to take their tasks elsewhere."""
 
@@ -112,6 +118,7 @@ Event = (
     | GatewayClosed
     | SwitchWanted
     | PutBack
+    | RenewalWanted
     | CellDrains
     | Tick
 )
@@ -138,6 +145,13 @@ class ToGateway:
 
     gateway: str
     message: GatewayDown
+
+
+@dataclass(frozen=True, slots=True)
+class ToLauncher:
+    """Send a message to whoever starts the ranks."""
+
+    message: RenewRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +186,7 @@ class Foreseen:
     tiers: tuple[Expected, ...]
 
 
-Effect = ToRank | ToGateway | SwitchRecorded | Observed | Foreseen | Note
+Effect = ToRank | ToGateway | ToLauncher | SwitchRecorded | Observed | Foreseen | Note
 
 
 def note(event: str, **fields: object) -> Note:

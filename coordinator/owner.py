@@ -24,6 +24,7 @@ from coordinator.events import (
     SwitchRecorded,
     Tick,
     ToGateway,
+    ToLauncher,
     ToRank,
 )
 from coordinator.outbox import Outbox
@@ -68,7 +69,7 @@ class _Posted:
 
 
 class CoreOwner:
-    """Runs a core; `rank_outboxes` and `gateway_outboxes` are the sessions that effects reach."""
+    """Runs a core; the outboxes are those of the sessions that effects reach."""
 
     def __init__(self, core: Decider, tick_ms: float, clock: Callable[[], int]) -> None:
         self._core = core
@@ -77,6 +78,7 @@ class CoreOwner:
         self._inbox: asyncio.Queue[_Posted] = asyncio.Queue()
         self.rank_outboxes: dict[Rank, Outbox] = {}
         self.gateway_outboxes: dict[str, Outbox] = {}
+        self.launcher_outboxes: set[Outbox] = set()
         self.batches: dict[str, tuple[BatchProgress, ...]] = {}
         """What each gateway said last of the batches that it runs; the core does not care."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
@@ -131,17 +133,17 @@ class CoreOwner:
             case ToGateway(gateway, message):
                 if (outbox := self.gateway_outboxes.get(gateway)) is not None:
                     outbox.put(message)
+            case ToLauncher(message):
+                for outbox in self.launcher_outboxes:
+                    outbox.put(message)
             case SwitchRecorded(record):
                 self.on_switch(record)
             case Observed(line):
                 self.on_observation(line)
             case Foreseen():
                 pass  # For those who watch.
-            case Note(Level.INFO, event, fields):
-                log.info(event, **fields)
-            case Note(Level.WARNING, event, fields):
-                log.warning(event, **fields)
-            case Note():
-                raise AssertionError(f"a note of unknown level {effect.level}.")
+            case Note(level, event, fields):
+                say = log.warning if level is Level.WARNING else log.info
+                say(event, **fields)
             case _:
                 assert_never(effect)

@@ -3,6 +3,7 @@
 Checked before anything is touched; called by the core for the admin API and the policy.
 """
 
+import itertools
 from collections.abc import Collection
 
 from comm_pool.layout import Group, Layout, Mode, Rank
@@ -11,11 +12,13 @@ from coordinator.roster import Roster
 
 def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
     """Return the reason why `layout` cannot be reached, if there is one."""
-    reasons = [
-        _refuse_ranks(layout, roster, alive),
-        *(_refuse_group(group, roster) for group in layout.groups if group.width > 1),
-        *(_refuse_drifted(group, roster) for group in layout.groups if group.width > 1),
-    ]
+    wide = [group for group in layout.groups if group.width > 1]
+    # One after the other: of a rank that is not available nothing may be known.
+    reasons = itertools.chain(
+        [_refuse_ranks(layout, roster, alive)],
+        (_refuse_group(group, roster) for group in wide),
+        (_refuse_drifted(group, roster) for group in wide),
+    )
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -36,7 +39,7 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
         newest = max(group.ranks, key=lambda rank: roster[rank].hello.cohort)
         return (
             f"rank {newest} was restarted without all others of {group.name}, so they have no "
-            f"communicators: keep them in dp, or restart the cell."
+            f"communicators: keep them in dp, or say `aileron renew`, which restarts all ranks."
         )
     for rank in group.ranks:
         if not roster.supports(rank, group.width):

@@ -92,7 +92,6 @@ class CellServer:
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
         """The newest process of each rank that a launcher saw end."""
-        self._launchers: set[Outbox] = set()
         self.gathered = Gathered()
         """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
@@ -124,7 +123,7 @@ class CellServer:
         """End all sessions; peers come back to the next coordinator by themselves."""
         owner = self._owner
         peers = *owner.rank_outboxes.values(), *owner.gateway_outboxes.values()
-        for outbox in (*peers, *self._launchers):
+        for outbox in (*peers, *owner.launcher_outboxes):
             outbox.close(STOPPING)
         if self._server is not None:
             await self._server.stop(STOP_GRACE_S)
@@ -219,8 +218,9 @@ class CellServer:
 
         outbox = Outbox()
         await hear(raw)
-        self._launchers.add(outbox)
-        return _Session(outbox, hear, lambda: self._launchers.discard(outbox))
+        launchers = self._owner.launcher_outboxes
+        launchers.add(outbox)
+        return _Session(outbox, hear, lambda: launchers.discard(outbox))
 
     def _is_newest(self, rank: Rank, incarnation: int) -> bool:
         return self._incarnations.get(rank) == incarnation

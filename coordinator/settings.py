@@ -92,6 +92,11 @@ class CoreSettings:
     """Gateways know other cells too: they are told how busy this one is."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
+    settled_ms: int = 3_000
+    """A layout that was left because of a loss is restored when it could have been for so long."""
+    renew_idle_ms: int = 0
+    """Ranks that cannot form the groups that are wanted are started again after so long without any
+    task; 0 is never."""
     health: HealthSettings = field(default_factory=HealthSettings)
     """When living ranks that hold the others up are taken out."""
 
@@ -130,6 +135,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         history_max=coordinator.history_switches_max,
         in_fleet=config.fleet.is_on,
         policy=_policy(config, step_times or {}),
+        renew_idle_ms=coordinator.renew_idle_ms,
         health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
     )
 

@@ -1,4 +1,4 @@
-"""Tells the coordinator which ranks have ended, from a process of its own.
+"""Tells the coordinator which ranks have ended, and the launcher when all are to start again.
 
 The launcher forks ranks again and again, so it must not have the threads of a gRPC client. It
 writes what it saw into a pipe; this process holds the session, and says everything again whenever
@@ -6,20 +6,21 @@ a new one is opened.
 """
 
 import asyncio
-import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import grpc
+import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.protocol.launch_words import RanksEnded
+from coordinator.protocol.launch_words import RanksEnded, RenewRanks
 from coordinator.protocol.messages import PROTOCOL_VERSION
 from coordinator.protocol.wire import (
     CHANNEL_OPTIONS,
     LAUNCHER_PATH,
     TOKEN_METADATA_KEY,
+    decode_launcher_down,
     encode,
 )
 
@@ -28,8 +29,17 @@ RECONNECT_S = 0.2
 
 PIPE_BYTES = 65_536
 
-Ended = tuple[tuple[Rank, int], ...]
-"""(rank, incarnation) of the newest process of each rank that ended."""
+
+class Told(msgspec.Struct, frozen=True):
+    """What the launcher knows of its ranks' processes, as (rank, incarnation)."""
+
+    ended: tuple[tuple[Rank, int], ...] = ()
+    """The newest of each rank that has ended."""
+    newest: tuple[tuple[Rank, int], ...] = ()
+    """The newest of each rank, whether it runs or not."""
+
+
+_decode_told = msgspec.json.Decoder(Told).decode
 
 
 class HeraldPipe:
@@ -39,10 +49,10 @@ class HeraldPipe:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
-    def tell(self, ended: Ended) -> None:
-        """Replace what was told before; a herald that does not read is told at the next end."""
+    def tell(self, told: Told) -> None:
+        """Replace what was told before; a herald that does not read is told at the next event."""
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.writer, (json.dumps(ended) + "\n").encode())
+            os.write(self.writer, msgspec.json.encode(told) + b"\n")
 
     def close(self) -> None:
         """Close both ends in this process."""
@@ -50,18 +60,22 @@ class HeraldPipe:
         os.close(self.writer)
 
 
-def run_herald(target: str, token: str, reader: int) -> None:
-    """Hold a session with the coordinator at `target` until the pipe ends."""
-    asyncio.run(_Herald(target, token, reader).run())
+def run_herald(target: str, token: str, reader: int, renew: Callable[[], None]) -> None:
+    """Hold a session with the coordinator at `target` until the pipe ends.
+
+    `renew` is called when all ranks are to be started again.
+    """
+    asyncio.run(_Herald(target, token, reader, renew).run())
 
 
 class _Herald:
-    def __init__(self, target: str, token: str, reader: int) -> None:
+    def __init__(self, target: str, token: str, reader: int, renew: Callable[[], None]) -> None:
         self._target = target
         self._token = token
         self._reader = reader
         self._rest = b""
-        self._ended: Ended = ()
+        self._renew = renew
+        self._told = Told()
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -81,7 +95,7 @@ class _Herald:
             asyncio.get_running_loop().remove_reader(self._reader)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if lines:
-            self._ended = tuple((Rank(rank), number) for rank, number in json.loads(lines[-1]))
+            self._told = _decode_told(lines[-1])
         self._changed.set()
 
     async def _one_session(self) -> None:
@@ -90,11 +104,16 @@ class _Herald:
                 LAUNCHER_PATH, request_serializer=encode, response_deserializer=None
             )
             call = method(self._words(), metadata=((TOKEN_METADATA_KEY, self._token),))
-            async for _ in call:
-                pass  # The coordinator answers nothing; the loop ends with the session.
+            async for said in call:
+                self._hear(decode_launcher_down(said))
+
+    def _hear(self, wanted: RenewRanks) -> None:
+        """Let ranks be started again, unless that has been done since it was wanted."""
+        if dict(wanted.ranks) == dict(self._told.newest):
+            self._renew()
 
     async def _words(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:
             self._changed.clear()
-            yield RanksEnded(PROTOCOL_VERSION, self._ended)
+            yield RanksEnded(PROTOCOL_VERSION, self._told.ended)
             await self._changed.wait()

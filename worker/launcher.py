@@ -4,7 +4,8 @@ A fork costs milliseconds where an import costs seconds. The launcher itself nev
 thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
 coordinator know through the herald, and starts the rank again; only a rank that fails before the
 whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
-together, so that groups of all widths can be formed once more.
+together, so that groups of all widths can be formed once more; the herald sends it where the
+coordinator asks for that.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ import structlog
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
-from worker.herald import HeraldPipe, run_herald
+from worker.herald import HeraldPipe, Told, run_herald
 from worker.rank_process import announce, build_engine, serve_rank
 from worker.restarts import Cohort, Restarts, split
 from worker.vllm_config import EngineConfig, replica_config
@@ -121,17 +122,23 @@ class Launcher:
     def _start_herald(self) -> None:
         listen, token = self._config.coordinator.listen, shared_token()
 
+        launcher = os.getpid()
+
         def run() -> None:
             os.close(self._pipe.writer)
-            run_herald(listen, token, self._pipe.reader)
+            run_herald(listen, token, self._pipe.reader, lambda: os.kill(launcher, signal.SIGUSR1))
 
         self._herald = _fork(run, lambda _: None)
-        self._pipe.tell(self._restarts.ended())
+        self._tell_herald()
+
+    def _tell_herald(self) -> None:
+        self._pipe.tell(Told(self._restarts.ended(), tuple(self._restarts.newest().items())))
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
         cohort = Cohort(time.time_ns(), ranks, port)
         for rank in ranks:
             self._start_rank(base, rank, cohort)
+        self._tell_herald()
 
     def _start_rank(self, base: EngineConfig, rank: Rank, cohort: Cohort) -> None:
         incarnation = self._restarts.started(rank, cohort, cohort.number // NS_PER_S)
@@ -239,7 +246,7 @@ class Launcher:
             self._restarts.left(rank)
         else:
             delay_s = self._restarts.exited(rank, time.monotonic())
-        self._pipe.tell(self._restarts.ended())
+        self._tell_herald()
         announce("rank_exited", rank=rank, pid=pid, code=code, starts_in_s=delay_s)
         if cannot_start:
             self._stop()

@@ -125,10 +125,12 @@ def _add_operator_commands(commands: "Commands") -> None:
     put_back = commands.add_parser("put-back", help="let a mode serve again that had drifted")
     put_back.add_argument("mode", metavar="MODE", help="such as tp2; see aileron status")
     put_back.set_defaults(command=_put_back)
+    renew = commands.add_parser("renew", help="start all ranks again, so that all groups can be")
+    renew.set_defaults(command=_renew)
     explain = commands.add_parser("explain", help="why the layout is what it is")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
     explain.set_defaults(command=_explain)
-    for each in (status, switch, put_back, explain):
+    for each in (status, switch, put_back, renew, explain):
         each.add_argument("--json", action="store_true", help="print JSON")
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
@@ -217,6 +219,12 @@ def _put_back(options: argparse.Namespace) -> int:
     from coordinator.cli.operate import run_put_back
 
     return run_put_back(options)
+
+
+def _renew(options: argparse.Namespace) -> int:
+    from coordinator.cli.operate import run_renew
+
+    return run_renew(options)
 
 
 def _explain(options: argparse.Namespace) -> int:

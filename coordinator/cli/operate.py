@@ -1,4 +1,4 @@
-"""`aileron status`, `switch`, `put-back` and `explain`: the admin API for people, or as JSON."""
+"""`aileron status`, `switch`, `put-back`, `renew`, `explain`: the admin API as text, or as JSON."""
 
 import argparse
 import json
@@ -82,6 +82,16 @@ def run_put_back(options: argparse.Namespace) -> int:
     if options.json:
         return _print_json(answer)
     print(f"{options.mode} may serve again; {answer['layout']} serves, epoch {answer['epoch']}.")
+    return 0
+
+
+def run_renew(options: argparse.Namespace) -> int:
+    """Start all ranks again together."""
+    client = AdminClient(find_admin_url(options.admin_url))
+    answer = client.post("/admin/renew", {})
+    if options.json:
+        return _print_json(answer)
+    print("All ranks are started again; requests wait until they serve: see `aileron status`.")
     return 0
 
 

@@ -115,6 +115,9 @@ class CoordinatorConfig(_Frozen):
     slow_factor: float = Field(default=5.0, ge=0)
     """A rank whose steps alone take so many times as long as those of the others is left out for a
     while; 0: never."""
+    renew_idle_ms: int = Field(default=60_000, ge=0)
+    """Where a rank was lost, so that groups that are wanted lack communicators, all ranks are
+    started again together once the cell has had no request for so long; 0: never."""
 
 
 class GatewayConfig(_Frozen):

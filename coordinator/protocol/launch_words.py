@@ -1,11 +1,13 @@
-"""What the launcher of a cell's ranks tells the coordinator: which processes have ended.
+"""What the launcher of a cell's ranks and the coordinator tell each other.
 
-A process that ended is known to do nothing any more, so nobody waits for its lease.
+The one says which processes have ended: such a process is known to do nothing any more, so nobody
+waits for its lease. The other says when all are to be started again.
 """
 
 import msgspec
 
 from comm_pool.layout import Rank
+from coordinator.protocol.message import Message
 
 
 class RanksEnded(msgspec.Struct, frozen=True, tag=True):
@@ -16,3 +18,13 @@ class RanksEnded(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     ended: tuple[tuple[Rank, int], ...]
+
+
+class RenewRanks(Message, frozen=True):
+    """All ranks are to be started again together, so that groups of all widths can be formed.
+
+    `ranks` has the process of each, as (rank, incarnation), that the coordinator knows: where newer
+    ones have been started since, there is nothing to do.
+    """
+
+    ranks: tuple[tuple[Rank, int], ...]

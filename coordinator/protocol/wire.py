@@ -6,7 +6,7 @@ message is an error at the edge. Both servers and clients take the codecs from h
 
 import msgspec
 
-from coordinator.protocol.launch_words import RanksEnded
+from coordinator.protocol.launch_words import RanksEnded, RenewRanks
 from coordinator.protocol.measures import Measures
 from coordinator.protocol.messages import (
     GatewayDown,
@@ -52,6 +52,7 @@ decode_rank_down = msgspec.msgpack.Decoder(RankDown).decode
 decode_gateway_up = msgspec.msgpack.Decoder(GatewayUp | Measures).decode
 decode_gateway_down = msgspec.msgpack.Decoder(GatewayDown).decode
 decode_launcher_up = msgspec.msgpack.Decoder(RanksEnded).decode
+decode_launcher_down = msgspec.msgpack.Decoder(RenewRanks).decode
 decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
 decode_frames = msgspec.msgpack.Decoder(tuple[bytes, ...]).decode
 """A task's payload: the frames of vLLM's encoded `EngineCoreRequest`."""

@@ -181,6 +181,7 @@ def bare_cell(
             "coordinator": {
                 "listen": f"127.0.0.1:{free_port()}",
                 "slow_factor": 0,
+                "renew_idle_ms": 0,
                 **coordinator,
             },
             "policy": policy or {},

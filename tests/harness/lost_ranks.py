@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 
 TASKS = 8
@@ -81,7 +82,8 @@ def all_serve(cell: BareCell) -> bool:
 def renew(cell: BareCell) -> None:
     """Start all ranks again, together."""
     before = {rank["incarnation"] for rank in ranks_of(cell)}
-    cell.processes["worker"].send_signal(signal.SIGUSR1)
+    status, answer = post(cell.admin + "/admin/renew", {})
+    assert status == 200, answer
     until(cell, "all new", lambda _: before.isdisjoint(r["incarnation"] for r in ranks_of(cell)))
     until(cell, "serving", all_serve)
 

@@ -170,6 +170,14 @@ class Faults:
         self._restart_at[rank] = world.now + 30
         self._exit_at[rank] = world.now + 2
 
+    def renew(self, world: "World", known: dict[Rank, int]) -> None:
+        """Start all ranks again, as the launcher does, unless newer ones were started since."""
+        if known == world.incarnations and all(world.ranks.values()):
+            world.say("all ranks are renewed")
+            world.stats.renewed += 1
+            for rank in known:
+                self.kill(world, rank)
+
     def recover(self, world: "World") -> None:
         for rank in [rank for rank, at in self._exit_at.items() if world.now >= at]:
             del self._exit_at[rank]
@@ -201,6 +209,7 @@ def draw_bounds(rng: random.Random) -> QueueBounds:
 def draw_settings(rng: random.Random, world: int) -> CoreSettings:
     """The times and limits of one run."""
     lease_ms = rng.choice((200, 300))
+    own = random.Random(str(rng.getstate()))
     return CoreSettings(
         world=world,
         layout=rng.choice(LAYOUTS),
@@ -215,6 +224,8 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         history_max=100,
         claim_ms=300,
         gateway_gone_ms=400,
+        settled_ms=own.choice((50, 300, 3_000)),
+        renew_idle_ms=own.choice((0, 0, 100)),
     )
 
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from coordinator.policy.decide import POLICY
+from coordinator.restoring import RESTORED
+
 
 @dataclass
 class Stats:
@@ -39,4 +42,14 @@ class Stats:
     """Ranks that are in no layout at the end, because they compute wrongly."""
     planned: int = 0
     """Tasks that the real planner was asked to move."""
+    restored: int = 0
+    """Switches back to what was wanted before a loss."""
+    renewed: int = 0
+    """How often all ranks were started again to form one cohort."""
     ends: dict[str, int] = field(default_factory=dict)
+
+    def saw_switch(self, cause: str) -> None:
+        """Count a switch that ended, by what it was for."""
+        self.switches += 1
+        self.policy_switches += cause == POLICY
+        self.restored += cause == RESTORED

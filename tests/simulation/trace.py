@@ -10,6 +10,7 @@ from coordinator.events import (
     RankOpened,
     SwitchRecorded,
     ToGateway,
+    ToLauncher,
     ToRank,
 )
 from coordinator.protocol.messages import (
@@ -44,6 +45,8 @@ def line_of(effect: Effect) -> str | None:
             return f"core -> rank {rank}: {_message(message)}"
         case ToGateway(name, answer):
             return f"core -> {name}: {_message(answer)}"
+        case ToLauncher(message):
+            return f"core -> launcher: {_message(message)}"
         case SwitchRecorded(record):
             return f"core: switch to {record.to_layout} {record.outcome.value}"
         case Note(_, event, fields):

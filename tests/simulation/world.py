@@ -27,9 +27,9 @@ from coordinator.events import (
     SwitchWanted,
     Tick,
     ToGateway,
+    ToLauncher,
     ToRank,
 )
-from coordinator.policy.decide import POLICY
 from coordinator.protocol.messages import (
     Carry,
     Directive,
@@ -357,9 +357,10 @@ class World:
                     self.network.in_order(
                         session, "down", lambda: gateway.on_message(answer), later
                     )
+            case ToLauncher(wanted):
+                self.faults.renew(self, dict(wanted.ranks))
             case SwitchRecorded(record):
-                self.stats.switches += 1
-                self.stats.policy_switches += record.cause == POLICY
+                self.stats.saw_switch(record.cause)
             case Note() | Observed() | Foreseen():
                 pass
 

@@ -18,9 +18,11 @@ from coordinator.admin_key import AdminKeyError, require_key
 from coordinator.admin_port import build_metrics
 from coordinator.core import Core
 from coordinator.history import History
+from coordinator.outbox import Outbox
 from coordinator.owner import CoreOwner, monotonic_ms
 from coordinator.process import watch
 from coordinator.protocol.config import check_config
+from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer
 from coordinator.settings import CoreSettings
@@ -295,3 +297,20 @@ def test_elsewhere_a_key_is_needed(host: str) -> None:
     with pytest.raises(AdminKeyError, match="at least 16"):
         require_key(host, "short")
     require_key(host, KEY)
+
+
+async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
+    async with cell.ranks:
+        await cell.serving()
+        answer = await cell.http.post("/admin/renew")
+        assert answer.status_code == 503
+        assert error_of(answer)["code"] == "no_launcher"
+        launcher = Outbox()
+        cell.context.owner.launcher_outboxes.add(launcher)
+        answer = await cell.http.post("/admin/renew")
+        assert answer.status_code == 200
+        assert answer.json()["layout"] == "dp4"
+        said = await launcher.take()
+        assert isinstance(said, RenewRanks)
+        ranks: Any = cell.context.core.ranks_view(monotonic_ms())["ranks"]
+        assert said.ranks == tuple((each["rank"], each["incarnation"]) for each in ranks)

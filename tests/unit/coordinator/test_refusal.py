@@ -60,6 +60,14 @@ def test_a_rank_that_is_cut_out_cannot_be_used() -> None:
     assert refuse(wanted("dp3+off1"), roster(), EVERYONE[:3]) is None
 
 
+def test_a_rank_that_was_never_heard_is_not_available() -> None:
+    ranks = Roster(4)
+    for rank in range(3):
+        ranks.on_hello(hello(rank), 0)
+    answer = refuse(wanted("tp4"), ranks, EVERYONE[:3])
+    assert answer == "rank 3 is not available; write 'off1' in its place."
+
+
 def test_a_rank_that_was_restarted_without_its_peers_serves_alone() -> None:
     ranks = roster()
     ranks.on_hello(hello(1, 2, widths=(1,), cohort=7), 0)

@@ -1,0 +1,136 @@
+"""How a cell becomes whole again once what was lost has come back. Pure; called at each tick.
+
+A lost rank comes back alone, in dp. Two things stand between that and the layout that was served
+before: somebody must want it again, and ranks that were not started together have no communicators
+with each other, so that they must all be started again, which costs nobody anything while there is
+nothing to do.
+"""
+
+from collections.abc import Callable
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.events import Effect, ToLauncher, note
+from coordinator.protocol.launch_words import RenewRanks
+from coordinator.protocol.messages import Carry
+from coordinator.records import Decision
+from coordinator.refusal import refuse
+from coordinator.roster import Roster
+from coordinator.switcher import Switcher
+
+RESTORED = "restored"
+"""The cause of a switch back to the layout that was wanted before a loss."""
+
+RENEWALS_APART_MS = 300_000
+"""Ranks are not started again sooner for the same purpose, whatever became of the last time."""
+
+
+class _Lasting:
+    """For how long something has been true."""
+
+    __slots__ = ("_since_ms",)
+
+    def __init__(self) -> None:
+        self._since_ms: int | None = None
+
+    def is_over(self, limit_ms: int, now_ms: int, is_true: Callable[[], bool]) -> bool:
+        """Say whether it is true, and has been at each call for so long."""
+        if not is_true():
+            self._since_ms = None
+            return False
+        if self._since_ms is None:
+            self._since_ms = now_ms
+        return now_ms - self._since_ms >= limit_ms
+
+
+class Restoring:
+    """The layout that was decided last, and what is to be done to have it again.
+
+    Where a policy decides, it finds out by itself what can be formed (`is_fixed` is False), and
+    only the ranks' renewal is asked for. A layout is restored when it could have been for
+    `settled_ms`, as ranks come back one by one, and some are soon lost again. Ranks are started
+    again when the cell has had no task for `renew_idle_ms`; 0 is never.
+    """
+
+    __slots__ = (
+        "_initial",
+        "_is_fixed",
+        "_lacking",
+        "_possible",
+        "_renew_idle_ms",
+        "_renewed_ms",
+        "_settled_ms",
+        "_wanted",
+    )
+
+    def __init__(
+        self, initial: Layout, settled_ms: int, renew_idle_ms: int, *, is_fixed: bool
+    ) -> None:
+        self._initial = initial
+        self._wanted: Layout | None = None
+        self._settled_ms = settled_ms
+        self._renew_idle_ms = renew_idle_ms
+        self._renewed_ms: int | None = None
+        self._is_fixed = is_fixed
+        self._possible = _Lasting()
+        self._lacking = _Lasting()
+
+    def decided(self, layout: Layout) -> None:
+        """Somebody wants this layout from now on."""
+        self._wanted = layout
+        self._possible = _Lasting()
+
+    def layout_due(self, switcher: Switcher, roster: Roster, now_ms: int) -> Layout | None:
+        """Return the layout that was decided, if the cell has left it and can have it again."""
+        if switcher.recovering or not self._is_fixed:
+            return None
+        if self._wanted is None:
+            # Behind a restart of the coordinator it is what the ranks were told last.
+            told = switcher.served_layout
+            self._wanted = told if told.groups else self._initial
+        wanted = self._wanted
+
+        def can_be() -> bool:
+            has_left = switcher.is_serving and switcher.target.layout != wanted
+            return has_left and refuse(wanted, roster, switcher.alive) is None
+
+        return wanted if self._possible.is_over(self._settled_ms, now_ms, can_be) else None
+
+    def renewal_due(
+        self, switcher: Switcher, roster: Roster, now_ms: int, *, is_idle: bool
+    ) -> bool:
+        """Say whether all ranks should be started again together.
+
+        They are there, serve, have nothing to do, and cannot form all groups that are wanted.
+        """
+        if not self._renew_idle_ms or switcher.recovering:
+            return False
+        renewed_ms = self._renewed_ms
+        if renewed_ms is not None and now_ms - renewed_ms < RENEWALS_APART_MS:
+            return False
+
+        def are_missed() -> bool:
+            if not is_idle or not switcher.is_serving or len(switcher.alive) < roster.world:
+                return False
+            return not all(map(roster.is_one_cohort, self._groups_wanted(switcher)))
+
+        if not self._lacking.is_over(self._renew_idle_ms, now_ms, are_missed):
+            return False
+        self._renewed_ms = now_ms
+        return True
+
+    def _groups_wanted(self, switcher: Switcher) -> list[tuple[Rank, ...]]:
+        if self._is_fixed and self._wanted is not None:
+            return [group.ranks for group in self._wanted.groups]
+        return [switcher.alive]
+
+
+def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:
+    """Return the decision to have the layout again."""
+    reason = "it was left because of a loss, and can be formed again"
+    return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORED)
+
+
+def renewal(roster: Roster, cause: str) -> list[Effect]:
+    """Ask for all processes that are known to be started again, together."""
+    ranks = tuple((rank, roster[rank].incarnation) for rank in roster)
+    return [note("renewal_wanted", cause=cause), ToLauncher(RenewRanks(ranks))]

@@ -1,0 +1,193 @@
+"""Layouts that were left because of a loss come back, and ranks start again while nobody waits."""
+
+from typing import Any
+
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.events import Effect, RankExited, RenewalWanted, ToLauncher
+from coordinator.protocol.messages import Cancel, TaskId
+from coordinator.restoring import RENEWALS_APART_MS
+from tests.transcripts.cell import WIDTHS, Cell, ObedientRank
+from tests.unit.coordinator.builders import submit
+
+SETTLED_MS = 3_000
+IDLE_MS = 60_000
+
+
+def cell_of(layout: str, **settings: object) -> Cell:
+    cell = Cell(layout, settled_ms=SETTLED_MS, **settings)
+    cell.serve()
+    return cell
+
+
+def lose(cell: Cell, *ranks: int) -> None:
+    """Their processes end, and new ones are started each alone."""
+    for rank in ranks:
+        cell.event(RankExited(Rank(rank)))
+    cell.settle(*(rank for rank in range(cell.settings.world) if rank not in ranks))
+    for rank in ranks:
+        cell.restart(rank)
+        cell.open(rank)
+    cell.settle()
+
+
+def start_together(cell: Cell, *ranks: int) -> None:
+    """Processes of a higher incarnation, which is their cohort as well."""
+    number = 1 + max(process.seat.incarnation for process in cell.ranks.values())
+    for rank in ranks:
+        cell.event(RankExited(Rank(rank)))
+    cell.tick(100)
+    for rank in map(Rank, ranks):
+        cell.ranks[rank] = ObedientRank(rank, number, WIDTHS)
+    for rank in ranks:
+        cell.open(rank)
+    cell.settle()
+
+
+def pass_time(cell: Cell, ms: int) -> None:
+    """Let time pass in steps, in each of which all ranks are heard."""
+    for _ in range(0, ms, 1_000):
+        cell.tick(1_000)
+        cell.settle()
+
+
+def layout_of(cell: Cell) -> str:
+    view: Any = cell.core.layout_view()
+    assert view["serving"]
+    return str(view["layout"])
+
+
+def renewals(effects: list[Effect]) -> list[tuple[tuple[int, int], ...]]:
+    return [each.message.ranks for each in effects if isinstance(each, ToLauncher)]
+
+
+def test_a_layout_that_was_left_comes_back_when_it_can_be_formed() -> None:
+    cell = cell_of("tp4")
+    lose(cell, 1)
+    pass_time(cell, 10_000)
+    assert layout_of(cell) == "dp4", "rank 1 has no communicators"
+    start_together(cell, 0, 1, 2, 3)
+    pass_time(cell, SETTLED_MS - 1_000)
+    assert layout_of(cell) == "dp4"
+    pass_time(cell, 2_000)
+    assert layout_of(cell) == "tp4"
+    decisions: Any = cell.core.decisions_view(1)["decisions"]
+    assert decisions[-1]["cause"] == "restored"
+
+
+def test_what_an_operator_wants_now_is_what_comes_back() -> None:
+    cell = cell_of("tp4")
+    cell.switch("tp2+tp2")
+    cell.settle()
+    start_together(cell, 2, 3)
+    assert layout_of(cell) == "tp2+dp2"
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp2+tp2"
+    cell.switch("dp4")
+    cell.settle()
+    lose(cell, 0)
+    pass_time(cell, 10_000)
+    assert layout_of(cell) == "dp4"
+
+
+def test_a_rank_that_is_soon_lost_again_moves_nobody() -> None:
+    cell = cell_of("tp2+tp2")
+    for _ in range(3):
+        start_together(cell, 0, 1)
+        pass_time(cell, SETTLED_MS - 1_000)
+        assert layout_of(cell) == "dp2+tp2"
+    epoch = cell.core.epoch
+    pass_time(cell, 2_000)
+    assert layout_of(cell) == "tp2+tp2"
+    assert cell.core.epoch == epoch + 1
+
+
+def test_a_coordinator_that_starts_behind_a_switch_wants_what_is_there() -> None:
+    cell = cell_of("tp4")
+    cell.switch("dp4")
+    cell.settle()
+    cell.start()
+    for rank in cell.ranks:
+        cell.open(rank)
+        cell.report(rank)
+    pass_time(cell, 10_000)
+    assert layout_of(cell) == "dp4", "what it was started with is long past"
+
+
+def test_a_coordinator_and_a_rank_that_are_lost_together_cost_the_layout_nothing() -> None:
+    cell = cell_of("tp4")
+    cell.start()
+    cell.restart(3)
+    for rank in cell.ranks:
+        cell.open(rank)
+        cell.report(rank)
+    pass_time(cell, 10_000)
+    assert layout_of(cell) == "dp4"
+    start_together(cell, 0, 1, 2, 3)
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp4"
+
+
+# Starting all ranks again
+
+
+def test_ranks_start_again_once_nobody_has_asked_for_anything() -> None:
+    cell = cell_of("tp4", renew_idle_ms=IDLE_MS)
+    pass_time(cell, 2 * IDLE_MS)
+    assert not renewals(cell.take()), "nothing is missed"
+    lose(cell, 1)
+    pass_time(cell, IDLE_MS)
+    assert not renewals(cell.take())
+    pass_time(cell, 2_000)
+    assert renewals(cell.take()) == [((0, 1), (1, 2), (2, 1), (3, 1))]
+    pass_time(cell, RENEWALS_APART_MS - 10_000)
+    assert not renewals(cell.take()), "it was asked for once"
+    pass_time(cell, 20_000 + IDLE_MS)
+    assert len(renewals(cell.take())) == 1
+
+
+def test_as_long_as_there_is_a_task_no_rank_starts_again() -> None:
+    cell = cell_of("tp4", renew_idle_ms=IDLE_MS)
+    lose(cell, 1)
+    cell.gateway()
+    for number in range(6):
+        cell.say(submit(f"t{number}"))
+        pass_time(cell, IDLE_MS // 2)
+        cell.say(Cancel(TaskId(f"t{number}")))
+        pass_time(cell, IDLE_MS // 2)
+    assert not renewals(cell.take())
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost", "settings"),
+    [
+        ("dp4", 1, {"renew_idle_ms": IDLE_MS}),
+        ("tp2+dp2", 3, {"renew_idle_ms": IDLE_MS}),
+        ("tp4", 1, {"renew_idle_ms": 0}),
+    ],
+)
+def test_ranks_do_not_start_again_for_groups_that_nobody_wants(
+    layout: str, lost: int, settings: dict[str, int]
+) -> None:
+    cell = cell_of(layout, **settings)
+    lose(cell, lost)
+    pass_time(cell, 3 * IDLE_MS)
+    assert not renewals(cell.take())
+
+
+def test_ranks_do_not_start_again_while_one_is_missing() -> None:
+    cell = cell_of("tp4", renew_idle_ms=IDLE_MS)
+    lose(cell, 0)
+    cell.event(RankExited(Rank(2)))
+    cell.settle(0, 1, 3)
+    for _ in range(3 * IDLE_MS // 1_000):
+        cell.tick(1_000)
+        cell.settle(0, 1, 3)
+    assert not renewals(cell.take())
+
+
+def test_an_operator_can_ask_for_it_at_any_time() -> None:
+    cell = cell_of("dp4")
+    cell.event(RenewalWanted())
+    assert renewals(cell.take()) == [tuple((rank, 1) for rank in range(4))]
