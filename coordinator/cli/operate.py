@@ -210,7 +210,7 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
             (
                 rank["rank"],
                 rank.get("pid", "-"),
-                rank["phase"] if rank.get("available") else f"{rank['phase']}, not available",
+                _phase_of(rank),
                 rank.get("epoch", "-"),
                 rank.get("heartbeat_age_ms", "-"),
                 rank.get("lease_left_ms", "-"),
@@ -220,6 +220,13 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
             for rank in ranks
         ],
     )
+
+
+def _phase_of(rank: dict[str, Any]) -> str:
+    if not rank.get("available"):
+        return f"{rank['phase']}, not available"
+    # It was started without its neighbours: `aileron renew` starts all of them.
+    return f"{rank['phase']}, only dp" if rank.get("degraded") else str(rank["phase"])
 
 
 def _queue_table(queue: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from comm_pool import ports
-from coordinator.cli import main
+from coordinator.cli import main, operate
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.last_run import (
@@ -301,3 +301,16 @@ def test_table_aligns() -> None:
     table = format_table(("rank", "phase"), [(0, "serve"), (10, "park")])
     assert table == "rank  phase\n   0  serve\n  10  park"
     assert format_table(("a", "bc"), []) == "a  bc"
+
+
+def test_ranks_are_shown_with_what_they_cannot_do() -> None:
+    ranks = [
+        {"rank": 0, "phase": "SERVE", "available": True, "degraded": True},
+        {"rank": 1, "phase": "SERVE", "available": False, "degraded": False},
+        {"rank": 2, "phase": "never heard", "available": False},
+        {"rank": 3, "phase": "SERVE", "available": True, "degraded": False},
+    ]
+    shown = operate._ranks_table(ranks).splitlines()[-4:]
+    phases = ["SERVE, only dp", "SERVE, not available", "never heard, not available", "SERVE  "]
+    for line, phase in zip(shown, phases, strict=True):
+        assert phase in line
