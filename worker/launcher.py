@@ -24,10 +24,12 @@ from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
 from worker.herald import HeraldPipe, Told, run_herald
+from worker.pulse import Pulse
 from worker.rank_process import announce, build_engine, serve_rank
 from worker.restarts import Cohort, Restarts, split
 from worker.vllm_config import EngineConfig, replica_config
 from worker.vllm_device import prepare_launcher
+from worker.watchdog import Progress
 
 log = structlog.get_logger()
 
@@ -92,6 +94,8 @@ class Launcher:
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
         """Where each rank's process says that it can serve: a pipe."""
+        self._pulses: dict[int, tuple[Pulse, Progress]] = {}
+        """Of each pid, and whether it goes on."""
         # Members of a group that are stuck end a little later than the one that they wait for.
         together_s = config.cell.stuck_after_ms / 1e3 + TOGETHER_MARGIN_S
         self._restarts = Restarts(config.cell.ranks, together_s)
@@ -144,18 +148,21 @@ class Launcher:
         incarnation = self._restarts.started(rank, cohort, cohort.number // NS_PER_S)
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
+        pulse = Pulse()
 
         def is_ready() -> None:
             os.write(writer, READY)
 
         def run() -> None:
             self._pipe.close()
-            serve_rank(self._config, base, rank, incarnation, cohort, is_ready)
+            serve_rank(self._config, base, rank, incarnation, cohort, is_ready, pulse.beat)
 
         pid = fork_rank(rank, run)
         os.close(writer)
         self._pids[pid] = rank
         self._ready[rank] = reader
+        limit_s = self._config.cell.step_limit_ms / 1e3
+        self._pulses[pid] = pulse, Progress(lambda: pulse.beats, limit_s, WAKE_S)
         announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
 
     def _keep_up(self, base: EngineConfig) -> bool:
@@ -167,6 +174,7 @@ class Launcher:
             failed |= self._see_who_ended()
             now_s = time.monotonic()
             self._kill_late(now_s)
+            self._kill_still(now_s)
             if not self._is_stopping:
                 self._start_due(base, now_s)
         return failed
@@ -219,6 +227,22 @@ class Launcher:
             log.warning("rank_killed", rank=rank, reason=f"it ran on for {STOP_LIMIT_S} s")
             os.kill(pid, signal.SIGKILL)
 
+    def _kill_still(self, now_s: float) -> None:
+        still = [
+            pid
+            for pid, (pulse, progress) in self._pulses.items()
+            if pulse.beats and progress.is_stuck(now_s)
+        ]
+        for pid in still:
+            reason = "its process stands still as a whole"
+            log.warning("rank_stuck", rank=self._pids[pid], reason=reason)
+            os.kill(pid, signal.SIGKILL)
+            self._drop_pulse(pid)
+
+    def _drop_pulse(self, pid: int) -> None:
+        if (watched := self._pulses.pop(pid, None)) is not None:
+            watched[0].close()
+
     def _see_who_is_ready(self) -> None:
         for rank, reader in self._ready.items():
             with suppress(BlockingIOError):
@@ -239,6 +263,7 @@ class Launcher:
 
     def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
         os.close(self._ready.pop(rank))
+        self._drop_pulse(pid)
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
         stuck = self._restarts.waits_for(rank) if code else []
         delay_s = None

@@ -109,8 +109,12 @@ def serve_rank(
     incarnation: int,
     cohort: Cohort,
     on_ready: Callable[[], None],
+    beat: Callable[[], None],
 ) -> None:
-    """Run a rank until it is told to stop; `on_ready` is called when it can serve."""
+    """Run a rank until it is told to stop.
+
+    `on_ready` is called when it can serve, and `beat` again and again from then on.
+    """
     structlog.contextvars.bind_contextvars(rank=rank)
     sys.setswitchinterval(GIL_SWITCH_S)
     engine = build_engine(config, base, rank, cohort)
@@ -150,7 +154,7 @@ def serve_rank(
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
-    watch(loss, Progress(lambda: loop.passes, limit_s), abort)
+    watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

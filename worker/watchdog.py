@@ -22,35 +22,45 @@ POLL_S = 0.1
 
 
 class Progress:
-    """Whether the main loop goes on, by the number of its passes.
+    """Whether something goes on, by a number that grows: the passes of a main loop, or beats.
 
-    A process that was stopped as a whole is not stuck: time counts only where the watchdog itself
-    went on.
+    Time counts only where the one who looks went on itself: a process that was stopped as a whole
+    does not find that it is stuck.
     """
 
-    def __init__(self, passes: Callable[[], int], limit_s: float) -> None:
+    def __init__(self, passes: Callable[[], int], limit_s: float, poll_s: float = POLL_S) -> None:
         self._passes = passes
         self._limit_s = limit_s
+        self._poll_s = poll_s
         self._seen = -1
         self._still_s = 0.0
         self._looked_at_s: float | None = None
 
     def is_stuck(self, now_s: float) -> bool:
-        """Say whether no pass has begun for longer than the limit; asked every `POLL_S`."""
+        """Say whether no pass has begun for longer than the limit; asked every `poll_s`."""
         before, self._looked_at_s = self._looked_at_s, now_s
         seen, self._seen = self._seen, self._passes()
         if seen != self._seen or before is None:
             self._still_s = 0.0
             return False
-        self._still_s += min(now_s - before, 2 * POLL_S)
+        self._still_s += min(now_s - before, 2 * self._poll_s)
         return self._still_s > self._limit_s
 
 
-def watch(loss: PeerLoss, progress: Progress, abort: Callable[[Binding], None]) -> None:
-    """Start a thread that aborts formations which lack a member, and kills a stuck process."""
+def watch(
+    loss: PeerLoss,
+    progress: Progress,
+    abort: Callable[[Binding], None],
+    beat: Callable[[], None],
+) -> None:
+    """Start a thread that aborts formations which lack a member, and kills a stuck process.
+
+    It calls `beat` each time that it looks.
+    """
 
     def run() -> None:
         while True:
+            beat()
             now_s = time.monotonic()
             if (binding := loss.bereaved()) is not None:
                 abort(binding)

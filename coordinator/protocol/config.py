@@ -65,7 +65,7 @@ class CellConfig(_Frozen):
     is stuck in a collective. Longer than a step takes."""
     step_limit_ms: int = Field(default=30_000, ge=1_000)
     """A rank that makes no progress for this long, and for 20 times its longest measured step, is
-    ended: what it waits for never comes."""
+    ended: what it waits for never comes. So is one whose process stands still as a whole."""
     probe_after_switch: bool = False
     """Let each group that a switch formed compute a fixed text before its first step; a mode whose
     result differs from that at the start is taken out of service. Delays the switch by a few steps.

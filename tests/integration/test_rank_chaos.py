@@ -5,7 +5,10 @@ Prefills take many steps here, so that they can be hit.
 """
 
 import asyncio
+import functools
+import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -168,6 +171,23 @@ async def test_a_main_thread_that_never_goes_on(
                 return held.until(lambda: is_new(whole, rank, pid), BACK_LIMIT_S)
 
         took_s = await asyncio.to_thread(hold)
+        streams = await client.finish(*names)
+    print(f"{tag}: a new process is there after {took_s:.1f} s")
+    tell_pauses(tag, streams)
+    assert tokens_of(streams) == expected
+    back(whole, tag)
+
+
+async def test_a_process_that_never_goes_on(whole: BareCell, expected: list[list[int]]) -> None:
+    """Stopped as a whole: its own watchdog stands still too, and the launcher ends it."""
+    whole.switch("tp2+tp2", "reshard")
+    client, pid, tag = TaskClient(), pid_of(whole, 2), "process of 2 in tp2+tp2 stopped for good"
+    async with client.connected(whole):
+        names = submit(client, tag)
+        await begun(client, names)
+        os.kill(pid, signal.SIGSTOP)
+        new = functools.partial(until, whole, "started anew", lambda _: is_new(whole, 2, pid))
+        took_s = await asyncio.to_thread(new)
         streams = await client.finish(*names)
     print(f"{tag}: a new process is there after {took_s:.1f} s")
     tell_pauses(tag, streams)

@@ -1,0 +1,40 @@
+"""A process that stands still as a whole is seen by the one that forked it."""
+
+import os
+import signal
+import time
+
+from worker.pulse import Pulse
+from worker.watchdog import Progress
+
+POLL_S = 0.02
+LIMIT_S = 0.2
+WAIT_S = 20.0
+
+
+def test_beats_are_seen_until_the_process_is_stopped() -> None:
+    pulse = Pulse()
+    assert pulse.beats == 0
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            pulse.beat()
+            time.sleep(POLL_S)
+    progress = Progress(lambda: pulse.beats, LIMIT_S, POLL_S)
+    try:
+        ends = time.monotonic() + WAIT_S
+        while pulse.beats < 5:
+            assert time.monotonic() < ends
+            assert not (pulse.beats and progress.is_stuck(time.monotonic()))
+            time.sleep(POLL_S)
+        os.kill(pid, signal.SIGSTOP)
+        while not progress.is_stuck(time.monotonic()):
+            assert time.monotonic() < ends
+            time.sleep(POLL_S)
+        seen = pulse.beats
+        time.sleep(2 * POLL_S)
+        assert pulse.beats == seen
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    pulse.close()
