@@ -48,6 +48,7 @@ from coordinator.tasks import (
     dropped,
     is_newest,
     new_task,
+    not_held,
     out_of_time,
     placed,
     too_long,
@@ -204,10 +205,8 @@ class TaskPool:
     def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
         """Compare what a rank holds with what it is believed to hold; its session is new."""
         effects: list[Effect] = []
-        held = {each.header.task for each in hello.held} | {each.task for each in hello.adopted}
-        for task in self._tasks.held_by(hello.rank):
-            if task.id not in held:
-                effects += self._doubt(task, now_ms)
+        for task in not_held(hello, self._tasks.held_by(hello.rank)):
+            effects += self._doubt(task, now_ms)
         for each in hello.held:
             effects += self._hold(hello.rank, each, now_ms)
         return effects

@@ -1,5 +1,6 @@
 """One task as the pool knows it; called by the task pool, which owns its state. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,6 +12,7 @@ from coordinator.protocol.messages import (
     EndCause,
     HeldTask,
     Place,
+    RankHello,
     Resubmit,
     Submit,
     TaskFailed,
@@ -157,6 +159,19 @@ def dropped(task: Task) -> list[Effect]:
 def ask(task: Task) -> Effect:
     """Ask the task's gateway to submit it again, and to take no token of this attempt."""
     return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
+
+
+def not_held(hello: RankHello, believed: Iterable[Task]) -> list[Task]:
+    """Return the tasks that were placed on a rank and did not get there.
+
+    It may hold an earlier attempt of one: what it was sent last was lost with its session. What a
+    move has given it has an attempt that counts only when the move is committed.
+    """
+    held = {(each.header.task, each.attempt) for each in hello.held}
+    moved = {each.task for each in hello.adopted}
+    return [
+        task for task in believed if task.id not in moved and (task.id, task.attempt) not in held
+    ]
 
 
 def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bool:

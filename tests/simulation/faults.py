@@ -4,8 +4,10 @@ import random
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
+from coordinator.events import RenewalWanted
 from coordinator.protocol.messages import Carry, Phase, Tier
 from coordinator.settings import CoreSettings, QueueBounds, TierBounds
+from tests.simulation.checkers import MoveChecker
 from tests.simulation.network import Weather
 from worker.restarts import split
 
@@ -61,6 +63,9 @@ class Faults:
         """A rank's neighbour dies with it."""
         self.together = own.choice((0, 0, 5, 80))
         """Ranks that are to be started again within so many ticks start together."""
+        self.renewal = own.choice((0.0, 0.0, 0.004))
+        """An operator has all ranks started again."""
+        self._own = own
         self._core_at = 0
         self._now = 0
 
@@ -91,6 +96,8 @@ class Faults:
                 world.break_gateway(self.rng.choice(("east", "west")))
         if chance() < self.core_crash:
             self._crash_core(world)
+        if self._own.random() < self.renewal and world.core is not None:
+            world.core_event(RenewalWanted())
         if (phase := moving_phase(world)) is not None and chance() < self.meddle:
             self._meddle(world, is_told=phase is Phase.SWAP)
 
@@ -191,6 +198,10 @@ class Faults:
                     if self._exit_at.pop(rank, None) is not None:
                         world.exited(rank)
                 world.restart(ranks)
+                if len(ranks) == len(world.ranks):
+                    # Nobody is left who knows of a move. With a coordinator that knows of none
+                    # either, epochs begin anew.
+                    world.moves = MoveChecker()
         if world.core is None and world.now >= self._core_at:
             world.start_core()
 
@@ -225,7 +236,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         claim_ms=300,
         gateway_gone_ms=400,
         settled_ms=own.choice((50, 300, 3_000)),
-        renew_idle_ms=own.choice((0, 0, 100)),
+        renew_idle_ms=own.choice((0, 10, 40)),
     )
 
 

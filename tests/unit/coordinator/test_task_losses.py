@@ -66,6 +66,20 @@ def test_what_a_rank_does_not_hold_after_all_is_asked_for() -> None:
     assert state(tasks, B) is State.PLACED
 
 
+def test_a_rank_that_holds_an_earlier_attempt_has_not_got_the_one_that_it_was_sent() -> None:
+    tasks = placed("a")
+    (_, asked) = messages(tasks.lost(ZERO, 1))
+    assert isinstance(asked, Resubmit)
+    tasks.submit(submit("a", delivered=[7], attempt=asked.attempt), 2)
+    (place,) = messages(tasks.place([group(ZERO)], 3))
+    assert isinstance(place, Place)
+    # The session broke: the rank was lost for a moment, and heard neither of that nor of this.
+    again = messages(tasks.reconcile(hello(0, held=[held("a", 1)]), 4))
+    assert again == [Resubmit(A, place.attempt + 1), Drop(A, 1)]
+    assert state(tasks, A) is State.ASKED
+    tasks.integrity()
+
+
 def held(task: str, attempt: int, *, paused: bool = False) -> HeldTask:
     return HeldTask(header(task), attempt, Group((ZERO,), Mode.DP), 2, paused)
 
@@ -221,5 +235,8 @@ def test_what_a_rank_adopts_without_having_heard_is_not_doubted() -> None:
 def test_a_leader_that_has_not_heard_of_its_move_drops_no_later_attempt() -> None:
     tasks = placed("a")
     tasks.adopted(ZERO, moved(), 1)
-    assert tasks.reconcile(hello(0, held=[held("a", 1)]), 2) == [ToRank(ZERO, Drop(A, 1))]
+    unaware = msgspec.structs.replace(
+        hello(0, held=[held("a", 1)]), adopted=(moved(),), adopted_in=5
+    )
+    assert tasks.reconcile(unaware, 2) == [ToRank(ZERO, Drop(A, 1))]
     assert tasks.tasks[A].attempt == 2
