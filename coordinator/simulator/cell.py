@@ -29,6 +29,9 @@ BLOCK_TOKENS = 16
 AGEING_MS = 30_000
 MINUTE_MS = 60_000
 
+HEARTBEAT_S = 0.2
+"""How often leaders tell how far their tasks are, as by default."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -135,7 +138,7 @@ class SimCell:
             self._has_begun = True
             if self._space is not None:
                 self._push(0.0, "tick", None)
-            self._push(1.0, "grow", None)
+            self._push(HEARTBEAT_S, "grow", None)
         while self._events and self._events[0][0] <= until_s:
             self._now_s, _, kind, what = heappop(self._events)
             self._handle(kind, what)
@@ -183,7 +186,7 @@ class SimCell:
                 self._push(self._now_s + self._settings.decide_every_ms / 1000, "tick", None)
             case "grow", None:
                 self._grow()
-                self._push(self._now_s + 1.0, "grow", None)
+                self._push(self._now_s + HEARTBEAT_S, "grow", None)
             case "switched", None:
                 self._switched()
 
@@ -340,7 +343,7 @@ class SimCell:
         for task, old in carried:
             leader = self._adopter(task, old)
             if leader is None:
-                task.prefill_left = task.task.context_tokens
+                task.has_kv = False
                 self._table.enter(task.task, State.QUEUED, self._now_ms)
                 continue
             self._table.enter(task.task, State.PLACED, self._now_ms, leader)

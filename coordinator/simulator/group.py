@@ -23,6 +23,8 @@ class SimTask:
     task: Task
     output: int
     arrive_s: float
+    has_kv: bool = False
+    """A group has begun with it and holds its KV, which a switch may move."""
     prefill_left: int = 0
     first_s: float | None = None
     done_at: int = 0
@@ -32,6 +34,11 @@ class SimTask:
     def order(self) -> tuple[int, int]:
         """The more urgent tier first, then whoever came first."""
         return int(self.task.header.tier), self.task.arrival
+
+    @property
+    def tokens(self) -> int:
+        """Tokens to compute before it goes on decoding, if none are."""
+        return self.task.header.prompt_tokens + self.task.generated
 
 
 @dataclass(slots=True)
@@ -55,7 +62,9 @@ class SimGroup:
 
     def add(self, task: SimTask, now_s: float) -> None:
         """Take a task; what is under way ends at its next step."""
-        if task.first_s is not None and not task.prefill_left:
+        if task.has_kv and task.prefill_left:
+            self.filling.append((task.order, task.task.id, task))
+        elif task.has_kv:
             task.done_at = self.steps + task.output - task.task.generated
             heappush(self.decoding, (task.done_at, task.task.id, task))
             self.context += task.task.header.prompt_tokens + task.task.generated
@@ -122,12 +131,18 @@ class SimGroup:
         return task.output - max(0, task.done_at - self.steps)
 
     def give_up(self) -> tuple[list[SimTask], list[SimTask]]:
-        """Return the tasks that hold KV, and those that do not; the group is gone."""
+        """Return the tasks that hold KV, of a part of their prompt at least, and those that do not.
+
+        The group is gone.
+        """
         for _, _, task in self.decoding:
             task.task.generated = self.generated(task)
-        held = [task for _, _, task in self.decoding]
-        fresh = [task for _, _, task in [*self.waiting, *self.filling]]
-        return held, fresh
+        for _, _, task in self.filling:
+            task.has_kv = task.prefill_left < task.tokens
+        begun = [task for _, _, task in [*self.decoding, *self.filling]]
+        held = [task for task in begun if task.has_kv]
+        fresh = [task for task in begun if not task.has_kv]
+        return held, fresh + [task for _, _, task in self.waiting]
 
     def _begin_decoding(self, task: SimTask, now_s: float) -> None:
         self.filling = [each for each in self.filling if each[2] is not task]
@@ -144,11 +159,12 @@ class SimGroup:
         held = self.context + sum(each.task.header.prompt_tokens for _, _, each in self.filling)
         while self.waiting:
             task = self.waiting[0][2]
-            length = task.task.header.prompt_tokens + task.task.generated
+            length = task.tokens
             alone = not self.decoding and not self.filling
             if not alone and held + length > self.cost.capacity_tokens:
                 return
             heappop(self.waiting)
+            task.has_kv = True
             task.prefill_left = length
             held += length
             self.filling.append((task.order, task.task.id, task))
