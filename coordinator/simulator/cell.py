@@ -275,16 +275,17 @@ class SimCell:
         verdict, self._state = decide(
             seen, self._here.layout, self._space, self._costs, self._settings, self._state
         )
-        if not verdict.changes:
-            return
-        choice = verdict.choice
+        if verdict.changes:
+            self._change(verdict.choice, verdict.reason)
+
+    def _change(self, choice: Arrangement, reason: str) -> None:
         if choice.layout == self._here.layout:
             self._here = choice
             self._place()
             return
         names = format_layout(self._here.layout), format_layout(choice.layout)
         self._switches.append((self._now_ms, *names))
-        self.run_of.switches.append((self._now_s, choice.name, verdict.reason))
+        self.run_of.switches.append((self._now_s, choice.name, reason))
         self._target = choice
         changed = diff(self._here.layout, choice.layout)
         self._here = Arrangement(self._here.layout)

@@ -1,0 +1,79 @@
+"""What a sequence of layouts that knows the load could reach; by hand, a bound for the policy.
+
+python -m tests.simulation.policy_oracle tells of each load of the presets how many requests came,
+which is what no sequence can exceed, how many the best fixed layout serves within their goals, and
+how many a sequence does that was searched for: from the best fixed layout on, each window of 4 s is
+given every other layout as long as that makes more requests good.
+"""
+
+import random
+from collections.abc import Sequence
+
+from comm_pool.layout import Mode, parse_layout
+from coordinator.policy.candidates import Arrangement, LayoutSpace
+from coordinator.policy.cost_model import CostModel
+from coordinator.simulator.cell import Arrival, Run, SimCell
+from tests.simulation.policy_runs import FIXED, GRACE_S, SETTINGS, WIDTHS, box_of, good
+from tests.simulation.policy_shapes import arrivals, bursty, mixed
+
+WINDOW_S = 4.0
+LAYOUTS = (*FIXED, "dp2+tp2")
+PASSES = 2
+
+
+class PlannedCell(SimCell):
+    """A cell that is laid out by a plan: a layout for each window, the last one for the rest."""
+
+    def __init__(self, plan: Sequence[str], costs: CostModel) -> None:
+        self._plan = plan
+        space = LayoutSpace(4, {1: Mode.DP, 2: Mode.TP, 4: Mode.TP})
+        super().__init__(parse_layout(plan[0], 4, WIDTHS), costs, SETTINGS, space)
+
+    def _decide(self) -> None:
+        window = min(int(self._now_s / WINDOW_S), len(self._plan) - 1)
+        wanted = parse_layout(self._plan[window], 4, WIDTHS)
+        if self._target is None and wanted != self._here.layout:
+            self._change(Arrangement(wanted), "it is planned")
+
+
+def planned(load: Sequence[Arrival], until_s: float, costs: CostModel, plan: Sequence[str]) -> Run:
+    """Run a load by a plan."""
+    return PlannedCell(plan, costs).run(load, until_s)
+
+
+def search(
+    load: Sequence[Arrival], seconds: float, costs: CostModel
+) -> tuple[int, int, tuple[str, ...]]:
+    """Return what the best fixed layout and the best plan found serve well, and the plan."""
+    windows = int(seconds / WINDOW_S) + 1
+
+    def worth(plan: Sequence[str]) -> int:
+        return good(planned(load, seconds + GRACE_S, costs, plan))
+
+    fixed = {name: worth((name,)) for name in FIXED}
+    first = max(fixed, key=fixed.__getitem__)
+    best, plan = fixed[first], (first,) * windows
+    for _ in range(PASSES):
+        before = best
+        for window in range(windows):
+            for name in LAYOUTS:
+                other = (*plan[:window], name, *plan[window + 1 :])
+                if best < len(load) and other != plan and (found := worth(other)) > best:
+                    best, plan = found, other
+        if best == before:
+            break
+    return fixed[first], best, plan
+
+
+def main() -> None:
+    """Print the bounds of every preset."""
+    for name, preset in (("bursty", bursty), ("mixed", mixed)):
+        for seed in range(4):
+            phases = preset(random.Random(seed))
+            load = arrivals(phases, seed)
+            fixed, best, plan = search(load, sum(each.seconds for each in phases), box_of(seed))
+            print(f"{name} {seed}: {len(load)} came, fixed {fixed}, sequence {best}: {plan}")
+
+
+if __name__ == "__main__":
+    main()
