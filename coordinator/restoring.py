@@ -6,8 +6,6 @@ with each other, so that they must all be started again, which costs nobody anyt
 nothing to do.
 """
 
-from collections.abc import Callable
-
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.events import Effect, ToLauncher, note
 from coordinator.protocol.launch_words import RenewRanks
@@ -32,9 +30,9 @@ class _Lasting:
     def __init__(self) -> None:
         self._since_ms: int | None = None
 
-    def is_over(self, limit_ms: int, now_ms: int, is_true: Callable[[], bool]) -> bool:
+    def is_over(self, limit_ms: int, now_ms: int, *, is_true: bool) -> bool:
         """Say whether it is true, and has been at each call for so long."""
-        if not is_true():
+        if not is_true:
             self._since_ms = None
             return False
         if self._since_ms is None:
@@ -88,12 +86,9 @@ class Restoring:
             told = switcher.served_layout
             self._wanted = told if told.groups else self._initial
         wanted = self._wanted
-
-        def can_be() -> bool:
-            has_left = switcher.is_serving and switcher.target.layout != wanted
-            return has_left and refuse(wanted, roster, switcher.alive) is None
-
-        return wanted if self._possible.is_over(self._settled_ms, now_ms, can_be) else None
+        has_left = switcher.is_serving and switcher.target.layout != wanted
+        can_be = has_left and refuse(wanted, roster, switcher.alive) is None
+        return wanted if self._possible.is_over(self._settled_ms, now_ms, is_true=can_be) else None
 
     def renewal_due(
         self, switcher: Switcher, roster: Roster, now_ms: int, *, is_idle: bool
@@ -107,13 +102,9 @@ class Restoring:
         renewed_ms = self._renewed_ms
         if renewed_ms is not None and now_ms - renewed_ms < RENEWALS_APART_MS:
             return False
-
-        def are_missed() -> bool:
-            if not is_idle or not switcher.is_serving or len(switcher.alive) < roster.world:
-                return False
-            return not all(map(roster.is_one_cohort, self._groups_wanted(switcher)))
-
-        if not self._lacking.is_over(self._renew_idle_ms, now_ms, are_missed):
+        is_calm = is_idle and switcher.is_serving and len(switcher.alive) == roster.world
+        lacks = is_calm and not all(map(roster.is_one_cohort, self._groups_wanted(switcher)))
+        if not self._lacking.is_over(self._renew_idle_ms, now_ms, is_true=lacks):
             return False
         self._renewed_ms = now_ms
         return True

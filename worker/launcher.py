@@ -136,7 +136,7 @@ class Launcher:
         self._tell_herald()
 
     def _tell_herald(self) -> None:
-        self._pipe.tell(Told(self._restarts.ended(), tuple(self._restarts.newest().items())))
+        self._pipe.tell(Told(self._restarts.ended(), self._restarts.newest()))
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
         cohort = Cohort(time.time_ns(), ranks, port)

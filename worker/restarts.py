@@ -117,9 +117,9 @@ class Restarts:
         """Return when `take_due` has something to say; None if nothing waits."""
         return min(self._due.values(), default=None)
 
-    def newest(self) -> dict[Rank, int]:
-        """Return the incarnation of the newest process of each rank."""
-        return dict(self._incarnations)
+    def newest(self) -> tuple[tuple[Rank, int], ...]:
+        """Return the newest process of each rank, as (rank, incarnation)."""
+        return tuple(sorted(self._incarnations.items()))
 
     def ended(self) -> tuple[tuple[Rank, int], ...]:
         """Return the newest process of each rank that ended, as (rank, incarnation)."""

@@ -5,7 +5,6 @@ Prefills take many steps here, so that they can be hit.
 """
 
 import asyncio
-import functools
 import os
 import random
 import signal
@@ -186,8 +185,9 @@ async def test_a_process_that_never_goes_on(whole: BareCell, expected: list[list
         names = submit(client, tag)
         await begun(client, names)
         os.kill(pid, signal.SIGSTOP)
-        new = functools.partial(until, whole, "started anew", lambda _: is_new(whole, 2, pid))
-        took_s = await asyncio.to_thread(new)
+        took_s = await asyncio.to_thread(
+            until, whole, "started anew", lambda _: is_new(whole, 2, pid)
+        )
         streams = await client.finish(*names)
     print(f"{tag}: a new process is there after {took_s:.1f} s")
     tell_pauses(tag, streams)
