@@ -2,7 +2,8 @@
 
 A rank writes on its own board and reads those of its peers; nothing here waits or blocks, so a
 rank that is told to do something else simply stops looking. Invariant: the epoch is written last,
-so whoever reads an epoch finds all that belongs to it.
+so whoever reads an epoch finds all that belongs to it. A rank writes twice for an epoch: what it
+has, and, when its last step is over (*settled*), what that has brought.
 """
 
 import mmap
@@ -17,8 +18,9 @@ FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its nam
 BOARD_BYTES = 256 << 20
 """Room for what one rank tells in one move; memory is only taken for what is written."""
 
-_EPOCH, _LENGTH, _ROUND = range(3)
-"""Words of the header: the last is the round that the rank has finished (-1: it gave up)."""
+_EPOCH, _LENGTH, _ROUND, _SETTLED, _SETTLED_LENGTH = range(5)
+"""Words of the header: `_ROUND` is that which the rank has finished (-1: it gave up), `_SETTLED`
+the epoch of the second message, which stands behind the first."""
 
 _DATA_START = 64
 GAVE_UP = -1
@@ -40,7 +42,7 @@ class Board:
         """Replace what stands here; readers of `epoch` find it from now on."""
         if len(message) > len(self._memory) - _DATA_START:
             raise BoardFullError(f"a message of {len(message)} bytes is too long for the board.")
-        self._words[_EPOCH] = 0
+        self._words[_EPOCH] = self._words[_SETTLED] = 0
         self._memory[_DATA_START : _DATA_START + len(message)] = message
         self._words[_LENGTH], self._words[_ROUND] = len(message), 0
         self._words[_EPOCH] = epoch
@@ -55,6 +57,26 @@ class Board:
         """What stands here."""
         length = self._words[_LENGTH]
         return self._memory[_DATA_START : _DATA_START + length]
+
+    def settle(self, message: bytes) -> None:
+        """Add what the last step has brought; readers of the epoch find it from now on."""
+        start = _DATA_START + self._words[_LENGTH]
+        if start + len(message) > len(self._memory):
+            raise BoardFullError(f"{len(message)} bytes more are too many for the board.")
+        self._memory[start : start + len(message)] = message
+        self._words[_SETTLED_LENGTH] = len(message)
+        self._words[_SETTLED] = self._words[_EPOCH]
+
+    @property
+    def is_settled(self) -> bool:
+        """The owner's device has done all that it was to do before the move of `epoch`."""
+        return self._words[_SETTLED] == self._words[_EPOCH]
+
+    @property
+    def settled_message(self) -> bytes:
+        """What the last step has brought."""
+        start = _DATA_START + self._words[_LENGTH]
+        return self._memory[start : start + self._words[_SETTLED_LENGTH]]
 
     @property
     def round(self) -> int:

@@ -73,4 +73,7 @@ class LostGroup:
 
     def _forget_steps(self, group: Group) -> None:
         """What the runner knows of the group's tasks is that of a step which never ended."""
-        self._member.mode_of(group).runner.forget_tasks()
+        mode = self._member.mode_of(group)
+        mode.runner.forget_tasks()
+        if mode.scheduler is not None:
+            mode.scheduler.forget_steps()

@@ -6,7 +6,7 @@ its leader has it computed again.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from kvadaptor.reshard import (
 from worker.vllm_handover import CachedChain, RunningState
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 Ranks = tuple[int, ...]
 
 
@@ -40,12 +41,22 @@ class Cargo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Brought:
+    """What a task's step brought that was under way when its leader told of it."""
+
+    tokens: tuple[int, ...]
+    emitted: int
+    """Tokens that have gone out since the task began."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """One rank's part: the group it left (`ranks` empty: none), its pages there and elsewhere.
 
     `pages` are all pages that this rank gave the group, `slots` the slot of each logical block on
     this rank (wide groups; int32). `indices` are the lease indices in use, by group. Only the
-    leader fills `cargo` and `chains`.
+    leader fills the rest. `written` are the logical blocks that the step under way writes into, of
+    tasks that go on and of those that have ended.
     """
 
     rank: int
@@ -57,6 +68,7 @@ class Manifest:
     indices: Mapping[Ranks, Ints]
     cargo: tuple[Cargo, ...] = ()
     chains: tuple[CachedChain, ...] = ()
+    written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +87,13 @@ class Move:
     """The old groups that take part."""
     spoils_from: int | None
     """The first round that writes where KV of the old groups lies, if one does."""
+    written: Mapping[int, Bools]
+    """Rank -> which of its units steps under way write into; ranks without one are left out."""
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether copies may be made while old steps are under way, where these write nothing."""
+        return self.plan.rounds <= 1 and self.spoils_from is None
 
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""
@@ -108,7 +127,7 @@ def plan_move(
     groups = [group for group in whole if set(group) <= set(ranks)]
     if not mine:
         plan = ReshardPlan(geometry.num_kv_heads, 0, (), (), (), (), (), 0)
-        return Move(ranks, (), plan, (), {}, {}, tuple(groups), None)
+        return Move(ranks, (), plan, (), {}, {}, tuple(groups), None, {})
     alone = sorted(set(ranks).difference(*groups))
     cargo: dict[str, tuple[int, Cargo]] = {}
     chains: dict[str, CachedChain] = {}
@@ -120,7 +139,7 @@ def plan_move(
         num_pages=num_pages,
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
-        free={each: _free(manifests[each], old, num_pages) for each in ranks},
+        free={each: _free(manifests, each, old, num_pages) for each in ranks},
         locked={each: np.zeros(0, dtype=np.int64) for each in ranks},
     )
     plan = plan_reshard(given)
@@ -135,7 +154,30 @@ def plan_move(
         for lease in plan.groups
     )
     spoils_from = _spoils_from(plan, given)
-    return Move(ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from)
+    written = _written(plan.units, groups, manifests, num_pages)
+    return Move(ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from, written)
+
+
+def _written(
+    units: int, groups: Iterable[Ranks], manifests: Mapping[int, Manifest], num_pages: int
+) -> dict[int, Bools]:
+    """See `Move`."""
+    written: dict[int, Bools] = {}
+    for group in groups:
+        if not manifests[group[0]].written.size:
+            continue
+        for rank, slots in zip(group, _slots_of_written(group, manifests), strict=True):
+            written[rank] = np.zeros(num_pages * units, dtype=np.bool_)
+            written[rank].reshape(-1, units // len(group))[slots] = True
+    return written
+
+
+def _slots_of_written(group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
+    """(k, m): the slots on each member that the group's step under way writes into."""
+    blocks = manifests[group[0]].written
+    if len(group) == 1:
+        return [blocks]
+    return [manifests[member].slots[blocks].astype(np.int64) for member in group]
 
 
 def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
@@ -216,15 +258,22 @@ def _old_group(
     return OldGroup(group, tuple(made))
 
 
-def _free(manifest: Manifest, old: Iterable[OldGroup], num_pages: int) -> Ints:
-    """Pages that a move may use on this rank: nobody's, or the left group's without a chain."""
+def _free(
+    manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup], num_pages: int
+) -> Ints:
+    """Pages that a move may use on this rank: nobody's, or the left group's without a chain.
+
+    Nor may a step write there that is under way.
+    """
+    manifest = manifests[rank]
     for group in old:
-        if manifest.rank in group.ranks and manifest.ranks == group.ranks:
-            place, width = group.ranks.index(manifest.rank), len(group.ranks)
+        if rank in group.ranks and manifest.ranks == group.ranks:
+            place, width = group.ranks.index(rank), len(group.ranks)
             is_free = np.zeros(num_pages, dtype=np.bool_)
             is_free[manifest.free] = is_free[manifest.pages] = True
             for chain in group.chains:
                 is_free[chain.slots[place] // width] = False
+            is_free[_slots_of_written(group.ranks, manifests)[place] // width] = False
             return np.flatnonzero(is_free)
     return manifest.free
 

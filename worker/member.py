@@ -4,9 +4,7 @@ Thin: when to do what is decided by `coordinator.protocol.seat`. All calls come 
 loop, at safe points, so nothing here needs a lock.
 """
 
-import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +22,11 @@ from coordinator.protocol.messages import (
     TaskEnded,
     TaskId,
     TaskReturned,
-    TokenBatch,
-    TokenSpan,
 )
 from kvadaptor.pages import without
 from worker.book import MOVED, LedTask, TaskBook
 from worker.moving import Moving
 from worker.outlet import Outlet
-from worker.step_log import StepLog
 from worker.step_queue import (
     FOLLOWER_POLL_S,
     LEADER_SEND_LIMIT_S,
@@ -42,7 +37,7 @@ from worker.step_queue import (
     receive,
     send,
 )
-from worker.under_way import UnderWay
+from worker.stepping import Stepping
 from worker.vllm_intake import Intake
 from worker.vllm_rank import PreparedMode, RankEngine
 from worker.vllm_scheduler import ModeScheduler
@@ -62,11 +57,8 @@ class Member:
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseKept] = {}
-        self.steps = self.sp_steps = 0
-        self.step_log = StepLog()
         self.intake = Intake(engine.block_hasher, engine.structured_output)
-        self._outlet = outlet
-        self._incarnation = incarnation
+        self.stepping = Stepping(self, incarnation, outlet)
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
@@ -74,15 +66,14 @@ class Member:
         """Lease indices that hold moved tasks of a group, until it begins."""
         self.moving = Moving(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
-        self._under_way: UnderWay | None = None
-        self._epoch = 0
         self._binding: Binding | None = None
-        self.step_started_ns = 0
-        """When the last step was launched here, on the host's monotonic clock."""
-        self.step_ended_ns = 0
-        """When the last step was known to be over; a follower only knows that it was launched."""
 
     # ------------------------------------------------------------------ groups and pages
+
+    @property
+    def selected(self) -> PreparedMode | None:
+        """The mode of the joined group."""
+        return self._mode
 
     def mode_of(self, group: Group) -> PreparedMode:
         """What is prepared for a group of this rank."""
@@ -112,8 +103,7 @@ class Member:
         self._moved_in.clear()
 
     def unbind(self) -> None:
-        """Belong to no group; the step under way must be settled."""
-        assert self._under_way is None
+        """Belong to no group; a step of the one that is left may be under way."""
         self.not_joined()
         self._mode = None
         self._binding = None
@@ -121,6 +111,8 @@ class Member:
     def begin(self, grant_pages: int, kept: tuple[int, ...], version: int) -> None:
         """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
         mode, group = self._joined()
+        if self.stepping.is_under_way and not self.stepping.trails:
+            self.stepping.settle()  # It was left and is joined again, all within one step.
         pool = self.engine.pages
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
@@ -213,7 +205,7 @@ class Member:
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is this attempt or an older one."""
-        self.settle()
+        self.stepping.settle()
         led = self.book.get(task)
         if led is not None and led.attempt <= attempt:
             self.book.close(task, EndCause.CANCELLED)
@@ -223,7 +215,7 @@ class Member:
 
     def give_back(self, task: TaskId) -> None:
         """Free a task's KV and return it to the pool."""
-        self.settle()
+        self.stepping.settle()
         led = self.book.get(task)
         if led is not None:
             self.give_up(led.group, [task], ReturnCause.RECOMPUTE)
@@ -279,6 +271,11 @@ class Member:
         if returned and not keeps_pages:
             self._withdraw_if_parked(group)
 
+    def freed(self, group: Group) -> None:
+        """Tasks of a group that was left have ended behind its back."""
+        if self.moving.ranks != group.ranks:
+            self._withdraw_if_parked(group)
+
     def _withdraw_if_parked(self, group: Group) -> None:
         if self._binding is None or self._binding.group.ranks != group.ranks:
             self.withdraw(group)
@@ -300,73 +297,14 @@ class Member:
     def has_work(self) -> bool:
         """Whether the led group has a step to run."""
         scheduler = self._mode.scheduler if self._mode is not None else None
-        return self._under_way is not None or bool(scheduler and scheduler.has_requests())
+        is_under_way = self.stepping.is_under_way and not self.stepping.trails
+        return is_under_way or bool(scheduler and scheduler.has_requests())
 
     def lead_step(self, epoch: int) -> int:
-        """Launch one step of the led group, finish the one before; returns its microseconds.
-
-        Where results come synchronously (CPU) the step launched is the step finished.
-        """
-        started = time.perf_counter_ns()
+        """Launch one step of the led group; see `Stepping.lead`."""
         mode, _ = self._joined()
-        assert mode.scheduler is not None and self._binding is not None
-        self._epoch = epoch
-        if self._under_way is not None and self._under_way.goes_first():
-            self.settle()
-        if mode.scheduler.has_requests():
-            plan = mode.scheduler.plan_step(self.settle)
-            plan.mode = mode.mode_of_step(self._binding.group, plan.tokens)
-            if plan.is_empty:
-                # Only ids of ended tasks are in it: the tokens of the step under way go first.
-                self.settle()
-            self.lead(Step(self._binding.born, plan))
-            launched = UnderWay(plan, self._execute(mode, plan), self.step_started_ns)
-            before, self._under_way = self._under_way, launched
-            if before is not None:
-                self._finish(before)
-            if not launched.is_asynchronous:
-                self.settle()
-        else:
-            self.settle()
-        return (time.perf_counter_ns() - started) // 1000
-
-    def settle(self) -> None:
-        """Finish the step under way, if any: afterwards the led group is at a safe point."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            self._finish(under_way)
-
-    def _finish(self, step: UnderWay) -> None:
-        mode, result = self._joined()[0], step.tokens()
-        assert mode.scheduler is not None
-        self.step_ended_ns = time.monotonic_ns()
-        self.step_log.ended(step.plan, mode.key.width, step.launched_ns, self.step_ended_ns)
-        if outputs := mode.scheduler.finish_step(step.plan, result):
-            self._push(outputs, self._epoch)
-
-    def _push(self, outputs: Sequence[Any], epoch: int) -> None:
-        by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}
-        for output in outputs:
-            led = self.book.get(output.request_id)
-            if led is None:
-                continue
-            task = led.header.task
-            span = self.book.emit(task, len(output.new_token_ids), finished=output.finished)
-            spans, batch = by_gateway.setdefault(led.header.reply_to, ([], []))
-            spans.append(span)
-            batch.append(output)
-            if output.finished:
-                self.book.close(task, EndCause.FINISHED)
-                self.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
-        for reply_to, (spans, batch) in by_gateway.items():
-            header = TokenBatch(self.engine.spec.rank, self._incarnation, epoch, tuple(spans))
-            self._outlet.push(reply_to, header, batch)
-
-    def _execute(self, mode: PreparedMode, plan: Any) -> Any:
-        self.step_started_ns = time.monotonic_ns()
-        self.steps += 1
-        self.sp_steps += plan.mode not in (Mode.DP, Mode.TP)
-        return mode.execute(plan)
+        assert self._binding is not None
+        return self.stepping.lead(mode, self._binding, epoch)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
         """Read one message of the joined group and obey it; leave messages are the caller's."""
@@ -378,8 +316,8 @@ class Member:
             case Begin(kept=kept, grant_pages=pages, version=version):
                 self.begin(pages, kept, version)
             case Step(plan=plan):
-                self._execute(mode, plan)
-                self.step_ended_ns = time.monotonic_ns()
+                self.stepping.execute(mode, plan)
+                self.stepping.followed()
             case LeaveGroup(kept=kept):
                 if kept is not None:
                     # The coordinator tells it too, but later.

@@ -7,12 +7,10 @@ KV and are computed again.
 """
 
 import pickle
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import structlog
@@ -27,57 +25,24 @@ from coordinator.protocol.messages import (
     TaskId,
 )
 from coordinator.protocol.seat import Resolve
-from kvadaptor.movers import MoveStats, PeerMover, by_source
+from kvadaptor.movers import MoveStats
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
-from worker.manifest import Cargo, Ints, Manifest, Move, Ranks, plan_move
-from worker.vllm_handover import CachedChain, prefixes_of
+from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks, plan_move
+from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Rounds
+from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of
 
 if TYPE_CHECKING:
     from worker.member import Member
 
 log = structlog.get_logger()
 
-PEER_WAIT_LIMIT_S = 20.0
-"""How long a rank waits for what a peer has to tell or copy before the move is given up."""
-
-PEER_POLL_S = 0.0001
-
 CACHED_BYTES_MAX = 4 << 30
 """KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""
 
 _NO_PAGES = np.zeros(0, dtype=np.int64)
 _NO_SLOTS = np.zeros(0, dtype=np.int32)
-
-
-class OvertakenError(Exception):
-    """Another layout is wanted by now: the move is left as it is."""
-
-
-class MoveFailedError(Exception):
-    """The move cannot be carried out; its tasks are computed again."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A move whose copies are done here, until it is known whether it counts."""
-
-    epoch: int
-    move: Move
-    restored: list[tuple[Cargo, Any, Any]] = field(default_factory=list)
-    """(what was told, the restored request, its blocks) of each task that this rank will lead."""
-    chains: list[CachedChain] = field(default_factory=list)
-    rounds_done: int = 0
-
-    @property
-    def may_be_spoiled(self) -> bool:
-        """Whether a rank may have overwritten what lay there before the move.
-
-        Nobody could begin a round that does before this rank had finished the one before it.
-        """
-        first = self.move.spoils_from
-        return first is not None and self.rounds_done + 1 >= first
 
 
 class Moving:
@@ -89,14 +54,20 @@ class Moving:
         self._rank = rank
         self._group: Group | None = None
         self._born = -1
-        self._pending: _Pending | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="move")
+        self._pending: Pending | None = None
+        self._rounds = Rounds(member.engine, boards, rank, self.look)
+        self._told: tuple[RunningState, ...] | None = None
+        """What was told of tasks whose step is under way."""
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the move is committed."""
         self.cached: tuple[int, ...] = ()
         """Hashes of prompts' blocks that the last move brought, until they are reported."""
         self.has_failed = False
-        self.stats = MoveStats(0, 0, 0.0)
+
+    @property
+    def stats(self) -> MoveStats:
+        """Of the last move."""
+        return self._rounds.stats
 
     @property
     def epoch(self) -> int:
@@ -125,18 +96,45 @@ class Moving:
         return self._group.ranks if self._group is not None else ()
 
     def tell(self, epoch: int) -> None:
-        """Publish this rank's manifest for the move of `epoch`, all its steps complete."""
+        """Publish this rank's manifest for the move of `epoch`; its last step may be under way."""
         self.adopted = ()
-        self._member.engine.synchronize()
         manifest = self._manifest()
         try:
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except BoardFullError:
             log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
-            bare = Manifest(
+            manifest = Manifest(
                 self._rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices
             )
-            self._boards[self._rank].publish(epoch, pickle.dumps(bare, protocol=5))
+            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+        self._told = tuple(each.state for each in manifest.cargo)
+        self.look()
+
+    @property
+    def is_settling(self) -> bool:
+        """Peers wait, or will, to hear that the last step is over."""
+        return self._told is not None
+
+    def look(self) -> None:
+        """Tell what the last step has brought, as soon as it is there."""
+        stepping = self._member.stepping
+        stepping.settle_if_ready()
+        if self._told is None or stepping.is_under_way or stepping.behind is not None:
+            return
+        told, self._told = self._told, None
+        self._boards[self._rank].settle(pickle.dumps(self._brought(told), protocol=5))
+
+    def _brought(self, told: Sequence[RunningState]) -> dict[str, Brought]:
+        group = self._group
+        scheduler = self._member.mode_of(group).scheduler if group is not None else None
+        if scheduler is None:
+            return {}
+        book = self._member.book
+        return {
+            task: Brought(tuple(tokens), led.emitted)
+            for task, tokens in scheduler.brought(told).items()
+            if (led := book.get(TaskId(task))) is not None
+        }
 
     def _manifest(self) -> Manifest:
         pool = self._member.engine.pages
@@ -150,6 +148,7 @@ class Moving:
         slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
         cargo: tuple[Cargo, ...] = ()
         chains: tuple[CachedChain, ...] = ()
+        written = _NO_PAGES
         if mode.scheduler is not None:
             page_bytes = self._member.engine.kv.geometry.page_bytes // group.width
             states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
@@ -161,9 +160,11 @@ class Moving:
                 if each is not None
             )
             chains = tuple(found)
+            written = mode.scheduler.written_blocks()
         ranks = tuple(int(rank) for rank in group.ranks)
+        pages = np.sort(pages)
         return Manifest(
-            self._rank, ranks, self._born, np.sort(pages), slots, free, indices, cargo, chains
+            self._rank, ranks, self._born, pages, slots, free, indices, cargo, chains, written
         )
 
     # ------------------------------------------------------------------ the move
@@ -176,7 +177,6 @@ class Moving:
         epoch = directive.stage.epoch
         self.has_failed = False
         self.adopted = ()
-        self.stats = MoveStats(0, 0, 0.0)
         own = self._boards[self._rank]
         try:
             if own.epoch != epoch:
@@ -190,8 +190,9 @@ class Moving:
             move = plan_move(
                 self._rank, manifests, directive.target, engine.kv.geometry, engine.kv.num_pages
             )
-            self._pending = _Pending(epoch, move)
-            self._carry_out(self._pending, overtaken)
+            self._pending = pending = Pending(epoch, move)
+            self._rounds.carry_out(pending, overtaken, lambda: self._restore(pending))
+            self._go_on(pending)
             _tell_of_shortage(epoch, self._rank, move)
         except OvertakenError:
             own.finish_round(GAVE_UP)
@@ -211,68 +212,13 @@ class Moving:
 
     def _read(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> Manifest:
         board = self._boards[rank]
-        self._wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
         manifest: Manifest = pickle.loads(board.message)  # noqa: S301 -- our own ranks' memory
         return manifest
 
-    def _carry_out(self, pending: _Pending, overtaken: Callable[[], bool]) -> None:
-        mover, first = self._member.engine.mover, self._member.engine.spec.first
-        own = self._boards[self._rank]
-        plan = pending.move.plan
-        # What this rank leads may be lost from now on, and it knows: nobody begins before.
-        spoils = pending.move.spoils_from == 1
-        own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
-        for number in range(1, plan.rounds + 1):
-            if number > 1 or spoils or not isinstance(mover, PeerMover):
-                self._meet(pending, number, overtaken)
-            copies = {
-                each.dst_rank - first: by_source(
-                    each.src_ranks - first, each.src_units, each.dst_units
-                )
-                for each in plan.copies
-                if each.round == number
-            }
-            arriving = self._thread.submit(mover.move, copies, plan.units)
-            if number == 1:
-                # Building requests takes the CPU as long as copying takes the link.
-                self._restore(pending)
-            stats = arriving.result()
-            self.stats = MoveStats(
-                self.stats.link_bytes + stats.link_bytes,
-                self.stats.local_bytes + stats.local_bytes,
-                self.stats.seconds + stats.seconds,
-            )
-            pending.rounds_done = number
-            own.finish_round(number + 1)
-        if not plan.rounds:
-            self._restore(pending)
-
-    def _meet(self, pending: _Pending, number: int, overtaken: Callable[[], bool]) -> None:
-        for rank in pending.move.ranks:
-
-            def is_there(rank: int = rank) -> bool:
-                board = self._boards[Rank(rank)]
-                if board.epoch != pending.epoch or board.round == GAVE_UP:
-                    raise MoveFailedError(f"rank {rank} gave the move up.")
-                return board.round >= number
-
-            self._wait(is_there, overtaken, f"rank {rank} does not finish round {number - 1}")
-
-    def _wait(
-        self, condition: Callable[[], bool], overtaken: Callable[[], bool], complaint: str
-    ) -> None:
-        deadline = time.monotonic() + PEER_WAIT_LIMIT_S
-        while not condition():
-            if overtaken():
-                raise OvertakenError
-            if time.monotonic() > deadline:
-                raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
-            time.sleep(PEER_POLL_S)
-
-    def _restore(self, pending: _Pending) -> None:
+    def _restore(self, pending: Pending) -> None:
         """Build what this rank goes on with as a leader."""
         move = pending.move
-        adopted = []
         for carried in move.plan.carried:
             if move.bindings[carried.group].group.leader != self._rank:
                 continue
@@ -284,15 +230,33 @@ class Moving:
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
             pending.restored.append((cargo, request, move.blocks(carried)))
-            adopted.append(Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted))
-        self.adopted = tuple(adopted)
+            self.look()
+
+    def _go_on(self, pending: Pending) -> None:
+        """Add what the last steps brought; tasks that ended with them are not gone on with."""
+        brought: dict[str, Brought] = {}
+        for rank in {leader for leader, _ in pending.move.cargo.values()}:
+            message = self._boards[Rank(rank)].settled_message
+            brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
+        restored = []
+        for cargo, request, blocks in pending.restored:
+            news = brought.get(cargo.state.task)
+            if news is not None:
+                go_on(request, news.tokens)
+                restored.append((replace(cargo, emitted=news.emitted), request, blocks))
+        pending.restored = restored
+        self.adopted = tuple(
+            Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted) for cargo, _, _ in restored
+        )
 
     # ------------------------------------------------------------------ afterwards
 
     def resolve(self, resolve: Resolve) -> None:
         """Go on with what was taken over, or with what was left."""
         pending, self._pending = self._pending, None
+        self._told = None
         self.adopted = ()
+        self._member.stepping.settle()
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
@@ -313,7 +277,7 @@ class Moving:
             self._member.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
         self._member.withdraw(group)
 
-    def _commit(self, pending: _Pending) -> None:
+    def _commit(self, pending: Pending) -> None:
         self._hand_over(pending.move)
         move = pending.move
         for number, binding in enumerate(move.bindings):
@@ -363,7 +327,7 @@ class Moving:
         renumbered = group.width * indices[blocks // group.width - 1] + blocks % group.width
         table.assign(renumbered, lease.table[place][blocks])
 
-    def _adopt(self, binding: Binding, pending: _Pending, indices: Ints) -> None:
+    def _adopt(self, binding: Binding, pending: Pending, indices: Ints) -> None:
         member = self._member
         scheduler = member.mode_of(binding.group).scheduler
         assert scheduler is not None

@@ -4,7 +4,7 @@ Asked by the watchdog, from another thread than the one that owns the seat: ever
 here is replaced as a whole, never changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ class Seated(Protocol):
     rank: Rank
 
     @property
-    def joined(self) -> tuple[Binding, Mapping[Rank, int | None]] | None:
+    def joined(self) -> "Joined | None":
         """What the rank is joined to, and the incarnations of its members."""
 
 
@@ -30,11 +30,25 @@ class _Bereaved:
     since_s: float
 
 
+Joined = tuple[Binding, Mapping[Rank, int | None]]
+
+
+def _lacks_one(joined: Joined, present: Mapping[Rank, int]) -> bool:
+    binding, members = joined
+    return len(members) > 1 and any(
+        present.get(rank) != members.get(rank) for rank in binding.group.ranks
+    )
+
+
 class PeerLoss:
     """Whether the main loop should have left its group by now. Pure: times are arguments."""
 
-    def __init__(self, seat: Seated, limit_s: float) -> None:
+    def __init__(
+        self, seat: Seated, limit_s: float, behind: Callable[[], Joined | None] = lambda: None
+    ) -> None:
+        """`behind`: the group that the rank has left, while it may still compute in it."""
         self._seat = seat
+        self._behind = behind
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
         self._bereaved: _Bereaved | None = None
@@ -45,17 +59,12 @@ class PeerLoss:
             self._present = dict(message.members)
 
     def bereaved(self) -> Binding | None:
-        """Return what the rank is joined to if that lacks a member."""
-        joined, present = self._seat.joined, self._present
-        if joined is None or present is None:
-            return None
-        binding, members = joined
-        lost = [
-            rank
-            for rank in binding.group.ranks
-            if len(members) > 1 and present.get(rank) != members.get(rank)
-        ]
-        return binding if lost else None
+        """Return what the rank is joined to, or computes in, if that lacks a member."""
+        present = self._present
+        for joined in (self._seat.joined, self._behind()):
+            if joined is not None and present is not None and _lacks_one(joined, present):
+                return joined[0]
+        return None
 
     def is_stuck(self, now_s: float) -> bool:
         """Say whether the rank has been in a group without a member for longer than the limit."""

@@ -41,7 +41,7 @@ from worker.hello import hello_of, is_paused
 from worker.lease_members import LeaseMembers
 from worker.lost_group import LostGroup
 from worker.member import Member
-from worker.moving import OvertakenError
+from worker.move_rounds import OvertakenError
 from worker.probing import Probing
 from worker.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
@@ -55,6 +55,12 @@ GAUGES_S = 0.5
 
 IDLE_WAIT_S = 0.05
 """Longest wait for the inbox when there is no step to run."""
+
+KEEPING = (Carry.PAUSE, Carry.RESHARD)
+"""Plans by which parked tasks keep their KV."""
+
+TRAIL_POLL_S = 0.0003
+"""The same while the last step of a group that was left is under way: its clients wait."""
 
 
 class RankLoop:
@@ -73,6 +79,7 @@ class RankLoop:
         self._config = config
         self._engine = engine
         self._member = member
+        self._stepping = member.stepping
         self._session = session
         self._inbox = inbox
         self._rank: Rank = engine.spec.rank
@@ -107,6 +114,7 @@ class RankLoop:
                 self._wait()
 
     def _pass(self) -> bool:
+        self._look_behind()
         self._take_inbox()
         moved = self._make_moves()
         is_lost = self._lost.is_noticed()
@@ -130,7 +138,8 @@ class RankLoop:
     def _wait(self) -> None:
         self._member.tidy()
         try:
-            item = self._inbox.get(timeout=IDLE_WAIT_S)
+            is_behind = self._stepping.trails or self._member.moving.is_settling
+            item = self._inbox.get(timeout=TRAIL_POLL_S if is_behind else IDLE_WAIT_S)
         except queue.Empty:
             return
         self._handle(item)
@@ -194,24 +203,16 @@ class RankLoop:
             self._seat.made(move)
             self._after(move)
             took_us = (time.perf_counter_ns() - started) // 1000
-            self._clock.made(move, took_us, self._member.step_ended_ns)
+            ended_ns = None if self._stepping.trails else self._stepping.ended_ns
+            self._clock.made(move, took_us, ended_ns)
             moved = self._changed = True
         return moved
 
     def _carry_out(self, move: Move) -> None:
         member = self._member
         match move:
-            case Leave(binding=binding, carry=carry, is_leader=is_leader, group_lost=lost):
-                if is_leader:
-                    member.settle()
-                    member.unbind()
-                    member.park(binding.group, carry, group_lost=lost)
-                    self._send_leave(binding, carry, lost)
-                else:
-                    while self._follow(wait_s=0.0):
-                        pass  # A leader that is alive may wait in a step that it has sent.
-                    member.unbind()
-                self._keep_for_move(binding, move)
+            case Leave():
+                self._leave(move)
             case Join(binding=binding):
                 member.join(binding)
                 self._sharers.formed(binding.group.ranks, dict(move.directive.members))
@@ -239,6 +240,22 @@ class RankLoop:
                 pass
             case _:
                 assert_never(move)
+
+    def _leave(self, move: Leave) -> None:
+        member, binding = self._member, move.binding
+        if move.is_leader:
+            # Tasks that keep their KV are parked as they will be behind the step under way.
+            if move.group_lost or move.carry not in KEEPING:
+                self._stepping.settle()
+        else:
+            while self._follow(wait_s=0.0):
+                pass  # A leader that is alive may wait in a step that it has sent.
+        self._stepping.left(self._seat.joined)
+        member.unbind()
+        if move.is_leader:
+            member.park(binding.group, move.carry, group_lost=move.group_lost)
+            self._send_leave(binding, move.carry, move.group_lost)
+        self._keep_for_move(binding, move)
 
     def _share(self, directive: Directive) -> None:
         binding = directive.target.binding_of(self._rank)
@@ -290,22 +307,34 @@ class RankLoop:
     # ------------------------------------------------------------------ steps
 
     def _lead_step(self) -> None:
-        steps = self._member.steps
+        stepping, steps = self._stepping, self._stepping.count
         took_us = self._lost.guarded(lambda: self._member.lead_step(self._seat.stage.epoch))
-        if took_us is not None and self._member.steps > steps:
-            self._changed |= self._clock.stepped(self._member.step_started_ns, took_us)
+        self._look_behind()
+        if took_us is not None and stepping.count > steps:
+            self._changed |= self._clock.stepped(stepping.started_ns, took_us)
         self._changed |= took_us is None or bool(self._member.ended)
 
-    def _follow(self, *, wait_s: float = FOLLOWER_POLL_S) -> bool:
-        binding, steps = self._seat.binding, self._member.steps
+    def _look_behind(self) -> None:
+        """Take what the last step of a group that was left has brought, as soon as it is there."""
+        self._member.moving.look()
+        ended_ns = self._stepping.take_left_end()
+        if ended_ns is not None:
+            self._clock.left(ended_ns)
+            self._changed = True
+
+    def _follow(self, *, wait_s: float | None = None) -> bool:
+        if wait_s is None:
+            wait_s = TRAIL_POLL_S if self._stepping.trails else FOLLOWER_POLL_S
+        binding, steps = self._seat.binding, self._stepping.count
         assert binding is not None
         message = self._lost.guarded(lambda: self._member.follow(binding, wait_s=wait_s))
         if isinstance(message, LeaveGroup):
             self._seat.on_leave(message.born)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
-        if message is not None and self._member.steps > steps:
-            self._changed |= self._clock.stepped(self._member.step_started_ns, None)
+        if message is not None and self._stepping.count > steps:
+            self._look_behind()
+            self._changed |= self._clock.stepped(self._stepping.started_ns, None)
         return message is not None
 
     # ------------------------------------------------------------------ reports
@@ -331,7 +360,7 @@ class RankLoop:
         moved, told_in = seat.told
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
-            steps = ("steps", member.steps), ("steps_sp", member.sp_steps)
+            steps = ("steps", self._stepping.count), ("steps_sp", self._stepping.sp_count)
             self._gauges = (*self._engine.gauges(), *steps)
         return Report(
             rank=self._rank,
@@ -357,7 +386,7 @@ class RankLoop:
             has_failed=member.moving.has_failed,
             moved=moved,
             told_in=told_in,
-            served=member.step_log.take() if with_progress else (),
+            served=self._stepping.log.take() if with_progress else (),
             probed=self._probing.results,
         )
 

@@ -120,10 +120,6 @@ def serve_rank(
     engine = build_engine(config, base, rank, cohort)
     inbox: Inbox = Inbox()
     seat = Seat(rank, incarnation)
-    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    can_abort = engine.communicators.can_abort
-    # Who comes out of collectives alive may take as long as its step does.
-    loss = PeerLoss(seat, limit_s if can_abort else config.cell.stuck_after_ms / 1e3)
 
     def abort(binding: Binding) -> None:
         engine.communicators.abort(binding.group.ranks, binding.born)
@@ -143,6 +139,10 @@ def serve_rank(
     member = Member(engine, incarnation, outlet)
     if tracing is not None:
         member.book = TracedBook(tracing, rank)
+    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
+    # Who comes out of collectives alive may take as long as its step does.
+    stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
+    loss = PeerLoss(seat, stuck_s, lambda: member.stepping.behind)
     loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
 
     def stop(number: int, _frame: object) -> None:

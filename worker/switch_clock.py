@@ -23,8 +23,8 @@ class SwitchClock:
         """The rank was asked for this epoch, perhaps again."""
         self._wanted_ns.setdefault(epoch, time.monotonic_ns())
 
-    def made(self, move: Move, took_us: int, step_ended_ns: int) -> None:
-        """The rank has made this move; its last step ended then."""
+    def made(self, move: Move, took_us: int, step_ended_ns: int | None) -> None:
+        """The rank has made this move; its last step ended then, or is under way (None)."""
         match move:
             case Leave(directive=directive):
                 self.parked(directive.stage.epoch, step_ended_ns)
@@ -33,14 +33,20 @@ class SwitchClock:
             case _:
                 pass
 
-    def parked(self, epoch: int, step_ended_ns: int) -> None:
-        """The rank has left its group; its last step ended then."""
+    def parked(self, epoch: int, step_ended_ns: int | None) -> None:
+        """The rank has left its group; its last step ended then, or is under way (None)."""
         now = time.monotonic_ns()
-        was_at_work = now - step_ended_ns < RECENT_STEP_NS
-        self._ended_us = {epoch: step_ended_ns // 1000 if was_at_work else 0}
+        was_at_work = step_ended_ns is not None and now - step_ended_ns < RECENT_STEP_NS
+        self._ended_us = {epoch: (step_ended_ns or 0) // 1000 if was_at_work else 0}
         took_us = (now - self._wanted_ns.get(epoch, now)) // 1000
         self._tell(SwitchTimes(epoch, park_us=took_us, old_end_us=self._ended_us[epoch]))
         self._wanted_ns = {each: at for each, at in self._wanted_ns.items() if each >= epoch}
+
+    def left(self, step_ended_ns: int) -> None:
+        """The step that was under way when the rank left its group was over then."""
+        for epoch in self._ended_us:
+            self._ended_us[epoch] = step_ended_ns // 1000
+            self._tell(SwitchTimes(epoch, old_end_us=step_ended_ns // 1000))
 
     def copied(self, epoch: int, seconds: float, link_bytes: int) -> None:
         """The rank has pulled its share of the KV."""
@@ -62,11 +68,15 @@ class SwitchClock:
         self._first_step_of = epoch
 
     def stepped(self, started_ns: int, took_us: int | None) -> bool:
-        """A step was launched here (`took_us` by a leader); True if there is news to report."""
+        """A step was launched here (`took_us` by a leader); True if there is news to report.
+
+        One that was launched while the last old one was under way started when that ended.
+        """
         start_of, self._start_of = self._start_of, None
         if start_of is not None:
             ended_us = self._ended_us.get(start_of, 0)
-            self._tell(SwitchTimes(start_of, old_end_us=ended_us, new_start_us=started_ns // 1000))
+            start_us = max(started_ns // 1000, ended_us)
+            self._tell(SwitchTimes(start_of, old_end_us=ended_us, new_start_us=start_us))
         first_of = self._first_step_of if took_us is not None else None
         if first_of is not None:
             self._tell(SwitchTimes(first_of, first_step_us=took_us or 0))

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from comm_pool.layout import Group
+
 FIRST_TOKEN_WAIT_S = 0.0005
 """How long the next launch may be put off for a first token; the device idles as long at most."""
 
@@ -23,6 +25,11 @@ class UnderWay:
     result: Any
     launched_ns: int = 0
     """On the host's monotonic clock."""
+    mode: Any = None
+    """The prepared mode that computes it."""
+    group: Group | None = None
+    epoch: int = 0
+    """In which it was launched."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -32,6 +39,11 @@ class UnderWay:
     def tokens(self) -> Any:
         """Wait for the step's output."""
         return self.result.get_output() if self.is_asynchronous else self.result
+
+    def is_ready(self) -> bool:
+        """Say whether its tokens can be had without waiting."""
+        event = getattr(self.result, "copy_event", None)
+        return event is None or bool(event.query())
 
     def goes_first(self) -> bool:
         """Say whether to take its tokens before the next launch: first ones that are there."""

@@ -35,11 +35,15 @@ _NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningState:
-    """A running task between two steps; `blocks` are (m,), those that hold its KV."""
+    """A running task; `blocks` are (m,), those that hold its KV, or will when its step is over.
+
+    `computed` tokens are so many then, `settled` of them now; `generated` is as of now.
+    """
 
     task: str
     generated: npt.NDArray[np.int32]
     computed: int
+    settled: int
     blocks: Blocks
     hashes: list[bytes]
     prefill_stats: Any
@@ -111,14 +115,14 @@ class FinishedChains:
 
 
 def running_state(request: Request, block_ids: Sequence[int], block_tokens: int) -> RunningState:
-    """What another scheduler needs to go on with a task that is between two steps."""
-    assert request.num_output_placeholders == 0, "a task is moved while a step is under way."
+    """What another scheduler needs to go on with a task, behind the step that is under way."""
     computed = request.num_computed_tokens
     blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
     return RunningState(
         request.request_id,
         np.array(request._output_token_ids, dtype=np.int32),
         computed,
+        computed - request.num_in_flight_tokens,
         blocks,
         [bytes(each) for each in request.block_hashes],
         request.prefill_stats,
@@ -143,6 +147,13 @@ def restore(request: Request, state: RunningState, hasher: Any) -> None:
         request.sampling_params.prompt_logprobs = None  # Told already.
     request.block_hashes = [BlockHash(each) for each in state.hashes] if hasher else []
     request._block_hasher = hasher
+
+
+def go_on(request: Request, tokens: Sequence[int]) -> None:
+    """Add to a restored request what the step brought that was under way when it was told."""
+    if tokens:
+        request.append_output_token_ids(list(tokens))
+        request.prefill_stats = None  # The first token took them along.
 
 
 def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> None:

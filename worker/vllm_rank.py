@@ -272,10 +272,19 @@ class RankEngine:
                 mover.warm(width)
         return boards, mover
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
+    def done(self) -> Callable[[], bool]:
+        """Return what tells whether the device has done all that was launched until now."""
+        if self.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: bool(event.query())
+
+    def copy_aside(self) -> None:
+        """Let the calling thread's copies run beside the steps that are under way."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def _prepare(
         self,

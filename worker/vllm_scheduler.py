@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
@@ -22,6 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.protocol.prefixes import prefix_hashes
 from worker.vllm_counts import EngineCounts
+from worker.vllm_grants import BlockGrants
 from worker.vllm_handover import (
     CachedChain,
     FinishedChains,
@@ -37,101 +37,6 @@ from worker.vllm_step_plan import StepPlan
 
 REGISTERED_PER_STEP = 32
 """Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
-
-
-class BlockGrants:
-    """Which blocks of a vLLM block pool may be allocated; at first none.
-
-    Invariant: a granted block is in vLLM's free queue or in use by a task. Parking leaves the queue
-    as it is, because nothing allocates from it while the mode is unbound, and the next grant is
-    mostly the same: only the difference is moved, so a switch costs array operations, not a walk
-    over all blocks.
-    """
-
-    def __init__(self, pool: BlockPool, slots_per_page: int) -> None:
-        self._pool = pool
-        self.slots_per_page = slots_per_page
-        blocks = len(pool.blocks)
-        self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
-        self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
-        self.kept: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        """Lease indices that tasks held when the mode was parked last."""
-        self._bundles: list[npt.NDArray[np.int64]] = []
-        """Lease indices whose blocks a move laid into each other's pages: kept or freed as one."""
-        pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
-        self._count()
-
-    @property
-    def free(self) -> int:
-        """Granted blocks that are free."""
-        return int(self._pool.get_num_free_blocks())
-
-    @property
-    def total(self) -> int:
-        """Granted blocks."""
-        return int(self._pool.num_gpu_blocks) - 1
-
-    def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
-        """Forget what is cached in free blocks, whose pages go elsewhere; the mode is parked.
-
-        `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold.
-        A free block keeps its old hash, which finds nothing in the new map and is taken off when
-        the block is allocated: so the cost is that of the tasks, not of all that was cached.
-        """
-        held = list(in_use)
-        cached = BlockHashToBlockMap()
-        for block in map(self._pool.blocks.__getitem__, held if self._pool.enable_caching else ()):
-            if block.block_hash is not None:
-                cached.insert(block.block_hash, block)
-        self._pool.cached_block_hash_to_block = cached
-        self._in_use[:] = False
-        self._in_use[held] = True
-        indices = np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
-        self._bundles = [each for each in self._bundles if np.isin(each, indices).any()]
-        self.kept = np.unique(np.concatenate([indices, *self._bundles]))
-        return self.kept
-
-    def bundle(self, indices: npt.NDArray[np.int64]) -> None:
-        """Let these lease indices, which a move has filled, stay together."""
-        if indices.size:
-            self._bundles.append(indices)
-
-    @property
-    def indices(self) -> int:
-        """Lease indices that there can be, the null page's included."""
-        return int(self._granted.size) // self.slots_per_page
-
-    def extend(self, indices: npt.NDArray[np.int64]) -> None:
-        """Let the blocks of these lease indices be taken; the next grant says what is there.
-
-        Nothing is allocated before that, so blocks of earlier grants may stay in the queue.
-        """
-        wanted = self._granted.copy()
-        wanted.reshape(-1, self.slots_per_page)[indices] = True
-        self._set(wanted)
-
-    def grant(self, indices: npt.NDArray[np.int64]) -> None:
-        """Make exactly the blocks of these lease indices allocatable.
-
-        The blocks in use when the mode was parked must be among them.
-        """
-        wanted = np.zeros_like(self._granted)
-        wanted.reshape(-1, self.slots_per_page)[indices] = True
-        assert not wanted[0], "the null page cannot be granted."
-        assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
-        self._set(wanted)
-
-    def _set(self, wanted: npt.NDArray[np.bool_]) -> None:
-        queue, blocks = self._pool.free_block_queue, self._pool.blocks
-        for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
-            queue.remove(blocks[block_id])
-        queue.append_n([blocks[i] for i in np.flatnonzero(wanted & ~self._granted).tolist()])
-        self._granted = wanted
-        self._count()
-
-    def _count(self) -> None:
-        # vLLM computes usage and "is anything in use" from this number; block 0 is its null block.
-        self._pool.num_gpu_blocks = int(np.count_nonzero(self._granted)) + 1
 
 
 class ModeScheduler(Scheduler):
@@ -153,6 +58,8 @@ class ModeScheduler(Scheduler):
             hash_block_size=block_size,
             log_stats=True,
         )
+        # Blocks of a task that ends while a step of it is under way are not free before that ends.
+        self.defer_block_free = True
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
@@ -262,9 +169,22 @@ class ModeScheduler(Scheduler):
         return [each for each in self.requests if held.get(each) and each not in self._gone]
 
     def held_blocks(self) -> list[int]:
-        """The logical blocks of all tasks that hold KV; shared ones more than once."""
+        """The logical blocks of all tasks that hold KV; shared ones more than once.
+
+        With those of ended tasks that the step under way still writes into.
+        """
         held = self._manager.req_to_blocks
-        return [block.block_id for name in self.holding() for block in held[name]]
+        return self._still_written() + [
+            block.block_id for name in self.holding() for block in held[name]
+        ]
+
+    def _still_written(self) -> list[int]:
+        return [block.block_id for _, freed in self.deferred_frees for block in freed]
+
+    @property
+    def frees_behind(self) -> bool:
+        """Blocks are free when the step under way is over."""
+        return bool(self.deferred_frees)
 
     def withdraw(self) -> npt.NDArray[np.int64]:
         """Park: returns the lease indices that the tasks which stay still hold."""
@@ -280,6 +200,29 @@ class ModeScheduler(Scheduler):
         ]
         pool = self.kv_cache_manager.block_pool
         return states, self._finished_chains.cached(pool, cached_blocks_max)
+
+    def written_blocks(self) -> npt.NDArray[np.int64]:
+        """The logical blocks that the step under way writes into, those of ended tasks included."""
+        blocks = self._still_written()
+        for name in self.holding():
+            request = self.requests[name]
+            if request.num_in_flight_tokens:
+                settled = request.num_computed_tokens - request.num_in_flight_tokens
+                blocks += self._blocks_of(name)[settled // self.block_size :]
+        return np.array(blocks, dtype=np.int64)
+
+    def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
+        """The tokens of these tasks that came since they were told, but of those that ended."""
+        return {
+            state.task: self.requests[state.task]._output_token_ids[state.generated.size :]
+            for state in states
+            if state.task in self.requests
+        }
+
+    def forget_steps(self) -> None:
+        """No step is under way: what was planned last will never be finished."""
+        self.processed_step_seq = self.sched_step_seq
+        self._drain_deferred_frees()
 
     def adopt(
         self,

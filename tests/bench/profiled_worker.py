@@ -55,12 +55,12 @@ def trace_prefills(out: Path) -> None:
     """Leave torch's own profile of a few prefills of a wide group: host and device times by op."""
     from torch.profiler import ProfilerActivity, profile
 
-    from worker.member import Member
+    from worker.stepping import Stepping
 
-    execute = Member._execute
+    execute = Stepping.execute
     seen = 0
 
-    def traced(self: Member, mode: Any, plan: Any) -> Any:
+    def traced(self: Stepping, mode: Any, plan: Any) -> Any:
         nonlocal seen
         is_prefill = plan.tokens > 1 and mode.key.width > 1
         seen += is_prefill
@@ -69,12 +69,12 @@ def trace_prefills(out: Path) -> None:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             result = execute(self, mode, plan)
         table = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=ROWS)
-        name = f"rank-{self.engine.spec.rank}.torch.txt"
+        name = f"rank-{self._member.engine.spec.rank}.torch.txt"
         with (out / name).open("a") as file:
             file.write(f"{plan.tokens} tokens\n{table}\n")
         return result
 
-    Member._execute = traced  # type: ignore[method-assign]
+    Stepping.execute = traced  # type: ignore[method-assign]
 
 
 def install(out: Path, kind: str) -> None:

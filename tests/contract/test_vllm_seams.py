@@ -39,8 +39,8 @@ from kvadaptor.vllm_translate import SlotTable, translate  # noqa: E402
 from kvadaptor.vllm_views import KVBuffer  # noqa: E402
 from worker import vllm_layers  # noqa: E402
 from worker.vllm_config import thinned  # noqa: E402
+from worker.vllm_grants import BlockGrants  # noqa: E402
 from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
-from worker.vllm_scheduler import BlockGrants  # noqa: E402
 from worker.vllm_step_plan import StepPlan  # noqa: E402
 
 

@@ -64,6 +64,7 @@ class BareCell:
     config: Config
     folder: Path
     processes: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+    worker: str = "worker"
 
     @property
     def admin(self) -> str:
@@ -102,9 +103,10 @@ class BareCell:
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""
+        command = ["-m", self.worker if name == "worker" else name, "--config"]
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", name, "--config", str(self._config_of(name))],
+                [sys.executable, *command, str(self._config_of(name))],
                 cwd=ROOT,
                 env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()},
                 stdout=log,
@@ -158,12 +160,12 @@ def bare_cell(
     slo: dict[str, Any] | None = None,
     limits: dict[str, Any] | None = None,
     proxy_port: int | None = None,
+    worker: str = "worker",
     **coordinator: Any,
 ) -> Iterator[BareCell]:
-    """Run a cell for the length of the block.
+    """Run a cell for the length of the block, its ranks by the module `worker`.
 
-    `limits` go into the configuration's `cell`. With `proxy_port` its ranks look for their
-    coordinator there.
+    `limits` go into the configuration's `cell`; ranks look for their coordinator at `proxy_port`.
     """
     config = check_config(
         {
@@ -196,7 +198,7 @@ def bare_cell(
         (folder / "worker.yaml").write_text(
             dump_config(config.model_copy(update={"coordinator": listen}))
         )
-    cell = BareCell(config, folder)
+    cell = BareCell(config, folder, worker=worker)
     try:
         cell.start("coordinator")
         cell.start("worker")

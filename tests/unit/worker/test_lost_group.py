@@ -34,16 +34,22 @@ class FakeMember:
     def __init__(self) -> None:
         self.engine = SimpleNamespace(communicators=Communicators())
         self.forgotten = 0
+        self.unfinished = 1
         self.given_up: list[tuple[list[str], ReturnCause]] = []
 
     def mode_of(self, _group: Any) -> Any:
         return SimpleNamespace(
             runner=SimpleNamespace(forget_tasks=self._forget),
-            scheduler=SimpleNamespace(requests=dict.fromkeys(NAMES)),
+            scheduler=SimpleNamespace(
+                requests=dict.fromkeys(NAMES), forget_steps=self._forget_steps
+            ),
         )
 
     def _forget(self) -> None:
         self.forgotten += 1
+
+    def _forget_steps(self) -> None:
+        self.unfinished = 0
 
     def give_up(self, _group: Any, tasks: list[str], cause: ReturnCause) -> None:
         self.given_up.append((tasks, cause))

@@ -39,6 +39,7 @@ def member() -> Member:
         spec=SimpleNamespace(rank=Rank(1)),
         block_hasher=None,
         structured_output=None,
+        copy_aside=None,
     )
     return Member(cast(Any, engine), 1, cast(Any, None))
 

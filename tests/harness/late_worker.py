@@ -1,0 +1,130 @@
+"""`python -m worker` on CPU whose steps are computed later than they are launched, as on CUDA.
+
+Every rank gets a thread that stands for its device: steps are computed there, in the order in which
+they were launched, each a while after the one before it. So groups are left, and KV is copied,
+while steps are under way and write into it.
+"""
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from worker.__main__ import FIXED_ENVIRONMENT, VLLM_ENVIRONMENT, main
+
+# As `main` does before it imports vLLM.
+os.environ.update({**VLLM_ENVIRONMENT, **os.environ, **FIXED_ENVIRONMENT})
+
+import torch
+
+from comm_pool.vllm_pool import activate
+from kvadaptor.vllm_translate import translate
+from worker.rank_loop import RankLoop
+from worker.vllm_rank import PreparedMode, RankEngine
+
+LATE_S = 0.015
+"""How long a step waits on the device before it is computed."""
+
+
+class Ticket:
+    """A launched step: what vLLM's asynchronous output is on CUDA."""
+
+    def __init__(self, compute: Callable[[], Any], wait_s: float) -> None:
+        self._compute = compute
+        self._wait_s = wait_s
+        self._done = threading.Event()
+        self._output: Any = None
+        self._error: Exception | None = None
+        self.copy_event = self
+
+    def run(self) -> None:
+        """On the device's thread."""
+        time.sleep(self._wait_s)
+        try:
+            self._output = self._compute()
+        except Exception as error:  # noqa: BLE001 -- the main loop's to raise
+            self._error = error
+        self._done.set()
+
+    def query(self) -> bool:
+        """Whether its tokens are there."""
+        return self._done.is_set()
+
+    def get_output(self) -> Any:
+        """Wait for them."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._output
+
+
+class Device:
+    """Computes what was launched, in order, with the group active that it was launched in."""
+
+    def __init__(self, engine: RankEngine) -> None:
+        self._engine = engine
+        self._born: dict[int, int] = {}
+        self._queue: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        self._last: Ticket | None = None
+        threading.Thread(target=self._run, name="device", daemon=True).start()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._engine.spec.threads)  # Counts per thread.
+        while True:
+            self._queue.get().run()
+
+    def select(self, width: int, born: int = 0) -> PreparedMode:
+        """Steps that are launched from now on belong to this formation."""
+        self._born[width] = born
+        return self._engine.of_width(width)
+
+    def launch(self, mode: PreparedMode, plan: Any) -> Ticket:
+        """Let a step be computed when its turn comes; block ids are those of now."""
+        output = plan.output if mode.table is None else translate(plan.output, mode.table)
+        born = self._born[mode.key.width]
+
+        def compute() -> Any:
+            self._engine.communicators.enter(born)
+            activate(mode.communicator)
+            mode.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
+            return mode.runner.run(output, plan.grammar, plan.resuming)
+
+        ticket = Ticket(compute, 0.0 if plan.is_empty else LATE_S)
+        self._last = ticket
+        self._queue.put(ticket)
+        return ticket
+
+    def done(self) -> Callable[[], bool]:
+        """What tells whether all that was launched until now has been computed."""
+        last = self._last
+        return lambda: last is None or last.query()
+
+
+def install() -> None:
+    """Give every rank that is started from this process such a device."""
+    run = RankLoop.run
+
+    def with_device(self: RankLoop) -> None:
+        device = Device(self._engine)
+        engine: Any = RankEngine
+        engine.select = lambda _, width, born=0: device.select(width, born)
+        engine.done = lambda _: device.done()
+        mode: Any = PreparedMode
+        mode.execute = device_launch(device)
+        run(self)
+
+    loop: Any = RankLoop
+    loop.run = with_device
+
+
+def device_launch(device: Device) -> Callable[[PreparedMode, Any], Ticket]:
+    """What `PreparedMode.execute` is from now on."""
+    return lambda mode, plan: device.launch(mode, plan)
+
+
+if __name__ == "__main__":
+    install()
+    sys.exit(main())

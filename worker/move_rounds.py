@@ -1,0 +1,211 @@
+"""The copies of a planned move on one rank: what is copied when, and what is waited for.
+
+Steps that were under way when their groups were left go on meanwhile. What they do not write is
+copied at once, beside them; the rest, a block per task, when every rank has settled. A move that
+takes several rounds, writes where old KV lies, or is sent through a process group waits for that
+first.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from comm_pool.layout import Rank
+from kvadaptor.movers import MoveStats, PeerMover, by_source
+from kvadaptor.reshard import UnitCopies
+from worker.board import GAVE_UP, Board
+from worker.manifest import Bools, Cargo, Move
+from worker.vllm_handover import CachedChain
+from worker.vllm_rank import RankEngine
+
+PEER_WAIT_LIMIT_S = 20.0
+"""How long a rank waits for what a peer has to tell or copy before the move is given up."""
+
+PEER_POLL_S = 0.0001
+
+
+class OvertakenError(Exception):
+    """Another layout is wanted by now: the move is left as it is."""
+
+
+class MoveFailedError(Exception):
+    """The move cannot be carried out; its tasks are computed again."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A move whose copies are done here, until it is known whether it counts."""
+
+    epoch: int
+    move: Move
+    restored: list[tuple[Cargo, Any, Any]] = field(default_factory=list)
+    """(what was told, the restored request, its blocks) of each task that this rank will lead."""
+    chains: list[CachedChain] = field(default_factory=list)
+    rounds_done: int = 0
+
+    @property
+    def may_be_spoiled(self) -> bool:
+        """Whether a rank may have overwritten what lay there before the move.
+
+        Nobody could begin a round that does before this rank had finished the one before it.
+        """
+        first = self.move.spoils_from
+        return first is not None and self.rounds_done + 1 >= first
+
+
+def split(
+    copies: Iterable[UnitCopies], written: Mapping[int, Bools]
+) -> tuple[list[UnitCopies], list[UnitCopies]]:
+    """Tell copies that old steps do not touch from those that wait for them."""
+    early: list[UnitCopies] = []
+    late: list[UnitCopies] = []
+    for each in copies:
+        waits = np.zeros(each.src_units.size, dtype=np.bool_)
+        if (own := written.get(each.dst_rank)) is not None:
+            waits |= own[each.dst_units]
+        for rank, units in written.items():
+            waits |= (each.src_ranks == rank) & units[each.src_units]
+        for part, mask in ((early, ~waits), (late, waits)):
+            if mask.any():
+                part.append(_of(each, mask))
+    return early, late
+
+
+def _of(copies: UnitCopies, mask: Bools) -> UnitCopies:
+    return replace(
+        copies,
+        src_ranks=copies.src_ranks[mask],
+        src_units=copies.src_units[mask],
+        dst_units=copies.dst_units[mask],
+    )
+
+
+class Rounds:
+    """Carries out the copies of one rank; used by its main loop alone."""
+
+    def __init__(
+        self,
+        engine: RankEngine,
+        boards: Mapping[Rank, Board],
+        rank: Rank,
+        look: Callable[[], None],
+    ) -> None:
+        """`look` is called all the while: it takes what this rank's last step has brought."""
+        self._engine = engine
+        self._boards = boards
+        self._rank = rank
+        self._look = look
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
+        )
+        self.stats = MoveStats(0, 0, 0.0)
+
+    def wait(
+        self, condition: Callable[[], bool], overtaken: Callable[[], bool], complaint: str
+    ) -> None:
+        """Return when the condition holds.
+
+        Raises `OvertakenError`, or `MoveFailedError` with the complaint when it takes too long.
+        """
+        deadline = time.monotonic() + PEER_WAIT_LIMIT_S
+        while not condition():
+            self._look()
+            if overtaken():
+                raise OvertakenError
+            if time.monotonic() > deadline:
+                raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
+            time.sleep(PEER_POLL_S)
+
+    def carry_out(
+        self, pending: Pending, overtaken: Callable[[], bool], restore: Callable[[], None]
+    ) -> None:
+        """Copy this rank's share; `restore` is called once, while the first copies are made.
+
+        All ranks have settled when it returns. Raises as `wait` does.
+        """
+        self.stats = MoveStats(0, 0, 0.0)
+        mover, plan = self._engine.mover, pending.move.plan
+        own = self._boards[self._rank]
+        own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
+        if pending.move.may_begin_early and isinstance(mover, PeerMover):
+            early, late = split(plan.copies, pending.move.written)
+            self._copy(early, plan.units, restore)
+            self._meet_settled(pending, overtaken)
+            self._copy(late, plan.units)
+            pending.rounds_done = plan.rounds
+            own.finish_round(plan.rounds + 1)
+            return
+        self._meet_settled(pending, overtaken)
+        # What this rank leads may be lost from now on, and it knows: nobody begins before.
+        spoils = pending.move.spoils_from == 1
+        for number in range(1, plan.rounds + 1):
+            if number > 1 or spoils or not isinstance(mover, PeerMover):
+                self._meet(pending, number, overtaken)
+            copies = [each for each in plan.copies if each.round == number]
+            self._copy(copies, plan.units, restore if number == 1 else None)
+            pending.rounds_done = number
+            own.finish_round(number + 1)
+        if not plan.rounds:
+            restore()
+
+    def _copy(
+        self,
+        copies: Sequence[UnitCopies],
+        units: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        first, mover = self._engine.spec.first, self._engine.mover
+        by_rank = {
+            each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
+            for each in copies
+        }
+        arriving = self._thread.submit(mover.move, by_rank, units)
+        try:
+            if meanwhile is not None:
+                # Building requests takes the CPU as long as copying takes the link.
+                meanwhile()
+            while not arriving.done():
+                self._look()
+                time.sleep(PEER_POLL_S)
+        finally:
+            # Whatever becomes of the move, nothing may be written behind its back.
+            stats = arriving.result()
+        self.stats = MoveStats(
+            self.stats.link_bytes + stats.link_bytes,
+            self.stats.local_bytes + stats.local_bytes,
+            self.stats.seconds + stats.seconds,
+        )
+
+    def _meet_settled(self, pending: Pending, overtaken: Callable[[], bool]) -> None:
+        self._meet_all(
+            pending, lambda board: board.is_settled, overtaken, "does not end its last step"
+        )
+
+    def _meet(self, pending: Pending, number: int, overtaken: Callable[[], bool]) -> None:
+        self._meet_all(
+            pending,
+            lambda board: board.round >= number,
+            overtaken,
+            f"does not finish round {number - 1}",
+        )
+
+    def _meet_all(
+        self,
+        pending: Pending,
+        holds: Callable[[Board], bool],
+        overtaken: Callable[[], bool],
+        complaint: str,
+    ) -> None:
+        for rank in pending.move.ranks:
+
+            def is_there(rank: int = rank) -> bool:
+                board = self._boards[Rank(rank)]
+                if board.epoch != pending.epoch or board.round == GAVE_UP:
+                    raise MoveFailedError(f"rank {rank} gave the move up.")
+                return holds(board)
+
+            self.wait(is_there, overtaken, f"rank {rank} {complaint}")

@@ -1,0 +1,163 @@
+"""The steps of a rank: which was launched last, whose tokens are to be taken, what goes out.
+
+Where steps run asynchronously the device computes one while the host prepares the next, and a
+switch is prepared in the same way: a rank leaves its group with the last step still under way. It
+*trails* then. What the next group launches stands behind it in the device's queue, so the device
+finds the first new step where the last old one ends. Its tokens are taken as soon as they are
+there. Used by the rank's main loop alone, unless said otherwise.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from comm_pool.layout import Mode, Rank
+from coordinator.protocol.messages import Binding, EndCause, TaskEnded, TokenBatch, TokenSpan
+from worker.outlet import Outlet
+from worker.step_log import StepLog
+from worker.step_queue import Step
+from worker.under_way import UnderWay
+from worker.vllm_rank import PreparedMode
+
+if TYPE_CHECKING:
+    from worker.member import Member
+
+Joined = tuple[Binding, Mapping[Rank, int | None]]
+"""A formation and the incarnations of its members; see `Seat.joined`."""
+
+
+class Stepping:
+    """Launches steps of the selected mode, and takes their tokens."""
+
+    def __init__(self, member: "Member", incarnation: int, outlet: Outlet) -> None:
+        self._member = member
+        self._incarnation = incarnation
+        self._outlet = outlet
+        self._under_way: UnderWay | None = None
+        self._behind: tuple[Joined, Callable[[], bool]] | None = None
+        self._left_end_ns: int | None = None
+        self.count = self.sp_count = 0
+        self.log = StepLog()
+        self.started_ns = 0
+        """When the last step was launched here, on the host's monotonic clock."""
+        self.ended_ns = 0
+        """When the last step was known to be over; a follower only knows that it was launched."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """A step was launched whose tokens were not taken."""
+        return self._under_way is not None
+
+    @property
+    def trails(self) -> bool:
+        """A step of a group that was left is under way."""
+        under_way = self._under_way
+        return under_way is not None and under_way.mode is not self._member.selected
+
+    @property
+    def behind(self) -> Joined | None:
+        """The group that was left last, as long as the device may compute in it.
+
+        Other threads may ask.
+        """
+        held = self._behind
+        if held is None:
+            return None
+        joined, is_done = held
+        if is_done():
+            self._behind = None
+            return None
+        return joined
+
+    def left(self, joined: Joined | None) -> None:
+        """The rank leaves this group; its last step may be under way."""
+        self._behind = (joined, self._member.engine.done()) if joined is not None else None
+
+    def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
+        """Launch one step of the led group, finish the one before; returns its microseconds.
+
+        Where results come synchronously (CPU) the step launched is the step finished.
+        """
+        started = time.perf_counter_ns()
+        assert mode.scheduler is not None
+        if self._under_way is not None and self._under_way.goes_first():
+            self.settle()
+        if mode.scheduler.has_requests():
+            plan = mode.scheduler.plan_step(self.settle)
+            plan.mode = mode.mode_of_step(binding.group, plan.tokens)
+            if plan.is_empty:
+                # Only ids of ended tasks are in it: the tokens of the step under way go first.
+                self.settle()
+            self._member.lead(Step(binding.born, plan))
+            result = self.execute(mode, plan)
+            launched = UnderWay(plan, result, self.started_ns, mode, binding.group, epoch)
+            before, self._under_way = self._under_way, launched
+            if before is not None:
+                self._finish(before)
+            if not launched.is_asynchronous:
+                self.settle()
+        else:
+            self.settle()
+        return (time.perf_counter_ns() - started) // 1000
+
+    def execute(self, mode: PreparedMode, plan: Any) -> Any:
+        """Launch a step that this rank or its leader has planned."""
+        self.started_ns = time.monotonic_ns()
+        self.count += 1
+        self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
+        return mode.execute(plan)
+
+    def followed(self) -> None:
+        """A step of the leader was launched here."""
+        self.ended_ns = time.monotonic_ns()
+
+    def settle(self) -> None:
+        """Finish the step under way, if any: afterwards the led group is at a safe point."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._finish(under_way)
+
+    def settle_if_ready(self) -> None:
+        """Take the tokens of a step that trails, if they are there."""
+        under_way = self._under_way
+        if self.trails and under_way is not None and under_way.is_ready():
+            self.settle()
+
+    def take_left_end(self) -> int | None:
+        """When a step that trailed was over, once."""
+        ended_ns, self._left_end_ns = self._left_end_ns, None
+        return ended_ns
+
+    def _finish(self, step: UnderWay) -> None:
+        result = step.tokens()
+        scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
+        self.ended_ns = now_ns
+        self.log.ended(step.plan, step.mode.key.width, step.launched_ns, now_ns)
+        frees = scheduler.frees_behind
+        outputs = scheduler.finish_step(step.plan, result)
+        if outputs:
+            self._push(outputs, step.epoch)
+        if step.mode is not self._member.selected:
+            self._left_end_ns = now_ns
+            frees |= any(output.finished for output in outputs)
+            if step.group is not None and frees:
+                self._member.freed(step.group)
+
+    def _push(self, outputs: Sequence[Any], epoch: int) -> None:
+        member, book = self._member, self._member.book
+        by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}
+        for output in outputs:
+            led = book.get(output.request_id)
+            if led is None:
+                continue
+            task = led.header.task
+            span = book.emit(task, len(output.new_token_ids), finished=output.finished)
+            spans, batch = by_gateway.setdefault(led.header.reply_to, ([], []))
+            spans.append(span)
+            batch.append(output)
+            if output.finished:
+                book.close(task, EndCause.FINISHED)
+                member.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
+        for reply_to, (spans, batch) in by_gateway.items():
+            header = TokenBatch(member.engine.spec.rank, self._incarnation, epoch, tuple(spans))
+            self._outlet.push(reply_to, header, batch)

@@ -1,0 +1,102 @@
+"""vLLM adapter: which blocks of a mode's block pool may be allocated."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+
+
+class BlockGrants:
+    """Which blocks of a vLLM block pool may be allocated; at first none.
+
+    Invariant: a granted block is in vLLM's free queue or in use by a task. Parking leaves the queue
+    as it is, because nothing allocates from it while the mode is unbound, and the next grant is
+    mostly the same: only the difference is moved, so a switch costs array operations, not a walk
+    over all blocks.
+    """
+
+    def __init__(self, pool: BlockPool, slots_per_page: int) -> None:
+        self._pool = pool
+        self.slots_per_page = slots_per_page
+        blocks = len(pool.blocks)
+        self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
+        self.kept: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        """Lease indices that tasks held when the mode was parked last."""
+        self._bundles: list[npt.NDArray[np.int64]] = []
+        """Lease indices whose blocks a move laid into each other's pages: kept or freed as one."""
+        pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
+        self._count()
+
+    @property
+    def free(self) -> int:
+        """Granted blocks that are free."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def total(self) -> int:
+        """Granted blocks."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
+        """Forget what is cached in free blocks, whose pages go elsewhere; the mode is parked.
+
+        `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold.
+        A free block keeps its old hash, which finds nothing in the new map and is taken off when
+        the block is allocated: so the cost is that of the tasks, not of all that was cached.
+        """
+        held = list(in_use)
+        cached = BlockHashToBlockMap()
+        for block in map(self._pool.blocks.__getitem__, held if self._pool.enable_caching else ()):
+            if block.block_hash is not None:
+                cached.insert(block.block_hash, block)
+        self._pool.cached_block_hash_to_block = cached
+        self._in_use[:] = False
+        self._in_use[held] = True
+        indices = np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
+        self._bundles = [each for each in self._bundles if np.isin(each, indices).any()]
+        self.kept = np.unique(np.concatenate([indices, *self._bundles]))
+        return self.kept
+
+    def bundle(self, indices: npt.NDArray[np.int64]) -> None:
+        """Let these lease indices, which a move has filled, stay together."""
+        if indices.size:
+            self._bundles.append(indices)
+
+    @property
+    def indices(self) -> int:
+        """Lease indices that there can be, the null page's included."""
+        return int(self._granted.size) // self.slots_per_page
+
+    def extend(self, indices: npt.NDArray[np.int64]) -> None:
+        """Let the blocks of these lease indices be taken; the next grant says what is there.
+
+        Nothing is allocated before that, so blocks of earlier grants may stay in the queue.
+        """
+        wanted = self._granted.copy()
+        wanted.reshape(-1, self.slots_per_page)[indices] = True
+        self._set(wanted)
+
+    def grant(self, indices: npt.NDArray[np.int64]) -> None:
+        """Make exactly the blocks of these lease indices allocatable.
+
+        The blocks in use when the mode was parked must be among them.
+        """
+        wanted = np.zeros_like(self._granted)
+        wanted.reshape(-1, self.slots_per_page)[indices] = True
+        assert not wanted[0], "the null page cannot be granted."
+        assert not (self._in_use & ~wanted).any(), "a task holds a block that is not granted."
+        self._set(wanted)
+
+    def _set(self, wanted: npt.NDArray[np.bool_]) -> None:
+        queue, blocks = self._pool.free_block_queue, self._pool.blocks
+        for block_id in np.flatnonzero(self._granted & ~wanted).tolist():
+            queue.remove(blocks[block_id])
+        queue.append_n([blocks[i] for i in np.flatnonzero(wanted & ~self._granted).tolist()])
+        self._granted = wanted
+        self._count()
+
+    def _count(self) -> None:
+        # vLLM computes usage and "is anything in use" from this number; block 0 is its null block.
+        self._pool.num_gpu_blocks = int(np.count_nonzero(self._granted)) + 1
