@@ -8,6 +8,7 @@ Used by `tests.bench.profile_steps`.
 
 import cProfile
 import functools
+import importlib
 import io
 import json
 import os
@@ -24,6 +25,15 @@ NOTED_NS = 50_000
 TRACED_EVERY = 8
 ROWS = 60
 """Of each profile."""
+
+WATCHED = {
+    "worker.member.Member": ("place", "begin", "park", "join", "unbind", "hand_over", "withdraw"),
+    "worker.stepping.Stepping": ("lead", "execute", "_finish", "_push"),
+    "worker.rank_loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
+    "worker.moving.Moving": ("tell", "_read", "_restore", "_go_on", "_hand_over", "_adopt"),
+    "worker.move_rounds.Rounds": ("_copy", "_meet_settled"),
+    "worker.vllm_scheduler.ModeScheduler": ("plan_step", "finish_step", "adopt", "tidy"),
+}
 
 
 def table_of(profile: cProfile.Profile) -> str:
@@ -79,7 +89,6 @@ def trace_prefills(out: Path) -> None:
 
 def install(out: Path, kind: str) -> None:
     """Let the ranks' loops leave their profile behind."""
-    from worker.member import Member
     from worker.rank_loop import RankLoop
 
     if kind == "torch":
@@ -100,10 +109,10 @@ def install(out: Path, kind: str) -> None:
 
     RankLoop.run = profiled  # type: ignore[method-assign]
     if kind != "cprofile":
-        for name in ("place", "_execute", "_finish", "_push", "begin", "park", "join", "unbind"):
-            watch(events, Member, name)
-        for name in ("_lead_step", "_wait", "_report_if_due", "_take_inbox", "_carry_out"):
-            watch(events, RankLoop, name)
+        for owner, names in WATCHED.items():
+            module, _, kind_of = owner.rpartition(".")
+            for name in names:
+                watch(events, getattr(importlib.import_module(module), kind_of), name)
 
 
 if __name__ == "__main__":
