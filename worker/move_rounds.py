@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from comm_pool.layout import Rank
 from kvadaptor.movers import MoveStats, PeerMover, by_source
 from kvadaptor.reshard import UnitCopies
 from worker.board import GAVE_UP, Board
-from worker.manifest import Bools, Cargo, Move
+from worker.manifest import Bools, Cargo, Ints, Move
 from worker.vllm_handover import CachedChain
 from worker.vllm_rank import RankEngine
 
@@ -36,14 +37,23 @@ class MoveFailedError(Exception):
     """The move cannot be carried out; its tasks are computed again."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored:
+    """A task that this rank will lead: what was told of it, the request, its blocks, its prompt."""
+
+    cargo: Cargo
+    request: Any
+    blocks: Ints
+    prompt: npt.NDArray[np.int32]
+
+
 @dataclass(slots=True)
 class Pending:
     """A move whose copies are done here, until it is known whether it counts."""
 
     epoch: int
     move: Move
-    restored: list[tuple[Cargo, Any, Any]] = field(default_factory=list)
-    """(what was told, the restored request, its blocks) of each task that this rank will lead."""
+    restored: list[Restored] = field(default_factory=list)
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
 

@@ -30,7 +30,7 @@ from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
 from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks, plan_move
-from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Rounds
+from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Restored, Rounds
 from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ class Moving:
                 continue
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
-            pending.restored.append((cargo, request, move.blocks(carried)))
+            prompt = np.array(request.prompt_token_ids or (), dtype=np.int32)
+            pending.restored.append(Restored(cargo, request, move.blocks(carried), prompt))
             self.look()
 
     def _go_on(self, pending: Pending) -> None:
@@ -239,14 +240,16 @@ class Moving:
             message = self._boards[Rank(rank)].settled_message
             brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
         restored = []
-        for cargo, request, blocks in pending.restored:
-            news = brought.get(cargo.state.task)
+        for each in pending.restored:
+            news = brought.get(each.cargo.state.task)
             if news is not None:
-                go_on(request, news.tokens)
-                restored.append((replace(cargo, emitted=news.emitted), request, blocks))
+                go_on(each.request, news.tokens)
+                cargo = replace(each.cargo, emitted=news.emitted)
+                restored.append(replace(each, cargo=cargo))
         pending.restored = restored
+        cargoes = [each.cargo for each in restored]
         self.adopted = tuple(
-            Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted) for cargo, _, _ in restored
+            Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted) for cargo in cargoes
         )
 
     # ------------------------------------------------------------------ afterwards
@@ -334,13 +337,14 @@ class Moving:
         pool = member.engine.pages
         dp = binding.group.width == 1
         granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
-        for cargo, _, _ in pending.restored:
+        for cargo in (each.cargo for each in pending.restored):
             what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
             member.book.open(LedTask(*what))
-        tasks = [(request, blocks) for _, request, blocks in pending.restored]
+        tasks = [(each.request, each.blocks) for each in pending.restored]
+        prompts = {each.cargo.state.task: each.prompt for each in pending.restored}
         # The newest chain is registered last, so that it is reused last.
         chains = list(reversed(pending.chains))
-        scheduler.adopt(tasks, chains, granted, indices)
+        scheduler.adopt(tasks, chains, granted, indices, prompts)
         self.cached = prefixes_of(chains)
 
 

@@ -27,6 +27,7 @@ from coordinator.protocol.messages import (
     TaskProgress,
 )
 from coordinator.protocol.seat import (
+    KEEPING,
     Ack,
     Join,
     Leave,
@@ -55,9 +56,6 @@ GAUGES_S = 0.5
 
 IDLE_WAIT_S = 0.05
 """Longest wait for the inbox when there is no step to run."""
-
-KEEPING = (Carry.PAUSE, Carry.RESHARD)
-"""Plans by which parked tasks keep their KV."""
 
 TRAIL_POLL_S = 0.0003
 """The same while the last step of a group that was left is under way: its clients wait."""
@@ -136,13 +134,18 @@ class RankLoop:
     # ------------------------------------------------------------------ inbox
 
     def _wait(self) -> None:
-        self._member.tidy()
+        if self._seat.serving or self._seat.binding is None:
+            # A rank that has joined a group is waited for.
+            self._member.tidy()
         try:
-            is_behind = self._stepping.trails or self._member.moving.is_settling
-            item = self._inbox.get(timeout=TRAIL_POLL_S if is_behind else IDLE_WAIT_S)
+            item = self._inbox.get(timeout=self._poll_s(IDLE_WAIT_S))
         except queue.Empty:
             return
         self._handle(item)
+
+    def _poll_s(self, otherwise_s: float) -> float:
+        behind = self._stepping.trails or self._member.moving.is_settling
+        return TRAIL_POLL_S if behind else otherwise_s
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -255,16 +258,13 @@ class RankLoop:
         if move.is_leader:
             member.park(binding.group, move.carry, group_lost=move.group_lost)
             self._send_leave(binding, move.carry, move.group_lost)
-        self._keep_for_move(binding, move)
+        if move.carry is Carry.RESHARD and not move.group_lost:
+            member.moving.left(binding)
 
     def _share(self, directive: Directive) -> None:
         binding = directive.target.binding_of(self._rank)
         if binding is not None:
             self._sharers.formed(binding.group.ranks, dict(directive.members))
-
-    def _keep_for_move(self, binding: Binding, move: Leave) -> None:
-        if move.carry is Carry.RESHARD and not move.group_lost:
-            self._member.moving.left(binding)
 
     def _is_overtaken(self, directive: Directive) -> bool:
         self._take_inbox()
@@ -323,8 +323,7 @@ class RankLoop:
             self._changed = True
 
     def _follow(self, *, wait_s: float | None = None) -> bool:
-        if wait_s is None:
-            wait_s = TRAIL_POLL_S if self._stepping.trails else FOLLOWER_POLL_S
+        wait_s = self._poll_s(FOLLOWER_POLL_S) if wait_s is None else wait_s
         binding, steps = self._seat.binding, self._stepping.count
         assert binding is not None
         message = self._lost.guarded(lambda: self._member.follow(binding, wait_s=wait_s))
@@ -333,6 +332,7 @@ class RankLoop:
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
         if message is not None and self._stepping.count > steps:
+            self._member.tidy()
             self._look_behind()
             self._changed |= self._clock.stepped(self._stepping.started_ns, None)
         return message is not None

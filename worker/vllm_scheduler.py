@@ -5,7 +5,7 @@ Parking withdraws all free blocks and tells which lease indices (pages) running 
 those tasks simply stay where they are until their mode is bound again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from worker.vllm_handover import (
     running_state,
     take_blocks,
 )
-from worker.vllm_step_plan import StepPlan
+from worker.vllm_step_plan import StepPlan, Tokens
 
 REGISTERED_PER_STEP = 32
 """Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
@@ -63,6 +63,8 @@ class ModeScheduler(Scheduler):
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
+        self._prompts: dict[str, Tokens] = {}
+        """Of tasks that have moved here and were not sent to followers yet."""
         self._unfed_grammars: set[str] = set()
         self._finished_chains = FinishedChains(self.block_size)
         self._unregistered: list[Request] = []
@@ -112,7 +114,12 @@ class ModeScheduler(Scheduler):
             for r in output.scheduled_new_reqs
             if r.req_id in self._generated
         }
-        return StepPlan(output, self.get_grammar_bitmask(output), resuming)
+        prompts = {
+            name: self._prompts.pop(name)
+            for name in (each.req_id for each in output.scheduled_new_reqs)
+            if name in self._prompts
+        }
+        return StepPlan(output, self.get_grammar_bitmask(output), resuming, prompts=prompts)
 
     def _make_room(self) -> None:
         """Let a task that a move brought give up its KV if all of them wait for a block.
@@ -230,12 +237,15 @@ class ModeScheduler(Scheduler):
         chains: Sequence[CachedChain],
         granted: npt.NDArray[np.int64],
         indices: npt.NDArray[np.int64],
+        prompts: Mapping[str, Tokens] | None = None,
     ) -> None:
         """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
 
         The blocks are among those of the lease indices `granted`, free, and their KV is there.
         `chains` are oldest first; `indices` are those of a wide group that the move has filled.
+        `prompts` are the tasks' prompts as followers get them.
         """
+        self._prompts |= prompts or {}
         self.tidy()
         self.grants.extend(granted)
         self.grants.bundle(indices)
@@ -324,6 +334,7 @@ class ModeScheduler(Scheduler):
         self.finish_requests(list(found), RequestStatus.FINISHED_ABORTED)
         for request_id in found:
             self._generated.pop(request_id, None)
+            self._prompts.pop(request_id, None)
             self._unfed_grammars.discard(request_id)
         return generated
 

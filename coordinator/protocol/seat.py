@@ -39,6 +39,9 @@ from coordinator.protocol.messages import (
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
 """Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
 
+KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
+"""Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leave:

@@ -307,12 +307,30 @@ def test_wide_modes_capture_fewer_graphs() -> None:
     assert thinned([1, 2, 4, 100]) == [1, 2, 4, 100]
 
 
-def test_a_step_plan_reaches_followers_whole() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "prefill", "resuming"),
+    [
+        ([1], [1, 2, 3], {"a": [2, 3]}),
+        ([1], [1, 2, 3], {}),
+        ([1], None, {"a": [2, 3]}),
+        ([1], None, {}),
+        (None, [4], {"a": [4]}),
+        (None, None, {}),
+        ([1, 2], [1, 2], {"a": []}),
+    ],
+)
+def test_a_step_plan_reaches_followers_whole(
+    prompt: list[int] | None, prefill: list[int] | None, resuming: dict[str, list[int]]
+) -> None:
     step = _step()
-    step.scheduled_new_reqs[0].prefill_token_ids = [1, 2, 3]
-    plan = StepPlan(step, None, {"a": [2, 3]})
+    new = step.scheduled_new_reqs[0]
+    new.prompt_token_ids, new.prefill_token_ids = prompt, prefill
+    plan = StepPlan(step, None, resuming)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    assert step.scheduled_new_reqs[0].prefill_token_ids == [1, 2, 3]
+    assert (new.prompt_token_ids, new.prefill_token_ids) == (prompt, prefill)
+    if prompt is not None:
+        known = StepPlan(step, None, resuming, prompts={"a": np.array(prompt, dtype=np.int32)})
+        assert pickle.loads(pickle.dumps(known)) == plan
 
 
 def test_an_asynchronous_result_says_when_its_tokens_are_there() -> None:

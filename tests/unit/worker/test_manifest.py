@@ -37,7 +37,7 @@ def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) ->
     header = TaskHeader(TaskId(name), "gateway", "tcp://nowhere", 10, 10, tier)
     hashes = [f"{name}/{number}".encode() for number in range(computed // BLOCK)]
     tokens = np.array([1, 2, 3], dtype=np.int32)
-    state = RunningState(name, tokens, computed, blocks, hashes, None)
+    state = RunningState(name, tokens, computed, computed, blocks, hashes, None)
     return Cargo(header, 1, 3, b"", state)
 
 
