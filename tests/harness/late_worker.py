@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from worker.__main__ import FIXED_ENVIRONMENT, VLLM_ENVIRONMENT, main
@@ -85,12 +86,13 @@ class Device:
         """Let a step be computed when its turn comes; block ids are those of now."""
         output = plan.output if mode.table is None else translate(plan.output, mode.table)
         born = self._born[mode.key.width]
+        grammar = deepcopy(plan.grammar)  # vLLM fills one buffer with the masks of every step.
 
         def compute() -> Any:
             self._engine.communicators.enter(born)
             activate(mode.communicator)
             mode.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
-            return mode.runner.run(output, plan.grammar, plan.resuming)
+            return mode.runner.run(output, grammar, plan.resuming)
 
         ticket = Ticket(compute, 0.0 if plan.is_empty else LATE_S)
         self._last = ticket
