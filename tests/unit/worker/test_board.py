@@ -74,6 +74,25 @@ def test_rounds_and_giving_up_are_told(boards: list[tuple[Board, ...]]) -> None:
     assert boards[1][0].message == b""
 
 
+def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[Board, ...]]) -> None:
+    own, seen = boards[0][0], boards[1][0]
+    own.publish(3, b"what I have")
+    assert [seen.is_settled] == [False]
+    own.settle(b"and one more")
+    assert [seen.is_settled] == [True]
+    assert (seen.message, seen.settled_message) == (b"what I have", b"and one more")
+    own.publish(4, b"another move")
+    assert not seen.is_settled, "that was of the move before"
+
+
+def test_a_board_has_to_hold_both_messages() -> None:
+    board = Board(memoryview_of(256))
+    board.publish(3, b"x" * 100)
+    with pytest.raises(BoardFullError, match="93 bytes more"):
+        board.settle(b"y" * 93)
+    assert not board.is_settled
+
+
 def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[Board, ...]]) -> None:
     with pytest.raises(TypeError):
         boards[0][1].publish(3, b"mine")

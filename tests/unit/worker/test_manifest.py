@@ -200,3 +200,37 @@ def test_a_wide_group_falls_apart() -> None:
     assert all(indices.size == 0 for indices in move.indices)
     for carried in move.plan.carried:
         assert (move.blocks(carried) == carried.blocks).all()
+
+
+def test_a_move_does_not_land_where_a_step_under_way_writes() -> None:
+    """Blocks 6 and 7 belong to a task that has ended, but its last step is not over."""
+    manifests = {
+        0: replace(dp(0, cargo("task", ints(1, 5), 20)), written=ints(5, 6, 7)),
+        1: dp(1, cargo("other", ints(1, 2, 3, 4), 60)),
+    }
+    move = plan(0, manifests, target((0, 1)))
+    (lease,) = move.plan.groups
+    assert not {6, 7} & set(lease.pages[0].tolist())
+    assert move.may_begin_early
+    units = move.plan.units
+    assert np.flatnonzero(move.written[0]).tolist() == [
+        page * units + unit for page in (5, 6, 7) for unit in range(units)
+    ]
+    assert list(move.written) == [0], "the other rank's last step is over"
+
+
+def test_every_member_knows_where_its_group_writes() -> None:
+    manifests = tp((0, 1), cargo("task", ints(2, 3), 20), shift=2)
+    manifests[0] = replace(manifests[0], written=ints(3))
+    move = plan(0, manifests, target((0,), (1,)))
+    for rank in (0, 1):
+        slot = int(manifests[rank].slots[3])
+        assert np.flatnonzero(move.written[rank]).tolist() == [slot]
+
+
+def test_a_move_that_overwrites_what_it_reads_waits_for_old_steps() -> None:
+    led = [cargo(f"task {rank}", ints(*range(1, 10)), 140) for rank in range(2)]
+    manifests = {rank: dp(rank, led[rank]) for rank in range(2)}
+    move = plan(0, manifests, target((0, 1)))
+    assert move.plan.rounds > 1
+    assert not move.may_begin_early

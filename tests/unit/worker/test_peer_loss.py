@@ -110,3 +110,22 @@ def test_what_is_joined_is_told_with_its_members_and_ends_with_the_leave() -> No
     assert move is not None
     seat.made(move)
     assert seat.joined is None
+
+
+def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> None:
+    seat = joined(0)
+    behind = [seat.joined]
+    told = directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.PAUSE)
+    seat.on_directive(told)
+    move = seat.next_move(idle=True)
+    assert move is not None
+    seat.made(move)
+    loss = PeerLoss(seat, LIMIT_S, lambda: behind[0])
+    loss.heard(told)
+    assert loss.bereaved() is None, "all of its members are there"
+    loss.heard(directive(without(1), 3, Phase.PARK))
+    assert loss.bereaved() == TP2.binding_of(Rank(0))
+    assert not loss.is_stuck(0.0)
+    assert loss.is_stuck(2.0)
+    behind[0] = None
+    assert not loss.is_stuck(2.1), "the step came to its end"

@@ -114,3 +114,25 @@ def test_an_overtaken_switch_leaves_nothing_to_the_next(time: Monotonic) -> None
     clock.stepped(time.now, None)
     (told,) = clock.take()
     assert (told.epoch, told.old_end_us) == (6, 0)
+
+
+def test_a_step_behind_one_that_is_under_way_starts_when_that_ends(time: Monotonic) -> None:
+    clock = SwitchClock()
+    clock.wanted(5)
+    clock.parked(5, None)
+    clock.joined(5, 30)
+    clock.begun(is_busy=True)
+    launched, time.now = time.now + 2 * MS, time.now + 9 * MS
+    clock.left(time.now)
+    clock.take()
+    assert clock.stepped(launched, None)
+    (told,) = clock.take()
+    assert told.old_end_us == told.new_start_us == time.now // 1000, "the device never waited"
+
+
+def test_the_end_of_a_step_that_trailed_is_told(time: Monotonic) -> None:
+    clock = SwitchClock()
+    clock.parked(5, None)
+    assert clock.take()[0].old_end_us == 0
+    clock.left(time.now)
+    assert clock.take() == (SwitchTimes(5, old_end_us=time.now // 1000),)

@@ -1,0 +1,168 @@
+"""What a rank copies while old steps are under way, and what it waits for."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Rank
+from kvadaptor.movers import MoveStats, PeerMover
+from kvadaptor.reshard import UnitCopies
+from worker.board import GAVE_UP
+from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Rounds, split
+
+UNITS = 20
+
+
+def copies(dst: int, sources: list[tuple[int, int, int]], number: int = 1) -> UnitCopies:
+    """(source rank, source unit, destination unit) of each."""
+    ranks, units, targets = (np.array(each, dtype=np.int64) for each in zip(*sources, strict=True))
+    return UnitCopies(number, dst, ranks, units, targets)
+
+
+def written(*units: int) -> Any:
+    mask = np.zeros(UNITS, dtype=np.bool_)
+    mask[list(units)] = True
+    return mask
+
+
+def pairs(parts: list[UnitCopies]) -> list[tuple[int, int, int, int]]:
+    return [
+        (each.dst_rank, *row)
+        for each in parts
+        for row in zip(
+            each.src_ranks.tolist(), each.src_units.tolist(), each.dst_units.tolist(), strict=True
+        )
+    ]
+
+
+def test_only_what_steps_under_way_write_is_copied_later() -> None:
+    all_of = [copies(0, [(0, 3, 4), (1, 5, 6), (1, 7, 8)]), copies(1, [(0, 5, 9)])]
+    early, late = split(all_of, {1: written(7)})
+    assert pairs(early) == [(0, 0, 3, 4), (0, 1, 5, 6), (1, 0, 5, 9)]
+    assert pairs(late) == [(0, 1, 7, 8)]
+
+
+def test_nothing_is_copied_early_to_where_a_step_under_way_writes() -> None:
+    early, late = split([copies(0, [(1, 3, 4), (1, 5, 6)])], {0: written(6)})
+    assert (pairs(early), pairs(late)) == ([(0, 1, 3, 4)], [(0, 1, 5, 6)])
+
+
+def test_without_a_step_under_way_all_is_copied_at_once() -> None:
+    all_of = [copies(0, [(1, 3, 4)])]
+    early, late = split(all_of, {})
+    assert (pairs(early), late) == ([(0, 1, 3, 4)], [])
+
+
+class FakeBoard:
+    def __init__(self, epoch: int = 5) -> None:
+        self.epoch = epoch
+        self.round = 0
+        self.is_settled = False
+
+    def finish_round(self, number: int) -> None:
+        self.round = number
+
+
+class Recorder(PeerMover):
+    """Notes what it is asked to copy, and whether the peers had settled by then."""
+
+    def __init__(self, boards: dict[Rank, FakeBoard], takes_s: float = 0.0) -> None:
+        self.boards = boards
+        self.takes_s = takes_s
+        self.calls: list[tuple[list[int], bool]] = []
+        self.done = threading.Event()
+
+    def move(self, copies: Any, units: int) -> MoveStats:
+        assert units == 2
+        targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
+        self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
+        time.sleep(self.takes_s)
+        self.done.set()
+        return MoveStats(len(targets), 0, 0.5)
+
+
+class Stage:
+    """Rank 0 of two, whose copies are these."""
+
+    def __init__(self, parts: list[UnitCopies], *, early: bool = True, rounds: int = 1) -> None:
+        self.boards = {Rank(rank): FakeBoard() for rank in range(2)}
+        self.mover = Recorder(self.boards)
+        self.looks = 0
+        self.settles_after = 3
+        move = SimpleNamespace(
+            ranks=(0, 1),
+            plan=SimpleNamespace(copies=tuple(parts), units=2, rounds=rounds),
+            may_begin_early=early,
+            spoils_from=None,
+            written={1: written(7)},
+        )
+        self.pending = Pending(5, cast(Any, move))
+        self.restored = 0
+        engine = SimpleNamespace(
+            mover=self.mover, spec=SimpleNamespace(first=0), copy_aside=lambda: None
+        )
+        self.rounds = Rounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
+
+    def look(self) -> None:
+        self.looks += 1
+        if self.looks >= self.settles_after:
+            for board in self.boards.values():
+                board.is_settled = True
+                board.round = max(board.round, 1)
+
+    def restore(self) -> None:
+        self.restored += 1
+
+    def run(self) -> None:
+        self.rounds.carry_out(self.pending, lambda: False, self.restore)
+
+
+PARTS = [copies(0, [(1, 3, 4), (1, 7, 8)])]
+
+
+def test_settled_units_are_copied_first_and_the_others_behind_the_last_step() -> None:
+    stage = Stage(PARTS)
+    stage.run()
+    assert stage.mover.calls == [([4], False), ([8], True)]
+    assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 2, 1)
+    assert stage.rounds.stats == MoveStats(2, 0, 1.0), "both count"
+
+
+def test_a_move_that_may_not_begin_early_waits_first() -> None:
+    stage = Stage(PARTS, early=False)
+    stage.run()
+    assert stage.mover.calls == [([4, 8], True)]
+    assert (stage.restored, stage.boards[Rank(0)].round) == (1, 2)
+
+
+def test_a_move_without_copies_waits_for_the_last_tokens() -> None:
+    stage = Stage([], rounds=0)
+    stage.run()
+    assert stage.restored == 1
+    assert all(board.is_settled for board in stage.boards.values())
+
+
+def test_copies_that_were_begun_are_over_before_another_layout_is_obeyed() -> None:
+    stage = Stage(PARTS)
+    stage.settles_after = 10**9
+    stage.mover.takes_s = 0.2
+    with pytest.raises(OvertakenError):
+        stage.rounds.carry_out(stage.pending, lambda: True, stage.restore)
+    assert stage.mover.done.is_set()
+    assert [targets for targets, _ in stage.mover.calls] == [[4]]
+
+
+def test_a_peer_that_gives_up_ends_the_move() -> None:
+    stage = Stage(PARTS)
+    stage.settles_after = 10**9
+    stage.boards[Rank(0)].is_settled = True
+    stage.boards[Rank(1)].round = GAVE_UP
+    with pytest.raises(MoveFailedError, match="rank 1 gave the move up"):
+        stage.run()
+    assert len(stage.mover.calls) == 1, "what waits for old steps was not copied"

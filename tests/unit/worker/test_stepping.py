@@ -1,0 +1,188 @@
+"""Steps under way when a group is left: whose tokens they are, and when they are taken."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages import Binding, TaskEnded, TaskId
+from tests.unit.coordinator.builders import header
+from worker.book import LedTask, TaskBook
+from worker.stepping import Stepping
+
+DP = Binding(Group((Rank(0),), Mode.DP), 3)
+TP = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)
+
+
+class Result:
+    """vLLM's asynchronous output: there when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.taken = 0
+        self.copy_event = self
+
+    def query(self) -> bool:
+        return self.is_there
+
+    def get_output(self) -> str:
+        self.is_there = True
+        self.taken += 1
+        return "tokens"
+
+
+class Scheduler:
+    """One task, which ends when `ends` is set."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ends = False
+        self.frees_behind = False
+        self.busy = True
+        self.events: list[str] = []
+
+    def has_requests(self) -> bool:
+        return self.busy
+
+    def plan_step(self, _settle: Any) -> Any:
+        self.events.append("plan")
+        return SimpleNamespace(tokens=1, is_empty=False, reads_prompts=False, mode=None, context=0)
+
+    def finish_step(self, _plan: Any, result: str) -> list[Any]:
+        assert result == "tokens"
+        self.events.append("finish")
+        return [SimpleNamespace(request_id=self.name, new_token_ids=[7], finished=self.ends)]
+
+
+class PreparedMode:
+    def __init__(self, name: str, width: int) -> None:
+        self.key = SimpleNamespace(width=width)
+        self.scheduler = Scheduler(name)
+        self.results: list[Result] = []
+
+    def mode_of_step(self, group: Group, _tokens: int) -> Any:
+        return group.mode
+
+    def execute(self, _plan: Any) -> Result:
+        self.results.append(Result())
+        return self.results[-1]
+
+
+class Stage:
+    """A rank that leads a dp group and a tp2 group."""
+
+    def __init__(self) -> None:
+        self.dp, self.tp = PreparedMode("dp task", 1), PreparedMode("tp task", 2)
+        self.selected: PreparedMode | None = self.dp
+        self.device_done = False
+        self.sent: list[Any] = []
+        self.pushed: list[tuple[int, list[str]]] = []
+        self.book = TaskBook()
+        self.ended: list[TaskEnded] = []
+        self.freed_groups: list[Group] = []
+        self.engine = SimpleNamespace(
+            spec=SimpleNamespace(rank=Rank(0)), done=lambda: lambda: self.device_done
+        )
+        for name, binding in (("dp task", DP), ("tp task", TP)):
+            self.book.open(LedTask(header(name), 1, binding.group, 0))
+        self.stepping = Stepping(cast(Any, self), 1, cast(Any, self))
+        self.stepping.log = cast(Any, SimpleNamespace(ended=lambda *_: None))
+
+    def lead(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def freed(self, group: Group) -> None:
+        self.freed_groups.append(group)
+
+    def push(self, _reply_to: str, header: Any, batch: list[Any]) -> None:
+        self.pushed.append((header.epoch, [each.request_id for each in batch]))
+
+    def step(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
+        self.stepping.lead(cast(Any, mode), binding, epoch)
+
+    def leave(self) -> None:
+        self.stepping.left((DP, {Rank(0): 1}))
+        self.selected = None
+
+
+def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.leave()
+    assert stage.stepping.trails
+    stage.stepping.settle_if_ready()
+    assert stage.pushed == [], "nobody waits for it"
+    stage.dp.results[0].is_there = True
+    stage.stepping.settle_if_ready()
+    assert stage.pushed == [(3, ["dp task"])], "in the epoch that it was launched in"
+    assert not stage.stepping.is_under_way
+    assert stage.stepping.take_left_end() == stage.stepping.ended_ns
+    assert stage.stepping.take_left_end() is None, "told once"
+    assert stage.freed_groups == []
+
+
+def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.leave()
+    stage.selected = stage.tp
+    stage.step(stage.tp, TP, 4)
+    assert stage.tp.scheduler.events == ["plan"]
+    assert stage.dp.scheduler.events == ["plan", "finish"], "its tokens are taken by its scheduler"
+    assert stage.pushed == [(3, ["dp task"])]
+    assert stage.stepping.take_left_end() is not None
+    stage.stepping.settle()
+    assert stage.pushed[1:] == [(4, ["tp task"])]
+    assert stage.stepping.take_left_end() is None
+
+
+def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.leave()
+    stage.dp.scheduler.ends = True
+    stage.stepping.settle()
+    assert stage.freed_groups == [DP.group]
+    assert [each.task for each in stage.ended] == [TaskId("dp task")]
+
+
+def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.leave()
+    stage.dp.scheduler.frees_behind = True
+    stage.stepping.settle()
+    assert stage.freed_groups == [DP.group]
+
+
+def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.leave()
+    stage.selected = stage.dp
+    assert [stage.stepping.is_under_way, stage.stepping.trails] == [True, False]
+    stage.step(stage.dp, DP, 5)
+    assert stage.pushed == [(3, ["dp task"])]
+    assert stage.freed_groups == []
+
+
+def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> None:
+    stage = Stage()
+    seen = [stage.stepping.behind]
+    stage.leave()
+    for is_done in (False, True, False):
+        stage.device_done = is_done
+        seen.append(stage.stepping.behind)
+    assert seen == [None, (DP, {Rank(0): 1}), None, None], "once is enough"
+
+
+def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
+    stage = Stage()
+    stage.step(stage.dp, DP, 3)
+    stage.dp.scheduler.busy = False
+    stage.step(stage.dp, DP, 3)
+    assert stage.pushed == [(3, ["dp task"])]
+    assert len(stage.dp.results) == 1
