@@ -188,7 +188,7 @@ class CellSpans:
             "aileron.switch.outcome": str(record.outcome),
         }
         for phase, name in PHASES.items():
-            if measured.get(name, 0) > 0:
+            if measured.get(name):
                 about[f"aileron.switch.{phase}_seconds"] = measured[name] / 1_000
         if measured.get("gap_ms_max", 0) > 0:
             about["aileron.switch.pause_seconds"] = measured["gap_ms_max"] / 1_000

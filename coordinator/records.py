@@ -50,16 +50,19 @@ class SwitchRecord:
     """When the last old step of any rank ended, on the host's monotonic clock; 0 is unknown."""
     new_start_us: int = 0
     """When the first new step of the slowest rank started."""
-    stall_ms: float = 0.0
-    """Longest time of any rank between its last old and its first new step."""
+    stall_ms: float | None = None
+    """Longest time of any rank between its last old and its first new step; None is unknown."""
     total_ms: int = 0
     outcome: Outcome = Outcome.UNDER_WAY
 
     @property
-    def cut_over_ms(self) -> float:
-        """From the last old step's end to the slowest rank's first new step; 0 is unknown."""
+    def cut_over_ms(self) -> float | None:
+        """From the last old step's end to the slowest rank's first new step; None is unknown.
+
+        0 where the device found the new step when it was done with the old one.
+        """
         known = self.old_end_us and self.new_start_us
-        return (self.new_start_us - self.old_end_us) / 1000 if known else 0.0
+        return (self.new_start_us - self.old_end_us) / 1000 if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class SwitchLog:
                 first_step_ms=max(record.first_step_ms, times.first_step_us / 1000),
                 old_end_us=max(record.old_end_us, times.old_end_us),
                 new_start_us=max(record.new_start_us, times.new_start_us),
-                stall_ms=max(record.stall_ms, _stall_ms(times)),
+                stall_ms=_longer(record.stall_ms, times),
                 reshard_ms=max(record.reshard_ms, times.reshard_us / 1000),
                 reshard_bytes=record.reshard_bytes + times.reshard_bytes,
             )
@@ -174,6 +177,7 @@ class SwitchLog:
         self._finished.append(record)
 
 
-def _stall_ms(times: SwitchTimes) -> float:
-    known = times.old_end_us and times.new_start_us
-    return (times.new_start_us - times.old_end_us) / 1000 if known else 0.0
+def _longer(stall_ms: float | None, times: SwitchTimes) -> float | None:
+    if not (times.old_end_us and times.new_start_us):
+        return stall_ms
+    return max(stall_ms or 0.0, (times.new_start_us - times.old_end_us) / 1000)

@@ -183,7 +183,8 @@ class CoreWatcher:
 
     def _measure(self, switch: Mapping[str, Any]) -> None:
         for phase, name in PHASES.items():
-            if switch[name] > 0:
+            # A cut-over may take no time at all; of other phases 0 says that there was none.
+            if switch[name] or (phase == "cut_over" and switch[name] is not None):
                 self.tally.observe(SWITCH_DURATION, switch[name] / 1_000, phase)
         if switch["gap_ms_max"] > 0:
             self.tally.observe(SWITCH_STALL, switch["gap_ms_max"] / 1_000)

@@ -92,8 +92,8 @@ class Move:
 
     @property
     def may_begin_early(self) -> bool:
-        """Whether copies may be made while old steps are under way, where these write nothing."""
-        return self.plan.rounds <= 1 and self.spoils_from is None
+        """Whether round 1 may begin while old steps are under way, where these write nothing."""
+        return self.spoils_from != 1
 
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""

@@ -1,9 +1,8 @@
 """The copies of a planned move on one rank: what is copied when, and what is waited for.
 
 Steps that were under way when their groups were left go on meanwhile. What they do not write is
-copied at once, beside them; the rest, a block per task, when every rank has settled. A move that
-takes several rounds, writes where old KV lies, or is sent through a process group waits for that
-first.
+copied at once, beside them; the rest, a block per task, when every rank has settled. Rounds behind
+the first, and a first one that writes where old KV lies or is sent through a process group, wait.
 """
 
 import time
@@ -85,6 +84,16 @@ def split(
     return early, late
 
 
+def _first_of(
+    rounds: Sequence[list[UnitCopies]], written: Mapping[int, Bools]
+) -> tuple[list[UnitCopies], list[list[UnitCopies]]]:
+    """Split the first round, if there is one; what waits is a round still."""
+    if not rounds:
+        return [], []
+    early, late = split(rounds[0], written)
+    return early, [late]
+
+
 def _of(copies: UnitCopies, mask: Bools) -> UnitCopies:
     return replace(
         copies,
@@ -141,25 +150,24 @@ class Rounds:
         mover, plan = self._engine.mover, pending.move.plan
         own = self._boards[self._rank]
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
-        if pending.move.may_begin_early and isinstance(mover, PeerMover):
-            early, late = split(plan.copies, pending.move.written)
+        may_begin_early = pending.move.may_begin_early and isinstance(mover, PeerMover)
+        rounds = [
+            [each for each in plan.copies if each.round == number]
+            for number in range(1, plan.rounds + 1)
+        ]
+        if may_begin_early:
+            early, rounds[:1] = _first_of(rounds, pending.move.written)
             self._copy(early, plan.units, restore)
-            self._meet_settled(pending, overtaken)
-            self._copy(late, plan.units)
-            pending.rounds_done = plan.rounds
-            own.finish_round(plan.rounds + 1)
-            return
         self._meet_settled(pending, overtaken)
-        # What this rank leads may be lost from now on, and it knows: nobody begins before.
-        spoils = pending.move.spoils_from == 1
-        for number in range(1, plan.rounds + 1):
-            if number > 1 or spoils or not isinstance(mover, PeerMover):
+        for number, copies in enumerate(rounds, 1):
+            if number > 1 or not may_begin_early:
+                # What this rank leads may be lost from now on, and it knows.
                 self._meet(pending, number, overtaken)
-            copies = [each for each in plan.copies if each.round == number]
-            self._copy(copies, plan.units, restore if number == 1 else None)
+            is_first = number == 1 and not may_begin_early
+            self._copy(copies, plan.units, restore if is_first else None)
             pending.rounds_done = number
             own.finish_round(number + 1)
-        if not plan.rounds:
+        if not rounds and not may_begin_early:
             restore()
 
     def _copy(

@@ -70,7 +70,7 @@ class Knowledge:
 
     def on_switch(self, record: SwitchRecord) -> None:
         """Take how long a switch took."""
-        if record.outcome is not Outcome.SERVED or not record.stall_ms:
+        if record.outcome is not Outcome.SERVED or record.stall_ms is None:
             return
         pause_s = max(0.0, record.stall_ms - record.reshard_ms) / 1000
         self._pause_s += NEWEST_SHARE * (pause_s - self._pause_s)

@@ -173,8 +173,8 @@ def stream_gaps(
     return dict(crossing), within
 
 
-UNKNOWN_AT_ZERO = frozenset({"cut_over_ms", "stall_ms", "gap_ms_max"})
-"""Fields of a switch record whose 0 says that nothing was measured."""
+UNKNOWN_AT_ZERO = frozenset({"gap_ms_max"})
+"""Fields of a switch record whose 0 says that nothing was measured; others are null then."""
 
 
 def phases(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

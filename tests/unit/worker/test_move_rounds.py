@@ -95,6 +95,8 @@ class Stage:
         self.mover = Recorder(self.boards)
         self.looks = 0
         self.settles_after = 3
+        self.meets = False
+        """The peers finish round 1."""
         move = SimpleNamespace(
             ranks=(0, 1),
             plan=SimpleNamespace(copies=tuple(parts), units=2, rounds=rounds),
@@ -114,7 +116,7 @@ class Stage:
         if self.looks >= self.settles_after:
             for board in self.boards.values():
                 board.is_settled = True
-                board.round = max(board.round, 1)
+                board.round = max(board.round, 2 if self.meets else 1)
 
     def restore(self) -> None:
         self.restored += 1
@@ -132,6 +134,14 @@ def test_settled_units_are_copied_first_and_the_others_behind_the_last_step() ->
     assert stage.mover.calls == [([4], False), ([8], True)]
     assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 2, 1)
     assert stage.rounds.stats == MoveStats(2, 0, 1.0), "both count"
+
+
+def test_only_the_first_round_begins_before_old_steps_are_over() -> None:
+    stage = Stage([*PARTS, copies(0, [(1, 9, 10)], number=2)], rounds=2)
+    stage.meets = True
+    stage.run()
+    assert stage.mover.calls == [([4], False), ([8], True), ([10], True)]
+    assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 3, 2)
 
 
 def test_a_move_that_may_not_begin_early_waits_first() -> None:

@@ -130,6 +130,21 @@ def test_a_step_behind_one_that_is_under_way_starts_when_that_ends(time: Monoton
     assert told.old_end_us == told.new_start_us == time.now // 1000, "the device never waited"
 
 
+def test_a_follower_may_launch_before_it_knows_of_the_end(time: Monotonic) -> None:
+    clock = SwitchClock()
+    clock.parked(5, None)
+    clock.joined(5, 30)
+    clock.begun(is_busy=True)
+    clock.take()
+    assert clock.stepped(time.now, None)
+    assert clock.take() == (), "the last old step is under way"
+    time.now += 3 * MS
+    clock.left(time.now)
+    assert clock.take()[-1] == SwitchTimes(
+        5, old_end_us=time.now // 1000, new_start_us=time.now // 1000
+    )
+
+
 def test_the_end_of_a_step_that_trailed_is_told(time: Monotonic) -> None:
     clock = SwitchClock()
     clock.parked(5, None)
