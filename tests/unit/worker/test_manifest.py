@@ -233,5 +233,6 @@ def test_the_first_round_of_several_may_begin_while_old_steps_are_under_way() ->
     led = [cargo(f"task {rank}", ints(*range(1, 10)), 140) for rank in range(2)]
     manifests = {rank: dp(rank, led[rank]) for rank in range(2)}
     move = plan(0, manifests, target((0, 1)))
-    assert (move.plan.rounds, move.spoils_from) == (2, 2)
+    assert move.plan.rounds > 1
+    assert move.spoils_from == 2
     assert move.may_begin_early
