@@ -10,7 +10,7 @@ and the previous round (`move` returns only then), and all ranks have met on it.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,8 +63,13 @@ class MoveStats:
 class Mover(Protocol):
     """Ranks are those of the group that the mover was made with; U is given as `units`."""
 
-    def move(self, copies: Round, units: int) -> MoveStats:
-        """Do this rank's part of a round; returns when what comes to this rank has arrived."""
+    def move(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> MoveStats:
+        """Do this rank's part of a round; returns when what comes to this rank has arrived.
+
+        `launched` is called when the rest is up to the device, or first of all where it is not.
+        """
 
     def warm(self, units: int) -> None:
         """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
@@ -114,11 +119,15 @@ class PeerMover:
         unit_bytes = _unit_bytes(self._geometry, units)
         self._copier.warm(raw, unit_bytes, _count(raw, self._geometry, unit_bytes))
 
-    def move(self, copies: Round, units: int) -> MoveStats:
+    def move(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> MoveStats:
         """Pull what the round has for this rank."""
-        return self.pull(copies.get(self._rank, _NOTHING), units)
+        return self.pull(copies.get(self._rank, _NOTHING), units, launched)
 
-    def pull(self, copies: CopiesBySource, units: int) -> MoveStats:
+    def pull(
+        self, copies: CopiesBySource, units: int, launched: Callable[[], None] = lambda: None
+    ) -> MoveStats:
         """Copy units from their sources to this rank, in any order; returns when all are there.
 
         Raises `MoveError` for a rank that is not mapped, or units out of range at either end.
@@ -132,7 +141,11 @@ class PeerMover:
             _check(self._memory[source], pair[0], self._geometry, unit_bytes)
             _check(self._memory[self._rank], pair[1], self._geometry, unit_bytes)
             jobs.append(_copies(self._memory[source], pair, self._memory[self._rank]))
+        if not self._copier.is_asynchronous:
+            launched()
         self._copier.copy(jobs, unit_bytes)
+        if self._copier.is_asynchronous:
+            launched()
         self._copier.finish()
         return _stats(copies, self._rank, self._geometry.num_layers * unit_bytes, started)
 
@@ -176,8 +189,11 @@ class ExchangeMover:
             work.wait()
         self._copier.finish()
 
-    def move(self, copies: Round, units: int) -> MoveStats:
+    def move(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> MoveStats:
         """See `exchange`."""
+        launched()
         return self.exchange(copies, units)
 
     def exchange(self, copies: Round, units: int) -> MoveStats:

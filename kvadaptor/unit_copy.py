@@ -46,6 +46,9 @@ class Copies:
 class Copier(Protocol):
     """Does copies in any order; they may still be under way until `finish`."""
 
+    is_asynchronous: bool
+    """`copy` returns while the device copies."""
+
     def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
         """Start all copies; within all jobs no source unit may be a target unit."""
 
@@ -63,6 +66,8 @@ def make_copier(num_layers: int, device: torch.device) -> Copier:
 
 class ArrayCopier:
     """Copies with numpy, in pieces of `PIECE_BYTES`; `copy` returns when they are done."""
+
+    is_asynchronous = False
 
     def __init__(self, num_layers: int) -> None:
         self._layers = num_layers
@@ -99,6 +104,8 @@ class KernelCopier:
     it does next finds the copies done, without a wait. What other ranks write is not ordered by
     it: the caller meets them before and after. Also runs on CPU tensors in Triton's interpreter.
     """
+
+    is_asynchronous = True
 
     def __init__(
         self, num_layers: int, device: torch.device, *, tile_words: int | None = None

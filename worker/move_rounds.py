@@ -5,6 +5,7 @@ copied at once, beside them; the rest, a block per task, when every rank has set
 the first, and a first one that writes where old KV lies or is sent through a process group, wait.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -181,10 +182,14 @@ class Rounds:
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
             for each in copies
         }
-        arriving = self._thread.submit(mover.move, by_rank, units)
+        launched = threading.Event()
+        arriving = self._thread.submit(mover.move, by_rank, units, launched.set)
+        arriving.add_done_callback(lambda _: launched.set())
         try:
             if meanwhile is not None:
-                # Building requests takes the CPU as long as copying takes the link.
+                # Building requests takes the CPU as long as copying takes the link, and would take
+                # it from what has to be done before the link is at work.
+                launched.wait()
                 meanwhile()
             while not arriving.done():
                 self._look()

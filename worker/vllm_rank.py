@@ -284,7 +284,8 @@ class RankEngine:
         """Let the calling thread's copies run beside the steps that are under way."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.device))
+            # Before the kernels of a step that has not ended: all that follows waits for copies.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-1))
 
     def _prepare(
         self,

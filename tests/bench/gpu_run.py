@@ -326,7 +326,14 @@ class Run:
         kv_bytes = min(memory.get("kv", 0) for memory in facts["memory"])
         tokens = kv_bytes // self.results["kv_bytes_per_token"]
         step_times = (await cell.get("/admin/decisions"))["step_times"]
-        self.results["aileron"] |= {"start_s": cell.start_s, **facts, "step_times": step_times}
+        log = (self._setup.folder / "cell" / "worker.log").read_text(errors="replace")
+        self.results["aileron"] |= {
+            "start_s": cell.start_s,
+            **facts,
+            "step_times": step_times,
+            # What each stage of the start took of each rank's device.
+            "device_memory": [line for line in log.splitlines() if '"device_memory"' in line],
+        }
         for mode in self._setup.modes:
             self.results["servers"][f"aileron {mode}{ranks}"] = {
                 "start_s": cell.start_s,

@@ -65,6 +65,27 @@ def test_a_pull_from_oneself_is_local() -> None:
     assert stats.local_bytes == copies[0][0][0].size * WHOLE_PAGE // UNITS
 
 
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_it_is_said_when_the_rest_is_up_to_the_device(is_asynchronous: bool) -> None:
+    raw, _ = alone()
+    events: list[str] = []
+
+    class Recorder(ArrayCopier):
+        def copy(self, jobs: Any, unit_bytes: int) -> None:
+            events.append("copy")
+            super().copy(jobs, unit_bytes)
+
+        def finish(self) -> None:
+            events.append("finish")
+
+    copier = Recorder(GEOMETRY.num_layers)
+    copier.is_asynchronous = is_asynchronous
+    mover = PeerMover(0, {0: raw}, GEOMETRY, copier=copier)
+    mover.move(random_round([8], 3), UNITS, lambda: events.append("launched"))
+    told = ["copy", "launched"] if is_asynchronous else ["launched", "copy"]
+    assert events == [*told, "finish"]
+
+
 def test_an_empty_round_moves_nothing() -> None:
     raw, mover = alone()
     none = np.empty(0, dtype=np.int64)

@@ -78,8 +78,9 @@ class Recorder(PeerMover):
         self.calls: list[tuple[list[int], bool]] = []
         self.done = threading.Event()
 
-    def move(self, copies: Any, units: int) -> MoveStats:
+    def move(self, copies: Any, units: int, launched: Any = None) -> MoveStats:
         assert units == 2
+        launched()
         targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
         self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
         time.sleep(self.takes_s)
