@@ -41,7 +41,7 @@ class Stepping:
         self.started_ns = 0
         """When the last step was launched here, on the host's monotonic clock."""
         self.ended_ns = 0
-        """When the last step was known to be over; a follower only knows that it was launched."""
+        """When the last step was known to be over; 0 where only its leader knows."""
 
     @property
     def is_under_way(self) -> bool:
@@ -107,9 +107,11 @@ class Stepping:
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
         return mode.execute(plan)
 
-    def followed(self) -> None:
-        """A step of the leader was launched here."""
-        self.ended_ns = time.monotonic_ns()
+    def follow(self, mode: PreparedMode, plan: Any) -> None:
+        """Launch a step that this rank's leader has planned, and will take the tokens of."""
+        result = self.execute(mode, plan)
+        is_over = not UnderWay(plan, result).is_asynchronous
+        self.ended_ns = time.monotonic_ns() if is_over else 0
 
     def settle(self) -> None:
         """Finish the step under way, if any: afterwards the led group is at a safe point."""

@@ -179,6 +179,15 @@ def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> Non
     assert seen == [None, (DP, {Rank(0): 1}), None, None], "once is enough"
 
 
+def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:
+    stage = Stage()
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    assert stage.stepping.ended_ns == 0
+    stage.dp.execute = lambda _plan: cast(Any, "output")  # type: ignore[method-assign]
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    assert stage.stepping.ended_ns >= stage.stepping.started_ns > 0
+
+
 def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
     stage = Stage()
     stage.step(stage.dp, DP, 3)
