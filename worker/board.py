@@ -22,6 +22,9 @@ _EPOCH, _LENGTH, _ROUND, _SETTLED, _SETTLED_LENGTH = range(5)
 """Words of the header: `_ROUND` is that which the rank has finished (-1: it gave up), `_SETTLED`
 the epoch of the second message, which stands behind the first."""
 
+SETTLED_SHARE = 64
+"""1/64 of the board is kept for the second message, some 100 bytes for each task of the first."""
+
 _DATA_START = 64
 GAVE_UP = -1
 
@@ -40,7 +43,8 @@ class Board:
 
     def publish(self, epoch: int, message: bytes) -> None:
         """Replace what stands here; readers of `epoch` find it from now on."""
-        if len(message) > len(self._memory) - _DATA_START:
+        room = len(self._memory) - len(self._memory) // SETTLED_SHARE - _DATA_START
+        if len(message) > room:
             raise BoardFullError(f"a message of {len(message)} bytes is too long for the board.")
         self._words[_EPOCH] = self._words[_SETTLED] = 0
         self._memory[_DATA_START : _DATA_START + len(message)] = message

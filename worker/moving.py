@@ -8,7 +8,7 @@ KV and are computed again.
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of
 
 if TYPE_CHECKING:
     from worker.member import Member
+    from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
 
@@ -56,8 +57,8 @@ class Moving:
         self._born = -1
         self._pending: Pending | None = None
         self._rounds = Rounds(member.engine, boards, rank, self.look)
-        self._told: tuple[RunningState, ...] | None = None
-        """What was told of tasks whose step is under way."""
+        self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
+        """What was told of tasks, and whose they are, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the move is committed."""
         self.cached: tuple[int, ...] = ()
@@ -107,7 +108,8 @@ class Moving:
                 self._rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices
             )
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
-        self._told = tuple(each.state for each in manifest.cargo)
+        scheduler = self._member.mode_of(self._group).scheduler if self._group else None
+        self._told = scheduler, [each.state for each in manifest.cargo]
         self.look()
 
     @property
@@ -121,20 +123,19 @@ class Moving:
         stepping.settle_if_ready()
         if self._told is None or stepping.is_under_way or stepping.behind is not None:
             return
-        told, self._told = self._told, None
-        self._boards[self._rank].settle(pickle.dumps(self._brought(told), protocol=5))
-
-    def _brought(self, told: Sequence[RunningState]) -> dict[str, Brought]:
-        group = self._group
-        scheduler = self._member.mode_of(group).scheduler if group is not None else None
-        if scheduler is None:
-            return {}
-        book = self._member.book
-        return {
-            task: Brought(tuple(tokens), led.emitted)
-            for task, tokens in scheduler.brought(told).items()
-            if (led := book.get(TaskId(task))) is not None
+        (scheduler, states), self._told = self._told, None
+        tokens = scheduler.brought(states) if scheduler is not None else {}
+        brought = {
+            task: Brought(tuple(of_task), led.emitted)
+            for task, of_task in tokens.items()
+            if (led := self._member.book.get(TaskId(task))) is not None
         }
+        board = self._boards[self._rank]
+        try:
+            board.settle(pickle.dumps(brought, protocol=5))
+        except BoardFullError as error:
+            log.warning("move_failed", epoch=board.epoch, reason=str(error))
+            board.finish_round(GAVE_UP)
 
     def _manifest(self) -> Manifest:
         pool = self._member.engine.pages

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from worker import board as board_module
-from worker.board import BOARD_BYTES, FOLDER, GAVE_UP, Board, BoardFullError, open_boards
+from worker.board import (
+    BOARD_BYTES,
+    FOLDER,
+    GAVE_UP,
+    SETTLED_SHARE,
+    Board,
+    BoardFullError,
+    open_boards,
+)
 
 
 class Gathering:
@@ -102,10 +110,13 @@ def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[Board, ...
 
 def test_a_message_that_is_too_long_is_refused_and_changes_nothing() -> None:
     board = Board(memoryview_of(256))
-    board.publish(3, b"x" * (256 - 64))
-    with pytest.raises(BoardFullError, match="193 bytes is too long"):
-        board.publish(4, b"y" * 193)
-    assert (board.epoch, board.message) == (3, b"x" * 192)
+    most = 256 - 64 - 256 // SETTLED_SHARE
+    board.publish(3, b"x" * most)
+    with pytest.raises(BoardFullError, match=f"{most + 1} bytes is too long"):
+        board.publish(4, b"y" * (most + 1))
+    assert (board.epoch, board.message) == (3, b"x" * most)
+    board.settle(b"z" * (256 // SETTLED_SHARE))
+    assert board.settled_message == b"zzzz"
 
 
 def memoryview_of(size: int) -> Any:
