@@ -233,12 +233,12 @@ def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list
         "|---|---|",
         *(f"| {name} | {count} |" for name, count in sorted(soak.counts.items())),
         "",
-        "| process | pid | judged min | RSS MiB/min | files/min | threads/min |",
+        "| process | pid | judged min | own MiB/min | files/min | threads/min |",
         "|---|---|---|---|---|---|",
     ]
     for (name, pid), each in sorted(found.items()):
         if each is not None:
-            values = f"{each.minutes:.1f} | {each.rss_mib:+.2f} | {each.files:+.2f}"
+            values = f"{each.minutes:.1f} | {each.own_mib:+.2f} | {each.files:+.2f}"
             rows.append(f"| {name} | {pid} | {values} | {each.threads:+.2f} |")
     words = "Nothing grew, every stream was exact."
     if not any(found.values()):

@@ -15,7 +15,7 @@ WARM_S = 120.0
 """Of each process' life; what it grows in that time is no leak."""
 JUDGED_S = 180.0
 """A shorter life behind the warm part says nothing of a slope."""
-RSS_MIB_PER_MINUTE_MAX = 1.0
+OWN_MIB_PER_MINUTE_MAX = 1.0
 FILES_PER_MINUTE_MAX = 0.5
 THREADS_PER_MINUTE_MAX = 0.2
 SHARED_MEMORY = Path("/dev/shm")
@@ -27,7 +27,9 @@ class Sample:
     """One process at one time, in seconds since the start."""
 
     at_s: float
-    rss_bytes: int
+    own_bytes: int
+    """Resident memory that is not shared. KV and boards are shared between ranks: of these a rank
+    has more resident with each page that it touches for the first time, up to their fixed sizes."""
     files: int
     threads: int
 
@@ -37,7 +39,7 @@ class Slopes:
     """What a process gained per minute behind its warm part, and over how many minutes."""
 
     minutes: float
-    rss_mib: float
+    own_mib: float
     files: float
     threads: float
 
@@ -45,7 +47,7 @@ class Slopes:
     def leaks(self) -> list[str]:
         """Which of them are too much."""
         limits = (
-            ("memory", self.rss_mib, RSS_MIB_PER_MINUTE_MAX),
+            ("memory", self.own_mib, OWN_MIB_PER_MINUTE_MAX),
             ("files", self.files, FILES_PER_MINUTE_MAX),
             ("threads", self.threads, THREADS_PER_MINUTE_MAX),
         )
@@ -64,7 +66,7 @@ def slopes(samples: Sequence[Sample]) -> Slopes | None:
 
     return Slopes(
         minutes[-1] - minutes[0],
-        slope(each.rss_bytes / MIB for each in warm),
+        slope(each.own_bytes / MIB for each in warm),
         slope(each.files for each in warm),
         slope(each.threads for each in warm),
     )
@@ -74,7 +76,9 @@ def sample(process: psutil.Process, at_s: float) -> Sample | None:
     """Read one process; None if it has ended."""
     try:
         with process.oneshot():
-            return Sample(at_s, process.memory_info().rss, process.num_fds(), process.num_threads())
+            memory = process.memory_info()
+            own = memory.rss - memory.shared
+            return Sample(at_s, own, process.num_fds(), process.num_threads())
     except psutil.Error:
         return None
 

@@ -25,19 +25,19 @@ def test_what_grows_only_while_it_is_warm_is_no_leak() -> None:
     found = slopes(life(1_000))
     assert found is not None
     assert found.leaks == []
-    assert found.rss_mib == pytest.approx(0.0, abs=1e-6)
+    assert found.own_mib == pytest.approx(0.0, abs=1e-6)
 
 
 def test_steady_growth_is_a_leak() -> None:
     found = slopes(life(1_000, mib_per_minute=1.5))
     assert found is not None
     assert found.leaks == ["memory"]
-    assert found.rss_mib == pytest.approx(1.5, abs=1e-3)
+    assert found.own_mib == pytest.approx(1.5, abs=1e-3)
 
 
 def test_files_and_threads_count_too() -> None:
     samples = [
-        Sample(each.at_s, each.rss_bytes, 40 + number, 9 + number // 4)
+        Sample(each.at_s, each.own_bytes, 40 + number, 9 + number // 4)
         for number, each in enumerate(life(1_000))
     ]
     found = slopes(samples)
@@ -59,6 +59,6 @@ def test_pages_must_come_back() -> None:
 def test_this_process_can_be_read() -> None:
     found = sample(psutil.Process(os.getpid()), 3.0)
     assert found is not None
-    assert found.rss_bytes > MIB
+    assert found.own_bytes > MIB
     assert found.files > 0
     assert found.threads > 0
