@@ -10,6 +10,7 @@ from typing import Protocol
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding, Directive, RankDown
+from coordinator.protocol.seat import Joined
 
 
 class Seated(Protocol):
@@ -18,7 +19,7 @@ class Seated(Protocol):
     rank: Rank
 
     @property
-    def joined(self) -> "Joined | None":
+    def joined(self) -> Joined | None:
         """What the rank is joined to, and the incarnations of its members."""
 
 
@@ -28,9 +29,6 @@ class _Bereaved:
 
     born: int
     since_s: float
-
-
-Joined = tuple[Binding, Mapping[Rank, int | None]]
 
 
 def _lacks_one(joined: Joined, present: Mapping[Rank, int]) -> bool:

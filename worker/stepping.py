@@ -8,11 +8,12 @@ there. Used by the rank's main loop alone, unless said otherwise.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from comm_pool.layout import Mode, Rank
+from comm_pool.layout import Mode
 from coordinator.protocol.messages import Binding, EndCause, TaskEnded, TokenBatch, TokenSpan
+from coordinator.protocol.seat import Joined
 from worker.outlet import Outlet
 from worker.step_log import StepLog
 from worker.step_queue import Step
@@ -21,9 +22,6 @@ from worker.vllm_rank import PreparedMode
 
 if TYPE_CHECKING:
     from worker.member import Member
-
-Joined = tuple[Binding, Mapping[Rank, int | None]]
-"""A formation and the incarnations of its members; see `Seat.joined`."""
 
 
 class Stepping:

@@ -21,6 +21,7 @@ or the leader is known to be gone. Called by the rank's process, which carries o
 - With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -38,6 +39,9 @@ from coordinator.protocol.messages import (
 
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
 """Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
+
+Joined = tuple[Binding, Mapping[Rank, int | None]]
+"""A formation and the incarnations that its members had when it was joined."""
 
 KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
 """Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
@@ -158,7 +162,7 @@ class Seat:
         """End of the time lease, on this rank's clock."""
         self._members: dict[Rank, int | None] = {}
         """Incarnations of the binding's ranks when it was joined."""
-        self._joined: tuple[Binding, dict[Rank, int | None]] | None = None
+        self._joined: Joined | None = None
         self._leaves: set[int] = set()
         """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
         self._moving: int | None = None
@@ -167,7 +171,7 @@ class Seat:
         """The last epoch whose move this rank acknowledged."""
 
     @property
-    def joined(self) -> tuple[Binding, dict[Rank, int | None]] | None:
+    def joined(self) -> Joined | None:
         """What the rank is joined to, with the incarnations that its members had then.
 
         Other threads may ask: both are replaced at once.

@@ -45,6 +45,8 @@ MODES = ("dp", "tp", "sp", "shift")
 START_LIMIT_S = 240
 DEFAULT_START_LIMIT_S = 420
 """vLLM's own compilation takes minutes."""
+DEVICE_MEMORY = '"device_memory"'
+"""In lines of a rank's log that say what a stage of its start took."""
 PHASE_LIMIT_S = 90
 SWITCH_LIMIT_S = 150
 
@@ -332,7 +334,10 @@ class Run:
             **facts,
             "step_times": step_times,
             # What each stage of the start took of each rank's device.
-            "device_memory": [line for line in log.splitlines() if '"device_memory"' in line],
+            "device_memory": [
+                {name: told[name] for name in ("rank", "stage", "taken", "used")}
+                for told in (json.loads(line) for line in log.splitlines() if DEVICE_MEMORY in line)
+            ],
         }
         for mode in self._setup.modes:
             self.results["servers"][f"aileron {mode}{ranks}"] = {

@@ -103,6 +103,10 @@ class Stage:
     def step(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
         self.stepping.lead(cast(Any, mode), binding, epoch)
 
+    def leave_in_mid_step(self) -> None:
+        self.step(self.dp, DP, 3)
+        self.leave()
+
     def leave(self) -> None:
         self.stepping.left((DP, {Rank(0): 1}))
         self.selected = None
@@ -110,8 +114,7 @@ class Stage:
 
 def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
     stage = Stage()
-    stage.step(stage.dp, DP, 3)
-    stage.leave()
+    stage.leave_in_mid_step()
     assert stage.stepping.trails
     stage.stepping.settle_if_ready()
     assert stage.pushed == [], "nobody waits for it"
@@ -126,8 +129,7 @@ def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
 
 def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
     stage = Stage()
-    stage.step(stage.dp, DP, 3)
-    stage.leave()
+    stage.leave_in_mid_step()
     stage.selected = stage.tp
     stage.step(stage.tp, TP, 4)
     assert stage.tp.scheduler.events == ["plan"]
@@ -141,8 +143,7 @@ def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
 
 def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
     stage = Stage()
-    stage.step(stage.dp, DP, 3)
-    stage.leave()
+    stage.leave_in_mid_step()
     stage.dp.scheduler.ends = True
     stage.stepping.settle()
     assert stage.freed_groups == [DP.group]
@@ -151,8 +152,7 @@ def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
 
 def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
     stage = Stage()
-    stage.step(stage.dp, DP, 3)
-    stage.leave()
+    stage.leave_in_mid_step()
     stage.dp.scheduler.frees_behind = True
     stage.stepping.settle()
     assert stage.freed_groups == [DP.group]
@@ -160,8 +160,7 @@ def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
 
 def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
     stage = Stage()
-    stage.step(stage.dp, DP, 3)
-    stage.leave()
+    stage.leave_in_mid_step()
     stage.selected = stage.dp
     assert [stage.stepping.is_under_way, stage.stepping.trails] == [True, False]
     stage.step(stage.dp, DP, 5)
