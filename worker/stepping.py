@@ -108,7 +108,8 @@ class Stepping:
     def follow(self, mode: PreparedMode, plan: Any) -> None:
         """Launch a step that this rank's leader has planned, and will take the tokens of."""
         result = self.execute(mode, plan)
-        is_over = not UnderWay(plan, result).is_asynchronous
+        # On CUDA a follower may have no result that could be asked.
+        is_over = self._member.engine.is_synchronous and not UnderWay(plan, result).is_asynchronous
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
     def settle(self) -> None:

@@ -272,6 +272,11 @@ class RankEngine:
                 mover.warm(width)
         return boards, mover
 
+    @property
+    def is_synchronous(self) -> bool:
+        """A step is over when it was launched."""
+        return self.device.type == "cpu"
+
     def done(self) -> Callable[[], bool]:
         """Return what tells whether the device has done all that was launched until now."""
         if self.device.type != "cuda":

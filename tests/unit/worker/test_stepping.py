@@ -84,7 +84,9 @@ class Stage:
         self.ended: list[TaskEnded] = []
         self.freed_groups: list[Group] = []
         self.engine = SimpleNamespace(
-            spec=SimpleNamespace(rank=Rank(0)), done=lambda: lambda: self.device_done
+            spec=SimpleNamespace(rank=Rank(0)),
+            done=lambda: lambda: self.device_done,
+            is_synchronous=True,
         )
         for name, binding in (("dp task", DP), ("tp task", TP)):
             self.book.open(LedTask(header(name), 1, binding.group, 0))
@@ -185,6 +187,10 @@ def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:
     stage.dp.execute = lambda _plan: cast(Any, "output")  # type: ignore[method-assign]
     stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
     assert stage.stepping.ended_ns >= stage.stepping.started_ns > 0
+    stage.engine.is_synchronous = False
+    stage.dp.execute = lambda _plan: cast(Any, None)  # type: ignore[method-assign]
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    assert stage.stepping.ended_ns == 0, "a follower on CUDA may get nothing, and has to wait"
 
 
 def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
