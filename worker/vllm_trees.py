@@ -20,6 +20,7 @@ from comm_pool.mixed import Mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.vllm_views import LAYOUT
 from worker.vllm_config import ModeKey, mode_config
+from worker.vllm_device import whole_blocks
 from worker.vllm_layers import ViewError
 from worker.vllm_rope import fuse_rope
 from worker.vllm_selftest import prove_tree
@@ -58,7 +59,7 @@ class TreeBuilder:
         """The replica, through vLLM's loader; raises `ViewError` for a model unknown to us."""
         first = self.keys[0]
         activate(self.communicators.of_width(1))
-        with set_current_vllm_config(self.configs[first]):
+        with set_current_vllm_config(self.configs[first]), whole_blocks(self.device):
             replica = load_replica(self.configs[first], self.shards)
             self._prove(replica, replica, first.width, 0)
         self.replica_bytes = weight_bytes(replica)

@@ -3,6 +3,7 @@
 Times are seconds of one monotonic clock unless a name ends in `_ms`.
 """
 
+import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,11 @@ from loadgen.stats import percentile
 
 Results = dict[str, Any]
 """One JSON file of the benchmark."""
+
+DEVICE_MEMORY = '"device_memory"'
+"""In lines of a rank's log that say what a stage of its start took."""
+MEMORY_FIELDS = ("rank", "stage", "taken", "used", "allocated", "reserved", "outside")
+"""Of those lines, what is kept; bytes from `taken` on."""
 
 
 def find(results: Results, *path: str) -> Any:
@@ -229,3 +235,9 @@ def idle_steps(records: Iterable[Mapping[str, float]]) -> dict[str, dict[str, fl
         }
         for name, steps in sorted(groups.items())
     }
+
+
+def memory_stages(log: str) -> list[dict[str, Any]]:
+    """What ranks' logs, one JSON object per line, say that each stage of a start took."""
+    told = [json.loads(line) for line in log.splitlines() if DEVICE_MEMORY in line]
+    return [{name: line[name] for name in MEMORY_FIELDS} for line in told]

@@ -183,6 +183,27 @@ def memory_lines(results: Results) -> list[str]:
     return ["", f"Memory of aileron's rank 0 in GB: {parts}."]
 
 
+def stage_lines(results: Results) -> list[str]:
+    """What is in use of rank 0's GPU after each stage of its start; not every file tells."""
+    stages = [
+        stage
+        for stage in find(results, "aileron", "device_memory") or []
+        if stage["rank"] == 0 and "reserved" in stage
+    ]
+    if not stages:
+        return []
+    return [
+        "",
+        "| GB after a stage | taken by it | torch's tensors | torch's free parts | not torch's |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {stage['stage']} | {stage['taken'] / 1e9:.2f} | {stage['allocated'] / 1e9:.2f} | "
+            f"{(stage['reserved'] - stage['allocated']) / 1e9:.2f} | {stage['outside'] / 1e9:.2f} |"
+            for stage in stages
+        ),
+    ]
+
+
 def start_lines(results: Results) -> list[str]:
     """How long servers took to start; not compared, as their imports are timed differently."""
     starts = [
@@ -214,6 +235,7 @@ def document(results: Results) -> list[str]:
         *default_table(results),
         *(gpu_report_sp.table(results) if gpu_report_sp.is_measured(results) else []),
         *memory_lines(results),
+        *stage_lines(results),
         *start_lines(results),
         *switch_tables(results),
         *idle_table(results),

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tests.bench import gpu_idle
 from tests.bench.gpu_cell import RunningCell, running_cell
-from tests.bench.gpu_numbers import idle_steps
+from tests.bench.gpu_numbers import idle_steps, memory_stages
 from tests.bench.gpu_servers import (
     LOG_CHARS,
     StaticEngine,
@@ -45,8 +45,6 @@ MODES = ("dp", "tp", "sp", "shift")
 START_LIMIT_S = 240
 DEFAULT_START_LIMIT_S = 420
 """vLLM's own compilation takes minutes."""
-DEVICE_MEMORY = '"device_memory"'
-"""In lines of a rank's log that say what a stage of its start took."""
 PHASE_LIMIT_S = 90
 SWITCH_LIMIT_S = 150
 
@@ -334,10 +332,7 @@ class Run:
             **facts,
             "step_times": step_times,
             # What each stage of the start took of each rank's device.
-            "device_memory": [
-                {name: told[name] for name in ("rank", "stage", "taken", "used")}
-                for told in (json.loads(line) for line in log.splitlines() if DEVICE_MEMORY in line)
-            ],
+            "device_memory": memory_stages(log),
         }
         for mode in self._setup.modes:
             self.results["servers"][f"aileron {mode}{ranks}"] = {

@@ -275,3 +275,38 @@ def test_few_tokens_take_about_as_long_as_cutlass_on_packed_weights() -> None:
             print(f"{outputs}x{inputs}, {tokens} tokens: us {times} (ours, cutlass packed)")
             # A wide bound: the benchmark measures, this only sees that something is very wrong.
             assert times[0] < 1.5 * times[1] + 2
+
+
+def test_weights_that_are_quantized_while_loading_leave_no_part_of_a_block_behind() -> None:
+    """Ten of the 80 layers of a 70B model, each weight beside the bf16 one that it is made of."""
+    import torch
+
+    from worker.vllm_device import whole_blocks
+
+    device = torch.device("cuda", 0)
+
+    def unused() -> int:
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+    def load() -> list[torch.Tensor]:
+        weights = []
+        for _ in range(10):
+            for mib in (80, 64, 448, 224):
+                wide = torch.empty(mib << 20, dtype=torch.bfloat16, device=device)
+                weights.append(torch.empty(mib << 20, dtype=torch.float8_e4m3fn, device=device))
+                del wide
+        return weights
+
+    before = unused()
+    with whole_blocks(device):
+        weights = load()
+    left = unused() - before
+    del weights
+    assert unused() <= before
+    weights = load()
+    left_otherwise = unused() - before
+    print(f"left behind: {left} bytes, with blocks that are split {left_otherwise}")
+    assert left <= 0
+    assert left_otherwise > 100 << 20
+    del weights

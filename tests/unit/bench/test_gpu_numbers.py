@@ -11,6 +11,7 @@ from tests.bench.gpu_numbers import (
     Batch,
     cut_over_gaps,
     idle_steps,
+    memory_stages,
     merge_saturated,
     merge_steady,
     phases,
@@ -190,3 +191,12 @@ def test_options_as_arguments() -> None:
     assert as_arguments(options) == [
         *("--max-num-seqs", "4", "--no-enable-prefix-caching", "--enforce-eager", "--c", "{}"),
     ]
+
+
+def test_memory_of_stages_is_read_from_the_ranks_log() -> None:
+    told = {"rank": 1, "stage": "weights", "taken": 5, "used": 7}
+    told |= {"allocated": 4, "reserved": 5, "outside": 2}
+    line = json.dumps({"event": "device_memory", "level": "info", **told})
+    log = f"vLLM says: no JSON\n{json.dumps({'event': 'memory_reserved'})}\n{line}\n"
+    assert memory_stages(log) == [told]
+    assert memory_stages("") == []

@@ -112,6 +112,23 @@ def test_document_shows_ratios_and_switches() -> None:
     assert "change over the switches: [0, 1]" in text
 
 
+def test_memory_of_each_stage_is_shown_where_the_file_has_it() -> None:
+    results = copy.deepcopy(RESULTS)
+    older = {"rank": 0, "stage": "peers", "taken": 0, "used": 70_000_000_000}
+    stages = [
+        {"rank": rank, "stage": "weights", "taken": 73e9, "used": 74e9, **parts}
+        for rank, parts in enumerate(
+            ({"allocated": 72e9, "reserved": 72.5e9, "outside": 1.5e9}, {}), start=0
+        )
+    ]
+    results["aileron"]["device_memory"] = [*stages, older]
+    text = "\n".join(document(results))
+    assert "| weights | 73.00 | 72.00 | 0.50 | 1.50 |" in text
+    assert "| peers |" not in text
+    results["aileron"]["device_memory"] = [older]
+    assert "torch's free parts" not in "\n".join(document(results))
+
+
 def test_partial_runs_join() -> None:
     ours, theirs = copy.deepcopy(RESULTS), copy.deepcopy(RESULTS)
     del ours["servers"]["static dp4"], ours["servers"]["static tp4"]
