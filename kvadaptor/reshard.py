@@ -15,7 +15,7 @@ import numpy as np
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard_rounds import Need, Outcome, Placed, place
 from kvadaptor.reshard_share import Share, recency, share_out, touchable_pages, urgency
-from kvadaptor.reshard_source import Blocks, read_blocks
+from kvadaptor.reshard_source import Blocks, Bools, joined, pieces, read_blocks
 from kvadaptor.reshard_terms import (
     Carried,
     Chain,
@@ -179,8 +179,9 @@ class _Search:
 
 def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...]:
     wanted = np.zeros((len(given.new), blocks.source.shape[1]), dtype=np.bool_)
-    for chain, number in share.group_of.items():
-        wanted[number, blocks.numbers[chain][: share.kept[chain]]] = True
+    for number, row in enumerate(wanted):
+        mine = (chain for chain, group in share.group_of.items() if group == number)
+        row[joined(blocks.numbers[chain][: share.kept[chain]] for chain in mine)] = True
     needs = []
     for group, row in zip(given.new, wanted, strict=True):
         numbers = np.flatnonzero(row)
@@ -194,27 +195,21 @@ def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...
 def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
     share, outcome = best.share, best.outcome
     causes = dict.fromkeys(late, FallbackCause.ROUNDS) | share.refused
-    leases, logical, moved = [], [], []
-    for need, placed in zip(best.needs, outcome.placed, strict=True):
+    leases = []
+    # (groups, N): the logical block of each block that a group has, and whether a unit moves.
+    logical = np.zeros((len(best.needs), blocks.source.shape[1]), dtype=np.int64)
+    moved = np.zeros(logical.shape, dtype=np.bool_)
+    for row, (need, placed) in enumerate(zip(best.needs, outcome.placed, strict=True)):
         lease, block_of = _lease(need, placed, blocks.num_pages)
         leases.append(lease)
-        logical.append(np.zeros(blocks.source.shape[1], dtype=np.int64))
-        logical[-1][need.blocks] = block_of
-        moved.append(np.zeros(blocks.source.shape[1], dtype=np.bool_))
-        moved[-1][need.blocks] = placed.moved
-    carried = []
-    for number, chain in enumerate(blocks.chains):
-        if number not in share.group_of:
-            continue
-        group, kept = share.group_of[number], blocks.numbers[number][: share.kept[number]]
-        blocks_now, in_place = logical[group][kept], not moved[group][kept].any()
-        carried.append(Carried(chain.id, chain.cached, group, blocks_now, chain.size, in_place))
+        logical[row, need.blocks] = block_of
+        moved[row, need.blocks] = placed.moved
     dropped = [number for number in recency(blocks) if number not in share.group_of]
     return ReshardPlan(
         units=blocks.units,
         rounds=outcome.rounds,
         groups=tuple(leases),
-        carried=tuple(carried),
+        carried=_carried(blocks, share, logical, moved),
         copies=outcome.copies,
         fallbacks=tuple(
             Fallback(chain.id, causes[number])
@@ -223,6 +218,29 @@ def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
         ),
         dropped=tuple(blocks.chains[number].id for number in reversed(dropped)),
         in_place_units=outcome.in_place_units,
+    )
+
+
+def _carried(blocks: Blocks, share: Share, logical: Ints, moved: Bools) -> tuple[Carried, ...]:
+    chains = sorted(share.group_of)
+    kept = [blocks.numbers[chain][: share.kept[chain]] for chain in chains]
+    sizes = [each.size for each in kept]
+    numbers, groups = (
+        joined(kept),
+        np.repeat(np.array([share.group_of[chain] for chain in chains], dtype=np.int64), sizes),
+    )
+    moves = np.concatenate(([0], np.cumsum(moved[groups, numbers])))
+    ends = np.cumsum([0, *sizes])
+    in_place = (np.diff(moves[ends]) == 0).tolist()
+    return tuple(
+        Carried(each.id, each.cached, share.group_of[chain], blocks_now, each.size, stays)
+        for chain, each, blocks_now, stays in zip(
+            chains,
+            (blocks.chains[chain] for chain in chains),
+            pieces(logical[groups, numbers], sizes),
+            in_place,
+            strict=True,
+        )
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvadaptor.reshard_source import Blocks, Bools
+from kvadaptor.reshard_source import Blocks, Bools, joined
 from kvadaptor.reshard_terms import FallbackCause, Ints, ReshardInput
 
 
@@ -118,8 +118,9 @@ class _Book:
         if min(*places, *room) < 0:
             return False
         self.group_of = dict(wanted)
-        for task, group in wanted.items():
-            self._holds[group, self._blocks.numbers[task]] = True
+        for group, holds in enumerate(self._holds):
+            numbers = self._blocks.numbers
+            holds[joined(numbers[task] for task, to in wanted.items() if to == group)] = True
         self.count = np.count_nonzero(self._holds, axis=1).tolist()
         return True
 
@@ -167,9 +168,8 @@ def _balance(
     the task lies right already.
     """
     book = _Book(given, blocks, touchable)
-    uses = np.zeros(blocks.source.shape[1], dtype=np.int64)
-    for task in tasks:
-        uses[blocks.numbers[task]] += 1
+    numbers_of_all = joined(blocks.numbers[task] for task in tasks)
+    uses = np.bincount(numbers_of_all, minlength=blocks.source.shape[1])
     shared_total = int(np.count_nonzero(uses > 1))
     compact = np.cumsum(uses > 1) - 1
     holds = np.zeros((len(given.new), shared_total), dtype=np.bool_)
@@ -178,10 +178,12 @@ def _balance(
     wanted: dict[int, int] = {}
     groups = range(len(given.new))
     sizes = [blocks.chains[task].size for task in tasks]
+    nothing = np.zeros(0, dtype=np.int64)
     for at in sorted(range(len(tasks)), key=lambda at: -sizes[at]):
-        numbers = blocks.numbers[tasks[at]]
-        shared = compact[numbers[uses[numbers] > 1]] if shared_total else numbers[:0]
-        held, somewhere = [0] * len(groups), 0
+        shared, held, somewhere = nothing, [0] * len(groups), 0
+        if shared_total:
+            numbers = blocks.numbers[tasks[at]]
+            shared = compact[numbers[uses[numbers] > 1]]
         if shared.size:
             holding = holds[:, shared]
             held = np.count_nonzero(holding, axis=1).tolist()
@@ -199,7 +201,8 @@ def _balance(
                 best, best_key = group, key
         wanted[tasks[at]] = best
         book.count[best] += sizes[at] - held[best]
-        holds[best, shared] = True
+        if shared.size:
+            holds[best, shared] = True
         left = places[best]
         places[best] = None if left is None else max(0, left - 1)
     return wanted
@@ -210,7 +213,7 @@ def _in_place(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> list
     rank_of = blocks.source // (blocks.num_pages * blocks.units)
     heads = np.arange(blocks.units)
     ends = np.cumsum([0, *(blocks.chains[task].size for task in tasks)])
-    numbers = np.concatenate([np.empty(0, np.int64), *(blocks.numbers[task] for task in tasks)])
+    numbers = joined(blocks.numbers[task] for task in tasks)
     counts = []
     for group in given.new:
         per_slot = blocks.units // len(group.ranks)

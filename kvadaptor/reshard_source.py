@@ -4,7 +4,7 @@ Checks the whole input, so that what decides on top of it meets no surprise. Eve
 array operations over all blocks of an old group. Words: `kvadaptor.reshard_terms`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,6 +15,8 @@ from kvadaptor.pages import NULL_PAGE
 from kvadaptor.reshard_terms import Chain, Ints, ReshardError, ReshardInput
 
 Bools = npt.NDArray[np.bool_]
+
+_NOTHING: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +70,11 @@ def read_blocks(given: ReshardInput) -> Blocks:
     total = 0
     for group in given.old:
         lead = group.ranks[0] - first
-        distinct, of_chains = _number(group.chains, len(group.ranks), given.num_pages)
+        distinct, of_chains = _number(group.chains, len(group.ranks), given.num_pages, total)
         for place, slots in enumerate(distinct):
             used[lead + place, slots // len(group.ranks)] = True
         sources.append(_units_of(distinct, lead, units, given.num_pages))
-        numbers += [each + total for each in of_chains]
+        numbers += of_chains
         total += distinct.shape[1]
     if (used & free).any():
         raise ReshardError("a page that holds a chain's slot is called free.")
@@ -122,8 +124,13 @@ def _check_range(pages: Ints, num_pages: int, what: str) -> None:
         raise ReshardError(f"{what} is not in 1..{num_pages - 1}.")
 
 
-def _number(chains: Sequence[Chain], width: int, num_pages: int) -> tuple[Ints, list[Ints]]:
-    """Return (k, n) slots of the n distinct blocks, and every chain's block numbers."""
+def _number(
+    chains: Sequence[Chain], width: int, num_pages: int, first: int
+) -> tuple[Ints, list[Ints]]:
+    """Return (k, n) slots of the n distinct blocks, and every chain's block numbers.
+
+    The blocks are numbered from `first` on.
+    """
     for chain in chains:
         if chain.slots.ndim != 2 or chain.slots.shape[0] != width:
             raise ReshardError(f"chain {chain.id!r} does not have slots of {width} members.")
@@ -145,8 +152,19 @@ def _number(chains: Sequence[Chain], width: int, num_pages: int) -> tuple[Ints, 
     for row in distinct[1:]:
         if np.count_nonzero(np.bincount(row)) < row.size:
             raise ReshardError("two blocks share a slot on one member, but not on another.")
-    ends = np.cumsum([chain.size for chain in chains])
-    return distinct, [numbers[start:end] for start, end in pairwise((0, *ends.tolist()))]
+    numbers += first
+    return distinct, pieces(numbers, [chain.size for chain in chains])
+
+
+def pieces(numbers: Ints, sizes: Sequence[int]) -> list[Ints]:
+    """Cut the last dimension into parts of these sizes."""
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [numbers[..., start:end] for start, end in pairwise((0, *ends))]
+
+
+def joined(numbers: Iterable[Ints]) -> Ints:
+    """All of these (n,) in one array; many small operations cost far more than a large one."""
+    return np.concatenate([_NOTHING, *numbers])
 
 
 def _units_of(slots: Ints, lead: int, units: int, num_pages: int) -> Ints:

@@ -18,9 +18,10 @@ FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its nam
 BOARD_BYTES = 256 << 20
 """Room for what one rank tells in one move; memory is only taken for what is written."""
 
-_EPOCH, _LENGTH, _ROUND, _SETTLED, _SETTLED_LENGTH = range(5)
+_EPOCH, _LENGTH, _ROUND, _SETTLED, _SETTLED_LENGTH, _ENDS = range(6)
 """Words of the header: `_ROUND` is that which the rank has finished (-1: it gave up), `_SETTLED`
-the epoch of the second message, which stands behind the first."""
+the epoch of the second message, which stands behind the first, `_ENDS` when the owner's last step
+is expected to end."""
 
 SETTLED_SHARE = 64
 """1/64 of the board is kept for the second message, some 100 bytes for each task of the first."""
@@ -81,6 +82,18 @@ class Board:
         """What the last step has brought."""
         start = _DATA_START + self._words[_LENGTH]
         return self._memory[start : start + self._words[_SETTLED_LENGTH]]
+
+    @property
+    def ends_ns(self) -> int:
+        """When the owner expects the last step to end that it leads, on the host's monotonic clock.
+
+        0 is unknown; a time that has passed says nothing.
+        """
+        return self._words[_ENDS]
+
+    def expect_end(self, at_ns: int) -> None:
+        """Tell it, in every epoch."""
+        self._words[_ENDS] = at_ns
 
     @property
     def round(self) -> int:

@@ -5,8 +5,9 @@ all its members are there and left the same formation; what cannot move stays ou
 its leader has it computed again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from kvadaptor.reshard import (
     ReshardPlan,
     plan_reshard,
 )
+from kvadaptor.reshard_source import joined, pieces
 from worker.vllm_handover import CachedChain, RunningState
 
 Ints = npt.NDArray[np.int64]
@@ -69,6 +71,47 @@ class Manifest:
     cargo: tuple[Cargo, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __reduce__(self) -> Any:
+        """The blocks of all tasks travel as one array: 200 small ones cost 2 ms at each end."""
+        bare = tuple(_without_blocks(each) for each in self.cargo)
+        blocks = [each.state.blocks for each in self.cargo]
+        sizes = [each.size for each in blocks]
+        rest = (self.rank, self.ranks, self.born, self.pages, self.slots, self.free, self.indices)
+        return _unpacked, (rest, bare, joined(blocks), sizes, self.chains, self.written)
+
+
+_Bare = tuple[
+    tuple[TaskHeader, int, int, bytes],
+    tuple[str, bytes, int, int, int],
+    tuple[list[bytes], Any],
+]
+"""What a `Cargo` is made of: before its state, and of its state before and behind the blocks."""
+
+
+def _without_blocks(cargo: Cargo) -> _Bare:
+    state = cargo.state
+    return (
+        (cargo.header, cargo.attempt, cargo.emitted, cargo.payload),
+        (state.task, state.generated, state.count, state.computed, state.settled),
+        (state.hashes, state.prefill_stats),
+    )
+
+
+def _unpacked(
+    rest: tuple[int, Ranks, int, Ints, npt.NDArray[np.int32], Ints, Mapping[Ranks, Ints]],
+    bare: Iterable[_Bare],
+    blocks: Ints,
+    sizes: Sequence[int],
+    chains: tuple[CachedChain, ...],
+    written: Ints,
+) -> Manifest:
+    """What `Manifest.__reduce__` was made from."""
+    cargo = tuple(
+        Cargo(*told, RunningState(*before, own, *behind))
+        for (told, before, behind), own in zip(bare, pieces(blocks, sizes), strict=True)
+    )
+    return Manifest(*rest, cargo, chains, written)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,8 +231,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
         for place, rank in enumerate(group.ranks):
             held[rank] = np.zeros(given.num_pages * plan.units, dtype=np.bool_)
             slots = held[rank].reshape(-1, share)
-            for chain in group.chains:
-                slots[chain.slots[place]] = True
+            slots[joined(chain.slots[place] for chain in group.chains)] = True
     rounds = [each.round for each in plan.copies if held[each.dst_rank][each.dst_units].any()]
     return min(rounds, default=None)
 
@@ -232,29 +274,26 @@ def _old_group(
     newest: Mapping[str, int],
 ) -> OldGroup:
     leader = manifests[group[0]]
+    running = [each for each in leader.cargo if each.attempt >= newest[each.state.task]]
+    blocks = [each.state.blocks for each in running] + [each.blocks for each in leader.chains]
+    numbers = joined(blocks)
     tables = [manifests[member].slots for member in group]
-
-    def slots(blocks: Ints) -> Ints:
-        rows = [blocks] if len(group) == 1 else [table[blocks] for table in tables]
-        return np.stack(rows).astype(np.int64)
-
+    rows = [numbers] if len(group) == 1 else [table[numbers] for table in tables]
+    slots = iter(pieces(np.stack(rows).astype(np.int64), [each.size for each in blocks]))
     made: list[Chain] = []
-    for each in leader.cargo:
-        if each.attempt < newest[each.state.task]:
-            continue
+    for each in running:
         cargo[each.state.task] = (leader.rank, each)
-        blocks = each.state.blocks
         # A block that is not full will be written to, so it is nobody else's.
         full = each.state.hashes[: each.state.computed // block_tokens]
-        keys = (*full, *((None,) * (blocks.size - len(full))))
+        keys = (*full, *((None,) * (each.state.blocks.size - len(full)))) if full else ()
         tier = int(each.header.tier)
-        made.append(Chain(each.state.task, slots(blocks), tier=tier, keys=keys))
+        made.append(Chain(each.state.task, next(slots), tier=tier, keys=keys))
     for number, chain in enumerate(leader.chains):
         name = f"cached/{leader.rank}/{number}"
         chains[name] = chain
         recency = len(leader.chains) - number
         kept = tuple(chain.hashes)
-        made.append(Chain(name, slots(chain.blocks), cached=True, recency=recency, keys=kept))
+        made.append(Chain(name, next(slots), cached=True, recency=recency, keys=kept))
     return OldGroup(group, tuple(made))
 
 
@@ -271,8 +310,7 @@ def _free(
             place, width = group.ranks.index(rank), len(group.ranks)
             is_free = np.zeros(num_pages, dtype=np.bool_)
             is_free[manifest.free] = is_free[manifest.pages] = True
-            for chain in group.chains:
-                is_free[chain.slots[place] // width] = False
+            is_free[joined(chain.slots[place] for chain in group.chains) // width] = False
             is_free[_slots_of_written(group.ranks, manifests)[place] // width] = False
             return np.flatnonzero(is_free)
     return manifest.free

@@ -40,6 +40,7 @@ from coordinator.protocol.seat import (
 )
 from worker.hello import hello_of, is_paused
 from worker.lease_members import LeaseMembers
+from worker.leaving import Leaving
 from worker.lost_group import LostGroup
 from worker.member import Member
 from worker.move_rounds import OvertakenError
@@ -84,6 +85,7 @@ class RankLoop:
         self._incarnation = seat.incarnation
         self._seat = seat
         self._lost = LostGroup(seat, member)
+        self._leaving = Leaving(member, engine.spec.rank)
         self._watch_links = watch_links
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
@@ -196,7 +198,7 @@ class RankLoop:
         moved = False
         while self.stop_reason is None:
             move = self._lost.judged(self._seat.next_move(idle=not self._member.has_work))
-            if move is None:
+            if move is None or self._leaving.is_put_off(move):
                 break
             started = time.perf_counter_ns()
             try:

@@ -54,6 +54,11 @@ class _Median:
         return self.count < KNOWN_FROM or not 0 < self.odd < KNOWN_FROM
 
 
+def _size_of(plan: Planned, width: int) -> tuple[Mode, int, int]:
+    """Steps that take about equally long."""
+    return plan.mode, width, plan.tokens.bit_length()
+
+
 class StepLog:
     """Sums by mode and width since they were taken last."""
 
@@ -72,7 +77,7 @@ class StepLog:
         # The policy weighs no layouts of mixed groups.
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):
             return
-        median = self._medians.setdefault((mode, width, tokens.bit_length()), _Median(seconds))
+        median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
         if not median.takes(seconds):
             return
         w = 1 / (seconds * seconds)
@@ -82,6 +87,11 @@ class StepLog:
         sums = self._sums.setdefault((mode, width), [0.0] * len(found))
         for index, value in enumerate(found):
             sums[index] += value
+
+    def usual_s(self, plan: Planned, width: int) -> float | None:
+        """What steps of a group with so many tokens usually take, in seconds; None if unknown."""
+        found = self._medians.get(_size_of(plan, width))
+        return found.seconds if found is not None else None
 
     def take(self) -> tuple[ServedSteps, ...]:
         """Return the sums since the last call."""

@@ -40,6 +40,10 @@ class Stepping:
         """When the last step was launched here, on the host's monotonic clock."""
         self.ended_ns = 0
         """When the last step was known to be over; 0 where only its leader knows."""
+        self.ends_ns = 0
+        """When the last step that was launched as a leader is expected to end."""
+        self.decode_ns = 0
+        """How long a step usually takes that reads no prompt; 0 until there was one."""
 
     @property
     def is_under_way(self) -> bool:
@@ -86,17 +90,37 @@ class Stepping:
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
+            usual_ns = self._usual_ns(mode, plan)
+            begins_ns = self.ends_ns if self.is_under_way else 0
+            self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
             self._member.lead(Step(binding.born, plan))
             result = self.execute(mode, plan)
             launched = UnderWay(plan, result, self.started_ns, mode, binding.group, epoch)
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
+                self._expect(self.ended_ns + usual_ns)
             if not launched.is_asynchronous:
                 self.settle()
         else:
             self.settle()
         return (time.perf_counter_ns() - started) // 1000
+
+    def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
+        """How long steps like this one have taken, or else took at start-up."""
+        seconds = self.log.usual_s(plan, mode.key.width)
+        if seconds is None:
+            curve = mode.times.curves.get(plan.mode)
+            seconds = curve.us(plan.tokens) / 1e6 if curve is not None else 0.0
+        usual_ns = int(seconds * 1e9)
+        if not plan.reads_prompts:
+            self.decode_ns = usual_ns
+        return usual_ns
+
+    def _expect(self, ends_ns: int) -> None:
+        self.ends_ns = ends_ns
+        engine = self._member.engine
+        engine.boards[engine.spec.rank].expect_end(ends_ns)
 
     def execute(self, mode: PreparedMode, plan: Any) -> Any:
         """Launch a step that this rank or its leader has planned."""

@@ -76,6 +76,8 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
 
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, str(value))
+        # Its workspace is one per process, whatever the group: here a rank has several groups.
+        os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
 
         torch.cuda.set_device(device)
         init_workspace_manager(device)
@@ -176,15 +178,18 @@ def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
     return int(torch.cuda.max_memory_allocated(device)) - before
 
 
-def kv_budget_bytes(config: VllmConfig, device: torch.device, reserved: int) -> int:
+def kv_budget_bytes(config: VllmConfig, device: torch.device, before: int, reserved: int) -> int:
     """Memory for KV: what the user said, else what is left of the device.
 
-    `reserved` bytes stay free for activations and for the graphs that are captured afterwards.
+    `before` bytes were in use before the rank made anything: as in vLLM they are no part of the
+    share that was asked for. `reserved` bytes stay free for activations and for the graphs that are
+    captured afterwards.
     """
     given = config.cache_config.kv_cache_memory_bytes
     if given is not None or device.type == "cpu":
         assert given is not None, "the KV memory of CPU ranks is set by engine_arguments."
         return int(given)
     used = used_bytes(device)
-    total = torch.cuda.mem_get_info(device)[1]
-    return int(config.cache_config.gpu_memory_utilization * total) - used - reserved
+    free, total = torch.cuda.mem_get_info(device)
+    asked = int(config.cache_config.gpu_memory_utilization * total)
+    return min(asked - (used - before), free) - reserved

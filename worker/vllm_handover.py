@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
@@ -32,21 +33,29 @@ REMEMBERED_CHAINS_MAX = 4096
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
+_decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningState:
     """A running task; `blocks` are (m,), those that hold its KV, or will when its step is over.
 
-    `computed` tokens are so many then, `settled` of them now; `generated` is as of now.
+    `computed` tokens are so many then, `settled` of them now; `generated` is as of now, encoded, as
+    no other way to take along a list of numbers is nearly as quick; so many tokens `count`.
     """
 
     task: str
-    generated: npt.NDArray[np.int32]
+    generated: bytes
+    count: int
     computed: int
     settled: int
     blocks: Blocks
     hashes: list[bytes]
     prefill_stats: Any
+
+    def tokens(self) -> list[int]:
+        """What was generated."""
+        return _decode_tokens(self.generated)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +129,8 @@ def running_state(request: Request, block_ids: Sequence[int], block_tokens: int)
     blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
     return RunningState(
         request.request_id,
-        np.array(request._output_token_ids, dtype=np.int32),
+        msgspec.msgpack.encode(request._output_token_ids),
+        len(request._output_token_ids),
         computed,
         computed - request.num_in_flight_tokens,
         blocks,
@@ -140,7 +150,7 @@ def can_move(request: Request) -> bool:
 
 def restore(request: Request, state: RunningState, hasher: Any) -> None:
     """Bring a fresh request, built without a hasher, to where `state` left off."""
-    request.append_output_token_ids(state.generated.tolist())
+    request.append_output_token_ids(state.tokens())
     request.num_computed_tokens = state.computed
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:

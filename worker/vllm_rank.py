@@ -231,7 +231,7 @@ class RankEngine:
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
             raise ViewError("the model has layers without plain attention; they cannot be split.")
         reserved = self._reserved_bytes(configs, runners, progress)
-        budget = kv_budget_bytes(config, self.device, reserved)
+        budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:

@@ -221,7 +221,7 @@ class ModeScheduler(Scheduler):
     def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
         """The tokens of these tasks that came since they were told, but of those that ended."""
         return {
-            state.task: self.requests[state.task]._output_token_ids[state.generated.size :]
+            state.task: self.requests[state.task]._output_token_ids[state.count :]
             for state in states
             if state.task in self.requests
         }
@@ -304,8 +304,7 @@ class ModeScheduler(Scheduler):
         ]
 
     def _blocks_of(self, request_id: str) -> list[int]:
-        blocks: list[int] = self.kv_cache_manager.get_block_ids(request_id)[0]
-        return blocks
+        return [block.block_id for block in self._manager.req_to_blocks.get(request_id, ())]
 
     def not_holding(self) -> list[str]:
         """Tasks that hold no KV: waiting, or preempted by vLLM."""

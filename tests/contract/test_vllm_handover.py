@@ -36,7 +36,7 @@ def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> No
     assert step(old) == {"a": 80}
     assert step(old) == {"a": 1}
     state = told(old)["a"]
-    assert (state.computed, state.generated.tolist(), state.blocks.size) == (81, [7, 7], 3)
+    assert (state.computed, state.tokens(), state.blocks.size) == (81, [7, 7], 3)
     blocks = np.array([13, 9, 10])
     new.adopt([(restored("a", PROMPT, state, hasher), blocks)], [], np.array([2, 3]), np.array([]))
     assert new.holding() == ["a"]
@@ -55,7 +55,7 @@ def test_a_prompt_goes_on_where_a_chunk_ended(base: VllmConfig, hasher: Any) -> 
     old.add_task(fresh("a", prompt, hasher), [])
     assert step(old) == {"a": BUDGET}
     state = told(old)["a"]
-    assert (state.computed, state.generated.tolist()) == (BUDGET, [])
+    assert (state.computed, state.tokens()) == (BUDGET, [])
     blocks = np.arange(4, 4 + state.blocks.size)
     new.adopt([(restored("a", prompt, state, hasher), blocks)], [], np.array([1, 2]), np.array([]))
     new.grant(np.array([1, 2]))

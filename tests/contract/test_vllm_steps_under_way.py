@@ -32,7 +32,7 @@ def test_a_task_is_told_as_it_will_be_behind_the_step_under_way(
     step(old)
     under_way = old.plan_step(lambda: None)
     state = told(old)["a"]
-    assert (state.computed, state.settled, state.generated.tolist()) == (81, 80, [7])
+    assert (state.computed, state.settled, state.tokens()) == (81, 80, [7])
     written = old.written_blocks().tolist()
     assert written == ids(old, "a")[80 // BLOCK :], "the block of token 80"
     assert len(written) < len(ids(old, "a"))

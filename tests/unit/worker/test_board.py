@@ -168,3 +168,14 @@ def test_whoever_reads_an_epoch_finds_its_message_whole() -> None:
             whole += 1
     writer.join(10)
     assert whole > 0
+
+
+def test_the_expected_end_stands_through_all_messages(boards: list[tuple[Board, ...]]) -> None:
+    boards[0][0].expect_end(123)
+    boards[0][0].publish(7, b"message")
+    boards[0][0].settle(b"tokens")
+    assert (boards[1][0].ends_ns, boards[1][0].message, boards[2][1].ends_ns) == (
+        123,
+        b"message",
+        0,
+    )

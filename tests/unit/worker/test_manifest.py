@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -36,8 +37,8 @@ def target(*groups: tuple[int, ...]) -> Target:
 def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) -> Cargo:
     header = TaskHeader(TaskId(name), "gateway", "tcp://nowhere", 10, 10, tier)
     hashes = [f"{name}/{number}".encode() for number in range(computed // BLOCK)]
-    tokens = np.array([1, 2, 3], dtype=np.int32)
-    state = RunningState(name, tokens, computed, computed, blocks, hashes, None)
+    tokens = msgspec.msgpack.encode([1, 2, 3])
+    state = RunningState(name, tokens, 3, computed, computed, blocks, hashes, None)
     return Cargo(header, 1, 3, b"", state)
 
 

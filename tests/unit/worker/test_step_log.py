@@ -49,3 +49,15 @@ def test_outliers_and_empty_steps_are_left_out() -> None:
     log.ended(Plan(0), 2, now, now + MS)
     (told,) = log.take()
     assert told.sums.steps == 59
+
+
+def test_it_knows_how_long_steps_of_a_size_usually_take() -> None:
+    log, now = StepLog(), 0
+    assert log.usual_s(Plan(4), 1) is None
+    for number in range(100):
+        took = (200 if number % 10 == 9 else 10) * MS
+        log.ended(Plan(4), 1, now, now + took)
+        now += took
+    assert log.usual_s(Plan(5), 1) == pytest.approx(0.010, rel=0.2), "of a similar size"
+    assert log.usual_s(Plan(4), 2) is None
+    assert log.usual_s(Plan(64), 1) is None

@@ -1,5 +1,6 @@
 """Steps under way when a group is left: whose tokens they are, and when they are taken."""
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, TaskEnded, TaskId
 from tests.unit.coordinator.builders import header
 from worker.book import LedTask, TaskBook
+from worker.step_times import StepCurve, StepTimes
 from worker.stepping import Stepping
 
 DP = Binding(Group((Rank(0),), Mode.DP), 3)
@@ -60,6 +62,7 @@ class Scheduler:
 class PreparedMode:
     def __init__(self, name: str, width: int) -> None:
         self.key = SimpleNamespace(width=width)
+        self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
         self.scheduler = Scheduler(name)
         self.results: list[Result] = []
 
@@ -87,14 +90,21 @@ class Stage:
             spec=SimpleNamespace(rank=Rank(0)),
             done=lambda: lambda: self.device_done,
             is_synchronous=True,
+            boards={Rank(0): self},
         )
         for name, binding in (("dp task", DP), ("tp task", TP)):
             self.book.open(LedTask(header(name), 1, binding.group, 0))
         self.stepping = Stepping(cast(Any, self), 1, cast(Any, self))
-        self.stepping.log = cast(Any, SimpleNamespace(ended=lambda *_: None))
+        self.usual_s: float | None = None
+        self.expected: list[int] = []
+        log = SimpleNamespace(ended=lambda *_: None, usual_s=lambda *_: self.usual_s)
+        self.stepping.log = cast(Any, log)
 
     def lead(self, message: Any) -> None:
         self.sent.append(message)
+
+    def expect_end(self, at_ns: int) -> None:
+        self.expected.append(at_ns)
 
     def freed(self, group: Group) -> None:
         self.freed_groups.append(group)
@@ -200,3 +210,31 @@ def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
     stage.step(stage.dp, DP, 3)
     assert stage.pushed == [(3, ["dp task"])]
     assert len(stage.dp.results) == 1
+
+
+MS = 1_000_000
+
+
+def test_it_tells_when_its_last_step_will_end() -> None:
+    stage = Stage()
+    begun = time.monotonic_ns()
+    stage.step(stage.dp, DP, 3)
+    (first,) = stage.expected
+    assert 2 * MS <= first - begun < 1_000 * MS, "as long as at start-up"
+    stage.usual_s = 5.0
+    stage.step(stage.dp, DP, 3)
+    _, behind, known = stage.expected
+    assert behind == first + 5_000 * MS, "behind the one under way"
+    assert known == stage.stepping.ended_ns + 5_000 * MS, "which has ended by now"
+    assert (stage.stepping.ends_ns, stage.stepping.decode_ns) == (known, 5_000 * MS)
+
+
+def test_a_step_behind_none_begins_now_whatever_was_expected() -> None:
+    stage = Stage()
+    stage.usual_s = 5.0
+    stage.step(stage.dp, DP, 3)
+    stage.stepping.settle()
+    stage.usual_s = 1.0
+    begun = time.monotonic_ns()
+    stage.step(stage.dp, DP, 3)
+    assert 1_000 * MS <= stage.expected[-1] - begun < 3_000 * MS

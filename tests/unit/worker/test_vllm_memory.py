@@ -1,6 +1,7 @@
 """What torch's allocator is told while weights are loaded, and what start-up says of memory."""
 
-from typing import Protocol
+from types import SimpleNamespace
+from typing import Protocol, cast
 
 import pytest
 
@@ -8,10 +9,11 @@ pytest.importorskip("vllm")
 
 import torch
 from structlog.testing import capture_logs
+from vllm.config import VllmConfig
 from vllm.device_allocator.alloc_conf import set_alloc_conf
 
 from worker import vllm_device
-from worker.vllm_device import MAX_SPLIT_MIB, MemoryNotes, whole_blocks
+from worker.vllm_device import MAX_SPLIT_MIB, MemoryNotes, kv_budget_bytes, whole_blocks
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LIMIT = f"max_split_size_mb:{MAX_SPLIT_MIB}"
@@ -112,3 +114,28 @@ def test_a_cpu_rank_has_no_device_memory_to_tell_of() -> None:
     with capture_logs() as logs:
         notes.note("weights")
     assert logs == [] and notes.rest(0) == 0
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("used", "expected"),
+    [
+        # 0.5 GiB was there before: the share of 8 GiB is left but for the 5 GiB that were taken.
+        (5.5, 8 - 5 - 1),
+        # Somebody else's memory was there before: what is free bounds it.
+        (9.75, 0.25 - 1),
+    ],
+)
+def test_kv_gets_its_share_of_the_device_without_what_was_there_before(
+    monkeypatch: pytest.MonkeyPatch, used: float, expected: float
+) -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.8)
+    )
+    used_bytes, total = int(used * GIB), 10 * GIB
+    before = used_bytes - 5 * GIB
+    monkeypatch.setattr(vllm_device, "used_bytes", lambda _: used_bytes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - used_bytes, total))
+    assert kv_budget_bytes(cast(VllmConfig, config), CUDA, before, GIB) == int(expected * GIB)

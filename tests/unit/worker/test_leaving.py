@@ -1,0 +1,101 @@
+"""When a leader leaves its group for a move: with the others, if one more step brings it nearer."""
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages import Binding, Carry, Directive, Phase, Stage, Target
+from coordinator.protocol.seat import Leave, Park
+from worker.leaving import STEPS_MAX, Leaving, is_worth_a_step
+
+MS = 1_000_000
+ALONE = [Binding(Group((Rank(rank),), Mode.DP), 3) for rank in range(3)]
+PAIR = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)
+HOUR_NS = 3_600_000 * MS
+
+
+class Board:
+    def __init__(self, ends_ns: int) -> None:
+        self.epoch = 0
+        self.is_settled = True  # Of an epoch that is over.
+        self.ends_ns = ends_ns
+
+
+class Stage0:
+    """Rank 0 decodes alone, in steps of 20 ms; rank 1's last one ends `later_ms` behind its own."""
+
+    def __init__(self, later_ms: int) -> None:
+        self.counts = (3, 0)
+        self.scheduler: Any = SimpleNamespace(get_request_counts=lambda: self.counts)
+        self.stepping = SimpleNamespace(ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS)
+        # Rank 2 is not asked to be with us.
+        ends = (0, self.stepping.ends_ns + later_ms * MS, self.stepping.ends_ns + HOUR_NS)
+        self.engine = SimpleNamespace(boards={Rank(r): Board(end) for r, end in enumerate(ends)})
+        self.leaving = Leaving(cast(Any, self), Rank(0))
+
+    @property
+    def selected(self) -> Any:
+        return SimpleNamespace(scheduler=self.scheduler)
+
+    def is_put_off(self, **changed: Any) -> bool:
+        return self.leaving.is_put_off(leave(**changed))
+
+
+def leave(epoch: int = 4, carry: Carry = Carry.RESHARD, **changed: Any) -> Leave:
+    stage = Stage(epoch, Phase.PARK)
+    directive = Directive(1, 0, 1_000, stage, Target((PAIR, ALONE[2])), carry, ())
+    given = {"is_leader": True, "group_lost": False, **changed}
+    return Leave(binding=ALONE[0], carry=carry, directive=directive, **given)
+
+
+def test_a_step_is_worth_it_if_it_ends_nearer() -> None:
+    assert not is_worth_a_step(100, 20, [110])
+    assert is_worth_a_step(100, 20, [105, 111])
+    assert not is_worth_a_step(100, 20, [])
+    assert not is_worth_a_step(100, 0, [500]), "nobody knows how long it takes"
+
+
+@pytest.mark.parametrize(("later_ms", "expected"), [(0, False), (9, False), (11, True)])
+def test_it_waits_for_the_others_of_its_new_group_alone(later_ms: int, expected: bool) -> None:
+    assert Stage0(later_ms).is_put_off() is expected
+
+
+def test_it_leaves_after_some_steps_whatever_others_expect() -> None:
+    stage = Stage0(1_000)
+    assert [stage.is_put_off() for _ in range(STEPS_MAX + 2)] == [True] * STEPS_MAX + [False] * 2
+    assert stage.is_put_off(epoch=5), "another switch"
+
+
+def test_who_is_known_to_be_over_is_not_waited_for() -> None:
+    stage = Stage0(1_000)
+    stage.engine.boards[Rank(1)].epoch = 4
+    assert not stage.is_put_off()
+    stage.engine.boards[Rank(1)].is_settled = False
+    assert stage.is_put_off()
+
+
+def test_a_step_that_may_read_a_prompt_or_has_nothing_to_do_is_none() -> None:
+    for counts in ((3, 1), (0, 0)):
+        stage = Stage0(1_000)
+        stage.counts = counts
+        assert not stage.is_put_off()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"is_leader": False}, {"group_lost": True}, {"carry": Carry.PAUSE}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_only_a_leader_that_is_to_move_its_tasks_waits(changed: dict[str, Any]) -> None:
+    assert not Stage0(1_000).is_put_off(**changed)
+
+
+def test_other_moves_are_not_put_off() -> None:
+    stage = Stage0(1_000)
+    assert not stage.leaving.is_put_off(None)
+    assert not stage.leaving.is_put_off(Park(leave().directive))
