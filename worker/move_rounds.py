@@ -39,12 +39,12 @@ class MoveFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored:
-    """A task that this rank will lead: what was told of it, the request, its blocks, its prompt."""
+    """A task that this rank will lead: what was told of it, the request, its blocks, its tokens."""
 
     cargo: Cargo
     request: Any
     blocks: Ints
-    prompt: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)

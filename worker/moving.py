@@ -31,7 +31,7 @@ from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
 from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks, plan_move
 from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Restored, Rounds
-from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of
+from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of, tokens_of
 
 if TYPE_CHECKING:
     from worker.member import Member
@@ -230,8 +230,8 @@ class Moving:
                 continue
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
-            prompt = np.array(request.prompt_token_ids or (), dtype=np.int32)
-            pending.restored.append(Restored(cargo, request, move.blocks(carried), prompt))
+            blocks, tokens = move.blocks(carried), tokens_of(request)
+            pending.restored.append(Restored(cargo, request, blocks, tokens))
             self.look()
 
     def _go_on(self, pending: Pending) -> None:
@@ -342,10 +342,10 @@ class Moving:
             what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
             member.book.open(LedTask(*what))
         tasks = [(each.request, each.blocks) for each in pending.restored]
-        prompts = {each.cargo.state.task: each.prompt for each in pending.restored}
+        known = {each.cargo.state.task: each.tokens for each in pending.restored}
         # The newest chain is registered last, so that it is reused last.
         chains = list(reversed(pending.chains))
-        scheduler.adopt(tasks, chains, granted, indices, prompts)
+        scheduler.adopt(tasks, chains, granted, indices, known)
         self.cached = prefixes_of(chains)
 
 

@@ -159,6 +159,11 @@ def restore(request: Request, state: RunningState, hasher: Any) -> None:
     request._block_hasher = hasher
 
 
+def tokens_of(request: Request) -> npt.NDArray[np.int32]:
+    """All token ids of a request, those of its prompt first."""
+    return np.array(request._all_token_ids, dtype=np.int32)
+
+
 def go_on(request: Request, tokens: Sequence[int]) -> None:
     """Add to a restored request what the step brought that was under way when it was told."""
     if tokens:

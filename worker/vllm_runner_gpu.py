@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.vllm_views import KVBuffer
+from worker.vllm_step_plan import TokenIds, give_lists
 
 
 class _AdoptedBuffer(TorchFunctionMode):
@@ -155,9 +156,10 @@ class GpuModeRunner(GPUModelRunner):
         self,
         step: SchedulerOutput,
         grammar: GrammarOutput | None,
-        resuming: Mapping[str, list[int]],
+        resuming: Mapping[str, TokenIds],
     ) -> Any:
         """Launch one step; the result may still be under way (`get_output` waits for it)."""
+        give_lists(step)
         output = self.execute_model(step)
         return self.sample_tokens(grammar) if output is None else output
 

@@ -63,8 +63,8 @@ class ModeScheduler(Scheduler):
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
-        self._prompts: dict[str, Tokens] = {}
-        """Of tasks that have moved here and were not sent to followers yet."""
+        self._known: dict[str, Tokens] = {}
+        """Tokens of tasks that have moved here and were not sent to followers yet."""
         self._unfed_grammars: set[str] = set()
         self._finished_chains = FinishedChains(self.block_size)
         self._unregistered: list[Request] = []
@@ -114,12 +114,17 @@ class ModeScheduler(Scheduler):
             for r in output.scheduled_new_reqs
             if r.req_id in self._generated
         }
-        prompts = {
-            name: self._prompts.pop(name)
+        known = {
+            name: self._whole(name, self._known.pop(name))
             for name in (each.req_id for each in output.scheduled_new_reqs)
-            if name in self._prompts
+            if name in self._known
         }
-        return StepPlan(output, self.get_grammar_bitmask(output), resuming, prompts=prompts)
+        return StepPlan(output, self.get_grammar_bitmask(output), resuming, known=known)
+
+    def _whole(self, name: str, known: Tokens) -> Tokens:
+        """All tokens of a task, of which the first are known."""
+        more = self.requests[name]._all_token_ids[known.size :]
+        return np.append(known, np.array(more, dtype=np.int32)) if more else known
 
     def _make_room(self) -> None:
         """Let a task that a move brought give up its KV if all of them wait for a block.
@@ -237,15 +242,15 @@ class ModeScheduler(Scheduler):
         chains: Sequence[CachedChain],
         granted: npt.NDArray[np.int64],
         indices: npt.NDArray[np.int64],
-        prompts: Mapping[str, Tokens] | None = None,
+        known: Mapping[str, Tokens] | None = None,
     ) -> None:
         """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
 
         The blocks are among those of the lease indices `granted`, free, and their KV is there.
         `chains` are oldest first; `indices` are those of a wide group that the move has filled.
-        `prompts` are the tasks' prompts as followers get them.
+        `known` are the tasks' tokens as followers get them, but for those that came since.
         """
-        self._prompts |= prompts or {}
+        self._known |= known or {}
         self.tidy()
         self.grants.extend(granted)
         self.grants.bundle(indices)
@@ -333,7 +338,7 @@ class ModeScheduler(Scheduler):
         self.finish_requests(list(found), RequestStatus.FINISHED_ABORTED)
         for request_id in found:
             self._generated.pop(request_id, None)
-            self._prompts.pop(request_id, None)
+            self._known.pop(request_id, None)
             self._unfed_grammars.discard(request_id)
         return generated
 

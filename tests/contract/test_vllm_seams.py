@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+from collections.abc import Mapping
 from itertools import pairwise
 
 import pytest
@@ -41,7 +42,7 @@ from worker import vllm_layers  # noqa: E402
 from worker.vllm_config import thinned  # noqa: E402
 from worker.vllm_grants import BlockGrants  # noqa: E402
 from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
-from worker.vllm_step_plan import StepPlan  # noqa: E402
+from worker.vllm_step_plan import StepPlan, give_lists, listed  # noqa: E402
 
 
 def test_version_is_the_pinned_one() -> None:
@@ -320,17 +321,25 @@ def test_wide_modes_capture_fewer_graphs() -> None:
     ],
 )
 def test_a_step_plan_reaches_followers_whole(
-    prompt: list[int] | None, prefill: list[int] | None, resuming: dict[str, list[int]]
+    prompt: list[int] | None, prefill: list[int] | None, resuming: Mapping[str, list[int]]
 ) -> None:
     step = _step()
     new = step.scheduled_new_reqs[0]
     new.prompt_token_ids, new.prefill_token_ids = prompt, prefill
     plan = StepPlan(step, None, resuming)
-    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert _travelled(plan) == plan
     assert (new.prompt_token_ids, new.prefill_token_ids) == (prompt, prefill)
-    if prompt is not None:
-        known = StepPlan(step, None, resuming, prompts={"a": np.array(prompt, dtype=np.int32)})
-        assert pickle.loads(pickle.dumps(known)) == plan
+    for whole in ([*(prompt or []), *resuming.get("a", [])], prompt or []):
+        known = StepPlan(step, None, resuming, known={"a": np.array(whole, dtype=np.int32)})
+        assert _travelled(known) == plan
+
+
+def _travelled(plan: StepPlan) -> StepPlan:
+    """What a follower's runner makes of it."""
+    arrived: StepPlan = pickle.loads(pickle.dumps(plan))
+    give_lists(arrived.output)
+    arrived.resuming = {name: listed(ids) for name, ids in arrived.resuming.items()}
+    return arrived
 
 
 def test_an_asynchronous_result_says_when_its_tokens_are_there() -> None:
