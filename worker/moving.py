@@ -230,8 +230,8 @@ class Moving:
                 continue
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
-            blocks, tokens = move.blocks(carried), tokens_of(request)
-            pending.restored.append(Restored(cargo, request, blocks, tokens))
+            blocks, known = move.blocks(carried), tokens_of(request)
+            pending.restored.append(Restored(cargo, request, blocks, known))
             self.look()
 
     def _go_on(self, pending: Pending) -> None:
