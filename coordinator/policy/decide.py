@@ -41,13 +41,31 @@ IN_QUESTION = 0.7
 
 MINUTE_MS = 60_000
 
+REGRET_MS = 60_000
+"""A change for speed was a mistake if goals call for another layout within such a time."""
+
+CAUTION_MS = 60_000
+"""After a mistake so wide a layout is not chosen for speed for so long, after another one for twice
+as long: loads that come and go would be met in it again and again."""
+
+CAUTION_MAX_MS = 600_000
+
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the policy remembers between decisions: what has looked better, since when."""
+    """What the policy remembers between decisions: what has looked better, since when.
+
+    `faster_ms` is when it last changed for speed alone. If goals have called for another layout
+    soon after that, it changes to none of at most `avoided_groups` groups for speed until
+    `careful_until_ms`, which is `caution_ms` later.
+    """
 
     preferred: str = ""
     since_ms: int = 0
+    faster_ms: int | None = None
+    caution_ms: int = 0
+    careful_until_ms: int = 0
+    avoided_groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,7 @@ def decide(
     if seen.pinned_ms:
         seconds = -(-seen.pinned_ms // 1000)
         pinned = f"an operator chose this layout: it is left alone for {seconds} s more"
-        state = State()
+        state = replace(state, preferred="", since_ms=0)
     demands = demands_of(seen, settings)
     if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
         reason = pinned or f"the steps of {unknown[0]} were not measured"
@@ -104,7 +122,7 @@ def decide(
     now = next(each for each in judged if each.arrangement == here)
     best = _best(judged, now, settings)
     state = _remember(state, best, here, seen.time_ms)
-    verdict = _choose(seen, now, best, settings, state)
+    verdict, state = _choose(seen, now, best, settings, state)
     return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
 
 
@@ -169,39 +187,64 @@ def _best(judged: list[Judged], now: Judged, settings: PolicySettings) -> Judged
     return min(good, key=lambda each: each.score.cost)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    words: str
+    urgent: bool
+    is_for_speed: bool = False
+
+
 def _remember(state: State, best: Judged, here: Arrangement, now_ms: int) -> State:
     name = best.arrangement.name
     if best.arrangement == here:
-        return State()
-    return state if state.preferred == name else State(name, now_ms)
+        return replace(state, preferred="", since_ms=0)
+    return state if state.preferred == name else replace(state, preferred=name, since_ms=now_ms)
+
+
+def _changed(state: State, reason: _Reason, seen: Observation, groups: int) -> State:
+    """Return what to remember of a change from a layout of so many groups that is made now."""
+    now_ms = seen.time_ms
+    if reason.is_for_speed:
+        return replace(state, faster_ms=now_ms)
+    if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
+        return replace(state, faster_ms=None)
+    is_again = now_ms - state.careful_until_ms < CAUTION_MAX_MS
+    caution_ms = min(2 * state.caution_ms, CAUTION_MAX_MS) if is_again else CAUTION_MS
+    caution_ms = max(caution_ms, CAUTION_MS)
+    return replace(
+        state,
+        faster_ms=None,
+        caution_ms=caution_ms,
+        careful_until_ms=now_ms + caution_ms,
+        avoided_groups=groups,
+    )
 
 
 def _choose(
     seen: Observation, now: Judged, best: Judged, settings: PolicySettings, state: State
-) -> Verdict:
+) -> tuple[Verdict, State]:
     here, there = now.arrangement, best.arrangement
 
-    def stay(reason: str) -> Verdict:
-        return Verdict(here, reason, changes=False)
+    def stay(reason: str) -> tuple[Verdict, State]:
+        return Verdict(here, reason, changes=False), state
 
     if there == here:
         return stay(_words_for_best(now))
     reason = _why(now, best, settings)
     if reason is None:
         return stay(f"{there.name} would be little better")
+    careful_ms = state.careful_until_ms - seen.time_ms
+    if reason.is_for_speed and careful_ms > 0 and len(there.layout.groups) <= state.avoided_groups:
+        seconds = -(-careful_ms // 1000)
+        return stay(f"so wide a layout was not for long: {there.name} may be tried in {seconds} s")
     # Even what is urgent is looked at twice: one look in a row of many is off by chance.
     settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
     if seen.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
     if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
         return stay(f"{held}; otherwise {there.name}, because {reason.words}")
-    return Verdict(there, reason.words, changes=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    words: str
-    urgent: bool
+    changes = Verdict(there, reason.words, changes=True)
+    return changes, _changed(state, reason, seen, len(here.layout.groups))
 
 
 def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
@@ -219,7 +262,7 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     if best.score.cost < now.score.cost * (1 - needed):
         faster = 1 - best.score.cost / now.score.cost
         words = f"it meets the goals as well, and costs {faster:.0%} less time"
-        return _Reason(words, urgent=False)
+        return _Reason(words, urgent=False, is_for_speed=True)
     return None
 
 

@@ -7,6 +7,7 @@ does the same for as many loads as wanted; what it found for 200 is in ADR 0024.
 import pytest
 
 from comm_pool.layout import parse_layout
+from coordinator.policy.cost_model import CostModel
 from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.messages import Tier
 from coordinator.simulator.cell import Arrival, SimCell, is_good
@@ -19,7 +20,14 @@ from tests.simulation.policy_runs import (
     returns_too_soon,
     simulate,
 )
-from tests.simulation.policy_shapes import LLAMA_70B_FP8, Part, Phase, any_shape, arrivals
+from tests.simulation.policy_shapes import (
+    LLAMA_70B_FP8,
+    QWEN_32B,
+    Part,
+    Phase,
+    any_shape,
+    arrivals,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -86,3 +94,19 @@ def test_light_then_heavy_traffic_is_served_wide_and_then_apart() -> None:
     assert light[-1] == "tp4"
     assert heavy
     assert heavy[-1] in ("dp4", "tp2+tp2")
+
+
+@pytest.mark.parametrize("box", [LLAMA_70B_FP8, QWEN_32B], ids=["70b", "32b"])
+@pytest.mark.parametrize("half_s", [1, 2, 4, 8, 15, 30])
+def test_a_load_that_comes_and_goes_is_not_chased(half_s: int, box: CostModel) -> None:
+    low, high = (Phase(half_s, (Part(Tier.STANDARD, rate, 1_000, 150),)) for rate in (3.0, 24.0))
+    found = compare([low, high] * (60 // half_s), 7, box)
+    times = [at_s for at_s, _, _ in found.run.switches]
+    most = max((sum(at <= each < at + 60 for each in times) for at in times), default=0)
+    print(
+        f"\nhalf a period {half_s} s: {len(times)} switches in 120 s, {most} in a minute at most, "
+        f"{found.ratio:.3f} of the best fixed layout"
+    )
+    assert most <= 6
+    assert len(times) <= 8
+    assert found.ratio >= (0.94 if half_s == 30 else 0.98)

@@ -8,7 +8,15 @@ import pytest
 
 from comm_pool.layout import Layout, Mode, Rank, format_layout, parse_layout
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
-from coordinator.policy.decide import POLICY, State, Verdict, decide
+from coordinator.policy.decide import (
+    CAUTION_MAX_MS,
+    CAUTION_MS,
+    POLICY,
+    REGRET_MS,
+    State,
+    Verdict,
+    decide,
+)
 from coordinator.policy.log import CostsSeen, costs_of, costs_seen, encode
 from coordinator.policy.log import decode as read_line
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen, TierSeen
@@ -229,3 +237,54 @@ def test_what_is_no_log_is_refused() -> None:
 def test_groups_seen_are_told() -> None:
     seen = observation("tp4", groups=(GroupSeen("tp4", 0, (1, 0, 2)),))
     assert read_line(encode(seen)) == seen
+
+
+def at(time_ms: int, layout: str, *tiers: TierSeen) -> Observation:
+    return msgspec.structs.replace(observation(layout, *tiers), time_ms=time_ms)
+
+
+def after(seen: list[Observation], state: State | None = None) -> tuple[list[Verdict], State]:
+    """Verdicts of looks one after the other."""
+    found, state = [], state or State()
+    for each in seen:
+        current = parse_layout(each.layout, 4, (1, 2, 4))
+        made, state = decide(each, current, SPACE, LLAMA_70B_FP8, SETTINGS, state)
+        found.append(made)
+    return found, state
+
+
+def test_a_layout_that_goals_had_to_leave_soon_is_not_taken_for_speed_again() -> None:
+    (fast, back), state = after([at(0, "dp4"), at(20_000, "tp4", BURST)])
+    assert (layout_of(fast), layout_of(back)) == ("tp4", "dp4")
+    (quiet, middle, later), _ = after(
+        [
+            at(79_000, "dp4"),
+            at(79_000, "dp4", tier(Tier.STANDARD, rate_short=12.0, rate_long=12.0)),
+            at(81_000, "dp4"),
+        ],
+        state,
+    )
+    assert not quiet.changes
+    assert quiet.reason == "so wide a layout was not for long: tp4 may be tried in 1 s"
+    assert layout_of(middle) == "tp2+tp2", "a narrower one was no mistake"
+    assert layout_of(later) == "tp4"
+    _, again = after([at(81_000, "dp4"), at(100_000, "tp4", BURST)], state)
+    assert again.careful_until_ms == 100_000 + 2 * CAUTION_MS
+    for turn in range(2, 8):
+        since = again.careful_until_ms
+        _, again = after([at(since, "dp4"), at(since + 10_000, "tp4", BURST)], again)
+        assert again.caution_ms == min(2**turn * CAUTION_MS, CAUTION_MAX_MS)
+
+
+def test_a_change_for_speed_that_lasted_was_no_mistake() -> None:
+    _, state = after([at(0, "dp4"), at(REGRET_MS, "tp4", BURST)])
+    assert (state.careful_until_ms, state.faster_ms) == (0, None)
+    (quiet,), _ = after([at(REGRET_MS + 10_000, "dp4")], state)
+    assert layout_of(quiet) == "tp4"
+
+
+def test_caution_is_forgotten_after_a_while() -> None:
+    _, state = after([at(0, "dp4"), at(20_000, "tp4", BURST)])
+    since = state.careful_until_ms + CAUTION_MAX_MS
+    _, state = after([at(since, "dp4"), at(since + 20_000, "tp4", BURST)], state)
+    assert state.caution_ms == CAUTION_MS
