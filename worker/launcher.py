@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import structlog
@@ -155,8 +155,10 @@ class Launcher:
             self._cohort = time.time_ns()
             self._renew_memory()
         cohort = Cohort(self._cohort, ranks, port, joins)
+        wall_s = int(time.time())
+        together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
         for rank in ranks:
-            self._start_rank(base, rank, cohort)
+            self._start_rank(base, rank, cohort, together)
         self._tell_herald()
 
     def _renew_memory(self) -> None:
@@ -165,8 +167,10 @@ class Launcher:
         if self._shares_memory:
             self._memory = memory_of(self._config)
 
-    def _start_rank(self, base: EngineConfig, rank: Rank, cohort: Cohort) -> None:
-        incarnation = self._restarts.started(rank, cohort, int(time.time()))
+    def _start_rank(
+        self, base: EngineConfig, rank: Rank, cohort: Cohort, together: Mapping[Rank, int]
+    ) -> None:
+        incarnation = together[rank]
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         pulse = Pulse()
@@ -176,7 +180,7 @@ class Launcher:
 
         def run() -> None:
             self._pipe.close()
-            spec = rank_spec(self._config, rank, cohort, self._memory)
+            spec = rank_spec(self._config, rank, cohort, self._memory, together)
             serve_rank(self._config, base, spec, incarnation, is_ready, pulse.beat)
 
         pid = fork_rank(rank, run)

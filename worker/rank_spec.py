@@ -1,7 +1,8 @@
 """What a rank must know to start, from the configuration and from who starts with it. Pure."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from comm_pool.cell_memory import CellMemory
 from comm_pool.layout import Rank
@@ -28,14 +29,25 @@ class RankSpec:
     mixed: tuple[Mixed, ...] = ()
     cohort: int = 0
     """The number that those have in common which can form wide groups."""
+    together: Mapping[Rank, int] = field(default_factory=dict)
+    """The incarnations of those that are started together."""
     memory: CellMemory | None = None
     """What all ranks of the cell share; on CPU."""
     joins: bool = False
     """The others serve already: in their memory it takes the place of a process that was lost."""
 
 
-def rank_spec(config: Config, rank: Rank, cohort: Cohort, memory: CellMemory | None) -> RankSpec:
-    """Return the part of one rank of a cohort; `memory` is the cell's, which CPU ranks need."""
+def rank_spec(
+    config: Config,
+    rank: Rank,
+    cohort: Cohort,
+    memory: CellMemory | None,
+    together: Mapping[Rank, int] | None = None,
+) -> RankSpec:
+    """Return the part of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
+
+    `together` gives the incarnations of the cohort.
+    """
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
         threads = 1  # As vLLM's workers: small CPU operations are slower on more.
@@ -54,6 +66,7 @@ def rank_spec(config: Config, rank: Rank, cohort: Cohort, memory: CellMemory | N
         init_method=f"tcp://127.0.0.1:{cohort.port}",
         threads=threads,
         cohort=cohort.number,
+        together=together or {},
         memory=memory,
         joins=cohort.joins,
     )

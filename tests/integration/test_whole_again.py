@@ -4,6 +4,7 @@ All others live on, with the streams that they serve: nobody waits until the cel
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -60,6 +61,12 @@ def serves(cell: BareCell, layout: str) -> bool:
     return bool(view["serving"]) and view["layout"] == layout
 
 
+def probed_later(cell: BareCell) -> list[dict[str, Any]]:
+    """The probes behind the start."""
+    lines = [line for line in cell.log("worker").splitlines() if '"mode_probed"' in line]
+    return [each for each in map(json.loads, lines) if each["epoch"] > 0]
+
+
 async def test_a_group_is_formed_again_while_its_streams_run(named: tuple[BareCell, str]) -> None:
     cell, layout = named
     client = TaskClient()
@@ -87,5 +94,7 @@ async def test_a_group_is_formed_again_while_its_streams_run(named: tuple[BareCe
         changed = [a != b for a, b in zip(before, processes(cell), strict=True)]
         assert [number for number, is_new in enumerate(changed) if is_new] == [rank]
         back(cell, tag)
+    assert len(probed_later(cell)) == 2, "each new group has shown that it computes the same"
+    assert all(each["mode"] == layout for each in probed_later(cell))
     assert not any(rank["degraded"] for rank in ranks_of(cell))
     assert "ranks_renewed" not in cell.log("worker")
