@@ -9,6 +9,7 @@ a follower with what is written from now on.
 import mmap
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,10 +61,11 @@ class StepRing:
         if (read := self._long.pop(slot, None)) is not None:
             os.close(read)
         if len(message) > _ROOM:
-            self._long[slot] = file = os.memfd_create("aileron-step", os.MFD_CLOEXEC)
+            name = f"aileron-step-{secrets.token_hex(8)}"
+            self._long[slot] = file = os.memfd_create(name, os.MFD_CLOEXEC)
             with os.fdopen(file, "wb", closefd=False) as written:
                 written.write(message)
-            self._put(slot, -1, f"/proc/{os.getpid()}/fd/{file}".encode())
+            self._put(slot, -1, f"/proc/{os.getpid()}/fd/{file} {name}".encode())
         else:
             self._put(slot, 1, message)
         with FENCE:
@@ -77,7 +79,7 @@ class StepRing:
         length = self._length(start)
         at = start + _LENGTH_BYTES
         told = self._memory[at : at + abs(length)]
-        message = told if length > 0 else _read(Path(told.decode()))
+        message = told if length > 0 else _read(*told.decode().split())
         with FENCE:
             words[place] += 1
         if message is None:
@@ -96,10 +98,13 @@ class StepRing:
         return int.from_bytes(told, "little", signed=True)
 
 
-def _read(path: Path) -> bytes | None:
+def _read(path: str, name: str) -> bytes | None:
     """A long message; None if its leader has ended, so that nothing of it counts any more."""
     try:
-        return path.read_bytes()
+        with Path(path).open("rb") as file:
+            # The leader's number may be another process' by now.
+            is_it = name in str(Path(f"/proc/self/fd/{file.fileno()}").readlink())
+            return file.read() if is_it else None
     except OSError:
         return None
 

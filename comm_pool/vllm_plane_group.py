@@ -19,14 +19,25 @@ from comm_pool.step_ring import StepRing
 CPU = torch.device("cpu")
 
 
+class Members:
+    """What vLLM's models ask of a process group: how many are in it."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return self._count
+
+
 class PlaneCommunicator(CpuCommunicator):
     """vLLM's shapes around the collectives of a plane."""
 
     def __init__(self, plane: SharedPlane, ranks: Sequence[int], place: int, name: str) -> None:
         # Not the base class': it asks process groups, and there is none.
         self.dist_module = plane
-        self.device, self.cpu_group, self.device_group = CPU, None, None
-        self.unique_name = name
+        self.device, self.unique_name = CPU, name
+        self.cpu_group = self.device_group = Members(len(ranks))
         self.ranks = list(ranks)
         self.world_size = self.global_world_size = len(ranks)
         self.rank = self.rank_in_group = place
@@ -49,7 +60,8 @@ class PlaneGroup(GroupCoordinator):
         self.ranks, self.group_ranks = list(ranks), [list(ranks)]
         self.world_size = len(ranks)
         self.rank_in_group = self.ranks.index(rank)
-        self.device, self.cpu_group, self.device_group = CPU, None, None
+        self.device = CPU
+        self.cpu_group = self.device_group = Members(self.world_size)
         self.torch_distributed_backend = "gloo"
         self.use_device_communicator = True
         self.device_communicator = PlaneCommunicator(

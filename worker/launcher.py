@@ -219,7 +219,7 @@ class Launcher:
         # Where memory is shared nobody needs others that start.
         for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
             # If it is taken meanwhile, the start is tried again.
-            (port,) = free_ports(1)
+            port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
     def _await_signal(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank must know to start, from the configuration and from who starts with it. Pure."""
+"""What a rank must know to start, from the configuration and from who starts with it."""
 
 import os
 from collections.abc import Mapping

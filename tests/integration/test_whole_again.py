@@ -5,6 +5,8 @@ All others live on, with the streams that they serve: nobody waits until the cel
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.lost_ranks import (
+    STARTED,
     back,
     begun,
     four_ranks,
@@ -98,3 +101,43 @@ async def test_a_group_is_formed_again_while_its_streams_run(named: tuple[BareCe
     assert all(each["mode"] == layout for each in probed_later(cell))
     assert not any(rank["degraded"] for rank in ranks_of(cell))
     assert "ranks_renewed" not in cell.log("worker")
+
+
+async def test_who_ends_again_on_its_way_back_holds_nobody_up(named: tuple[BareCell, str]) -> None:
+    """First while it builds, then in the switch to the wide layout."""
+    cell, layout = named
+    client = TaskClient()
+    async with client.connected(cell):
+        expected = tokens_of(await client.finish(*submit(client, "calm", TOKENS)))
+    until(cell, layout, lambda cell: serves(cell, layout))
+    before, starts = processes(cell), len(started(cell))
+    client = TaskClient()
+    async with client.connected(cell):
+        names = submit(client, "on its way", TOKENS)
+        await begun(client, names)
+        await asyncio.to_thread(kill, cell, 1, before[1])
+        await asyncio.to_thread(until, cell, "started", lambda cell: len(started(cell)) > starts)
+        os.kill(started(cell)[-1], signal.SIGKILL)
+        await asyncio.to_thread(until, cell, "wanted again", lambda cell: is_wanted(cell, layout))
+        pid = processes(cell)[1]
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(until, cell, f"{layout} again", lambda cell: serves(cell, layout))
+        streams = await client.finish(*names)
+    pause_s = tell_pauses(f"{layout}, lost three times", streams)
+    assert tokens_of(streams) == expected
+    assert pause_s < PAUSE_LIMIT_S
+    assert len(started(cell)) == starts + 3
+    after = processes(cell)
+    assert (after[0], after[2:]) == (before[0], before[2:])
+    back(cell, layout)
+
+
+def started(cell: BareCell) -> list[int]:
+    """The processes of rank 1 that were started so far."""
+    lines = [line for line in cell.log("worker").splitlines() if STARTED in line]
+    return [int(each["pid"]) for each in map(json.loads, lines) if each["rank"] == 1]
+
+
+def is_wanted(cell: BareCell, layout: str) -> bool:
+    """The switch to the layout is under way, or over."""
+    return bool(cell.get("/admin/layout")["target"] == layout)

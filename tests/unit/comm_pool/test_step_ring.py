@@ -129,3 +129,17 @@ def test_a_long_message_of_a_leader_that_has_ended_is_left_out() -> None:
         ring.followers[0].dequeue(timeout=0.0)
     ring.member(0).enqueue("new")
     assert unread(ring.followers[0]) == ["new"]
+
+
+def test_nobody_elses_file_is_taken_for_a_long_message() -> None:
+    ring = Ring(2)
+    ring.tell(LONG)
+    (file,) = ring.leader._long.values()
+    other = os.memfd_create("other")
+    os.write(other, pickle.dumps("not of this cell"))
+    os.dup2(other, file)
+    os.close(other)
+    with pytest.raises(TimeoutError):
+        ring.followers[0].dequeue(timeout=0.0)
+    ring.tell("new")
+    assert unread(ring.followers[0]) == ["new"]
