@@ -6,19 +6,21 @@ All others live on, with the streams that they serve: nobody waits until the cel
 import asyncio
 import json
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.lost_ranks import (
     STARTED,
     back,
     begun,
+    calm_tokens,
     four_ranks,
     kill,
     ranks_of,
@@ -29,9 +31,6 @@ from tests.harness.lost_ranks import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-TOKENS = 900
-"""Streams last until the group is formed again, and beyond."""
 
 PAUSE_LIMIT_S = 3.0
 
@@ -59,77 +58,24 @@ def processes(cell: BareCell) -> list[int]:
     return [int(rank["pid"]) for rank in ranks_of(cell)]
 
 
-def serves(cell: BareCell, layout: str) -> bool:
-    view: dict[str, Any] = cell.get("/admin/layout")
-    return bool(view["serving"]) and view["layout"] == layout
+def serves(layout: str) -> Callable[[BareCell], bool]:
+    def is_so(cell: BareCell) -> bool:
+        view: dict[str, Any] = cell.get("/admin/layout")
+        return bool(view["serving"]) and view["layout"] == layout
+
+    return is_so
+
+
+def is_wanted(layout: str) -> Callable[[BareCell], bool]:
+    """The switch to the layout is under way, or over."""
+    return lambda cell: bool(cell.get("/admin/layout")["target"] == layout)
 
 
 def probed_later(cell: BareCell) -> list[dict[str, Any]]:
     """The probes behind the start."""
-    lines = [line for line in cell.log("worker").splitlines() if '"mode_probed"' in line]
-    return [each for each in map(json.loads, lines) if each["epoch"] > 0]
-
-
-async def test_a_group_is_formed_again_while_its_streams_run(named: tuple[BareCell, str]) -> None:
-    cell, layout = named
-    client = TaskClient()
-    async with client.connected(cell):
-        expected = tokens_of(await client.finish(*submit(client, "calm", TOKENS)))
-    cell.switch(layout, "reshard")
-    for rank, which in ((1, "follower"), (0, "leader")):
-        before = processes(cell)
-        client = TaskClient()
-        async with client.connected(cell):
-            names = submit(client, which, TOKENS)
-            await begun(client, names)
-            await asyncio.to_thread(kill, cell, rank, before[rank])
-            again_s = await asyncio.to_thread(
-                until, cell, f"{layout} again", lambda cell: serves(cell, layout)
-            )
-            open_then = sum(not client.streams[name].finished for name in names)
-            streams = await client.finish(*names)
-        tag = f"{which} of {layout}"
-        print(f"{tag}: {layout} serves again {again_s:.1f} s after the loss was known")
-        pause_s = tell_pauses(tag, streams)
-        assert tokens_of(streams) == expected
-        assert open_then == len(names), "streams ended before the group was formed again"
-        assert pause_s < PAUSE_LIMIT_S
-        changed = [a != b for a, b in zip(before, processes(cell), strict=True)]
-        assert [number for number, is_new in enumerate(changed) if is_new] == [rank]
-        back(cell, tag)
-    assert len(probed_later(cell)) == 2, "each new group has shown that it computes the same"
-    assert all(each["mode"] == layout for each in probed_later(cell))
-    assert not any(rank["degraded"] for rank in ranks_of(cell))
-    assert "ranks_renewed" not in cell.log("worker")
-
-
-async def test_who_ends_again_on_its_way_back_holds_nobody_up(named: tuple[BareCell, str]) -> None:
-    """First while it builds, then in the switch to the wide layout."""
-    cell, layout = named
-    client = TaskClient()
-    async with client.connected(cell):
-        expected = tokens_of(await client.finish(*submit(client, "calm", TOKENS)))
-    until(cell, layout, lambda cell: serves(cell, layout))
-    before, starts = processes(cell), len(started(cell))
-    client = TaskClient()
-    async with client.connected(cell):
-        names = submit(client, "on its way", TOKENS)
-        await begun(client, names)
-        await asyncio.to_thread(kill, cell, 1, before[1])
-        await asyncio.to_thread(until, cell, "started", lambda cell: len(started(cell)) > starts)
-        os.kill(started(cell)[-1], signal.SIGKILL)
-        await asyncio.to_thread(until, cell, "wanted again", lambda cell: is_wanted(cell, layout))
-        pid = processes(cell)[1]
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.to_thread(until, cell, f"{layout} again", lambda cell: serves(cell, layout))
-        streams = await client.finish(*names)
-    pause_s = tell_pauses(f"{layout}, lost three times", streams)
-    assert tokens_of(streams) == expected
-    assert pause_s < PAUSE_LIMIT_S
-    assert len(started(cell)) == starts + 3
-    after = processes(cell)
-    assert (after[0], after[2:]) == (before[0], before[2:])
-    back(cell, layout)
+    # Two ranks may log on one line.
+    told = re.findall(r'\{[^{}]*"mode_probed"[^{}]*\}', cell.log("worker"))
+    return [each for each in map(json.loads, told) if each["epoch"] > 0]
 
 
 def started(cell: BareCell) -> list[int]:
@@ -138,6 +84,82 @@ def started(cell: BareCell) -> list[int]:
     return [int(each["pid"]) for each in map(json.loads, lines) if each["rank"] == 1]
 
 
-def is_wanted(cell: BareCell, layout: str) -> bool:
-    """The switch to the layout is under way, or over."""
-    return bool(cell.get("/admin/layout")["target"] == layout)
+async def streams_through(
+    cell: BareCell, tag: str, lose: Callable[[], Awaitable[None]]
+) -> list[Stream]:
+    """Ask for streams again and again while ranks are lost; returns all at their end."""
+    client = TaskClient()
+    found: list[Stream] = []
+    async with client.connected(cell):
+
+        async def waves(number: int) -> None:
+            count = 0
+            while not losing.done():
+                found.extend(await client.finish(*submit(client, f"{tag} {number}.{count}")))
+                count += 1
+
+        async def lose_and_see() -> None:
+            await begun(client, list(client.streams))
+            await lose()
+            unfinished = [each for each in client.streams.values() if not each.finished]
+            assert unfinished, "nobody was served when the group was formed again"
+
+        # Never all at once are over: the second ones begin in the middle of the first.
+        first = submit(client, f"{tag} first")
+        losing = asyncio.create_task(lose_and_see())
+        others = asyncio.create_task(waves(0))
+        found.extend(await client.finish(*first))
+        await asyncio.gather(waves(1), others, losing)
+    assert tell_pauses(tag, found) < PAUSE_LIMIT_S
+    return found
+
+
+async def exact(cell: BareCell, streams: list[Stream]) -> bool:
+    """Whether all are as they are when nothing goes wrong; asked when nothing does."""
+    calm = await calm_tokens(cell)
+    return tokens_of(streams) == calm * (len(streams) // len(calm))
+
+
+async def test_a_group_is_formed_again_while_its_streams_run(named: tuple[BareCell, str]) -> None:
+    cell, layout = named
+    cell.switch(layout, "reshard")
+    probes = len(probed_later(cell))
+    for rank, which in ((1, "follower"), (0, "leader")):
+        before, tag = processes(cell), f"{which} of {layout}"
+
+        async def lose(rank: int = rank, before: list[int] = before, tag: str = tag) -> None:
+            await asyncio.to_thread(kill, cell, rank, before[rank])
+            again_s = await asyncio.to_thread(until, cell, f"{layout} again", serves(layout))
+            print(f"{tag}: {layout} serves again {again_s:.1f} s after the loss was known")
+
+        streams = await streams_through(cell, tag, lose)
+        changed = [a != b for a, b in zip(before, processes(cell), strict=True)]
+        assert [number for number, is_new in enumerate(changed) if is_new] == [rank]
+        back(cell, tag)
+        assert await exact(cell, streams)
+    later = probed_later(cell)[probes:]
+    assert [each["mode"] for each in later] == [layout] * 2, "each new group has proved itself"
+    assert not any(rank["degraded"] for rank in ranks_of(cell))
+    assert "ranks_renewed" not in cell.log("worker")
+
+
+async def test_who_ends_again_on_its_way_back_holds_nobody_up(named: tuple[BareCell, str]) -> None:
+    """First while it builds, then in the switch to the wide layout."""
+    cell, layout = named
+    cell.switch(layout, "reshard")
+    before, starts = processes(cell), len(started(cell))
+
+    async def lose() -> None:
+        await asyncio.to_thread(kill, cell, 1, before[1])
+        await asyncio.to_thread(until, cell, "started", lambda cell: len(started(cell)) > starts)
+        os.kill(started(cell)[-1], signal.SIGKILL)
+        await asyncio.to_thread(until, cell, f"{layout} wanted", is_wanted(layout))
+        os.kill(processes(cell)[1], signal.SIGKILL)
+        await asyncio.to_thread(until, cell, f"{layout} again", serves(layout))
+
+    streams = await streams_through(cell, f"{layout}, lost three times", lose)
+    assert len(started(cell)) == starts + 3
+    after = processes(cell)
+    assert (after[0], after[2:]) == (before[0], before[2:])
+    back(cell, layout)
+    assert await exact(cell, streams)
