@@ -11,22 +11,21 @@ collective after the one that last used it, so nobody reads there any more. A fo
 collective counts from 1 again, so that a member which was called out of an earlier one, wherever it
 was there, begins at the same place as the others. One that comes too late finds words of another
 formation, and what it read does not count.
+
+The memory outlives its members (`cell_memory`): a process that takes the place of a lost one begins
+at 0 there, which is before all formations that it can be in.
 """
 
 import mmap
 import os
-import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from comm_pool.cell_memory import FENCE
 from comm_pool.formations import Formations, PeerLostError
-
-FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
 
 HALF_BYTES = 1 << 20
 """Longest piece of a message; longer ones take several rounds."""
@@ -39,9 +38,6 @@ NAP_S = 0.00002
 SEQUENCE_BITS = 39
 """A word is a formation (24 bits) and a number in it: enough for a year at 10,000 per second."""
 
-_fence = threading.Lock()
-"""Taking a lock orders memory on processors that would not do it by themselves, as vLLM does it."""
-
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -53,17 +49,42 @@ class SharedPlane:
     `PeerLostError` if the formation is aborted meanwhile.
     """
 
-    def __init__(self, memory: mmap.mmap, place: int, width: int, formations: Formations) -> None:
-        """`memory` is what `map_plane` gave; this is member `place` of `width`."""
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        place: int,
+        width: int,
+        formations: Formations,
+        *,
+        rehearses: bool = False,
+    ) -> None:
+        """`memory` is of `plane_bytes`; this is member `place` of `width`.
+
+        One that rehearses computes with zeros for what others would give, until it joins them.
+        """
         self._place = place
         self._width = width
-        self._others = tuple(each for each in range(width) if each != place)
         self._formations = formations
+        self._memory = memory
+        self._rehearses = rehearses
+        self._use(mmap.mmap(-1, plane_bytes(width)) if rehearses else memory)
+
+    def join(self) -> None:
+        """Rehearse no longer; not to be called within a formation."""
+        if self._rehearses:
+            self._rehearses = False
+            self._use(self._memory)
+
+    def _use(self, memory: mmap.mmap) -> None:
+        width, place = self._width, self._place
+        others = () if self._rehearses else range(width)
+        self._others = tuple(each for each in others if each != place)
         words = memoryview(memory).cast("q")
         self._words = words[:width]
         """How far each member is; each is written by its own member alone."""
         self._aborts = words[width : 2 * width]
         """One more than the formation that each member aborted last; 0 is none."""
+        self._words[place] = self._aborts[place] = 0
         raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
         self._raw = raw.view(2, width, HALF_BYTES)
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
@@ -168,7 +189,7 @@ class SharedPlane:
     def _meet(self) -> None:
         """Say that this member's part is there, and wait for those of the others."""
         words, wanted = self._words, (self._born << SEQUENCE_BITS) + self._sequence
-        with _fence:
+        with FENCE:
             words[self._place] = wanted
         for other in self._others:
             spins = SPINS
@@ -180,7 +201,7 @@ class SharedPlane:
                 if self._formations.is_aborted(self._born) or self.is_aborted(self._born):
                     raise PeerLostError(self._born)
                 time.sleep(NAP_S)
-        with _fence:
+        with FENCE:
             pass
 
     def _check(self) -> None:
@@ -207,27 +228,3 @@ def _header_bytes(width: int) -> int:
 def plane_bytes(width: int) -> int:
     """Memory of a plane of so many members."""
     return _header_bytes(width) + 2 * width * HALF_BYTES
-
-
-def map_plane(place: int, width: int, gather: Callable[[Any], Sequence[Any]]) -> mmap.mmap:
-    """Make (member 0) or map the memory of a group's plane; a collective of its members.
-
-    `gather` returns what every member gave it, in order. The name is gone when it returns, so that
-    nothing is left behind however a process ends.
-    """
-    size = plane_bytes(width)
-    own = FOLDER / f"aileron-plane-{os.getpid()}-{secrets.token_hex(4)}"
-    if place == 0:
-        descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.ftruncate(descriptor, size)
-    try:
-        name = gather(str(own))[0]
-        if place != 0:
-            descriptor = os.open(name, os.O_RDWR)
-        memory = mmap.mmap(descriptor, size)
-        os.close(descriptor)
-        gather(None)
-    finally:
-        if place == 0:
-            own.unlink()
-    return memory

@@ -1,10 +1,11 @@
 """vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
 
-Each is a vLLM `GroupCoordinator`: a device plane (NCCL with custom all-reduce; on CPU our own
-`SharedPlane`, which can be aborted) and a control plane (the shared-memory broadcast queue, its
-leader the only writer). All ranks create all groups in the order of `comm_pool.plan`; nothing is
-created later (Flying Serving, Communicator Pool). `activate` makes one the group that vLLM's
-parallel layers talk over.
+Each is a vLLM `GroupCoordinator`: a device plane and a control plane, the step queue whose only
+writer is the leader. On CUDA these are NCCL with custom all-reduce and vLLM's shared-memory
+broadcast queue, which all ranks create together in the order of `comm_pool.plan`. On CPU they are
+our own, `SharedPlane` and `StepRing`, over memory that was there before and outlives a rank.
+Nothing is created later (Flying Serving, Communicator Pool). `activate` makes one the group that
+vLLM's parallel layers talk over.
 """
 
 import os
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,25 +23,23 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.utils import create_tcp_store
 
+from comm_pool.cell_memory import CellMemory, plane_name, queue_name
 from comm_pool.formations import Formations
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 from comm_pool.ports import LOOPBACK
-from comm_pool.shared_plane import SharedPlane, map_plane
+from comm_pool.shared_plane import SharedPlane, plane_bytes
+from comm_pool.step_ring import StepRing, ring_bytes
+from comm_pool.vllm_plane_group import PlaneGroup
 
 LOOPBACK_INTERFACE = "lo"
 
-GROUP_NAMES = {"cuda": "tp", "cpu": "cell"}
-"""vLLM gives custom all-reduce only to groups of the first name, and on CPU its own shared memory,
-whose collectives wait for a dead member for ever, to none of the second."""
+GROUP_NAME = "tp"
+"""vLLM gives custom all-reduce only to groups of this name."""
 
 LARGE_MESSAGE_BYTES = 64 << 20
 """A prefill's all-reduce: larger than custom all-reduce takes, so NCCL does it."""
-
-CPU_SPIN_S = 0.002
-"""How long an idle follower on CPU spins on its step queue before it sleeps."""
-
 
 Ranks = tuple[Rank, ...]
 
@@ -98,6 +96,12 @@ def _join_world(init_method: str, place: int, world: int, backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=place, world_size=world)
 
 
+def _be_a_world() -> None:
+    """Make torch's world group of this process alone, which vLLM insists on."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 class CommunicatorPool:
     """The communicators of one rank, looked up by their ranks or by width."""
 
@@ -113,21 +117,32 @@ class CommunicatorPool:
         init_method: str,
         device: torch.device,
         progress: Callable[[int, int], None],
+        memory: CellMemory | None = None,
+        rehearses: bool = False,
     ) -> None:
-        """Join the world and create every group of the plan; a collective call of all its ranks.
+        """Join the world and create every group of the plan.
 
-        The `world` ranks from `first` on have been started together: all of the cell, or an aligned
-        part of it that was started again. `mixed` shapes get their strided groups behind the plan;
-        those have no control plane.
+        The `world` ranks from `first` on have been started together, or share `memory`: all of the
+        cell, or an aligned part of it that was started again. `mixed` shapes get their strided
+        groups behind the plan; those have no control plane. A collective call of all its ranks,
+        but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
         """
+        self._rank = rank
         self._first = first
+        self._memory = memory
+        self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
-        backend = "nccl" if device.type == "cuda" else "gloo"
         with set_current_vllm_config(config):
-            place = rank - first
-            _join_world(init_method, place, world, backend)
-            parallel_state.init_distributed_environment(world, place, init_method, rank, backend)
+            if memory is None:
+                place, backend = rank - first, "nccl"
+                _join_world(init_method, place, world, backend)
+                of_world = (world, place)
+            else:
+                backend = "gloo"
+                _be_a_world()
+                of_world = (1, 0)
+            parallel_state.init_distributed_environment(*of_world, init_method, rank, backend)
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()
         self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
@@ -138,41 +153,28 @@ class CommunicatorPool:
         total = len(aligned) + len(strided)
         for done, (_, lists) in enumerate(sorted(aligned.items())):
             progress(done, total)
-            made = self._create(config, lists, rank, backend, device, has_queue=True)
+            made = self._create(config, lists, device, has_queue=True)
             self._by_ranks[made.ranks] = made
         self._mixed: dict[Mixed, Communicator] = {}
         for done, (each, lists) in enumerate(strided.items(), len(aligned)):
             progress(done, total)
-            self._mixed[each] = self._create(config, lists, rank, backend, device, has_queue=False)
+            self._mixed[each] = self._create(config, lists, device, has_queue=False)
         progress(total, total)
         self._process_groups = self.process_groups()
 
     def _create(
-        self,
-        config: VllmConfig,
-        lists: list[list[int]],
-        rank: Rank,
-        backend: str,
-        device: torch.device,
-        *,
-        has_queue: bool,
+        self, config: VllmConfig, lists: list[list[int]], device: torch.device, *, has_queue: bool
     ) -> Communicator:
         started, before = time.perf_counter(), _memory_bytes(device)
+        plane = None
         with set_current_vllm_config(config):
-            group = parallel_state.init_model_parallel_group(
-                lists,
-                rank,
-                backend,
-                use_message_queue_broadcaster=has_queue,
-                group_name=GROUP_NAMES[device.type],
-            )
-        plane = _use_shared_plane(group, self._formations) if device.type == "cpu" else None
-        _release_unusable(group)
+            if self._memory is None:
+                group = self._create_together(lists, has_queue=has_queue)
+            else:
+                plane, group = self._create_alone(self._memory, lists, has_queue=has_queue)
         _warm(group, device, exchanges=has_queue and device.type == "cuda")
-        _release_names(group)
-        if group.mq_broadcaster is not None and device.type == "cpu":
-            # vLLM's readers spin for 1 s after each message: too long where ranks share cores.
-            group.mq_broadcaster._spin_condition.busy_loop_s = CPU_SPIN_S
+        if self._memory is None:
+            _release_names(group)
         ranks = tuple(Rank(self._first + place) for place in group.ranks)
         return Communicator(
             ranks,
@@ -181,6 +183,36 @@ class CommunicatorPool:
             max(0, _memory_bytes(device) - before),
             plane,
         )
+
+    def _create_together(self, lists: list[list[int]], *, has_queue: bool) -> GroupCoordinator:
+        group = parallel_state.init_model_parallel_group(
+            lists,
+            self._rank,
+            "nccl",
+            use_message_queue_broadcaster=has_queue,
+            group_name=GROUP_NAME,
+        )
+        _release_unusable(group)
+        return group
+
+    def _create_alone(
+        self, memory: CellMemory, lists: list[list[int]], *, has_queue: bool
+    ) -> tuple[SharedPlane, GroupCoordinator]:
+        ranks = next(each for each in lists if self._rank in each)
+        place, width = ranks.index(self._rank), len(ranks)
+        mapped = memory.map(plane_name(ranks), plane_bytes(width))
+        plane = SharedPlane(mapped, place, width, self._formations, rehearses=self.rehearses)
+        queue = None
+        if has_queue:
+            queue = StepRing(memory.map(queue_name(ranks), ring_bytes(width)), place, width)
+        return plane, PlaneGroup(ranks, self._rank, plane, queue)
+
+    def join(self) -> None:
+        """Compute with the others in wide groups from now on."""
+        self.rehearses = False
+        for _, each in self.named():
+            if each.plane is not None:
+                each.plane.join()
 
     def of(self, ranks: tuple[Rank, ...]) -> Communicator:
         """The communicator of exactly these ranks; KeyError if this rank has none."""
@@ -284,20 +316,6 @@ def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
     plane.group_end()
     received[own].copy_(sent[own])
     return received
-
-
-def _use_shared_plane(group: GroupCoordinator, formations: Formations) -> SharedPlane:
-    """Let vLLM's CPU communicator talk over a plane that can be aborted; collective."""
-
-    def gather(own: object) -> list[Any]:
-        told: list[Any] = [None] * group.world_size
-        dist.all_gather_object(told, own, group=group.cpu_group)
-        return told
-
-    place, width = int(group.rank_in_group), int(group.world_size)
-    plane = SharedPlane(map_plane(place, width, gather), place, width, formations)
-    group.device_communicator.dist_module = plane
-    return plane
 
 
 def _release_unusable(group: GroupCoordinator) -> None:

@@ -1,9 +1,9 @@
 """How a cell becomes whole again once what was lost has come back. Pure; called at each tick.
 
-A lost rank comes back alone, in dp. Two things stand between that and the layout that was served
-before: somebody must want it again, and ranks that were not started together have no communicators
-with each other, so that they must all be started again, which costs nobody anything while there is
-nothing to do.
+A lost rank comes back in dp. Two things may stand between that and the layout that was served
+before: somebody must want it again, and, on CUDA, ranks that were not started together have no
+communicators with each other, so that they must all be started again, which costs nobody anything
+while there is nothing to do.
 """
 
 from comm_pool.layout import Layout, Rank, format_layout

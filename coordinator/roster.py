@@ -51,8 +51,8 @@ class Seen:
 class Roster:
     """The ranks of a cell as far as they were heard.
 
-    Only ranks of one cohort, that is started together, can form wide groups: communicators that
-    others shared with an earlier process ended with it.
+    Only ranks of one cohort can form wide groups. Where communicators end with a process, those are
+    one that were started together; where they lie in memory that outlives it, all are.
     """
 
     __slots__ = ("_seen", "_widest", "guard", "world")
@@ -167,7 +167,7 @@ class Roster:
         return any(self.supports(rank, width) for width in self._seen[rank].hello.widths[1:])
 
     def is_one_cohort(self, ranks: Iterable[Rank]) -> bool:
-        """Say whether those of the ranks that were heard have been started together."""
+        """Say whether those of the ranks that were heard share communicators."""
         cohorts = {self._seen[rank].hello.cohort for rank in ranks if rank in self._seen}
         return len(cohorts) <= 1
 

@@ -7,6 +7,7 @@ for byte what the dp block `page` holds for those heads.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -47,15 +48,21 @@ class KVBuffer:
     """All KV memory of a rank: one int8 tensor of num_pages pages, and its views per width."""
 
     def __init__(
-        self, specs: dict[str, FullAttentionSpec], num_pages: int, device: torch.device
+        self,
+        specs: dict[str, FullAttentionSpec],
+        num_pages: int,
+        device: torch.device,
+        take: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
+        """`take` gives so many bytes of memory, (n,) int8; without it they are allocated."""
         self.geometry = geometry_of(specs)
         self.num_pages = num_pages
         self._layers = list(specs)
         self._spec = next(iter(specs.values()))
         if self._spec.page_size_bytes != self.geometry.layer_page_bytes:
             raise GeometryError("vLLM pads this model's KV pages, so they cannot be split.")
-        self.raw = allocate(num_pages * self.geometry.page_bytes, device)
+        num_bytes = num_pages * self.geometry.page_bytes
+        self.raw = take(num_bytes) if take is not None else allocate(num_bytes, device)
 
     def config(self, k: int) -> KVCacheConfig:
         """What vLLM is told of width k: num_pages·slots blocks of b tokens."""

@@ -4,8 +4,11 @@ A fork costs milliseconds where an import costs seconds. The launcher itself nev
 thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
 coordinator know through the herald, and starts the rank again; only a rank that fails before the
 whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
-together, so that groups of all widths can be formed once more; the herald sends it where the
-coordinator asks for that.
+together; the herald sends it where the coordinator asks for that.
+
+On CPU the launcher also makes the memory that ranks share (`comm_pool.cell_memory`), so that one
+that is started again joins those that live. On CUDA groups that had a lost member can only be
+formed again by ranks that are started together.
 """
 
 import ctypes
@@ -15,17 +18,19 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import structlog
 
+from comm_pool.cell_memory import CellMemory, cell_memory
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
 from worker.herald import HeraldPipe, Told, run_herald
 from worker.pulse import Pulse
 from worker.rank_process import announce, build_engine, serve_rank
+from worker.rank_spec import everyone, rank_spec
 from worker.restarts import Cohort, Restarts, split
 from worker.vllm_config import EngineConfig, replica_config
 from worker.vllm_device import prepare_launcher
@@ -50,7 +55,6 @@ AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that the launcher waits for instead of being interrupted by them."""
 
 READY = b"r"
-NS_PER_S = 1_000_000_000
 
 
 def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
@@ -98,7 +102,12 @@ class Launcher:
         """Of each pid, and whether it goes on."""
         # Members of a group that are stuck end a little later than the one that they wait for.
         together_s = config.cell.stuck_after_ms / 1e3 + TOGETHER_MARGIN_S
-        self._restarts = Restarts(config.cell.ranks, together_s)
+        self._shares_memory = config.cell.device == "cpu"
+        self._restarts = Restarts(config.cell.ranks, together_s, shares_memory=self._shares_memory)
+        self._memory: CellMemory | None = None
+        """Of the cohort of all ranks that was started last."""
+        self._cohort = 0
+        """Its number."""
         self._pipe = HeraldPipe()
         self._herald = 0
         self._is_stopping = False
@@ -117,7 +126,7 @@ class Launcher:
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         self._start_herald()
         cell = self._config.cell
-        self._start(base, tuple(map(Rank, range(cell.ranks))), cell.dist_port)
+        self._start(base, everyone(self._config), cell.dist_port)
         failed = self._keep_up(base)
         os.kill(self._herald, signal.SIGKILL)
         os.waitpid(self._herald, 0)
@@ -130,6 +139,8 @@ class Launcher:
 
         def run() -> None:
             os.close(self._pipe.writer)
+            if self._memory is not None:
+                self._memory.close()
             run_herald(listen, token, self._pipe.reader, lambda: os.kill(launcher, signal.SIGUSR1))
 
         self._herald = _fork(run, lambda _: None)
@@ -139,13 +150,27 @@ class Launcher:
         self._pipe.tell(Told(self._restarts.ended(), self._restarts.newest()))
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
-        cohort = Cohort(time.time_ns(), ranks, port)
+        joins = self._shares_memory and len(ranks) < self._config.cell.ranks
+        if not joins:
+            self._cohort = time.time_ns()
+            self._renew_memory()
+        cohort = Cohort(self._cohort, ranks, port, joins)
+        wall_s = int(time.time())
+        together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
         for rank in ranks:
-            self._start_rank(base, rank, cohort)
+            self._start_rank(base, rank, cohort, together)
         self._tell_herald()
 
-    def _start_rank(self, base: EngineConfig, rank: Rank, cohort: Cohort) -> None:
-        incarnation = self._restarts.started(rank, cohort, cohort.number // NS_PER_S)
+    def _renew_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        if self._shares_memory:
+            self._memory = memory_of(self._config)
+
+    def _start_rank(
+        self, base: EngineConfig, rank: Rank, cohort: Cohort, together: Mapping[Rank, int]
+    ) -> None:
+        incarnation = together[rank]
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         pulse = Pulse()
@@ -155,7 +180,8 @@ class Launcher:
 
         def run() -> None:
             self._pipe.close()
-            serve_rank(self._config, base, rank, incarnation, cohort, is_ready, pulse.beat)
+            spec = rank_spec(self._config, rank, cohort, self._memory, together)
+            serve_rank(self._config, base, spec, incarnation, is_ready, pulse.beat)
 
         pid = fork_rank(rank, run)
         os.close(writer)
@@ -187,12 +213,13 @@ class Launcher:
         cell = self._config.cell
         due = self._restarts.take_due(now_s)
         if self._is_renewing:
-            due = [] if self._pids else [Rank(number) for number in range(cell.ranks)]
+            due = [] if self._pids else list(everyone(self._config))
         if due:
             self._is_renewing, self._kill_at_s = False, None
-        for ranks in split(due, cell.widths, cell.ranks):
+        # Where memory is shared nobody needs others that start.
+        for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
             # If it is taken meanwhile, the start is tried again.
-            (port,) = free_ports(1)
+            port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
     def _await_signal(self) -> None:
@@ -290,13 +317,21 @@ def _next_ended() -> tuple[int, int] | None:
     return None
 
 
+def memory_of(config: Config) -> CellMemory:
+    """Make the memory that the ranks of a cell share; before they are forked."""
+    return cell_memory(config.cell.ranks, config.cell.widths, config.mixed_groups())
+
+
 def probe(config: Config) -> int:
     """Build all ranks' engines, print what each holds in memory, and end; for `aileron doctor`."""
     base = replica_config(config)
     prepare_launcher(base)
+    ranks = everyone(config)
+    cohort = Cohort(0, ranks, config.cell.dist_port)
+    memory = memory_of(config) if config.cell.device == "cpu" else None
 
     def run(rank: Rank) -> None:
-        engine = build_engine(config, base, rank)
+        engine = build_engine(base, rank_spec(config, rank, cohort, memory))
         announce(
             "rank_probed",
             rank=rank,
@@ -307,7 +342,6 @@ def probe(config: Config) -> int:
         )
         engine.communicators.of_width(max(config.cell.widths)).group.barrier()
 
-    ranks = [Rank(number) for number in range(config.cell.ranks)]
     pids = [fork_rank(rank, functools.partial(run, rank)) for rank in ranks]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return 0 if not any(codes) else 1

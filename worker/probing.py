@@ -2,15 +2,17 @@
 
 The leader of a group that was just formed runs the probe before its first step, which its followers
 obey like any other, and compares it with what the same mode gave when the ranks started; there,
-every mode is compared with dp. What follows from it is decided by the coordinator.
+every mode is compared with dp. It does so where switches are to be followed by a probe, and the
+first time that a group serves with a process that was started later than the others: that has
+computed alone until then. What follows from it is decided by the coordinator.
 """
 
 import time
 
 import structlog
 
-from comm_pool.layout import Mode, Rank, StepMode, step_name
-from coordinator.protocol.messages import Binding, Probed
+from comm_pool.layout import Group, Mode, Rank, StepMode, step_name
+from coordinator.protocol.messages import Binding, Directive, Probed
 from worker.member import Member
 from worker.probe import error_nats
 from worker.step_queue import Step
@@ -26,11 +28,15 @@ class Probing:
     def __init__(self, engine: RankEngine, *, after_switch: bool) -> None:
         self._engine = engine
         self._after_switch = after_switch
+        self._together = dict(engine.spec.together)
+        self._proved: dict[Group, list[int | None]] = {}
+        """The processes of a group when it was probed last."""
         self._results: dict[tuple[tuple[Rank, ...], str], Probed] = {}
         wanted = engine.probed[1, Mode.DP][0]
         for (width, step_mode), (values, took_us) in engine.probed.items():
             mode = engine.of_width(width)
-            if mode.is_leader:
+            # Of wide modes who joins others knows what they should give, but has not computed it.
+            if mode.is_leader and (width == 1 or not engine.spec.joins):
                 self._note(mode, step_mode, 0, error_nats(values, wanted), took_us)
 
     @property
@@ -38,9 +44,12 @@ class Probing:
         """What to tell the coordinator, again and again: it knows what it has seen."""
         return tuple(self._results.values())
 
-    def formed(self, member: Member, binding: Binding, epoch: int) -> None:
-        """Probe a group that this rank leads, if switches are to be followed by that."""
-        if not self._after_switch:
+    def formed(self, member: Member, binding: Binding, directive: Directive) -> None:
+        """Probe a group that this rank leads, if that is wanted or it is new in its members."""
+        ranks, present = binding.group.ranks, dict(directive.members)
+        processes = [present.get(rank) for rank in ranks]
+        known = self._proved.get(binding.group, [self._together.get(rank) for rank in ranks])
+        if not self._after_switch and (len(ranks) == 1 or processes == known):
             return
         mode = member.mode_of(binding.group)
         if mode.scheduler is None or mode.scheduler.is_full:
@@ -56,7 +65,9 @@ class Probing:
             values = self._engine.probe.run(execute, step_mode)
             took_us = (time.perf_counter_ns() - started_ns) // 1000
             wanted, _ = self._engine.probed[mode.key.width, step_mode]
+            epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)
+        self._proved[binding.group] = processes
 
     def _note(
         self, mode: PreparedMode, step_mode: StepMode, epoch: int, error: float, took_us: int

@@ -221,7 +221,7 @@ class RankLoop:
             case Join(binding=binding):
                 member.join(binding)
                 self._sharers.formed(binding.group.ranks, dict(move.directive.members))
-            case Serve(binding=binding, grant_pages=pages, kept=kept):
+            case Serve(binding=binding, grant_pages=pages, kept=kept, directive=directive):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
                     told = member.kept.get(binding.group.ranks)
@@ -232,9 +232,8 @@ class RankLoop:
                         return
                     member.begin(pages, indices, version)
                     self._clock.begun(is_busy=member.has_tasks)
-                    self._clock.leads(move.directive.stage.epoch)
-                    epoch = move.directive.stage.epoch
-                    self._lost.guarded(lambda: self._probing.formed(member, binding, epoch))
+                    self._clock.leads(directive.stage.epoch)
+                    self._lost.guarded(lambda: self._probing.formed(member, binding, directive))
             case Reshard(directive=directive):
                 member.moving.move(directive, lambda: self._is_overtaken(directive))
             case Resolve():

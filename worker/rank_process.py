@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import structlog
 
-from comm_pool.layout import Rank
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.messages import Binding, RankDown
 from coordinator.protocol.seat import Seat
@@ -22,13 +21,13 @@ from worker.member import Member
 from worker.outlet import Outlet
 from worker.peer_loss import PeerLoss
 from worker.rank_loop import RankLoop
-from worker.restarts import Cohort
+from worker.rank_spec import RankSpec
 from worker.session import Inbox, RankSession
 from worker.step_times import told
 from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
-from worker.vllm_rank import RankEngine, RankSpec, settle_environment
+from worker.vllm_rank import RankEngine, settle_environment
 from worker.watchdog import Progress, watch
 
 log = structlog.get_logger()
@@ -46,43 +45,15 @@ def announce(event: str, **fields: object) -> None:
     os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
 
 
-def rank_spec(config: Config, rank: Rank, cohort: Cohort | None = None) -> RankSpec:
-    """What this rank must know; without a `cohort` all ranks of the cell start together."""
-    threads = config.cell.threads_per_rank
-    if threads == 0 and config.cell.device == "cuda":
-        threads = 1  # As vLLM's workers: small CPU operations are slower on more.
-    if threads == 0 and config.cell.device == "cpu":
-        # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
-        threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
-    cohort = cohort or Cohort(0, _everyone(config), config.cell.dist_port)
-    world = len(cohort.ranks)
-    return RankSpec(
-        rank=rank,
-        first=cohort.ranks[0],
-        world=world,
-        widths=tuple(width for width in config.cell.widths if width <= world),
-        widest=max(config.cell.widths),
-        mixed=tuple(each for each in config.mixed_groups() if each.width <= world),
-        init_method=f"tcp://127.0.0.1:{cohort.port}",
-        threads=threads,
-        cohort=cohort.number,
-    )
-
-
-def _everyone(config: Config) -> tuple[Rank, ...]:
-    return tuple(map(Rank, range(config.cell.ranks)))
-
-
-def build_engine(
-    config: Config, base: EngineConfig, rank: Rank, cohort: Cohort | None = None
-) -> RankEngine:
+def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
     """Build a rank's engine and announce its progress."""
+    rank = spec.rank
 
     def progress(stage: str, done: int, total: int) -> None:
         announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
 
     started = time.monotonic()
-    engine = RankEngine(base, rank_spec(config, rank, cohort), progress)
+    engine = RankEngine(base, spec, progress)
     log.info(
         "rank_built",
         rank=rank,
@@ -105,9 +76,8 @@ def longest_step_s(engine: RankEngine) -> float:
 def serve_rank(
     config: Config,
     base: EngineConfig,
-    rank: Rank,
+    spec: RankSpec,
     incarnation: int,
-    cohort: Cohort,
     on_ready: Callable[[], None],
     beat: Callable[[], None],
 ) -> None:
@@ -115,9 +85,10 @@ def serve_rank(
 
     `on_ready` is called when it can serve, and `beat` again and again from then on.
     """
+    rank = spec.rank
     structlog.contextvars.bind_contextvars(rank=rank)
     sys.setswitchinterval(GIL_SWITCH_S)
-    engine = build_engine(config, base, rank, cohort)
+    engine = build_engine(base, spec)
     inbox: Inbox = Inbox()
     seat = Seat(rank, incarnation)
 

@@ -1,9 +1,10 @@
 """When ranks whose processes ended are started again, and which of them together. Pure.
 
-Ranks that start together share communicators, so those of one group, which end within a moment of
-each other, come back as a group. A rank is tried for ever: what kills it may pass, such as memory
-that another process took. It is tried less and less often, so that its building costs those that
-serve next to nothing.
+Where ranks share memory, each comes back alone and joins the others. Where they do not, those that
+start together share communicators, so those of one group, which end within a moment of each other,
+come back as a group. A rank is tried for ever: what kills it may pass, such as memory that another
+process took. It is tried less and less often, so that its building costs those that serve next to
+nothing.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,6 +24,8 @@ class Cohort:
     number: int
     ranks: tuple[Rank, ...]
     port: int
+    joins: bool = False
+    """The others serve already, and share their memory with who is started."""
 
 
 def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:
@@ -44,11 +47,16 @@ class Restarts:
     """The processes of each rank; times are seconds of one clock that never goes back.
 
     `together_s` is how long the first start waits: whoever ends within it, is started with it.
+    With `shares_memory` a rank joins others in what they have prepared together; until they have,
+    all are started together.
     """
 
-    def __init__(self, world: int, together_s: float) -> None:
+    def __init__(self, world: int, together_s: float, *, shares_memory: bool = False) -> None:
         self._world = world
         self._together_s = together_s
+        self._shares_memory = shares_memory
+        self._is_prepared = False
+        """A rank was ready, and so all that it was started with have prepared what they share."""
         self._incarnations: dict[Rank, int] = {}
         self._cohorts: dict[Rank, Cohort] = {}
         self._ended: dict[Rank, int] = {}
@@ -63,6 +71,7 @@ class Restarts:
         It grows with each process, also over restarts of the launcher.
         """
         self._due.pop(rank, None)
+        self._is_prepared &= cohort.joins
         self._cohorts[rank] = cohort
         self._incarnations[rank] = max(wall_s, self._incarnations.get(rank, 0) + 1)
         return self._incarnations[rank]
@@ -71,6 +80,7 @@ class Restarts:
         """The rank's process can serve."""
         self._ready_at[rank] = now_s
         self._were_ready.add(rank)
+        self._is_prepared = True
 
     @property
     def all_were_ready(self) -> bool:
@@ -107,14 +117,15 @@ class Restarts:
 
     def take_due(self, now_s: float) -> list[Rank]:
         """Return the ranks to be started now: if any is due, all that are due soon."""
-        if not any(now_s >= due_s for due_s in self._due.values()):
+        due_s = self.next_due_s()
+        if due_s is None or now_s < due_s:
             return []
-        return sorted(
-            rank for rank, due_s in self._due.items() if now_s + self._together_s >= due_s
-        )
+        return sorted(rank for rank, at_s in self._due.items() if now_s + self._together_s >= at_s)
 
     def next_due_s(self) -> float | None:
         """Return when `take_due` has something to say; None if nothing waits."""
+        if self._shares_memory and not self._is_prepared:
+            return max(self._due.values()) if len(self._due) == self._world else None
         return min(self._due.values(), default=None)
 
     def newest(self) -> tuple[tuple[Rank, int], ...]:

@@ -1,36 +1,37 @@
 """vLLM adapter: everything a rank prepares at start-up, one set of objects per width.
 
 Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV sized
-from what is truly left, schedulers, and the graphs and one warm step per mode. Afterwards selecting
-a width is two assignments: no allocation, no new process group, no collective. tp, sp and mixed
-modes of a width share all but the tree, so they change from one step to the next.
+from what is truly left, schedulers, and the graphs and one warm step per mode. All ranks do it
+together, but for one that joins others while they serve (CPU): it does it alone. Afterwards
+selecting a width is two assignments: no allocation, no new process group, no collective. tp, sp and
+mixed modes of a width share all but the tree, so they change from one step to the next.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
 import torch
-import torch.distributed as dist
 from torch import nn
 from vllm import envs
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Group, Mode, Rank, StepMode
-from comm_pool.mixed import Mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
-from kvadaptor.movers import Mover, make_mover
+from kvadaptor.movers import Mover
 from kvadaptor.pages import PagePool
 from kvadaptor.vllm_translate import SlotTable, translate
 from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
-from worker.board import Board, open_boards
+from worker.board import Board
+from worker.measured import Measured, Probes
+from worker.rank_spec import RankSpec
 from worker.step_times import StepTimes
 from worker.vllm_calibrate import measure_steps
 from worker.vllm_config import ModeKey, mode_config
@@ -44,6 +45,7 @@ from worker.vllm_device import (
     used_bytes,
 )
 from worker.vllm_layers import ViewError
+from worker.vllm_peers import gathered_peers, shared_peers, take_kv
 from worker.vllm_probe import ProbeBatch
 from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler
 from worker.vllm_step_plan import StepPlan
@@ -101,26 +103,6 @@ class PreparedMode:
         return self.runner.run(output, plan.grammar, plan.resuming)
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """What a rank must know to start.
-
-    The `world` ranks from `first` on start together and may form groups of `widths`: all ranks of
-    the cell, or those that are started again. `widest` is the widest group of the cell.
-    """
-
-    rank: Rank
-    first: Rank
-    world: int
-    widths: tuple[int, ...]
-    widest: int
-    init_method: str
-    threads: int
-    mixed: tuple[Mixed, ...] = ()
-    cohort: int = 0
-    """The number that those which start together have in common."""
-
-
 def settle_environment() -> None:
     """Let vLLM remember its environment variables, as its own engine does: steps ask for them."""
     envs.enable_envs_cache()
@@ -145,6 +127,8 @@ class RankEngine:
             init_method=spec.init_method,
             device=self.device,
             progress=lambda done, total: progress("communicators", done, total),
+            memory=spec.memory,
+            rehearses=spec.joins,
         )
         notes.note("communicators")
         progress("weights", 0, 1)
@@ -177,8 +161,8 @@ class RankEngine:
             key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
         }
         self.probe = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot)
-        self.probed: dict[tuple[int, StepMode], tuple[tuple[float, ...], int]] = {}
-        """(width, mode) -> log-probabilities of the probe at start, and its microseconds."""
+        self.probed: Probes = {}
+        """Of the start."""
         self._warm(progress)
         notes.note("graphs and warm steps")
         named = sum(size for name, size in self.memory() if name not in ("context", "activations"))
@@ -243,31 +227,18 @@ class RankEngine:
                 f"{pages} pages of KV memory, but a group {widest} wide needs {need} for a task of "
                 f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
             )
-        return KVBuffer(specs, pages, self.device)
+        memory = self.spec.memory
+        take = partial(take_kv, memory, self.spec.rank) if memory is not None else None
+        return KVBuffer(specs, pages, self.device, take)
 
     def _connect_peers(self) -> tuple[dict[Rank, Board], Mover]:
-        """Boards and KV memory of all that started together, for moves; a collective of them.
-
-        The mover counts ranks from the first of those that started together.
-        """
-        world = get_world_group()
-
-        def gather(own: Any) -> Sequence[Any]:
-            told: list[Any] = [None] * self.spec.world
-            dist.all_gather_object(told, own, group=world.cpu_group)
-            return told
-
-        opened = open_boards(self.spec.rank - self.spec.first, gather)
-        boards = {Rank(rank): each for rank, each in enumerate(opened, self.spec.first)}
-        mover, refusal = make_mover(
-            self.kv.raw,
-            self.kv.geometry,
-            cpu_group=world.cpu_group,
-            device_group=world.device_group,
-        )
-        if refusal is not None:
-            log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
-        for width in self.spec.widths:
+        """Boards and KV memory of all that it can move tasks to."""
+        spec = self.spec
+        if spec.memory is not None:
+            boards, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
+        else:
+            boards, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
+        for width in spec.widths:
             if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
                 mover.warm(width)
         return boards, mover
@@ -324,7 +295,13 @@ class RankEngine:
         return get_request_block_hasher(cache.block_size, hash_fn)
 
     def _warm(self, progress: Progress) -> None:
-        """Graphs, one forward pass per mode and its step times, all ranks in one order."""
+        """Graphs, one forward pass per mode and its step times, all ranks in one order.
+
+        Who joins others that serve takes over what needs them, and is with them from here on.
+        """
+        spec, known = self.spec, None
+        if spec.joins and spec.memory is not None:
+            known = Measured.left(spec.memory, spec.rank)
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key.width)
@@ -333,8 +310,19 @@ class RankEngine:
                 self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
                 mode.runner.warm()
                 mode.communicator.group.barrier()
-                mode.calibrate(measure_steps(mode.runner, key.width, self.device))
-            self._probe(mode)
+                if known is None:
+                    mode.calibrate(measure_steps(mode.runner, key.width, self.device))
+                else:
+                    mode.calibrate(known.times[key.width])
+            if known is None or key.width == 1:
+                self._probe(mode)
+        if known is not None:
+            self.probed = {**known.probed, **self.probed}
+        elif spec.memory is not None:
+            times = {key.width: mode.times for key, mode in self.modes.items()}
+            Measured(times, self.probed).leave(spec.memory, spec.rank)
+            self.communicators.of_width(max(spec.widths)).group.barrier()
+        self.communicators.join()
         progress("warm", len(self.modes), len(self.modes))
 
     def _probe(self, mode: PreparedMode) -> None:

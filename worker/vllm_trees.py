@@ -24,7 +24,12 @@ from worker.vllm_device import whole_blocks
 from worker.vllm_layers import ViewError
 from worker.vllm_rope import fuse_rope
 from worker.vllm_selftest import prove_tree
-from worker.vllm_sp import build_mixed_tree, build_sp_tree, prove_exchange
+from worker.vllm_sp import (
+    SequenceParallel,
+    build_mixed_tree,
+    build_sp_tree,
+    prove_exchange,
+)
 from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
 
 log = structlog.get_logger()
@@ -35,7 +40,7 @@ Trees = dict[ModeKey, dict[StepMode, nn.Module]]
 
 @dataclass(slots=True)
 class TreeBuilder:
-    """Builds a rank's trees, together with all other ranks.
+    """Builds a rank's trees, together with all other ranks unless it rehearses.
 
     `keys` are dp and tp of every further width, ascending; `configs` has vLLM's configuration of
     each, `mixed` the shapes to prepare beside them. Weights lie in `shards` parts, as in all ranks
@@ -124,7 +129,7 @@ class TreeBuilder:
         except ViewError as error:
             log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
             return
-        prove_exchange(tree.exchange, self.device)
+        self._prove_exchange(tree)
         self._require_views(f"sp{key.width}", tree, replica)
         trees[Mode.SP] = tree
         for mixed in self.mixed:
@@ -143,6 +148,11 @@ class TreeBuilder:
                 reducing=reducing,
                 whole=whole,
             )
-            prove_exchange(tree.exchange, self.device)
+            self._prove_exchange(tree)
             self._require_views(str(mixed), tree, replica)
             trees[mixed] = tree
+
+    def _prove_exchange(self, tree: SequenceParallel) -> None:
+        # Who comes while the others serve has nobody to exchange with: these proved it at start.
+        if not self.communicators.rehearses:
+            prove_exchange(tree.exchange, self.device)

@@ -59,7 +59,7 @@ class CellConfig(_Frozen):
     threads_per_rank: int = Field(default=0, ge=0)
     """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
-    """Port of torch's rendezvous on loopback; 0 lets `aileron up` choose a free one."""
+    """Port on loopback where CUDA ranks find each other; 0 lets `aileron up` choose a free one."""
     stuck_after_ms: int = Field(default=1_000, ge=100)
     """A CUDA rank that does not leave a group within this time after a member was lost is ended: it
     is stuck in a collective. Longer than a step takes."""
@@ -116,7 +116,7 @@ class CoordinatorConfig(_Frozen):
     """A rank whose steps alone take so many times as long as those of the others is left out for a
     while; 0: never."""
     renew_idle_ms: int = Field(default=60_000, ge=0)
-    """Where a rank was lost, so that groups that are wanted lack communicators, all ranks are
+    """Where a CUDA rank was lost, so that groups that are wanted lack communicators, all ranks are
     started again together once the cell has had no request for so long; 0: never."""
 
 

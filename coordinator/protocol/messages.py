@@ -122,7 +122,7 @@ class RankHello(Message, frozen=True):
 
     `incarnation` grows with each restart of the rank's process. `max_tasks` is the most tasks a
     group led by this rank holds at once. `tokens_per_slot` is b of the page geometry. `cohort` is
-    the same number for ranks that were started together: only they share communicators and KV.
+    the same number for ranks that share communicators and KV; a new process may join an old one.
     """
 
     version: int

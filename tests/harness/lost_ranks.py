@@ -56,14 +56,6 @@ def ranks_of(cell: BareCell) -> list[dict[str, Any]]:
     return list(cell.get("/admin/ranks")["ranks"])
 
 
-def can_be(cell: BareCell, layout: str) -> bool:
-    try:
-        cell.switch(layout, "reshard")
-    except AssertionError:
-        return False
-    return True
-
-
 def until(cell: BareCell, what: str, condition: Any) -> float:
     """Wait until the coordinator's views satisfy the condition; returns the seconds."""
     started = time.monotonic()

@@ -28,7 +28,7 @@ from tests.bench.servers import ROOT, free_port
 from tests.harness.bare_cell import Stream, search_path, take
 from tests.harness.engine_request import encoded_request
 from tests.harness.reshard_cases import vllm_settings
-from worker.launcher import fork_rank
+from worker.launcher import fork_rank, memory_of
 
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
@@ -99,13 +99,18 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     return results
 
 
-def serve(config: Config, base: Any, rank: Rank, spec: dict[str, Any], out: Path) -> None:
+def serve(
+    config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
+) -> None:
     """Build one rank and do its part."""
     from worker.member import Member
     from worker.rank_process import build_engine
+    from worker.rank_spec import everyone, rank_spec
+    from worker.restarts import Cohort
     from worker.step_queue import LeaveGroup
 
-    engine = build_engine(config, base, rank)
+    cohort = Cohort(0, everyone(config), config.cell.dist_port)
+    engine = build_engine(base, rank_spec(config, rank, cohort, memory))
     collector = Collector()
     member = Member(engine, 1, collector)  # type: ignore[arg-type]
     group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)
@@ -164,8 +169,9 @@ def main() -> int:
     )
     base = replica_config(config)
     prepare_launcher(base)
+    memory = memory_of(config) if config.cell.device == "cpu" else None
     pids = [
-        fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), spec, out))
+        fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), memory, spec, out))
         for each in range(ranks)
     ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -20,11 +20,9 @@ from tests.harness.lost_ranks import (
     back,
     begun,
     calm_tokens,
-    can_be,
     four_ranks,
     kill,
     ranks_of,
-    renew,
     submit,
     tell_pauses,
     tokens_of,
@@ -57,10 +55,9 @@ def expected(cell: BareCell) -> list[list[int]]:
 
 @pytest.fixture
 def whole(cell: BareCell) -> BareCell:
-    """The cell with groups of all widths, whatever an earlier test has done to it."""
+    """The cell, which can form groups of all widths whatever an earlier test has done to it."""
     until(cell, "all serve", all_serve)
-    if any(rank["degraded"] for rank in ranks_of(cell)) or not can_be(cell, "tp4"):
-        renew(cell)
+    assert not any(rank["degraded"] for rank in ranks_of(cell))
     return cell
 
 

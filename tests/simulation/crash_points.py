@@ -69,6 +69,7 @@ class CrashWorld(World):
         self._reported: dict[Rank, str] = {}
         self.num_pages, self.max_tokens, self._two_rounds_every = 40, 48, 1
         self.faults.spins = how == STUCK
+        self.faults.shares_memory = how != STUCK
         self.faults.move_fails = 0.0
         self.faults.together = 0
         weather = self.faults.weather
@@ -80,7 +81,7 @@ class CrashWorld(World):
             default_carry=Carry.RESHARD,
         )
         self.ranks = {
-            rank: SimRank(self, rank, 1, old.widths, 0, self.boards)
+            rank: SimRank(self, rank, 1, old.widths, 0, self.memory.boards)
             for rank, old in self.ranks.items()
             if old is not None
         }

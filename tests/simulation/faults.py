@@ -65,6 +65,8 @@ class Faults:
         """Ranks that are to be started again within so many ticks start together."""
         self.renewal = own.choice((0.0, 0.0, 0.004))
         """An operator has all ranks started again."""
+        self.shares_memory = not self.spins and own.random() < 0.5
+        """Ranks that are started again join those that live."""
         self._own = own
         self._core_at = 0
         self._now = 0

@@ -53,6 +53,8 @@ class OpenSteps:
                 step.dead_since = self._world.now
                 continue
             members.append(process)
+            has_joined = (rank, process.incarnation) in self._world.memory.joined
+            self._world.stats.rejoined += has_joined and len(ranks) > 1
             if process.seat.binding != step.binding:
                 where = process.seat.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")

@@ -263,7 +263,7 @@ class SimRank:
         return has_room
 
     def _queue(self, binding: Binding) -> StepQueue:
-        return self.world.queue(binding.group.ranks)
+        return self.world.memory.queue(binding.group.ranks)
 
     def _lead(self) -> None:
         engine, wanted = self.holdings.engine, self.seat.wanted
@@ -323,7 +323,7 @@ class SimRank:
 
     def _drain(self) -> None:
         """Joined to nothing: read and drop what is left on the queues of all groups."""
-        for queue in self.world.queues_of(self.rank):
+        for queue in self.world.memory.queues_of(self.rank):
             while (message := queue.take(self.rank)) is not None:
                 if isinstance(message, LeaveGroup):
                     self.seat.on_leave(message.born)

@@ -22,6 +22,8 @@ class Stats:
     """Ranks that were ended because a peer had died in their step."""
     reunited: int = 0
     """Steps of wide groups whose members were started again together."""
+    rejoined: int = 0
+    """Members of steps of wide groups that were started while the others lived."""
     moved: int = 0
     """Tasks that went on in another group with their KV."""
     failed_moves: int = 0

@@ -81,6 +81,10 @@ class StepQueue:
         check(self.has_room, "a message was put into a full step queue")
         self._messages.append(message)
 
+    def skip(self, rank: Rank) -> None:
+        """A new process of this rank reads what is put from now on."""
+        self._read[rank] = len(self._messages)
+
     def has_unread(self, rank: Rank) -> bool:
         return self._read[rank] < len(self._messages)
 

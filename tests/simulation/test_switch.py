@@ -51,6 +51,7 @@ def test_simulations_reach_what_they_are_for() -> None:
     assert sum(run.crashes for run in runs) > 10
     assert World(SEED_OF_STUCK).run().stuck > 0, "nobody was stuck with a dead peer"
     assert sum(run.reunited for run in runs) > 0, "no group was started again together"
+    assert sum(run.rejoined for run in runs) > 50, "no rank joined the others again"
     assert sum(run.core_crashes for run in runs) > 5
     assert sum(run.blocked for run in runs) > 0, "no leader ever found its queue full"
     assert sum(run.moved for run in runs) > 20

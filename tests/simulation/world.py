@@ -46,15 +46,14 @@ from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation
 from tests.simulation.drift import Drift
 from tests.simulation.faults import WIDTHS, Faults, draw_settings
+from tests.simulation.memory_of_ranks import MemoryOfRanks
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
 from tests.simulation.rest import check_rest, unrest_of
 from tests.simulation.sim_gateway import SimGateway, Token
-from tests.simulation.sim_moving import Board
 from tests.simulation.sim_plan import Manifest
 from tests.simulation.sim_rank import SimRank
 from tests.simulation.stats import Stats
-from tests.simulation.stepping import StepQueue
 from tests.simulation.trace import event_line, line_of, move_line
 from tests.simulation.trouble import Trouble
 
@@ -100,19 +99,12 @@ class World:
         self.steps_ahead = self.rng.choice((1, 2, 2, 9))
         self._two_rounds_every = self.rng.choice((1, 2, 3, 1_000))
         self.stats = Stats()
-        self.boards = {rank: Board() for rank in map(Rank, range(WORLD))}
         self.incarnations = dict.fromkeys(map(Rank, range(WORLD)), 1)
-        self.cohorts = 0
-        """How often ranks were started again."""
         self._stages = StageChecker()
         self.moves = MoveChecker()
         self.steps = OpenSteps(self)
         plan = communicator_plan(WORLD, WIDTHS)
-        self._queues = {ranks: StepQueue(ranks) for ranks in plan}
-        self._followed = {
-            rank: [queue for ranks, queue in self._queues.items() if rank in ranks[1:]]
-            for rank in map(Rank, range(WORLD))
-        }
+        self.memory = MemoryOfRanks(WORLD, plan, WIDTHS)
         self._groups = {ranks: Group(ranks, Mode.TP) for ranks in plan}
         self._groups |= {(rank,): Group((rank,), Mode.DP) for rank in map(Rank, range(WORLD))}
         self.core: Core | None = None
@@ -122,8 +114,9 @@ class World:
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
         self._planned: set[tuple[int, Target]] = set()
+        reach = self.memory.start(list(self.incarnations), self.incarnations, shares=False)
         self.ranks: dict[Rank, SimRank | None] = {
-            rank: SimRank(self, rank, 1, WIDTHS, 0, self.boards) for rank in map(Rank, range(WORLD))
+            rank: SimRank(self, rank, 1, WIDTHS, 0, reach.boards) for rank in self.incarnations
         }
         make = BookGateway if wide else SimGateway
         self.gateways: dict[str, SimGateway | BookGateway] = {
@@ -215,18 +208,15 @@ class World:
         self.ranks[rank] = None
 
     def restart(self, ranks: tuple[Rank, ...]) -> None:
-        """Start these again, together: they have communicators and boards of their own."""
-        self.cohorts += 1
-        boards = {rank: Board() for rank in ranks}
-        widths = tuple(width for width in WIDTHS if width <= len(ranks))
-        inside = [group for group in self._queues if set(group) <= set(ranks)]
-        self._queues |= {group: StepQueue(group) for group in inside}
+        """Start these again, together: on their own, or among the others if those share memory."""
         for rank in ranks:
             self.incarnations[rank] += 1
+        shares = self.faults.shares_memory
+        reach = self.memory.start(ranks, self.incarnations, shares=shares)
+        for rank in ranks:
             number = self.incarnations[rank]
-            self.say(f"rank {rank} restarts as {number} in cohort {self.cohorts}")
-            self._followed[rank] = [self._queues[group] for group in inside if rank in group[1:]]
-            self.ranks[rank] = SimRank(self, rank, number, widths, self.cohorts, boards)
+            self.say(f"rank {rank} restarts as {number} in cohort {reach.cohort}")
+            self.ranks[rank] = SimRank(self, rank, number, reach.widths, reach.cohort, reach.boards)
 
     def exited(self, rank: Rank) -> None:
         if self.core is not None:
@@ -381,12 +371,6 @@ class World:
     def want_switch(self, layout: Layout, carry: Carry) -> None:
         if self.core is not None:
             self.core_event(SwitchWanted(layout, carry, "operator"))
-
-    def queue(self, ranks: tuple[Rank, ...]) -> StepQueue:
-        return self._queues[ranks]
-
-    def queues_of(self, rank: Rank) -> list[StepQueue]:
-        return self._followed[rank]
 
     def group(self, ranks: tuple[Rank, ...]) -> Group:
         return self._groups[ranks]

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from pathlib import Path
 
 import psutil
@@ -24,7 +23,7 @@ from openai import AsyncOpenAI, OpenAIError
 from comm_pool.layout import Mode, format_layout, supported_layouts
 from tests.bench.provenance import commit, cpu_name, today
 from tests.bench.servers import MODEL, ROOT, free_port, running
-from tests.harness.admin import ask, get_json, post, switch
+from tests.harness.admin import ask, get_json, switch
 from tests.soak.measures import Sample, Slopes, pages_lost, sample, segments, slopes
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
@@ -138,18 +137,6 @@ async def switches(soak: Soak, until_s: float) -> None:
             soak.counts["switches"] += 1
         except AssertionError:
             soak.counts["switches refused"] += 1
-            # A lost rank comes back without communicators to the others, who are never idle here.
-            await asyncio.to_thread(renew, soak)
-
-
-def renew(soak: Soak) -> None:
-    """Let all ranks start again together, as an operator would once the lost one is back."""
-    if any(rank["exited"] for rank in get_json(soak.admin + "/admin/ranks")["ranks"]):
-        return
-    status, answer = post(soak.admin + "/admin/renew", {})
-    soak.counts["renewals" if status < HTTPStatus.BAD_REQUEST else "renewals refused"] += 1
-    if status >= HTTPStatus.BAD_REQUEST:
-        print(f"not renewed: {answer}", flush=True)
 
 
 async def kills(soak: Soak, until_s: float) -> None:

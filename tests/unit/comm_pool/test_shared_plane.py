@@ -1,8 +1,6 @@
 """Collectives of members that are threads with the same memory, and how they are aborted."""
 
 import mmap
-import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,7 @@ import torch
 
 from comm_pool import shared_plane
 from comm_pool.formations import KEPT, Formations, PeerLostError
-from comm_pool.shared_plane import FOLDER, HALF_BYTES, SEQUENCE_BITS, SharedPlane, map_plane
+from comm_pool.shared_plane import HALF_BYTES, SEQUENCE_BITS, SharedPlane
 
 LIMIT_S = 60.0
 BORN = 7
@@ -23,7 +21,7 @@ class Members:
     """The members of one group; `together` lets all of them do something at the same time."""
 
     def __init__(self, width: int) -> None:
-        memory = mmap.mmap(-1, shared_plane.plane_bytes(width))
+        self._memory = memory = mmap.mmap(-1, shared_plane.plane_bytes(width))
         self._words = memoryview(memory).cast("q")
         self.formations = [Formations() for _ in range(width)]
         self.planes = [
@@ -32,6 +30,14 @@ class Members:
         ]
         self._threads = ThreadPoolExecutor(max_workers=width)
         self.enter(BORN)
+
+    def replace(self, place: int, *, rehearses: bool = False) -> None:
+        """A new process takes the place of this member."""
+        self.formations[place] = Formations()
+        width = len(self.planes)
+        self.planes[place] = SharedPlane(
+            self._memory, place, width, self.formations[place], rehearses=rehearses
+        )
 
     def formation_of(self, place: int) -> int:
         """The formation of the member's last collective."""
@@ -213,22 +219,48 @@ def test_only_the_last_aborted_formations_are_remembered() -> None:
     ]
 
 
-def test_members_map_the_same_memory_and_leave_no_name() -> None:
-    width, told = 3, threading.Barrier(3)
-    names: list[Any] = [None] * width
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_new_process_takes_the_place_of_a_lost_one(place: int) -> None:
+    """It finds the words that the lost one has left in the middle of a formation."""
+    members = Members(3)
+    for _ in range(5):
+        members.together(reduced)
+    others = [each for each in range(3) if each != place]
+    waiting = members.begin(reduced, *others)
+    members.abort(others[0], BORN)
+    assert all(map(aborted, waiting))
+    # A lost process has no thread left that could write.
+    members.replace(place)
+    members.enter(BORN + 1)
+    for _ in range(3):
+        assert [float(each[0, 0]) for each in members.together(reduced)] == [7.0] * 3
 
-    def join(place: int) -> Any:
-        def gather(own: Any) -> list[Any]:
-            names[place] = own
-            told.wait(LIMIT_S)
-            found = list(names)
-            told.wait(LIMIT_S)
-            return found
 
-        return map_plane(place, width, gather)
+def test_nobody_takes_what_a_lost_member_left_for_a_word_of_its_successor() -> None:
+    """Epochs can begin anew when ranks and coordinator were lost one after the other."""
+    members = Members(2)
+    for _ in range(3):
+        members.together(reduced)
+    members.replace(0)
+    members.replace(1)
+    members.enter(1)
+    early = members.begin(reduced, 0)
+    time.sleep(0.05)
+    assert not early[0].done(), "it waits for the other one"
+    assert float(members.begin(reduced, 1)[0].result(LIMIT_S)[0, 0]) == 3.0
+    assert float(early[0].result(LIMIT_S)[0, 0]) == 3.0
 
-    with ThreadPoolExecutor(max_workers=width) as threads:
-        first, *others = threads.map(join, range(width))
-    first[:4] = b"here"
-    assert [bytes(each[:4]) for each in others] == [b"here"] * 2
-    assert not list(FOLDER.glob(f"aileron-plane-{os.getpid()}-*"))
+
+def test_one_that_rehearses_waits_for_nobody_and_is_not_seen() -> None:
+    members = Members(2)
+    members.together(reduced)
+    members.replace(1, rehearses=True)
+    members.formations[1].enter(0)
+    assert float(reduced(1, members.planes[1])[0, 0]) == 2.0
+    gathered = torch.empty(2, 3)
+    members.planes[1].all_gather_into_tensor(gathered, torch.ones(3))
+    assert gathered.tolist() == [[0.0] * 3, [1.0] * 3]
+    assert members.formation_of(1) == BORN, "what the others read is as it was"
+    members.planes[1].join()
+    members.enter(BORN + 1)
+    assert [float(each[0, 0]) for each in members.together(reduced)] == [3.0, 3.0]

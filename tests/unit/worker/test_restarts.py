@@ -115,3 +115,48 @@ def test_a_rank_that_left_is_told_and_not_started() -> None:
     made.left(Rank(3))
     assert made.ended() == ((3, 100),)
     assert made.next_due_s() is None
+
+
+def sharing(world: int = 4) -> Restarts:
+    """A cell whose ranks share memory and were started together; none is ready."""
+    made = Restarts(world, TOGETHER_S, shares_memory=True)
+    cohort = Cohort(1, ranks(*range(world)), 0)
+    for rank in cohort.ranks:
+        made.started(rank, cohort, 100)
+    return made
+
+
+def test_until_all_have_prepared_what_they_share_all_start_together() -> None:
+    made = sharing()
+    delays = [made.exited(Rank(1), 0.0) for _ in range(3)]
+    assert delays[-1] == 6.0
+    assert made.next_due_s() is None
+    assert made.take_due(100.0) == [], "the others have not ended"
+    for rank in ranks(0, 2, 3):
+        made.exited(rank, 1.0)
+    assert made.next_due_s() == 6.0
+    assert made.take_due(5.9) == []
+    assert made.take_due(6.0) == list(ranks(0, 1, 2, 3))
+
+
+def test_one_that_is_ready_shows_that_others_can_be_joined() -> None:
+    made = sharing()
+    made.ready(Rank(0), 0.0)
+    assert made.exited(Rank(1), 1.0) == TOGETHER_S
+    assert made.take_due(1.0 + TOGETHER_S) == [Rank(1)]
+    joining = Cohort(1, ranks(1), 0, joins=True)
+    made.started(Rank(1), joining, 102)
+    assert made.waits_for(Rank(1)) == [], "nobody waits for one that joins"
+    # It ends before it is ready: what it was to join is still there.
+    made.exited(Rank(1), 3.0)
+    assert made.take_due(3.0 + 2 * TOGETHER_S) == [Rank(1)]
+
+
+def test_all_that_start_anew_share_nothing_yet() -> None:
+    made = sharing()
+    made.ready(Rank(0), 0.0)
+    anew = Cohort(2, ranks(0, 1, 2, 3), 0)
+    for rank in anew.ranks:
+        made.started(rank, anew, 110)
+    made.exited(Rank(2), 120.0)
+    assert made.take_due(200.0) == []

@@ -1,0 +1,101 @@
+"""Memory that the CPU ranks of a cell share: planes, step queues, boards, KV.
+
+The launcher makes it before it forks the ranks, and keeps it. So it outlives each of them: one that
+is started again finds the memory of the one that was lost, and those that live have it mapped
+already. It lies in anonymous files (`memfd`) without a name, so nothing is left behind however a
+process ends, and it takes no room until it is written to.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Collection, Sequence
+
+from comm_pool.mixed import Mixed, reducing_groups
+from comm_pool.plan import communicator_plan
+
+FENCE = threading.Lock()
+"""Taking a lock orders memory on processors that would not do it by themselves, as vLLM does it."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+"""A file that shrinks under its readers would kill them."""
+
+
+class CellMemoryError(ValueError):
+    """Two processes want different amounts of the same memory; the message is one sentence."""
+
+
+class CellMemory:
+    """Pieces of memory by name; for the process that makes it and those that it forks."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._files = {name: os.memfd_create(f"aileron-{name}", flags) for name in names}
+
+    def map(self, name: str, num_bytes: int, *, is_own: bool = True) -> mmap.mmap:
+        """Map a piece; whoever is first says how long it is. Others' are only to be read."""
+        file = self._files[name]
+        if os.fstat(file).st_size == 0:
+            os.ftruncate(file, num_bytes)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        elif (length := os.fstat(file).st_size) != num_bytes:
+            raise CellMemoryError(f"{name} has {length} bytes for some rank, {num_bytes} here.")
+        access = mmap.PROT_READ | mmap.PROT_WRITE if is_own else mmap.PROT_READ
+        return mmap.mmap(file, num_bytes, mmap.MAP_SHARED, access)
+
+    def put(self, name: str, told: bytes) -> None:
+        """Replace a piece that is read as a whole."""
+        os.ftruncate(self._files[name], 0)
+        os.pwrite(self._files[name], told, 0)
+
+    def get(self, name: str) -> bytes:
+        """Return what was put there."""
+        file = self._files[name]
+        return os.pread(file, os.fstat(file).st_size, 0)
+
+    def close(self) -> None:
+        """Let go of it in this process; what is mapped stays mapped."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def clear(memory: mmap.mmap) -> None:
+    """Fill a mapped piece with zeros, for all who have mapped it, and give its pages back."""
+    memory.madvise(mmap.MADV_REMOVE)
+
+
+def plane_name(ranks: Sequence[int]) -> str:
+    """Name the memory of the plane of these ranks."""
+    return "-".join(("plane", *map(str, ranks)))
+
+
+def queue_name(ranks: Sequence[int]) -> str:
+    """Name the memory of the step queue of these ranks."""
+    return "-".join(("queue", *map(str, ranks)))
+
+
+def board_name(rank: int) -> str:
+    """Name the memory of a rank's board."""
+    return f"board-{rank}"
+
+
+def kv_name(rank: int) -> str:
+    """Name a rank's KV memory."""
+    return f"kv-{rank}"
+
+
+def measured_name(rank: int) -> str:
+    """Name what a rank has measured at the start, together with the others."""
+    return f"measured-{rank}"
+
+
+def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -> CellMemory:
+    """Make the memory of a cell of so many ranks, with all groups that they may form."""
+    aligned = communicator_plan(world, widths)
+    strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
+    of_ranks = (
+        name(rank) for name in (board_name, kv_name, measured_name) for rank in range(world)
+    )
+    planes = (plane_name(ranks) for ranks in (*aligned, *strided))
+    return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

@@ -1,0 +1,108 @@
+"""Memory that outlives the processes which share it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from comm_pool.cell_memory import (
+    CellMemory,
+    CellMemoryError,
+    board_name,
+    cell_memory,
+    clear,
+    kv_name,
+    measured_name,
+    plane_name,
+    queue_name,
+)
+from comm_pool.mixed import Mixed
+
+LENGTH = 1 << 16
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def in_a_child(run: Callable[[], None]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_process_finds_what_another_one_has_written_before_it_ended() -> None:
+    memory = CellMemory(["board-0"])
+
+    def write() -> None:
+        memory.map("board-0", LENGTH)[:5] = b"there"
+
+    in_a_child(write)
+    found = memory.map("board-0", LENGTH, is_own=False)
+    assert found[:5] == b"there"
+    with pytest.raises(TypeError):
+        found[:5] = b"never"
+
+    def write_again() -> None:
+        own = memory.map("board-0", LENGTH)
+        clear(own)
+        own[:3] = b"new"
+
+    in_a_child(write_again)
+    assert found[:8] == b"new\0\0\0\0\0", "who has it mapped sees the next process' words"
+
+
+def test_all_must_want_the_same_length() -> None:
+    memory = CellMemory(["kv-0"])
+    memory.map("kv-0", LENGTH)
+    with pytest.raises(CellMemoryError, match="kv-0 has 65536 bytes for some rank, 131072 here"):
+        memory.map("kv-0", 2 * LENGTH)
+
+
+def test_what_is_put_is_replaced_as_a_whole() -> None:
+    memory = CellMemory(["measured-0"])
+    assert memory.get("measured-0") == b""
+    in_a_child(lambda: memory.put("measured-0", b"a long message"))
+    assert memory.get("measured-0") == b"a long message"
+    memory.put("measured-0", b"short")
+    assert memory.get("measured-0") == b"short"
+
+
+def test_cleared_memory_is_given_back() -> None:
+    memory = CellMemory(["kv-0"])
+    own = memory.map("kv-0", 1 << 22)
+    own[:] = b"k" * len(own)
+    file = memory._files["kv-0"]
+    assert os.fstat(file).st_blocks * 512 >= 1 << 22
+    clear(own)
+    assert os.fstat(file).st_blocks == 0
+    assert own[:4] == bytes(4)
+
+
+def test_memory_that_was_let_go_of_stays_mapped() -> None:
+    memory = CellMemory(["board-0"])
+    before = open_files()
+    own = memory.map("board-0", LENGTH)
+    memory.close()
+    own[:5] = b"there"
+    assert own[:5] == b"there"
+    del own
+    assert open_files() == before - 1
+
+
+def test_a_cell_has_memory_for_all_groups_and_ranks() -> None:
+    memory = cell_memory(4, (1, 2, 4), (Mixed(2, 2),))
+    planes = [(0, 1), (2, 3), (0, 1, 2, 3), (0, 2), (1, 3)]
+    queues = planes[:3]
+    wanted = {plane_name(each) for each in planes} | {queue_name(each) for each in queues}
+    for name in (board_name, kv_name, measured_name):
+        wanted |= {name(rank) for rank in range(4)}
+    assert set(memory._files) == wanted
+    memory.close()

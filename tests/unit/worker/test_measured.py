@@ -1,0 +1,22 @@
+"""What a rank's process leaves to the one that takes its place."""
+
+from comm_pool.cell_memory import cell_memory
+from comm_pool.layout import Mode, Rank
+from comm_pool.mixed import Mixed
+from worker.measured import Measured
+from worker.step_times import StepCurve, StepTimes
+
+
+def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:
+    memory = cell_memory(2, (1, 2), ())
+    curve = StepCurve(((1, 100), (256, 900)))
+    times = {
+        1: StepTimes(1, {Mode.DP: curve}),
+        2: StepTimes(2, {Mode.TP: curve, Mixed(2, 2): curve}),
+    }
+    first = Measured(times, {(2, Mode.TP): ((-1.5, -2.5), 40)})
+    first.leave(memory, Rank(1))
+    Measured({}, {}).leave(memory, Rank(0))
+    assert Measured.left(memory, Rank(1)) == first
+    assert Measured.left(memory, Rank(0)) == Measured({}, {})
+    memory.close()

@@ -1,0 +1,77 @@
+"""What a rank must know to start, from the configuration and from who starts with it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from comm_pool.cell_memory import CellMemory
+from comm_pool.layout import Rank
+from comm_pool.mixed import Mixed
+from coordinator.protocol.config import Config
+from worker.restarts import Cohort
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank must know to start.
+
+    The `world` ranks from `first` on may form groups of `widths`: all ranks of the cell, or those
+    that are started again together. `widest` is the widest group of the cell.
+    """
+
+    rank: Rank
+    first: Rank
+    world: int
+    widths: tuple[int, ...]
+    widest: int
+    init_method: str
+    threads: int
+    mixed: tuple[Mixed, ...] = ()
+    cohort: int = 0
+    """The number that those have in common which can form wide groups."""
+    together: Mapping[Rank, int] = field(default_factory=dict)
+    """The incarnations of those that are started together."""
+    memory: CellMemory | None = None
+    """What all ranks of the cell share; on CPU."""
+    joins: bool = False
+    """The others serve already: in their memory it takes the place of a process that was lost."""
+
+
+def rank_spec(
+    config: Config,
+    rank: Rank,
+    cohort: Cohort,
+    memory: CellMemory | None,
+    together: Mapping[Rank, int] | None = None,
+) -> RankSpec:
+    """Return the part of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
+
+    `together` gives the incarnations of the cohort.
+    """
+    threads = config.cell.threads_per_rank
+    if threads == 0 and config.cell.device == "cuda":
+        threads = 1  # As vLLM's workers: small CPU operations are slower on more.
+    if threads == 0 and config.cell.device == "cpu":
+        # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
+        threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
+    members = everyone(config) if cohort.joins else cohort.ranks
+    world = len(members)
+    return RankSpec(
+        rank=rank,
+        first=members[0],
+        world=world,
+        widths=tuple(width for width in config.cell.widths if width <= world),
+        widest=max(config.cell.widths),
+        mixed=tuple(each for each in config.mixed_groups() if each.width <= world),
+        init_method=f"tcp://127.0.0.1:{cohort.port}",
+        threads=threads,
+        cohort=cohort.number,
+        together=together or {},
+        memory=memory,
+        joins=cohort.joins,
+    )
+
+
+def everyone(config: Config) -> tuple[Rank, ...]:
+    """Return all ranks of the cell."""
+    return tuple(map(Rank, range(config.cell.ranks)))

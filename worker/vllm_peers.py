@@ -1,0 +1,77 @@
+"""vLLM adapter: what a rank sees of the others for moves: their boards and their KV memory.
+
+On CPU both lie in memory that the cell shares, so each rank maps them alone, whenever it starts,
+and those that serve have mapped what a new process finds. On CUDA the ranks that start together
+tell each other, a collective of them.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
+
+from comm_pool.cell_memory import CellMemory, board_name, clear, kv_name
+from comm_pool.layout import Rank
+from kvadaptor.movers import Mover, PeerMover, make_mover
+from kvadaptor.vllm_views import KVBuffer
+from worker.board import BOARD_BYTES, Board, open_boards
+
+log = structlog.get_logger()
+
+Peers = tuple[dict[Rank, Board], Mover]
+
+
+def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
+    """Return a rank's own KV memory, (num_bytes,) int8 and all zeros."""
+    mapped = memory.map(kv_name(rank), num_bytes)
+    clear(mapped)
+    return torch.frombuffer(mapped, dtype=torch.int8)
+
+
+def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Peers:
+    """Map the boards and KV of all ranks of the cell; its own board is empty then."""
+    own = memory.map(board_name(rank), BOARD_BYTES)
+    clear(own)
+    others = [Rank(each) for each in range(world) if each != rank]
+    boards = {rank: Board(own)}
+    boards |= {
+        each: Board(memory.map(board_name(each), BOARD_BYTES, is_own=False)) for each in others
+    }
+    raws: dict[int, torch.Tensor] = {rank: kv.raw}
+    num_bytes = kv.raw.numel()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it is read-only, which is the point
+        for each in others:
+            mapped = memory.map(kv_name(each), num_bytes, is_own=False)
+            raws[each] = torch.frombuffer(mapped, dtype=torch.int8)
+    return boards, PeerMover(rank, raws, kv.geometry)
+
+
+def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
+    """Open the boards and KV of all that started together, `world` ranks from `first` on.
+
+    A collective of them. The mover counts ranks from the first.
+    """
+    of_world = get_world_group()
+    opened = open_boards(rank - first, partial(_gather, of_world.cpu_group, world))
+    boards = {Rank(each): board for each, board in enumerate(opened, first)}
+    mover, refusal = make_mover(
+        kv.raw,
+        kv.geometry,
+        cpu_group=of_world.cpu_group,
+        device_group=of_world.device_group,
+    )
+    if refusal is not None:
+        log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
+    return boards, mover
+
+
+def _gather(group: Any, world: int, own: Any) -> Sequence[Any]:
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, own, group=group)
+    return told
