@@ -18,8 +18,8 @@ from coordinator.protocol import wire
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadgen")
 UNPICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
-OWN_MEMORY = {"worker/moving.py"}
-"""Reads what ranks of one launcher left for each other in memory that only their user opens."""
+OWN_MEMORY = {"comm_pool/step_ring.py", "worker/measured.py", "worker/moving.py"}
+"""Read what ranks of one launcher left for each other in memory that only their user opens."""
 
 PICKLE, CLOUDPICKLE = 1, 2
 """vLLM's msgpack extensions that hold a pickle."""
