@@ -38,6 +38,7 @@ LEAVES_SHARE = 0.1
 TOKENS = 96
 ALL_TOKENS_LIMIT_S = 180.0
 SETTLE_S = 180.0
+WIDE_MODE = "tp" if RANKS > 1 else "dp"
 CARRIES = ("reshard", "reshard", "pause", "recompute")
 PROMPTS = tuple(
     f"Question {number}: how do I sort a list of {number} words?" for number in range(8)
@@ -183,7 +184,9 @@ def at_rest(admin: str) -> dict[int, dict[str, int]]:
         is_idle = not any(status["queue"]["tasks"].values())
         if is_idle and not any(rank["exited"] for rank in status["ranks"]):
             with suppress(AssertionError):
-                switch(admin, f"dp{RANKS}", "recompute")
+                # Groups get pages when they are formed: what paused tasks kept may be free by now.
+                for layout in (f"{WIDE_MODE}{RANKS}", f"dp{RANKS}"):
+                    switch(admin, layout, "recompute")
                 pages = pages_of(admin)
                 if all(each["owned"] == each["total"] - 1 for each in pages.values()):
                     return pages
