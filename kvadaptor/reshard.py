@@ -225,10 +225,8 @@ def _carried(blocks: Blocks, share: Share, logical: Ints, moved: Bools) -> tuple
     chains = sorted(share.group_of)
     kept = [blocks.numbers[chain][: share.kept[chain]] for chain in chains]
     sizes = [each.size for each in kept]
-    numbers, groups = (
-        joined(kept),
-        np.repeat(np.array([share.group_of[chain] for chain in chains], dtype=np.int64), sizes),
-    )
+    of_chains = np.array([share.group_of[chain] for chain in chains], dtype=np.int64)
+    numbers, groups = joined(kept), np.repeat(of_chains, sizes)
     moves = np.concatenate(([0], np.cumsum(moved[groups, numbers])))
     ends = np.cumsum([0, *sizes])
     in_place = (np.diff(moves[ends]) == 0).tolist()

@@ -168,19 +168,18 @@ def _balance(
     the task lies right already.
     """
     book = _Book(given, blocks, touchable)
+    sizes = [blocks.chains[task].size for task in tasks]
     numbers_of_all = joined(blocks.numbers[task] for task in tasks)
     uses = np.bincount(numbers_of_all, minlength=blocks.source.shape[1])
     shared_total = int(np.count_nonzero(uses > 1))
     compact = np.cumsum(uses > 1) - 1
     holds = np.zeros((len(given.new), shared_total), dtype=np.bool_)
-    in_place = _in_place(given, blocks, tasks)
+    in_place = _in_place(given, blocks, numbers_of_all, sizes)
     places = [group.tasks_max for group in given.new]
     wanted: dict[int, int] = {}
     groups = range(len(given.new))
-    sizes = [blocks.chains[task].size for task in tasks]
-    nothing = np.zeros(0, dtype=np.int64)
     for at in sorted(range(len(tasks)), key=lambda at: -sizes[at]):
-        shared, held, somewhere = nothing, [0] * len(groups), 0
+        shared, held, somewhere = compact[:0], [0] * len(groups), 0
         if shared_total:
             numbers = blocks.numbers[tasks[at]]
             shared = compact[numbers[uses[numbers] > 1]]
@@ -208,12 +207,16 @@ def _balance(
     return wanted
 
 
-def _in_place(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> list[list[int]]:
-    """Per new group and task, the units that lie where that group would want them."""
+def _in_place(
+    given: ReshardInput, blocks: Blocks, numbers: Ints, sizes: Sequence[int]
+) -> list[list[int]]:
+    """Per new group and task, the units that lie where that group would want them.
+
+    `numbers` are the blocks of all tasks one after the other, `sizes` so many of each.
+    """
     rank_of = blocks.source // (blocks.num_pages * blocks.units)
     heads = np.arange(blocks.units)
-    ends = np.cumsum([0, *(blocks.chains[task].size for task in tasks)])
-    numbers = joined(blocks.numbers[task] for task in tasks)
+    ends = np.cumsum([0, *sizes])
     counts = []
     for group in given.new:
         per_slot = blocks.units // len(group.ranks)

@@ -91,6 +91,8 @@ class Stepping:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
             usual_ns = self._usual_ns(mode, plan)
+            if not plan.reads_prompts:
+                self.decode_ns = usual_ns
             begins_ns = self.ends_ns if self.is_under_way else 0
             self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
             self._member.lead(Step(binding.born, plan))
@@ -112,10 +114,7 @@ class Stepping:
         if seconds is None:
             curve = mode.times.curves.get(plan.mode)
             seconds = curve.us(plan.tokens) / 1e6 if curve is not None else 0.0
-        usual_ns = int(seconds * 1e9)
-        if not plan.reads_prompts:
-            self.decode_ns = usual_ns
-        return usual_ns
+        return int(seconds * 1e9)
 
     def _expect(self, ends_ns: int) -> None:
         self.ends_ns = ends_ns

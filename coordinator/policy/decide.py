@@ -209,8 +209,8 @@ def _changed(state: State, reason: _Reason, seen: Observation, groups: int) -> S
     if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
         return replace(state, faster_ms=None)
     is_again = now_ms - state.careful_until_ms < CAUTION_MAX_MS
-    caution_ms = min(2 * state.caution_ms, CAUTION_MAX_MS) if is_again else CAUTION_MS
-    caution_ms = max(caution_ms, CAUTION_MS)
+    twice_ms = 2 * state.caution_ms if is_again else 0
+    caution_ms = min(max(CAUTION_MS, twice_ms), CAUTION_MAX_MS)
     return replace(
         state,
         faster_ms=None,
