@@ -152,6 +152,7 @@ def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart |
         decide_every_ms=policy.decide_every_ms,
         stay_ms=policy.stay_ms,
         settle_ms=policy.settle_ms,
+        caution_ms=policy.caution_ms,
         horizon_ms=policy.horizon_ms,
         switches_per_minute_max=policy.switches_per_minute_max,
         pin_ms=policy.pin_ms,

@@ -45,6 +45,7 @@ from gateway.vllm_engine_wire import (
 )
 from gateway.vllm_grammar import UnfitGrammarError, try_grammar
 from gateway.vllm_media import keep_public
+from gateway.vllm_rendering import join_output_messages, keep_to_the_template, refuse_unreadable
 
 _FAILED = ("error", "abort")
 _OPENAI_REASON = {"repetition": "stop"}
@@ -222,6 +223,8 @@ async def build_front_end(
     # A package that vLLM imports for its routes turns the root logger down.
     logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
+    keep_to_the_template()
+    refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
     keep_public(global_http_connection)
     # Some variables are asked for with every token; from now on they stay as they are.
@@ -240,6 +243,7 @@ def _name_responses(serving: OpenAIServingResponses) -> None:
         request.request_id = f"resp_{raw_request.headers[REQUEST_ID_HEADER]}"
         request.background = False
         request.truncation = request.truncation or "disabled"
+        join_output_messages(request)
         return await create(request, raw_request)
 
     serving.create_responses = create_named

@@ -154,6 +154,7 @@ def _add_replay(commands: "Commands") -> None:
     for name, text in (
         ("stay-ms", "shortest time in a layout"),
         ("settle-ms", "how long another layout has to look a little better"),
+        ("caution-ms", "how long a wide layout that had to be left soon is not tried again"),
         ("horizon-ms", "how far ahead is looked"),
         ("switches-per-minute-max", "most switches per minute"),
     ):

@@ -14,7 +14,7 @@ from coordinator.cli.tables import format_table
 from coordinator.policy.log import Line, decode
 from coordinator.policy.replay import Replayed, ReplayError, replay, summary, without_repeats
 
-SETTINGS = ("stay_ms", "settle_ms", "horizon_ms", "switches_per_minute_max")
+SETTINGS = ("stay_ms", "settle_ms", "caution_ms", "horizon_ms", "switches_per_minute_max")
 
 
 def run_replay(options: argparse.Namespace) -> int:

@@ -44,11 +44,8 @@ MINUTE_MS = 60_000
 REGRET_MS = 60_000
 """A change for speed was a mistake if goals call for another layout within such a time."""
 
-CAUTION_MS = 60_000
-"""After a mistake so wide a layout is not chosen for speed for so long, after another one for twice
-as long: loads that come and go would be met in it again and again."""
-
-CAUTION_MAX_MS = 600_000
+CAUTION_TIMES_MAX = 10
+"""Caution grows to so many times what it is after the first mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,22 +198,24 @@ def _remember(state: State, best: Judged, here: Arrangement, now_ms: int) -> Sta
     return state if state.preferred == name else replace(state, preferred=name, since_ms=now_ms)
 
 
-def _changed(state: State, reason: _Reason, seen: Observation, groups: int) -> State:
-    """Return what to remember of a change from a layout of so many groups that is made now."""
-    now_ms = seen.time_ms
+def _changed(
+    state: State, reason: _Reason, now_ms: int, left: Layout, settings: PolicySettings
+) -> State:
+    """Return what to remember of the layout's being left now."""
     if reason.is_for_speed:
         return replace(state, faster_ms=now_ms)
     if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
         return replace(state, faster_ms=None)
-    is_again = now_ms - state.careful_until_ms < CAUTION_MAX_MS
+    most_ms = CAUTION_TIMES_MAX * settings.caution_ms
+    is_again = now_ms - state.careful_until_ms < most_ms
     twice_ms = 2 * state.caution_ms if is_again else 0
-    caution_ms = min(max(CAUTION_MS, twice_ms), CAUTION_MAX_MS)
+    caution_ms = min(max(settings.caution_ms, twice_ms), most_ms)
     return replace(
         state,
         faster_ms=None,
         caution_ms=caution_ms,
         careful_until_ms=now_ms + caution_ms,
-        avoided_groups=groups,
+        avoided_groups=len(left.groups),
     )
 
 
@@ -243,8 +242,9 @@ def _choose(
         return stay(f"{there.name} has looked better for too short a time")
     if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
         return stay(f"{held}; otherwise {there.name}, because {reason.words}")
-    changes = Verdict(there, reason.words, changes=True)
-    return changes, _changed(state, reason, seen, len(here.layout.groups))
+    if there.layout != here.layout:
+        state = _changed(state, reason, seen.time_ms, here.layout, settings)
+    return Verdict(there, reason.words, changes=True), state
 
 
 def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:

@@ -61,6 +61,7 @@ SETTINGS = (
     "decide_every_ms",
     "stay_ms",
     "settle_ms",
+    "caution_ms",
     "horizon_ms",
     "gain_min",
     "latency_gain_min",

@@ -40,6 +40,9 @@ class PolicySettings:
     """A layout is kept for at least so long, and not left for the one before it sooner."""
     settle_ms: int = 1_500
     """A layout that is no better for the goals must look better for so long."""
+    caution_ms: int = 60_000
+    """A layout that was taken for its speed, and had to be left for the goals soon, is not taken
+    for speed again for so long; twice as long after another time, up to ten times."""
     horizon_ms: int = 8_000
     """How far ahead is looked."""
     gain_min: float = 0.04

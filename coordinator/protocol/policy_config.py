@@ -48,6 +48,9 @@ class PolicyConfig(_Frozen):
     """A layout is kept for so long; a third of it if a switch would gain more than a quarter."""
     settle_ms: int = Field(default=1_500, ge=0)
     """Another layout has to look a little better for so long."""
+    caution_ms: int = Field(default=60_000, ge=0)
+    """A wide layout that had to be left soon is not taken for its speed again for so long; twice as
+    long after another time, up to ten times."""
     horizon_ms: int = Field(default=8_000, ge=100)
     """How far ahead is looked."""
     switches_per_minute_max: int = Field(default=12, ge=1)

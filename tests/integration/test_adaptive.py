@@ -46,6 +46,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         "interactive": {"weight": 4},
         "stay_ms": 1_000,
         "settle_ms": 500,
+        "caution_ms": 1_000,
         "pin_ms": 2_000,
         "switches_per_minute_max": 60,
     }

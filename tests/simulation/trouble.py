@@ -94,6 +94,7 @@ class Trouble:
             decide_every_ms=self.rng.choice((100, 250)),
             stay_ms=self.rng.choice((100, 500)),
             settle_ms=100,
+            caution_ms=self.rng.choice((0, 200, 60_000)),
             horizon_ms=2_000,
             switches_per_minute_max=600,
             pin_ms=self.rng.choice((0, 300)),

@@ -1,6 +1,7 @@
 """The decision, from observations alone; numbers of four H200s with Llama-3-70B in fp8."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,15 +10,14 @@ import pytest
 from comm_pool.layout import Layout, Mode, Rank, format_layout, parse_layout
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
 from coordinator.policy.decide import (
-    CAUTION_MAX_MS,
-    CAUTION_MS,
+    CAUTION_TIMES_MAX,
     POLICY,
     REGRET_MS,
     State,
     Verdict,
     decide,
 )
-from coordinator.policy.log import CostsSeen, costs_of, costs_seen, encode
+from coordinator.policy.log import CostsSeen, costs_of, costs_seen, encode, settings_of
 from coordinator.policy.log import decode as read_line
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen, TierSeen
 from coordinator.policy.replay import ReplayError, replay, summary
@@ -28,6 +28,8 @@ from tests.simulation.policy_shapes import LLAMA_70B_FP8
 MODES = {1: Mode.DP, 2: Mode.TP, 4: Mode.TP}
 SPACE = LayoutSpace(4, MODES)
 SETTINGS = PolicySettings(decide_every_ms=0, settle_ms=0)
+CAUTION_MS = SETTINGS.caution_ms
+CAUTION_MAX_MS = CAUTION_TIMES_MAX * CAUTION_MS
 
 
 def tier(which: Tier, **seen: Any) -> TierSeen:
@@ -243,12 +245,14 @@ def at(time_ms: int, layout: str, *tiers: TierSeen) -> Observation:
     return msgspec.structs.replace(observation(layout, *tiers), time_ms=time_ms)
 
 
-def after(seen: list[Observation], state: State | None = None) -> tuple[list[Verdict], State]:
+def after(
+    seen: list[Observation], state: State | None = None, settings: PolicySettings = SETTINGS
+) -> tuple[list[Verdict], State]:
     """Verdicts of looks one after the other."""
     found, state = [], state or State()
     for each in seen:
         current = parse_layout(each.layout, 4, (1, 2, 4))
-        made, state = decide(each, current, SPACE, LLAMA_70B_FP8, SETTINGS, state)
+        made, state = decide(each, current, SPACE, LLAMA_70B_FP8, settings, state)
         found.append(made)
     return found, state
 
@@ -281,6 +285,29 @@ def test_a_change_for_speed_that_lasted_was_no_mistake() -> None:
     assert (state.careful_until_ms, state.faster_ms) == (0, None)
     (quiet,), _ = after([at(REGRET_MS + 10_000, "dp4")], state)
     assert layout_of(quiet) == "tp4"
+
+
+def test_groups_that_are_kept_for_a_tier_are_no_mistake_of_the_layout() -> None:
+    urgent = tier(Tier.INTERACTIVE, rate_short=3.0, rate_long=3.0, running=6, context_tokens=6_600)
+    batch = tier(Tier.BATCH, unstarted=300, unstarted_tokens=300_000, running=100)
+    fast = State(faster_ms=0)
+    (kept,), state = after([at(10_000, "dp2+tp2", urgent, batch)], fast)
+    assert kept.choice.name == "dp2+tp2, 2 for interactive"
+    assert kept.changes
+    assert (state.faster_ms, state.careful_until_ms) == (0, 0)
+    (left,), state = after([at(10_000, "tp2+tp2", urgent, batch)], fast)
+    assert layout_of(left) == "dp2+tp2"
+    assert state.careful_until_ms == 10_000 + CAUTION_MS
+
+
+def test_without_caution_a_mistake_changes_nothing() -> None:
+    careless = replace(SETTINGS, caution_ms=0)
+    seen = [at(0, "dp4"), at(20_000, "tp4", BURST), at(20_001, "dp4")]
+    (_, back, again), _ = after(seen, settings=careless)
+    assert (layout_of(back), layout_of(again)) == ("dp4", "tp4")
+    logged = costs_seen(0, 4, MODES, LLAMA_70B_FP8, careless)
+    assert settings_of(logged, {}).caution_ms == 0
+    assert settings_of(logged, {"caution_ms": 7}).caution_ms == 7
 
 
 def test_caution_is_forgotten_after_a_while() -> None:

@@ -1,0 +1,84 @@
+"""What vLLM makes of a request's messages, where it is not what a client may expect (vLLM 0.32.0).
+
+OpenAI's schema allows more than vLLM's rendering reads: a message of an assistant without content,
+or with a refusal, ends it with an exception that becomes a 500. What can be read is put into the
+form that it expects; whatever else ends it is the request's fault and told as that. And the prompt
+of a response begins with what the chat template writes, not with one more beginning of a text.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import structlog
+from openai.types.responses import ResponseOutputMessage, ResponseOutputText
+from vllm.config import ModelConfig
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import TokenizeParams
+from vllm.renderers.online_renderer import OnlineRenderer
+
+log = structlog.get_logger(__name__)
+
+_OF_SHAPE = (LookupError, AttributeError, AssertionError)
+"""What Python raises where data has another shape than its reader thinks; `TypeError` and
+`ValueError` vLLM answers with 400 itself."""
+
+_FIELD = {"render_chat": "messages", "render_completion": "prompt", "render_responses": "input"}
+
+
+def keep_to_the_template() -> None:
+    """Let the tokenizer add nothing to a response's prompt, as with chat completions.
+
+    vLLM leaves it the default, and models whose template begins a text begin it twice.
+    """
+    build = ResponsesRequest.build_tok_params
+    if getattr(build, "keeps_to_the_template", False):
+        return
+
+    @wraps(build)
+    def build_as_written(request: ResponsesRequest, model_config: ModelConfig) -> TokenizeParams:
+        return replace(build(request, model_config), add_special_tokens=False)
+
+    build_as_written.keeps_to_the_template = True  # type: ignore[attr-defined]
+    ResponsesRequest.build_tok_params = build_as_written
+
+
+def join_output_messages(request: ResponsesRequest) -> None:
+    """Make each message that a model wrote before one text: vLLM reads the first part only."""
+    if isinstance(request.input, str):
+        return
+    request.input = [
+        _joined(item) if isinstance(item, ResponseOutputMessage) else item for item in request.input
+    ]
+
+
+def _joined(message: ResponseOutputMessage) -> ResponseOutputMessage:
+    texts = [
+        part.text if isinstance(part, ResponseOutputText) else part.refusal
+        for part in message.content
+    ]
+    text = ResponseOutputText(text="".join(texts), type="output_text", annotations=[])
+    return message.model_copy(update={"content": [text]})
+
+
+def refuse_unreadable(renderer: OnlineRenderer) -> None:
+    """Answer 400 where rendering breaks off because of a request's shape."""
+    for method, field in _FIELD.items():
+        setattr(renderer, method, _refusing(getattr(renderer, method), field))
+
+
+def _refusing(render: Callable[..., Awaitable[Any]], field: str) -> Callable[..., Awaitable[Any]]:
+    @wraps(render)
+    async def rendered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await render(*args, **kwargs)
+        except _OF_SHAPE as error:
+            # The log tells where: it may still be a fault of the server.
+            log.warning("request_unreadable", field=field, exc_info=True)
+            raise VLLMValidationError(
+                f"{field} has a form that this server cannot read.", parameter=field
+            ) from error
+
+    return rendered

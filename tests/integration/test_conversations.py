@@ -1,0 +1,83 @@
+"""What models wrote before comes back in requests, in every form that OpenAI's schema allows."""
+
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from worker.demo import MODEL_DIR
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+SAID = {"type": "output_text", "text": "It is blue.", "annotations": []}
+MORE = {"type": "output_text", "text": " And wide.", "annotations": []}
+REFUSED = {"type": "refusal", "refusal": "No comment."}
+ASKED = {"role": "user", "content": "And the sea?"}
+
+
+def written(*content: Any) -> dict[str, Any]:
+    """A message as the Responses API gave it out."""
+    return {
+        "type": "message",
+        "id": "msg_1",
+        "status": "completed",
+        "role": "assistant",
+        "content": list(content),
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ((SAID,), "It is blue."),
+        ((SAID, MORE), "It is blue. And wide."),
+        ((REFUSED,), "No comment."),
+        ((), ""),
+    ],
+    ids=["text", "two-texts", "refusal", "nothing"],
+)
+async def test_what_was_written_before_is_read(
+    client: httpx.AsyncClient, cell: FakeCell, content: tuple[Any, ...], text: str
+) -> None:
+    prompts: list[list[int]] = []
+
+    async def keep_prompt(ran: Ran) -> None:
+        prompts.append(ran.request.prompt_token_ids)
+        ran.tokens(0, [300, 301], "length")
+
+    cell.behave = keep_prompt
+    response = await client.post("/v1/responses", json={"input": [written(*content), ASKED]})
+    assert response.status_code == 200, response.text
+    # The same conversation in the words of the older API.
+    same = [{"role": "assistant", "content": text}, ASKED]
+    response = await client.post(
+        "/v1/chat/completions", json={"model": "demo", "messages": same, "max_tokens": 2}
+    )
+    assert response.status_code == 200, response.text
+    assert prompts[0] == prompts[1]
+    told = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")).decode(prompts[0])
+    assert text in told
+    assert ASKED["content"] in told
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"role": "user", "content": [["input_text", "sea"]]}, "input"),
+        ({"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "file"}]}, None),
+    ],
+)
+async def test_what_cannot_be_read_is_the_request_s_fault(
+    client: httpx.AsyncClient,
+    gateway: GatewayProcess,
+    cell: FakeCell,
+    item: dict[str, Any],
+    param: str | None,
+) -> None:
+    response = await client.post("/v1/responses", json={"input": [item, ASKED]})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", param)
+    assert "request_failed" not in gateway.log.read_text()
