@@ -76,6 +76,7 @@ class Ran:
         *,
         attempt: int = 1,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **_: Any,
     ) -> tuple[TokenSpan, Any]:
         from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -85,11 +86,22 @@ class Ran:
             request_id=self.id,
             new_token_ids=ids,
             new_logprobs=None if logprobs is None else some_logprobs(first, ids, logprobs),
+            new_prompt_logprobs_tensors=self._of_prompt(prompt_logprobs),
             finish_reason=None if reason is None else FinishReason(reason),
         )
         waited_ms = 0 if first else WAITED_MS
         span = TokenSpan(self.id, attempt, first, len(ids), reason is not None, waited_ms)
         return span, output
+
+    def _of_prompt(self, top: int | None) -> Any:
+        import torch
+        from vllm.v1.outputs import LogprobsTensors
+
+        behind_first = self.request.prompt_token_ids[1:]
+        if top is None or not behind_first:
+            return None
+        arrays = some_logprobs(0, behind_first, top)
+        return LogprobsTensors(*(torch.from_numpy(each) for each in arrays[:3]))
 
 
 def some_logprobs(first: int, ids: list[int], top: int) -> Any:

@@ -37,7 +37,14 @@ def gateway(cell: FakeCell, tmp_path: Path) -> Iterator[GatewayProcess]:
 
 
 async def answer_shortly(ran: Ran) -> None:
-    ran.tokens(0, [300, 301, 302], "length")
+    """Three tokens, with all log-probabilities that the request asks for."""
+    params = ran.request.sampling_params
+    most = {
+        name: top if top is None or top >= 0 else 5
+        for name in ("logprobs", "prompt_logprobs")
+        for top in [getattr(params, name)]
+    }
+    ran.tokens(0, [300, 301, 302], "length", **most)
 
 
 def open_schema() -> dict[str, Any]:
