@@ -35,8 +35,8 @@ check: setup  ## lint, format, types and import contracts
 chaos: setup  ## the long fault tests: every crash point, every kind of loss; prints what it measures
 	$(BIN)/python -m pytest -m chaos -s -p no:randomly tests
 
-soak: setup  ## two hours of switches, kills, bursts and clients that leave: make soak [SOAK_MINUTES=20]
-	@$(BIN)/python -m tests.soak
+soak: setup  ## two hours of switches, kills, bursts and clients that leave: make soak [SOAK_MINUTES=20] [DEVICE=cuda]
+	@SOAK_DEVICE=$(DEVICE) $(BIN)/python -m tests.soak
 
 sim: setup  ## replay one simulation: make sim SEED=4711 [WIDE=1]
 	@$(BIN)/python -m tests.simulation --seed $(SEED) $(if $(WIDE),--wide)

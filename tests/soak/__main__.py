@@ -1,9 +1,8 @@
 """`make soak`: a real cell for hours under switches, kills, bursts and clients that leave.
 
-Every stream is greedy and one of a few prompts, so that each must be what the same prompt gave at
-the start, whatever happened meanwhile. At the end nothing may have grown. Leaves a dated table.
-`SOAK_MINUTES`, `SOAK_RANKS` and `SOAK_KILL_S` set how long, how wide, and how often a rank is
-killed.
+Every stream is one of a few questions, whose answers are known. At the end nothing may have grown.
+Leaves a dated table. `SOAK_MINUTES`, `SOAK_RANKS`, `SOAK_KILL_S` and `SOAK_DEVICE` set how long,
+how wide, how often a rank is killed, and `cpu` or `cuda`; `SOAK_OUT` is a folder for the table.
 """
 
 import asyncio
@@ -19,33 +18,45 @@ from pathlib import Path
 
 import psutil
 from openai import AsyncOpenAI, OpenAIError
+from openai.types import Completion
 
 from comm_pool.layout import Mode, format_layout, supported_layouts
+from tests.bench.gpu_servers import gpu_memory_mib, nvidia_smi
 from tests.bench.provenance import commit, cpu_name, today
-from tests.bench.servers import MODEL, ROOT, free_port, running
-from tests.harness.admin import ask, get_json, switch
-from tests.soak.measures import Sample, Slopes, pages_lost, sample, segments, slopes
+from tests.bench.servers import MODEL, ROOT, environment, free_port, running
+from tests.harness.admin import ask, get_json, post, switch
+from tests.soak.asked import TOKENS, Answer, Question, is_right, questions
+from tests.soak.measures import (
+    Sample,
+    Slopes,
+    memory_kept,
+    pages_lost,
+    sample,
+    segments,
+    slopes,
+)
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
 RANKS = int(os.environ.get("SOAK_RANKS", "2"))
 KILL_S = float(os.environ.get("SOAK_KILL_S", "900"))
+DEVICE = os.environ.get("SOAK_DEVICE", "cpu")
 SWITCH_S = 20.0
 SAMPLE_S = 10.0
 BURST_S = 60.0
 BURST = 24
 CLIENTS = 4
 LEAVES_SHARE = 0.1
-TOKENS = 96
 ALL_TOKENS_LIMIT_S = 180.0
 SETTLE_S = 180.0
+APART_S = 15.0
+"""So long ranks of several cohorts serve as they are; then all are started again together."""
 WIDE_MODE = "tp" if RANKS > 1 else "dp"
 CARRIES = ("reshard", "reshard", "pause", "recompute")
-PROMPTS = tuple(
-    f"Question {number}: how do I sort a list of {number} words?" for number in range(8)
-)
+QUESTIONS = questions(DEVICE)
 OPTIONS = [
-    *("--max-model-len", "1024", "--max-num-seqs", "32", "--dtype", "float32", "--enforce-eager"),
+    *("--max-model-len", "1024", "--max-num-seqs", "32"),
     *("--kv-cache-memory-bytes", str(128 << 20)),
+    *(("--dtype", "float32", "--enforce-eager") if DEVICE == "cpu" else ("--dtype", "bfloat16")),
 ]
 
 
@@ -57,7 +68,7 @@ class Soak:
     admin: str
     model: str
     draw: random.Random
-    expected: dict[str, str] = field(default_factory=dict)
+    expected: dict[Question, str] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
@@ -68,44 +79,43 @@ class Soak:
         return time.monotonic() - self.began_s
 
 
-async def stream_of(
-    soak: Soak, client: AsyncOpenAI, prompt: str, leaves_after: int | None = None
-) -> str:
+async def answer_to(
+    soak: Soak, client: AsyncOpenAI, question: Question, leaves_after: int | None = None
+) -> Answer:
     """One answer, or the beginning of one whose client leaves."""
-    text, chunks = "", 0
+    text, chunks, tokens = "", 0, 0
     stream = await client.completions.create(
-        model=soak.model,
-        prompt=prompt,
-        max_tokens=TOKENS,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True},
+        model=soak.model, stream=True, stream_options={"include_usage": True}, **question.body
     )
     async with stream:
+        chunk: Completion
         async for chunk in stream:
             text += chunk.choices[0].text if chunk.choices else ""
+            tokens = chunk.usage.completion_tokens if chunk.usage else tokens
             chunks += 1
             if leaves_after is not None and chunks >= leaves_after:
-                break
-    return text
+                return Answer(text)
+    return Answer(text, tokens)
 
 
 async def one_request(soak: Soak, client: AsyncOpenAI) -> None:
-    """Ask for one of the prompts and compare."""
-    prompt = soak.draw.choice(PROMPTS)
+    """Ask one of the questions and compare."""
+    question = soak.draw.choice(QUESTIONS)
     leaves = soak.draw.randrange(1, TOKENS // 2) if soak.draw.random() < LEAVES_SHARE else None
     try:
         async with asyncio.timeout(ALL_TOKENS_LIMIT_S):
-            text = await stream_of(soak, client, prompt, leaves)
+            answer = await answer_to(soak, client, question, leaves)
     except (OpenAIError, TimeoutError) as error:
         soak.counts["failed"] += 1
         soak.wrong.append(f"{soak.now_s:.0f} s: {type(error).__name__}: {error}"[:300])
         return
     soak.counts["left" if leaves else "whole"] += 1
-    whole = soak.expected[prompt]
-    if not (whole.startswith(text) if leaves else whole == text):
+    if not is_right(question, answer, soak.expected):
         soak.counts["not exact"] += 1
-        soak.wrong.append(f"{soak.now_s:.0f} s: {prompt!r} gave {text!r}, not {whole!r}"[:600])
+        whole = question.sentence or soak.expected[question]
+        soak.wrong.append(
+            f"{soak.now_s:.0f} s: {question.prompt!r} gave {answer}, not {whole!r}"[:600]
+        )
 
 
 async def clients(soak: Soak, client: AsyncOpenAI, until_s: float) -> None:
@@ -151,6 +161,28 @@ async def kills(soak: Soak, until_s: float) -> None:
             soak.counts["ranks killed"] += 1
 
 
+def apart(admin: str) -> bool:
+    """Say whether all ranks are there, but some were started without the others."""
+    ranks = get_json(admin + "/admin/ranks")["ranks"]
+    is_there = all(rank.get("available") for rank in ranks)
+    return is_there and any(rank.get("degraded") for rank in ranks)
+
+
+async def renewals(soak: Soak, until_s: float) -> None:
+    """Start ranks again together that cannot form groups: on CUDA nothing else brings them back."""
+    since_s = None
+    while soak.now_s < until_s:
+        await asyncio.sleep(1.0)
+        if not await asyncio.to_thread(apart, soak.admin):
+            since_s = None
+            continue
+        since_s = soak.now_s if since_s is None else since_s
+        if soak.now_s - since_s >= APART_S:
+            await asyncio.to_thread(post, soak.admin + "/admin/renew", {})
+            soak.counts["renewals"] += 1
+            since_s = None
+
+
 def look(soak: Soak, root: psutil.Process) -> None:
     """Sample every process of the cell."""
     with suppress(psutil.Error):
@@ -182,7 +214,10 @@ def at_rest(admin: str) -> dict[int, dict[str, int]]:
     while True:
         status = get_json(admin + "/admin/status")
         is_idle = not any(status["queue"]["tasks"].values())
-        if is_idle and not any(rank["exited"] for rank in status["ranks"]):
+        if is_idle and apart(admin):
+            post(admin + "/admin/renew", {})
+            time.sleep(APART_S)
+        elif is_idle and not any(rank["exited"] for rank in status["ranks"]):
             with suppress(AssertionError):
                 # Groups get pages when they are formed: what paused tasks kept may be free by now.
                 for layout in (f"{WIDE_MODE}{RANKS}", f"dp{RANKS}"):
@@ -198,16 +233,25 @@ def at_rest(admin: str) -> dict[int, dict[str, int]]:
 async def run(soak: Soak, root: psutil.Process) -> None:
     """The load and everything that happens to it."""
     async with AsyncOpenAI(base_url=soak.url + "/v1", api_key="none", max_retries=0) as client:
-        for prompt in PROMPTS:
-            soak.expected[prompt] = await stream_of(soak, client, prompt)
+        for question in QUESTIONS:
+            answer = await answer_to(soak, client, question)
+            soak.expected[question] = answer.text
+            assert is_right(question, answer, soak.expected), answer
         soak.began_s = time.monotonic()
         until_s = MINUTES * 60
         await asyncio.gather(
             clients(soak, client, until_s),
             switches(soak, until_s),
             kills(soak, until_s),
+            renewals(soak, until_s),
             looks(soak, root, until_s),
         )
+
+
+def hardware() -> str:
+    """What the cell ran on."""
+    cores = f"{os.cpu_count()} cores of {cpu_name()}"
+    return cores if DEVICE == "cpu" else f"{RANKS} of {nvidia_smi('name')}, {cores}"
 
 
 def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list[str]) -> list[str]:
@@ -215,9 +259,10 @@ def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list
     rows = [
         f"# Soak of {MINUTES:g} minutes, {today()}",
         "",
-        f"Command: `SOAK_MINUTES={MINUTES:g} SOAK_RANKS={RANKS} SOAK_KILL_S={KILL_S:g} make soak`, "
-        f"commit {commit()}, {os.cpu_count()} cores of {cpu_name()}. A switch every {SWITCH_S:g} s,"
-        f" {CLIENTS} clients, a burst of {BURST} requests every {BURST_S:g} s; one in ten leaves.",
+        f"Command: `SOAK_MINUTES={MINUTES:g} SOAK_RANKS={RANKS} SOAK_KILL_S={KILL_S:g} "
+        f"SOAK_DEVICE={DEVICE} make soak`, commit {commit()}, {hardware()}. "
+        f"A switch every {SWITCH_S:g} s, {CLIENTS} clients, a burst of {BURST} requests every "
+        f"{BURST_S:g} s; one in ten leaves.",
         "",
         "| what | count |",
         "|---|---|",
@@ -243,18 +288,21 @@ def main() -> int:
     before = segments()
     command = [
         *(sys.executable, "-m", "coordinator.cli", "up", "--model", str(MODEL)),
-        *("--ranks", str(RANKS), "--device", "cpu", "--port", str(port)),
+        *("--ranks", str(RANKS), "--device", DEVICE, "--port", str(port)),
         *("--admin-port", str(admin_port), "--", *OPTIONS),
     ]
+    # Servers on CPU need settings that are none of a GPU box's.
+    surroundings = environment() if DEVICE == "cpu" else dict(os.environ)
     with ExitStack() as stack:
-        url = stack.enter_context(running(command, port, "/ready"))
+        url = stack.enter_context(running(command, port, "/ready", surroundings=surroundings))
         model = get_json(url + "/v1/models")["data"][0]["id"]
         soak = Soak(url, f"http://127.0.0.1:{admin_port}", model, random.Random(1))
         root = psutil.Process(get_json(soak.admin + "/admin/status")["pid"]).parent()
         assert root is not None
-        pages = at_rest(soak.admin)
+        pages, devices = at_rest(soak.admin), gpu_memory_mib()
         asyncio.run(run(soak, root))
         faults = [f"pages: {each}" for each in pages_lost(pages, at_rest(soak.admin))]
+        faults += memory_kept(devices, gpu_memory_mib())
     found = {process: slopes(samples) for process, samples in soak.samples.items()}
     faults += [
         f"{name} {pid}: {leak} grow"
@@ -265,7 +313,8 @@ def main() -> int:
     faults += [f"shared memory is left: {name}" for name in sorted(segments() - before)]
     faults += soak.wrong[:20]
     text = "\n".join(report(soak, found, faults)) + "\n"
-    out = ROOT / "docs" / "benchmarks" / f"{today()}-cpu-soak.md"
+    folder = Path(os.environ.get("SOAK_OUT", ROOT / "docs" / "benchmarks"))
+    out = folder / f"{today()}-{DEVICE}-soak.md"
     out.write_text(text)
     print(
         text,

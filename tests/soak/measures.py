@@ -19,6 +19,8 @@ OWN_MIB_PER_MINUTE_MAX = 1.0
 FILES_PER_MINUTE_MAX = 0.5
 THREADS_PER_MINUTE_MAX = 0.2
 SHARED_MEMORY = Path("/dev/shm")
+DEVICE_MIB_MAX = 256
+"""What a GPU may have more in use than at the start: workspaces that came with first uses."""
 MIB = float(1 << 20)
 
 
@@ -81,6 +83,15 @@ def sample(process: psutil.Process, at_s: float) -> Sample | None:
             return Sample(at_s, own, process.num_fds(), process.num_threads())
     except psutil.Error:
         return None
+
+
+def memory_kept(before: Sequence[int], after: Sequence[int]) -> list[str]:
+    """GPUs that have more in use than at the start, both times idle in dp."""
+    return [
+        f"GPU {number}: {now} MiB in use, {then} at the start"
+        for number, (then, now) in enumerate(zip(before, after, strict=True))
+        if now - then > DEVICE_MIB_MAX
+    ]
 
 
 def segments() -> frozenset[str]:
