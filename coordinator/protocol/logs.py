@@ -9,7 +9,9 @@ import sys
 import structlog
 
 QUIET_LOGGERS = ("asyncio", "grpc", "uvicorn")
-FAILED_EVENTS = frozenset({"vllm_failed", "request_failed", "task_refused", "move_failed"})
+FAILED_EVENTS = frozenset(
+    {"vllm_failed", "request_failed", "request_unreadable", "task_refused", "move_failed"}
+)
 """Events whose exception may quote a request: its type and place are logged, its text is not."""
 
 

@@ -1,5 +1,6 @@
 """What models wrote before comes back in requests, in every form that OpenAI's schema allows."""
 
+import json
 from typing import Any
 
 import httpx
@@ -80,4 +81,9 @@ async def test_what_cannot_be_read_is_the_request_s_fault(
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("invalid_value", param)
-    assert "request_failed" not in gateway.log.read_text()
+    log = gateway.log.read_text()
+    assert "request_failed" not in log
+    assert param is None or "request_unreadable" in log
+    for line in filter(lambda line: "request_unreadable" in line, log.splitlines()):
+        (told,) = (each for each in json.loads(line)["exception"] if not each["is_cause"])
+        assert told["exc_type"] == "RequestFailure", "the text may quote the request"
