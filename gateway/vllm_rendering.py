@@ -49,18 +49,24 @@ def join_output_messages(request: ResponsesRequest) -> None:
     """Make each message that a model wrote before one text: vLLM reads the first part only."""
     if isinstance(request.input, str):
         return
-    request.input = [
-        _joined(item) if isinstance(item, ResponseOutputMessage) else item for item in request.input
-    ]
+    request.input = [_joined(item) for item in request.input]
 
 
-def _joined(message: ResponseOutputMessage) -> ResponseOutputMessage:
-    texts = [
-        part.text if isinstance(part, ResponseOutputText) else part.refusal
-        for part in message.content
-    ]
-    text = ResponseOutputText(text="".join(texts), type="output_text", annotations=[])
-    return message.model_copy(update={"content": [text]})
+def _joined(item: Any) -> Any:
+    """A message as the API gave it out, or one that a client wrote in the same words."""
+    if isinstance(item, ResponseOutputMessage):
+        joined = "".join(map(_text_of, item.model_dump()["content"]))
+        text = ResponseOutputText(text=joined, type="output_text", annotations=[])
+        return item.model_copy(update={"content": [text]})
+    if isinstance(item, dict) and item.get("role") == "assistant":
+        content = item.get("content")
+        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+            return {**item, "content": "".join(map(_text_of, content))}
+    return item
+
+
+def _text_of(part: dict[str, Any]) -> str:
+    return str(part.get("text") or part.get("refusal") or "")
 
 
 def refuse_unreadable(renderer: OnlineRenderer) -> None:

@@ -14,32 +14,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 SAID = {"type": "output_text", "text": "It is blue.", "annotations": []}
 MORE = {"type": "output_text", "text": " And wide.", "annotations": []}
 REFUSED = {"type": "refusal", "refusal": "No comment."}
+EASY = {"type": "input_text", "text": "Blue."}
 ASKED = {"role": "user", "content": "And the sea?"}
 
 
-def written(*content: Any) -> dict[str, Any]:
-    """A message as the Responses API gave it out."""
-    return {
-        "type": "message",
-        "id": "msg_1",
-        "status": "completed",
-        "role": "assistant",
-        "content": list(content),
-    }
+OF_API = {"type": "message", "id": "msg_1", "status": "completed"}
+"""What a message has beside role and content if the Responses API gave it out."""
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "text", "more"),
     [
-        ((SAID,), "It is blue."),
-        ((SAID, MORE), "It is blue. And wide."),
-        ((REFUSED,), "No comment."),
-        ((), ""),
+        ((SAID,), "It is blue.", OF_API),
+        ((SAID, MORE), "It is blue. And wide.", OF_API),
+        ((REFUSED,), "No comment.", OF_API),
+        ((), "", OF_API),
+        ((SAID, REFUSED), "It is blue.No comment.", {"type": "message"}),
+        ((EASY, EASY), "Blue.Blue.", {}),
+        ((), "", {}),
     ],
-    ids=["text", "two-texts", "refusal", "nothing"],
 )
 async def test_what_was_written_before_is_read(
-    client: httpx.AsyncClient, cell: FakeCell, content: tuple[Any, ...], text: str
+    client: httpx.AsyncClient,
+    cell: FakeCell,
+    content: tuple[Any, ...],
+    text: str,
+    more: dict[str, str],
 ) -> None:
     prompts: list[list[int]] = []
 
@@ -48,7 +48,8 @@ async def test_what_was_written_before_is_read(
         ran.tokens(0, [300, 301], "length")
 
     cell.behave = keep_prompt
-    response = await client.post("/v1/responses", json={"input": [written(*content), ASKED]})
+    message = {"role": "assistant", "content": list(content), **more}
+    response = await client.post("/v1/responses", json={"input": [message, ASKED]})
     assert response.status_code == 200, response.text
     # The same conversation in the words of the older API.
     same = [{"role": "assistant", "content": text}, ASKED]
