@@ -21,15 +21,16 @@ from tests.harness.product import MODEL_NAME, Product, product
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(300), pytest.mark.slow]
 
 INTERACTIVE_PER_S = 2.0
-OTHERS_PER_S = 5.0
+OTHERS_PER_S = 3.0
 BURST = 10
 CALM_S, BURST_S = 8.0, 15.0
-GOOD_S = 5.0
-"""An interactive answer that takes longer is of no use."""
+GOOD_S = 8.0
+"""An interactive answer that takes longer is of no use. Most take a second or two; a shared machine
+may stand still for some seconds in between, whatever serves on it."""
 GOODPUT_MIN = 0.95
 NORMAL_WITHIN_S = 30.0
 TRIES = 3
-TOKENS = 64
+TOKENS = 96
 LIMITS = {
     "interactive": {"queue_tasks_max": 64, "wait_ms": 10_000},
     "standard": {"queue_tasks_max": 40, "wait_ms": 10_000},
@@ -81,7 +82,8 @@ async def ask(client: aiohttp.ClientSession, tier: str, seen: Seen) -> None:
         seen.retry_after_s.append(int(response.headers["retry-after"]))
         if answer["error"]["code"] == "queue_full":
             seen.refused_ms.append(took_s * 1_000)
-        await asyncio.sleep(min(seen.retry_after_s[-1], 5))
+        # OpenAI's clients obey this header before the other, up to 60 s.
+        await asyncio.sleep(int(response.headers["retry-after-ms"]) / 1_000)
 
 
 async def phase(client: aiohttp.ClientSession, seconds: float, factor: int) -> Seen:
