@@ -74,9 +74,10 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=dict(self._spec.env),
-            # Of its own session: the terminal's Ctrl-C must reach the parent only, which stops
-            # the children in order.
-            start_new_session=True,
+            # Of its own process group: the terminal's Ctrl-C must reach the parent only, which
+            # stops the children in order. Not of its own session: Linux shares the cores out by
+            # session (autogroups), and a gateway beside busy ranks then waits for one for seconds.
+            process_group=0,
             preexec_fn=lambda: _die_with(parent),
         )
         self._process = process

@@ -87,7 +87,7 @@ def running(
         env=surroundings or environment(root),
         stdout=log,
         stderr=subprocess.STDOUT,
-        start_new_session=True,
+        process_group=0,
     )
     url = f"http://127.0.0.1:{port}"
     try:

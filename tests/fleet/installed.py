@@ -140,7 +140,7 @@ class Process:
             env[each["name"]] = home or each.get("value") or SECRETS[secret["key"]]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True
+                command, stdout=log, stderr=log, env=env, cwd=folder, process_group=0
             )
 
     @property
