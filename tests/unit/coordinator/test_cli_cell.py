@@ -185,6 +185,20 @@ async def test_output_is_logged_and_long_lines_are_cut(fixture: Fixture) -> None
     assert fixture.told.events == [{"event": "up"}]
 
 
+async def test_children_are_out_of_ctrl_c_s_reach_in_the_session_of_their_parent(
+    fixture: Fixture,
+) -> None:
+    """Linux shares cores out by session: one for each child would make them wait for each other."""
+    code = """
+    import json, os
+    print(json.dumps({"event": "up", "group": os.getpgid(0), "session": os.getsid(0)}))
+    """
+    assert await fixture.member("worker", code).child.run() == 0
+    (told,) = fixture.told.events
+    assert told["group"] != os.getpgid(0)
+    assert told["session"] == os.getsid(0)
+
+
 def test_children_die_with_their_parent(tmp_path: Path) -> None:
     """Even when the parent is killed and can clean nothing up."""
     code = f"""
