@@ -60,9 +60,13 @@ def _joined(item: Any) -> Any:
         return item.model_copy(update={"content": [text]})
     if isinstance(item, dict) and item.get("role") == "assistant":
         content = item.get("content")
-        if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        if isinstance(content, list) and all(map(_is_text, content)):
             return {**item, "content": "".join(map(_text_of, content))}
     return item
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and ("text" in part or "refusal" in part)
 
 
 def _text_of(part: dict[str, Any]) -> str:
