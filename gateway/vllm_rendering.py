@@ -34,14 +34,11 @@ def keep_to_the_template() -> None:
     vLLM leaves it the default, and models whose template begins a text begin it twice.
     """
     build = ResponsesRequest.build_tok_params
-    if getattr(build, "keeps_to_the_template", False):
-        return
 
     @wraps(build)
     def build_as_written(request: ResponsesRequest, model_config: ModelConfig) -> TokenizeParams:
         return replace(build(request, model_config), add_special_tokens=False)
 
-    build_as_written.keeps_to_the_template = True  # type: ignore[attr-defined]
     ResponsesRequest.build_tok_params = build_as_written
 
 

@@ -240,9 +240,9 @@ def _choose(
     settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
     if seen.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
-    if there.layout != here.layout and (held := _held_back(seen, now, best, settings)):
-        return stay(f"{held}; otherwise {there.name}, because {reason.words}")
     if there.layout != here.layout:
+        if held := _held_back(seen, now, best, settings):
+            return stay(f"{held}; otherwise {there.name}, because {reason.words}")
         state = _changed(state, reason, seen.time_ms, here.layout, settings)
     return Verdict(there, reason.words, changes=True), state
 

@@ -39,11 +39,8 @@ def gateway(cell: FakeCell, tmp_path: Path) -> Iterator[GatewayProcess]:
 async def answer_shortly(ran: Ran) -> None:
     """Three tokens, with all log-probabilities that the request asks for."""
     params = ran.request.sampling_params
-    most = {
-        name: top if top is None or top >= 0 else 5
-        for name in ("logprobs", "prompt_logprobs")
-        for top in [getattr(params, name)]
-    }
+    asked = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}
+    most = {name: 5 if top == -1 else top for name, top in asked.items()}
     ran.tokens(0, [300, 301, 302], "length", **most)
 
 

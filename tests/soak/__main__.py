@@ -21,7 +21,8 @@ from openai import AsyncOpenAI, OpenAIError
 from openai.types import Completion
 
 from comm_pool.layout import Mode, format_layout, supported_layouts
-from tests.bench.gpu_servers import gpu_memory_mib, nvidia_smi
+from tests.bench import gpu
+from tests.bench.gpu_servers import gpu_memory_mib
 from tests.bench.provenance import commit, cpu_name, today
 from tests.bench.servers import MODEL, ROOT, environment, free_port, running
 from tests.harness.admin import ask, get_json, post, switch
@@ -248,10 +249,15 @@ async def run(soak: Soak, root: psutil.Process) -> None:
         )
 
 
+def devices_mib() -> list[int]:
+    """MiB in use of each GPU; a cell on CPU has none, whatever else uses the machine's."""
+    return gpu_memory_mib() if DEVICE == "cuda" else []
+
+
 def hardware() -> str:
     """What the cell ran on."""
     cores = f"{os.cpu_count()} cores of {cpu_name()}"
-    return cores if DEVICE == "cpu" else f"{RANKS} of {nvidia_smi('name')}, {cores}"
+    return cores if DEVICE == "cpu" else f"{gpu.hardware(RANKS)}, {cores}"
 
 
 def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list[str]) -> list[str]:
@@ -260,7 +266,7 @@ def report(soak: Soak, found: dict[tuple[str, int], Slopes | None], faults: list
         f"# Soak of {MINUTES:g} minutes, {today()}",
         "",
         f"Command: `SOAK_MINUTES={MINUTES:g} SOAK_RANKS={RANKS} SOAK_KILL_S={KILL_S:g} "
-        f"SOAK_DEVICE={DEVICE} make soak`, commit {commit()}, {hardware()}. "
+        f"make soak DEVICE={DEVICE}`, commit {commit()}, {hardware()}. "
         f"A switch every {SWITCH_S:g} s, {CLIENTS} clients, a burst of {BURST} requests every "
         f"{BURST_S:g} s; one in ten leaves.",
         "",
@@ -299,10 +305,10 @@ def main() -> int:
         soak = Soak(url, f"http://127.0.0.1:{admin_port}", model, random.Random(1))
         root = psutil.Process(get_json(soak.admin + "/admin/status")["pid"]).parent()
         assert root is not None
-        pages, devices = at_rest(soak.admin), gpu_memory_mib()
+        pages, devices = at_rest(soak.admin), devices_mib()
         asyncio.run(run(soak, root))
         faults = [f"pages: {each}" for each in pages_lost(pages, at_rest(soak.admin))]
-        faults += memory_kept(devices, gpu_memory_mib())
+        faults += memory_kept(devices, devices_mib())
     found = {process: slopes(samples) for process, samples in soak.samples.items()}
     faults += [
         f"{name} {pid}: {leak} grow"
