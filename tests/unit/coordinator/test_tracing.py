@@ -2,15 +2,27 @@
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from coordinator.protocol.config import ConfigError, TracingConfig, check_config
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
-from coordinator.protocol.tracing import FLUSH_LIMIT_S, start_tracing
+from coordinator.protocol.tracing import FLUSH_LIMIT_S, SEND_LIMIT_S, start_tracing
 from tests.harness.collector import collector
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def ended_threads() -> Iterator[None]:
+    """Wait for the threads a test leaves: one that still sends draws from Python's own generator,
+    and Hypothesis takes that for a strategy of the next test which does."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(4 * SEND_LIMIT_S)
+        assert not thread.is_alive(), f"{thread.name} still sends"
 
 
 @pytest.mark.parametrize(
@@ -80,6 +92,7 @@ def test_callers_decide_before_chance_does() -> None:
     assert span.attributes == {"error.type": "internal_error"}
 
 
+@pytest.mark.usefixtures("ended_threads")
 def test_spans_that_nobody_takes_are_dropped_and_delay_nothing() -> None:
     with collector() as told:
         told.answers.clear()
