@@ -100,7 +100,7 @@ class PreparedMode:
         """
         self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
         output = plan.output if self.table is None else translate(plan.output, self.table)
-        return self.runner.run(output, plan.grammar, plan.resuming)
+        return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
 
 
 def settle_environment() -> None:

@@ -25,7 +25,7 @@ from vllm.v1.worker.utils import bind_kv_cache
 from comm_pool.layout import StepMode
 from kvadaptor.vllm_views import KVBuffer
 from worker.vllm_calibrate import CPU_TOKENS_MAX
-from worker.vllm_step_plan import TokenIds, give_lists, listed
+from worker.vllm_step_plan import TokenIds, Tokens, give_lists, listed
 
 _SEED_MASK = (1 << 63) - 1
 _MIX = 0x9E3779B97F4A7C15
@@ -105,8 +105,10 @@ class ModeRunner(CPUModelRunner):
         step: SchedulerOutput,
         grammar: GrammarOutput | None,
         resuming: Mapping[str, TokenIds],
+        known: Mapping[str, Tokens],
     ) -> ModelRunnerOutput:
         """Execute one step; `resuming` gives the tokens that new tasks of it already have."""
+        del known  # Of the same tasks, as arrays.
         give_lists(step)
         self._resuming = {name: listed(ids) for name, ids in resuming.items()}
         output = self.execute_model(step)

@@ -22,7 +22,8 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.vllm_views import KVBuffer
-from worker.vllm_step_plan import TokenIds, give_lists
+from worker.vllm_step_plan import TokenIds, Tokens, give_arrays, give_lists
+from worker.vllm_token_rows import take_arrays
 
 
 class _AdoptedBuffer(TorchFunctionMode):
@@ -91,6 +92,9 @@ class GpuModeRunner(GPUModelRunner):
         self._split_builders: list[Any] = []
         """Who plans attention in them."""
         self._decode_limits = (0, 0)
+        self._takes_arrays = take_arrays(self.req_states.all_token_ids)
+        self._launched = torch.cuda.Event()
+        """Behind all that was launched here."""
         self.load_model(model=self._trees[self._first])
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
@@ -157,11 +161,20 @@ class GpuModeRunner(GPUModelRunner):
         step: SchedulerOutput,
         grammar: GrammarOutput | None,
         resuming: Mapping[str, TokenIds],
+        known: Mapping[str, Tokens],
     ) -> Any:
-        """Launch one step; the result may still be under way (`get_output` waits for it)."""
-        give_lists(step)
+        """Launch one step; the result may still be under way (`get_output` waits for it).
+
+        `known` are the tokens of new tasks that are there as arrays already.
+        """
+        if self._takes_arrays and self._launched.query():
+            give_arrays(step, known)
+        else:
+            give_lists(step)
         output = self.execute_model(step)
-        return self.sample_tokens(grammar) if output is None else output
+        result = self.sample_tokens(grammar) if output is None else output
+        self._launched.record()
+        return result
 
     def forget_tasks(self) -> None:
         """Nothing to do: no collective on CUDA is left in mid-step, the process ends with it."""

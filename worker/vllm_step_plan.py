@@ -97,6 +97,15 @@ def give_lists(step: SchedulerOutput) -> None:
             each.prefill_token_ids = listed(each.prefill_token_ids)
 
 
+def give_arrays(step: SchedulerOutput, known: Mapping[str, Tokens]) -> None:
+    """Let new tasks that this rank has planned have their tokens as followers get them."""
+    for each in step.scheduled_new_reqs:
+        whole = known.get(each.req_id)
+        given = each.prefill_token_ids
+        if whole is not None and given is not None and len(given) == whole.size:
+            each.prefill_token_ids = whole
+
+
 def listed(ids: TokenIds) -> list[int]:
     """The same as a list."""
     return ids.tolist() if isinstance(ids, np.ndarray) else ids

@@ -92,7 +92,7 @@ class Device:
             self._engine.communicators.enter(born)
             activate(mode.communicator)
             mode.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
-            return mode.runner.run(output, grammar, plan.resuming)
+            return mode.runner.run(output, grammar, plan.resuming, plan.known)
 
         ticket = Ticket(compute, 0.0 if plan.is_empty else LATE_S)
         self._last = ticket
