@@ -4,23 +4,29 @@ All addresses are distances from one base pointer in 16-byte words, so that the 
 sees that every access is 16 bytes wide, and so that the kernel also runs in Triton's interpreter.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import triton
 import triton.language as tl
 
 WORD_BYTES = 16
-TILE_WORDS = 1024
-"""16-byte words that one program copies: 16 KiB, enough in flight to fill NVLink many times."""
-NUM_WARPS = 8
+TILE_WORDS = 4096
+"""16-byte words that a program has in flight: 64 KiB."""
+WARPS = 32
+PROGRAMS = 32
+"""Programs of a launch, which share out its tiles: 2 MiB in flight fill NVLink, and a step that is
+under way keeps the other multiprocessors. A program for each tile would stop it for all the copy:
+copies go first, and what a matrix product needs of a multiprocessor leaves no room for both."""
 
 
 # The number of copies is another one in each call: a kernel compiled for each would stall it.
-@triton.jit(do_not_specialize=["num_copies"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_copies", "num_tiles"])  # type: ignore[untyped-decorator]
 def _copy_units(  # type: ignore[no-untyped-def]
     base,
     table,
     num_copies,
+    num_tiles,
     words: tl.constexpr,
     tile_words: tl.constexpr,
     tile_copies: tl.constexpr,
@@ -29,24 +35,33 @@ def _copy_units(  # type: ignore[no-untyped-def]
     # keeps to few memory pages of each rank.
     tiles = tl.cdiv(num_copies, tile_copies)
     chunks: tl.constexpr = (words + tile_words - 1) // tile_words
-    program = tl.program_id(0)
-    tile = program % tiles
-    chunk = program // tiles % chunks
-    layer = (program // tiles // chunks).to(tl.int64)
-    copy = tile * tile_copies + tl.arange(0, tile_copies)
-    inside = copy < num_copies
-    source = tl.load(table + copy, mask=inside, other=0)
-    source += layer * tl.load(table + num_copies + copy, mask=inside, other=0)
-    target = tl.load(table + 2 * num_copies + copy, mask=inside, other=0)
-    target += layer * tl.load(table + 3 * num_copies + copy, mask=inside, other=0)
-    half = chunk * (2 * tile_words) + tl.arange(0, 2 * tile_words)
-    mask = inside[:, None] & (half < 2 * words)[None, :]
-    values = tl.load(base + (source * 2)[:, None] + half[None, :], mask=mask)
-    tl.store(base + (target * 2)[:, None] + half[None, :], values, mask=mask)
+    for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tile = number % tiles
+        chunk = number // tiles % chunks
+        layer = (number // tiles // chunks).to(tl.int64)
+        copy = tile * tile_copies + tl.arange(0, tile_copies)
+        inside = copy < num_copies
+        source = tl.load(table + copy, mask=inside, other=0)
+        source += layer * tl.load(table + num_copies + copy, mask=inside, other=0)
+        target = tl.load(table + 2 * num_copies + copy, mask=inside, other=0)
+        target += layer * tl.load(table + 3 * num_copies + copy, mask=inside, other=0)
+        half = chunk * (2 * tile_words) + tl.arange(0, 2 * tile_words)
+        mask = inside[:, None] & (half < 2 * words)[None, :]
+        values = tl.load(base + (source * 2)[:, None] + half[None, :], mask=mask)
+        tl.store(base + (target * 2)[:, None] + half[None, :], values, mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a launch is cut up: words of 16 bytes to a tile, programs, and warps to a program."""
+
+    tile_words: int = TILE_WORDS
+    programs: int = PROGRAMS
+    warps: int = WARPS
 
 
 def launch(
-    base: Any, table: Any, num_copies: int, num_layers: int, unit_words: int, tile_words: int
+    base: Any, table: Any, num_copies: int, num_layers: int, unit_words: int, shape: Shape
 ) -> None:
     """Copy units of `unit_words` 16-byte words in every layer, on the current stream.
 
@@ -54,13 +69,13 @@ def launch(
     all in words: where the sources lie in layer 0, counted from `base`; how far apart their
     layers are; and the same two of the targets. No source may be a target. At most 2**31 tiles.
     """
-    tile = min(triton.next_power_of_2(unit_words), tile_words)
-    tile_copies = tile_words // tile
-    programs = triton.cdiv(num_copies, tile_copies) * triton.cdiv(unit_words, tile) * num_layers
-    _copy_units[(programs,)](
-        *(base, table, num_copies),
+    tile = min(triton.next_power_of_2(unit_words), shape.tile_words)
+    tile_copies = shape.tile_words // tile
+    tiles = triton.cdiv(num_copies, tile_copies) * triton.cdiv(unit_words, tile) * num_layers
+    _copy_units[(min(tiles, shape.programs),)](
+        *(base, table, num_copies, tiles),
         words=unit_words,
         tile_words=tile,
         tile_copies=tile_copies,
-        num_warps=NUM_WARPS,
+        num_warps=shape.warps,
     )

@@ -6,11 +6,14 @@ layer is bytes n·unit_bytes and up of its region. A copy moves one unit in ever
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from kvadaptor.copy_kernel import Shape
 
 Units = npt.NDArray[np.int64]
 """Unit numbers."""
@@ -108,13 +111,13 @@ class KernelCopier:
     is_asynchronous = True
 
     def __init__(
-        self, num_layers: int, device: torch.device, *, tile_words: int | None = None
+        self, num_layers: int, device: torch.device, *, shape: "Shape | None" = None
     ) -> None:
         # Triton is imported here, as CPU ranks have no use for it.
         from kvadaptor import copy_kernel
 
         self._kernel = copy_kernel
-        self._tile_words = tile_words or copy_kernel.TILE_WORDS
+        self._shape = shape or copy_kernel.Shape()
         self._layers = num_layers
         self._device = device
         self._capacity = self._used = 0
@@ -152,9 +155,7 @@ class KernelCopier:
         table = self._table[span]
         table.copy_(self._pinned[span], non_blocking=True)
         with self._on_device():
-            self._kernel.launch(
-                base, table, count, self._layers, unit_bytes // word, self._tile_words
-            )
+            self._kernel.launch(base, table, count, self._layers, unit_bytes // word, self._shape)
 
     def finish(self) -> None:
         """Wait for the current stream."""

@@ -3,7 +3,8 @@
 `python -m tests.bench.kernel_move --ranks 4` starts one process per GPU with 24 GiB of KV each.
 100,000 tokens lie equally on the ranks, in scattered pages; every rank takes its heads of them from
 all others at the same time. Prints one JSON object: milliseconds of the slowest rank and GB/s per
-rank, by way of moving. All bytes are checked. Needs torch and Triton, no vLLM.
+rank, by way of moving, alone and beside matrix products as a decode step has them, and what those
+take then. All bytes are checked. Needs torch and Triton, no vLLM.
 """
 
 import argparse
@@ -24,8 +25,12 @@ from tests.harness.mover_ranks import World, run_ranks
 
 LAYERS = 80
 WARM_MOVES = 2
-TILE_WORDS = (512, 1024, 2048)
-"""Sizes of the kernel's tiles to compare, in 16-byte words."""
+SHAPES = ((1024, 1 << 30, 8), (1024, 132, 8), (2048, 32, 16), (2048, 64, 16), (4096, 16, 32))
+SHAPES += ((4096, 24, 32), (4096, 32, 32), (4096, 48, 32), (4096, 64, 32))
+"""To compare: 16-byte words of a tile, programs, warps."""
+STEP_TOKENS = 112
+STEP_SIZES = ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192))
+"""Of the matrix products of one layer of Llama 3 70B."""
 
 
 def plan(geometry: PageGeometry, world: int, pages: int, tokens: int) -> Round:
@@ -88,11 +93,68 @@ def movers(world: World, raw: Any, geometry: PageGeometry) -> Iterator[tuple[str
     elif world.device.type == "cpu":
         yield "peer", PeerMover(world.rank, mapped.memory, geometry)
     else:
-        for tile_words in TILE_WORDS:
-            copier = KernelCopier(LAYERS, world.device, tile_words=tile_words)
+        from kvadaptor.copy_kernel import Shape
+
+        for tile_words, programs, warps in SHAPES:
+            shape = Shape(tile_words, programs, warps)
+            copier = KernelCopier(LAYERS, world.device, shape=shape)
             mover = PeerMover(world.rank, mapped.memory, geometry, copier=copier)
-            yield f"peer, tiles of {tile_words // 64} KiB", mover
+            how_many = programs if programs < 1 << 20 else "as many as tiles"
+            yield f"peer, tiles of {tile_words // 64} KiB, programs: {how_many}", mover
     yield "exchange", ExchangeMover(raw, geometry, world.device_group)
+
+
+class DecodeStep:
+    """A graph of the matrix products of a decode step in fp8, which read weights from memory."""
+
+    def __init__(self, device: Any) -> None:
+        kind = torch.float8_e4m3fn
+        one = torch.ones((), device=device)
+        inputs = [torch.ones(STEP_TOKENS, size, device=device).to(kind) for size, _ in STEP_SIZES]
+        weights = [torch.ones(b, a, device=device).to(kind).t() for a, b in STEP_SIZES]
+
+        def layer() -> None:
+            for given, weight in zip(inputs, weights, strict=True):
+                torch._scaled_mm(given, weight, one, one, out_dtype=torch.bfloat16)
+
+        layer()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for _ in range(LAYERS):
+                layer()
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def launch(self) -> None:
+        """On the current stream."""
+        self._events[0].record()
+        self._graph.replay()
+        self._events[1].record()
+
+    def took_ms(self) -> float:
+        """Wait for the last one."""
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]))
+
+
+def beside(world: World, mover: Mover, copies: Round, repeats: int) -> dict[str, Any]:
+    """Milliseconds of a step and of the move, alone and beside each other, of this rank."""
+    step, aside = DecodeStep(world.device), torch.cuda.Stream(priority=-1)
+    alone, steps, moves = [], [], []
+    for _ in range(WARM_MOVES + repeats):
+        world.barrier()
+        step.launch()
+        alone.append(step.took_ms())
+        world.barrier()
+        step.launch()
+        with torch.cuda.stream(aside):
+            moves.append(mover.move(copies, world.size).seconds * 1e3)
+        steps.append(step.took_ms())
+    names = ("step_alone_ms", "step_beside_ms", "move_beside_ms")
+    values = (alone, steps, moves)
+    return {
+        name: round(statistics.median(each[WARM_MOVES:]), 2)
+        for name, each in zip(names, values, strict=True)
+    }
 
 
 def measure(world: World, tokens: int, gib: float, repeats: int, heads: int) -> dict[str, Any]:
@@ -130,6 +192,9 @@ def measure(world: World, tokens: int, gib: float, repeats: int, heads: int) -> 
             "gb_per_s_per_rank": round(stats.link_bytes / statistics.median(seconds) / 1e9, 1),
             "bytes_right": all(verdicts),
         }
+        if world.device.type == "cuda":
+            found[name] |= beside(world, mover, copies, repeats)
+            memory.is_right(copies[world.rank])  # clears the targets
     return found
 
 

@@ -146,6 +146,8 @@ def test_speed_is_of_what_came_from_others() -> None:
 
 def interpret_kernel() -> None:
     """Run the GPU's kernel on CPU memory and compare it with numpy; Triton must interpret."""
+    from kvadaptor.copy_kernel import Shape
+
     rng = np.random.default_rng(5)
     # Units below, at, above and at no power of two of a tile; copies that fill no tile.
     for unit_words, tile_words, count in ((1, 8, 13), (8, 8, 5), (32, 8, 3), (12, 8, 3), (3, 8, 7)):
@@ -165,7 +167,9 @@ def interpret_kernel() -> None:
         wanted = own.clone()
         same = [Copies(job.source, job.source_units, wanted, job.target_units) for job in jobs]
         ArrayCopier(layers).copy(same, unit_bytes)
-        copier = KernelCopier(layers, CPU, tile_words=tile_words)
+        # Fewer programs than tiles, and more.
+        shape = Shape(tile_words, programs=3 if unit_words > 1 else 99, warps=1)
+        copier = KernelCopier(layers, CPU, shape=shape)
         copier.warm(own, unit_bytes, 4)
         copier.copy(jobs[:1], unit_bytes)
         copier.copy(jobs[1:], unit_bytes)
