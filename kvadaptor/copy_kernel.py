@@ -14,8 +14,8 @@ WORD_BYTES = 16
 TILE_WORDS = 4096
 """16-byte words that a program has in flight: 64 KiB."""
 WARPS = 32
-PROGRAMS = 32
-"""Programs of a launch, which share out its tiles: 2 MiB in flight fill NVLink, and a step that is
+PROGRAMS = 16
+"""Programs of a launch, which share out its tiles: 1 MiB in flight fills NVLink, and a step that is
 under way keeps the other multiprocessors. A program for each tile would stop it for all the copy:
 copies go first, and what a matrix product needs of a multiprocessor leaves no room for both."""
 

@@ -91,7 +91,7 @@ class Stepping:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
             usual_ns = self._usual_ns(mode, plan)
-            if not plan.reads_prompts:
+            if not (plan.is_empty or plan.reads_prompts):
                 self.decode_ns = usual_ns
             begins_ns = self.ends_ns if self.is_under_way else 0
             self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
@@ -110,6 +110,8 @@ class Stepping:
 
     def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
         """How long steps like this one have taken, or else took at start-up."""
+        if plan.is_empty:
+            return 0  # It only tells followers which tasks have ended.
         seconds = self.log.usual_s(plan, mode.key.width)
         if seconds is None:
             curve = mode.times.curves.get(plan.mode)
