@@ -136,8 +136,9 @@ class RankLoop:
     # ------------------------------------------------------------------ inbox
 
     def _wait(self) -> None:
-        if self._seat.serving or self._seat.binding is None:
-            # A rank that has joined a group is waited for.
+        seat = self._seat
+        if seat.serving or (seat.binding is None and not seat.is_moving):
+            # A rank that moves or has joined a group is waited for.
             self._member.tidy()
         try:
             item = self._inbox.get(timeout=self._poll_s(IDLE_WAIT_S))
@@ -317,7 +318,7 @@ class RankLoop:
 
     def _look_behind(self) -> None:
         """Take what the last step of a group that was left has brought, as soon as it is there."""
-        self._member.moving.look()
+        self._member.look()
         ended_ns = self._stepping.take_left_end()
         if ended_ns is not None:
             self._clock.left(ended_ns)

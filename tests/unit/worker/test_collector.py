@@ -1,0 +1,63 @@
+"""Collections wait for the end of a switch, and for nobody who has switched them off himself."""
+
+import gc
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from worker.collector import PAUSE_MAX_S, Collector
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """The process' collector, whatever a test leaves."""
+    yield
+    gc.enable()
+
+
+def test_nothing_is_collected_between_pause_and_resume() -> None:
+    found: list[str] = []
+
+    def told(phase: str, _: dict[str, int]) -> None:
+        found.append(phase)
+
+    collector = Collector()
+    gc.callbacks.append(told)
+    try:
+        collector.pause()
+        collector.pause()
+        kept = [[number] for number in range(50_000)]
+        assert not found
+        collector.resume()
+        kept += [[number] for number in range(50_000)]
+        assert found
+    finally:
+        gc.callbacks.remove(told)
+    assert len(kept) == 100_000
+    assert gc.isenabled()
+
+
+def test_a_switch_that_does_not_end_is_collected_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = Collector()
+    collector.pause()
+    collector.look()
+    assert not gc.isenabled()
+    later_s = time.monotonic() + PAUSE_MAX_S + 1
+    monkeypatch.setattr("time.monotonic", lambda: later_s)
+    collector.look()
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    collector = Collector()
+    gc.disable()
+    collector.pause()
+    collector.resume()
+    assert not gc.isenabled()
+
+
+def test_resume_without_pause_changes_nothing() -> None:
+    gc.disable()
+    Collector().resume()
+    assert not gc.isenabled()
