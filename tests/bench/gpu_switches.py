@@ -157,6 +157,9 @@ class SwitchRun:
         if self._carry != "pause":  # A paused stream waits by design until its layout is back.
             each = [gap for epoch in epochs for gap in crossing.get(epoch, [])]
             summary["client_stall_ms"] = spread(each)
+            summary["client_gaps_ms"] = {
+                str(epoch): spread(crossing[epoch]) for epoch in epochs if crossing.get(epoch)
+            }
             summary["client_stall_worst_ms"] = spread(
                 max(crossing[epoch]) for epoch in epochs if crossing.get(epoch)
             )
