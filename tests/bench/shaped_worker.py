@@ -36,7 +36,7 @@ def install(wanted: str) -> None:
         moves += 1
         carry_out(self, *args)
 
-    KernelCopier.warm = warm_all  # type: ignore[method-assign]
+    KernelCopier.warm = warm_all  # type: ignore[method-assign, assignment]
     Rounds.carry_out = with_shape  # type: ignore[method-assign, assignment]
 
 
