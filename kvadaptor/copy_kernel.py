@@ -14,10 +14,11 @@ WORD_BYTES = 16
 TILE_WORDS = 4096
 """16-byte words that a program has in flight: 64 KiB."""
 WARPS = 32
-PROGRAMS = 16
-"""Programs of a launch, which share out its tiles: 1 MiB in flight fills NVLink, and a step that is
-under way keeps the other multiprocessors. A program for each tile would stop it for all the copy:
-copies go first, and what a matrix product needs of a multiprocessor leaves no room for both."""
+PROGRAMS = 64
+"""Programs of a launch, which share out its tiles, so that a step that is under way keeps half of
+the multiprocessors. A program for each tile would stop it for as long as the copies take: they go
+first, and what a matrix product needs of a multiprocessor leaves no room for both. 1 MiB in flight
+fills NVLink, but beside a step, which draws on the same memory, four times that is needed."""
 
 
 # The number of copies is another one in each call: a kernel compiled for each would stall it.

@@ -77,7 +77,7 @@ class Mover(Protocol):
 
 def by_source(src_ranks: Units, src_units: Units, dst_units: Units) -> CopiesBySource:
     """Split a plan's three arrays, (c,) each in any order, by source rank."""
-    ranks = np.unique(src_ranks)
+    ranks = np.flatnonzero(np.bincount(src_ranks))
     masks = {int(rank): src_ranks == rank for rank in ranks}
     return {rank: (src_units[mask], dst_units[mask]) for rank, mask in masks.items()}
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvadaptor.pages import distinct
+
 UNMAPPED = -1
 """Table entry of a logical block that the rank has never leased a page for."""
 
@@ -48,7 +50,7 @@ class SlotTable:
 
     def assign(self, blocks: npt.NDArray[np.int64], slots: npt.NDArray[np.int64]) -> None:
         """Map all logical blocks of some lease indices to any slots that the rank has leased."""
-        indices = np.unique(blocks // self.slots_per_page)
+        indices = distinct(blocks // self.slots_per_page, self._page.size)
         self._leased[indices] = True
         self._page[indices] = UNMAPPED
         self._slots[blocks] = slots

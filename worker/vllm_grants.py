@@ -54,9 +54,12 @@ class BlockGrants:
         self._pool.cached_block_hash_to_block = cached
         self._in_use[:] = False
         self._in_use[held] = True
-        indices = np.unique(np.flatnonzero(self._in_use) // self.slots_per_page)
-        self._bundles = [each for each in self._bundles if np.isin(each, indices).any()]
-        self.kept = np.unique(np.concatenate([indices, *self._bundles]))
+        is_held = np.zeros(self.indices, dtype=np.bool_)
+        is_held[np.flatnonzero(self._in_use) // self.slots_per_page] = True
+        self._bundles = [each for each in self._bundles if is_held[each].any()]
+        for each in self._bundles:
+            is_held[each] = True
+        self.kept = np.flatnonzero(is_held)
         return self.kept
 
     def bundle(self, indices: npt.NDArray[np.int64]) -> None:

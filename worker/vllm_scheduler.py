@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from coordinator.protocol.prefixes import prefix_hashes
+from kvadaptor.pages import distinct
 from worker.vllm_counts import EngineCounts
 from worker.vllm_grants import BlockGrants
 from worker.vllm_handover import (
@@ -258,7 +259,7 @@ class ModeScheduler(Scheduler):
         moved = list(tasks)
         filled = [blocks for _, blocks in moved] + [chain.blocks for chain in chains]
         if filled and self.kv_cache_manager.enable_caching:
-            forget_hashes(pool, np.unique(np.concatenate(filled)).tolist())
+            forget_hashes(pool, distinct(np.concatenate(filled), len(pool.blocks)).tolist())
         for request, blocks in moved:
             take_blocks(self.kv_cache_manager, request, blocks)
             self._unregistered.append(request)

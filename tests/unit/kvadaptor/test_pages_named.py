@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvadaptor.pages import PageCounts, PageError, PagePool, Pages, without
+from kvadaptor.pages import PageCounts, PageError, PagePool, Pages, distinct, without
 
 PAIR, QUAD = (0, 1), (0, 1, 2, 3)
 
@@ -116,6 +116,11 @@ def test_an_index_between_those_in_use_cannot_be_kept() -> None:
     with pytest.raises(PageError, match=r"lease index 3 of group \(0, 1\) is not in use"):
         pool.keep_only(PAIR, [2, 3, 5])
     assert dict(pool.lease_table(PAIR)) == {2: 7, 5: 3}
+
+
+def test_different_numbers_come_once_and_in_order() -> None:
+    assert distinct(pages(7, 1, 7, 0), 9).tolist() == [0, 1, 7]
+    assert distinct(pages(), 9).tolist() == []
 
 
 def test_pages_without_others() -> None:
