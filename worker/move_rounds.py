@@ -7,8 +7,9 @@ the first, and a first one that writes where old KV lies or is sent through a pr
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,16 +86,6 @@ def split(
     return early, late
 
 
-def _first_of(
-    rounds: Sequence[list[UnitCopies]], written: Mapping[int, Bools]
-) -> tuple[list[UnitCopies], list[list[UnitCopies]]]:
-    """Split the first round, if there is one; what waits is a round still."""
-    if not rounds:
-        return [], []
-    early, late = split(rounds[0], written)
-    return early, [late]
-
-
 def _of(copies: UnitCopies, mask: Bools) -> UnitCopies:
     return replace(
         copies,
@@ -141,42 +132,81 @@ class Rounds:
             time.sleep(PEER_POLL_S)
 
     def carry_out(
-        self, pending: Pending, overtaken: Callable[[], bool], restore: Callable[[], None]
+        self,
+        pending: Pending,
+        overtaken: Callable[[], bool],
+        restore: Callable[[], None],
+        go_on: Callable[[], None],
     ) -> None:
-        """Copy this rank's share; `restore` is called once, while the first copies are made.
+        """Copy this rank's share.
 
-        All ranks have settled when it returns. Raises as `wait` does.
+        `restore` is called once, while the first copies are made, and then `go_on`, when all ranks
+        have settled. Raises as `wait` does.
         """
         self.stats = MoveStats(0, 0, 0.0)
-        mover, plan = self._engine.mover, pending.move.plan
-        own = self._boards[self._rank]
+        plan, own = pending.move.plan, self._boards[self._rank]
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
-        may_begin_early = pending.move.may_begin_early and isinstance(mover, PeerMover)
         rounds = [
             [each for each in plan.copies if each.round == number]
             for number in range(1, plan.rounds + 1)
         ]
-        if may_begin_early:
-            early, rounds[:1] = _first_of(rounds, pending.move.written)
-            self._copy(early, plan.units, restore)
-        self._meet_settled(pending, overtaken)
+        if pending.move.may_begin_early and isinstance(self._engine.mover, PeerMover):
+            self._beside_steps(pending, rounds[0] if rounds else [], overtaken, restore, go_on)
+        else:
+            self._behind_steps(pending, rounds[0] if rounds else [], overtaken, restore, go_on)
         for number, copies in enumerate(rounds, 1):
-            if number > 1 or not may_begin_early:
-                # What this rank leads may be lost from now on, and it knows.
+            if number > 1:
                 self._meet(pending, number, overtaken)
-            is_first = number == 1 and not may_begin_early
-            self._copy(copies, plan.units, restore if is_first else None)
+                with self._copying(copies, plan.units):
+                    pass
             pending.rounds_done = number
             own.finish_round(number + 1)
-        if not rounds and not may_begin_early:
-            restore()
 
-    def _copy(
+    def _beside_steps(
         self,
+        pending: Pending,
         copies: Sequence[UnitCopies],
-        units: int,
-        meanwhile: Callable[[], None] | None = None,
+        overtaken: Callable[[], bool],
+        restore: Callable[[], None],
+        go_on: Callable[[], None],
     ) -> None:
+        """Make the copies of round 1 while old steps are under way, where these write nothing."""
+        early, late = split(copies, pending.move.written)
+        units = pending.move.plan.units
+        with ExitStack() as under_way:
+            under_way.enter_context(self._copying(early, units))
+            restore()
+            self._meet_settled(pending, overtaken)
+            if late:
+                # They follow the first ones by themselves.
+                under_way.enter_context(self._copying(late, units, is_next=True))
+            go_on()
+
+    def _behind_steps(
+        self,
+        pending: Pending,
+        copies: Sequence[UnitCopies],
+        overtaken: Callable[[], bool],
+        restore: Callable[[], None],
+        go_on: Callable[[], None],
+    ) -> None:
+        """Make the copies of round 1 when old steps are over."""
+        self._meet_settled(pending, overtaken)
+        if not pending.move.plan.rounds:
+            restore()
+            go_on()
+            return
+        # What this rank leads may be lost from now on, and it knows.
+        self._meet(pending, 1, overtaken)
+        with self._copying(copies, pending.move.plan.units):
+            restore()
+            go_on()
+
+    @contextmanager
+    def _copying(
+        self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False
+    ) -> Iterator[None]:
+        """Copy beside the block, and wait for it behind; `is_next`: others are being made."""
         first, mover = self._engine.spec.first, self._engine.mover
         by_rank = {
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
@@ -186,11 +216,11 @@ class Rounds:
         arriving = self._thread.submit(mover.move, by_rank, units, launched.set)
         arriving.add_done_callback(lambda _: launched.set())
         try:
-            if meanwhile is not None:
+            if not is_next:
                 # Building requests takes the CPU as long as copying takes the link, and would take
                 # it from what has to be done before the link is at work.
                 launched.wait()
-                meanwhile()
+            yield
             while not arriving.done():
                 self._look()
                 time.sleep(PEER_POLL_S)

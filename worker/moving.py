@@ -192,11 +192,15 @@ class Moving:
                 self._rank, manifests, directive.target, engine.kv.geometry, engine.kv.num_pages
             )
             self._pending = pending = Pending(epoch, move)
-            self._rounds.carry_out(pending, overtaken, lambda: self._restore(pending))
-            self._go_on(pending)
+            self._rounds.carry_out(
+                *(pending, overtaken),
+                restore=lambda: self._restore(pending),
+                go_on=lambda: self._go_on(pending),
+            )
             _tell_of_shortage(epoch, self._rank, move)
         except OvertakenError:
             own.finish_round(GAVE_UP)
+            self.adopted = ()
             raise
         except (MoveFailedError, ReshardError) as error:
             log.warning("move_failed", epoch=epoch, reason=str(error))

@@ -28,13 +28,13 @@ def install(wanted: str) -> None:
         for self._shape in shapes:
             warm(self, *args)
 
-    def with_shape(self: Rounds, *args: Any) -> None:
+    def with_shape(self: Rounds, *args: Any, **kwargs: Any) -> None:
         nonlocal moves
         copier = getattr(self._engine.mover, "_copier", None)
         if isinstance(copier, KernelCopier):
             copier._shape = shapes[moves // 2 % len(shapes)]
         moves += 1
-        carry_out(self, *args)
+        carry_out(self, *args, **kwargs)
 
     KernelCopier.warm = warm_all  # type: ignore[method-assign, assignment]
     Rounds.carry_out = with_shape  # type: ignore[method-assign, assignment]

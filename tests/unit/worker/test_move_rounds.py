@@ -77,13 +77,16 @@ class Recorder(PeerMover):
         self.takes_s = takes_s
         self.calls: list[tuple[list[int], bool]] = []
         self.done = threading.Event()
+        self.under_way = 0
 
     def move(self, copies: Any, units: int, launched: Any = None) -> MoveStats:
         assert units == 2
         launched()
         targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
         self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
+        self.under_way += 1
         time.sleep(self.takes_s)
+        self.under_way -= 1
         self.done.set()
         return MoveStats(len(targets), 0, 0.5)
 
@@ -107,6 +110,8 @@ class Stage:
         )
         self.pending = Pending(5, cast(Any, move))
         self.restored = 0
+        self.told: list[int] = []
+        """How many copies were over when it went on."""
         engine = SimpleNamespace(
             mover=self.mover, spec=SimpleNamespace(first=0), copy_aside=lambda: None
         )
@@ -120,10 +125,17 @@ class Stage:
                 board.round = max(board.round, 2 if self.meets else 1)
 
     def restore(self) -> None:
+        assert not self.told
         self.restored += 1
 
-    def run(self) -> None:
-        self.rounds.carry_out(self.pending, lambda: False, self.restore)
+    def go_on(self) -> None:
+        """What the last steps brought is there, and requests to add it to."""
+        assert self.restored == 1
+        assert all(board.is_settled for board in self.boards.values())
+        self.told.append(len(self.mover.calls) - self.mover.under_way)
+
+    def run(self, *, is_overtaken: bool = False) -> None:
+        self.rounds.carry_out(self.pending, lambda: is_overtaken, self.restore, self.go_on)
 
 
 PARTS = [copies(0, [(1, 3, 4), (1, 7, 8)])]
@@ -164,9 +176,34 @@ def test_copies_that_were_begun_are_over_before_another_layout_is_obeyed() -> No
     stage.settles_after = 10**9
     stage.mover.takes_s = 0.2
     with pytest.raises(OvertakenError):
-        stage.rounds.carry_out(stage.pending, lambda: True, stage.restore)
+        stage.run(is_overtaken=True)
     assert stage.mover.done.is_set()
     assert [targets for targets, _ in stage.mover.calls] == [[4]]
+    assert not stage.told
+
+
+def test_tokens_are_added_while_copies_are_made() -> None:
+    stage = Stage(PARTS)
+    stage.mover.takes_s = 0.3
+    stage.settles_after = 0
+    stage.look()
+    stage.run()
+    assert stage.mover.calls == [([4], True), ([8], True)]
+    assert stage.told == [0], "not one copy was over"
+    assert stage.boards[Rank(0)].round == 2
+
+
+def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
+    stage = Stage(PARTS)
+    stage.mover.takes_s = 0.1
+
+    def fail() -> None:
+        raise MoveFailedError("a token is missing")
+
+    with pytest.raises(MoveFailedError, match="a token is missing"):
+        stage.rounds.carry_out(stage.pending, lambda: False, stage.restore, fail)
+    assert [targets for targets, _ in stage.mover.calls] == [[4], [8]]
+    assert stage.mover.under_way == 0
 
 
 def test_a_peer_that_gives_up_ends_the_move() -> None:
