@@ -31,7 +31,7 @@ WATCHED = {
     "worker.stepping.Stepping": ("lead", "execute", "_finish", "_push"),
     "worker.rank_loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
     "worker.moving.Moving": ("tell", "_read", "_restore", "_go_on", "_hand_over", "_adopt"),
-    "worker.move_rounds.Rounds": ("_copy", "_meet_settled"),
+    "worker.move_rounds.Rounds": ("_beside_steps", "_behind_steps", "_meet_settled"),
     "worker.vllm_scheduler.ModeScheduler": ("plan_step", "finish_step", "adopt", "tidy"),
 }
 

@@ -37,7 +37,7 @@ def install(wanted: str) -> None:
         carry_out(self, *args, **kwargs)
 
     KernelCopier.warm = warm_all  # type: ignore[method-assign, assignment]
-    Rounds.carry_out = with_shape  # type: ignore[method-assign, assignment]
+    Rounds.carry_out = with_shape  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
