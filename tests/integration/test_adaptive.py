@@ -121,7 +121,8 @@ async def test_a_burst_is_served_apart_and_what_follows_by_the_wide_group_again(
     since = len(decisions(cell))
     client = TaskClient()
     async with client.connected(cell):
-        names = [f"burst-{number}" for number in range(60)]
+        # As many as no machine serves before the layout may change again.
+        names = [f"burst-{number}" for number in range(150)]
         for number, name in enumerate(names):
             client.submit(name, prompt(number, 150), max_tokens=24)
         burst = await decided(cell, is_apart_for_goals, since)
