@@ -44,6 +44,8 @@ class Scheduler:
         self.ends = False
         self.frees_behind = False
         self.busy = True
+        self.is_empty = False
+        """The next step only tells which tasks have ended."""
         self.events: list[str] = []
 
     def has_requests(self) -> bool:
@@ -51,7 +53,10 @@ class Scheduler:
 
     def plan_step(self, _settle: Any) -> Any:
         self.events.append("plan")
-        return SimpleNamespace(tokens=1, is_empty=False, reads_prompts=False, mode=None, context=0)
+        tokens = 0 if self.is_empty else 1
+        return SimpleNamespace(
+            tokens=tokens, is_empty=self.is_empty, reads_prompts=False, mode=None, context=0
+        )
 
     def finish_step(self, _plan: Any, result: str) -> list[Any]:
         assert result == "tokens"
@@ -227,6 +232,18 @@ def test_it_tells_when_its_last_step_will_end() -> None:
     assert behind == first + 5_000 * MS, "behind the one under way"
     assert known == stage.stepping.ended_ns + 5_000 * MS, "which has ended by now"
     assert (stage.stepping.ends_ns, stage.stepping.decode_ns) == (known, 5_000 * MS)
+
+
+def test_an_empty_step_says_nothing_of_how_long_a_decode_takes() -> None:
+    stage = Stage()
+    stage.usual_s = 5.0
+    stage.step(stage.dp, DP, 3)
+    stage.dp.scheduler.is_empty = True
+    stage.usual_s = 0.001
+    begun = time.monotonic_ns()
+    stage.step(stage.dp, DP, 3)
+    assert stage.stepping.decode_ns == 5_000 * MS
+    assert stage.stepping.ends_ns - begun < 1_000 * MS, "the step before was taken, this is none"
 
 
 def test_a_step_behind_none_begins_now_whatever_was_expected() -> None:
