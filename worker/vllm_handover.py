@@ -203,9 +203,17 @@ def register_blocks(manager: KVCacheManager, request: Request) -> None:
 
 
 def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
-    """Take off what blocks that are about to be filled from elsewhere held before."""
-    for number in blocks:
-        pool._maybe_evict_cached_block(pool.blocks[number])
+    """Take off what blocks that are about to be filled from elsewhere held before.
+
+    Mostly none of it can be found any more, as all was withdrawn: that is a third of the work.
+    """
+    can_be_found = len(pool.cached_block_hash_to_block) or pool.cached_block_hashes_by_block
+    if can_be_found or pool.metrics_collector:
+        for number in blocks:
+            pool._maybe_evict_cached_block(pool.blocks[number])
+    else:
+        for number in blocks:
+            pool.blocks[number].reset_hash()
 
 
 def cache_chain(pool: BlockPool, chain: CachedChain, block_tokens: int) -> None:

@@ -25,6 +25,7 @@ from tests.harness.mode_schedulers import (
 from worker.vllm_handover import (
     CachedChain,
     FinishedChains,
+    forget_hashes,
     prefixes_of,
 )
 from worker.vllm_scheduler import ModeScheduler
@@ -212,6 +213,25 @@ def test_what_blocks_held_before_is_forgotten(base: VllmConfig, hasher: Any) -> 
     scheduler.grant(np.array([1, 2]))
     scheduler.add_task(fresh("again", [*PROMPT[:64], 5], hasher), [])
     assert step(scheduler) == {"a": 1, "again": 65}
+
+
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+def test_blocks_lose_their_hashes_whether_these_can_be_found_or_not(
+    base: VllmConfig, hasher: Any, is_withdrawn: bool
+) -> None:
+    scheduler = scheduler_of(base, 1, 2)
+    scheduler.add_task(fresh("a", PROMPT, hasher), [])
+    step(scheduler)
+    held = ids(scheduler, "a")
+    pool = scheduler.kv_cache_manager.block_pool
+    assert sum(pool.blocks[number].block_hash is not None for number in held) == 2
+    scheduler.take_back(["a"])
+    if is_withdrawn:
+        scheduler.withdraw()
+    assert bool(len(pool.cached_block_hash_to_block)) is not is_withdrawn
+    forget_hashes(pool, held)
+    assert not any(pool.blocks[number].block_hash for number in held)
+    assert len(pool.cached_block_hash_to_block) == 0
 
 
 def test_indices_that_a_move_filled_are_kept_or_freed_as_one(base: VllmConfig, hasher: Any) -> None:
