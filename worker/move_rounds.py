@@ -48,6 +48,18 @@ class Restored:
     tokens: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """What the main loop does during a move."""
+
+    restore: Callable[[], None]
+    """Called once, while the first copies are made."""
+    go_on: Callable[[], None]
+    """Called then, when all ranks have settled."""
+    overtaken: Callable[[], bool]
+    """Whether another layout is wanted by now."""
+
+
 @dataclass(slots=True)
 class Pending:
     """A move whose copies are done here, until it is known whether it counts."""
@@ -131,18 +143,8 @@ class Rounds:
                 raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
             time.sleep(PEER_POLL_S)
 
-    def carry_out(
-        self,
-        pending: Pending,
-        overtaken: Callable[[], bool],
-        restore: Callable[[], None],
-        go_on: Callable[[], None],
-    ) -> None:
-        """Copy this rank's share.
-
-        `restore` is called once, while the first copies are made, and then `go_on`, when all ranks
-        have settled. Raises as `wait` does.
-        """
+    def carry_out(self, pending: Pending, meanwhile: Meanwhile) -> None:
+        """Copy this rank's share; raises as `wait` does."""
         self.stats = MoveStats(0, 0, 0.0)
         plan, own = pending.move.plan, self._boards[self._rank]
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
@@ -151,56 +153,46 @@ class Rounds:
             for number in range(1, plan.rounds + 1)
         ]
         if pending.move.may_begin_early and isinstance(self._engine.mover, PeerMover):
-            self._beside_steps(pending, rounds[0] if rounds else [], overtaken, restore, go_on)
+            self._beside_steps(pending, rounds[0] if rounds else [], meanwhile)
         else:
-            self._behind_steps(pending, rounds[0] if rounds else [], overtaken, restore, go_on)
+            self._behind_steps(pending, rounds[0] if rounds else [], meanwhile)
         for number, copies in enumerate(rounds, 1):
             if number > 1:
-                self._meet(pending, number, overtaken)
+                self._meet(pending, number, meanwhile.overtaken)
                 with self._copying(copies, plan.units):
                     pass
             pending.rounds_done = number
             own.finish_round(number + 1)
 
     def _beside_steps(
-        self,
-        pending: Pending,
-        copies: Sequence[UnitCopies],
-        overtaken: Callable[[], bool],
-        restore: Callable[[], None],
-        go_on: Callable[[], None],
+        self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
     ) -> None:
         """Make the copies of round 1 while old steps are under way, where these write nothing."""
         early, late = split(copies, pending.move.written)
         units = pending.move.plan.units
         with ExitStack() as under_way:
             under_way.enter_context(self._copying(early, units))
-            restore()
-            self._meet_settled(pending, overtaken)
+            meanwhile.restore()
+            self._meet_settled(pending, meanwhile.overtaken)
             if late:
                 # They follow the first ones by themselves.
                 under_way.enter_context(self._copying(late, units, is_next=True))
-            go_on()
+            meanwhile.go_on()
 
     def _behind_steps(
-        self,
-        pending: Pending,
-        copies: Sequence[UnitCopies],
-        overtaken: Callable[[], bool],
-        restore: Callable[[], None],
-        go_on: Callable[[], None],
+        self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
     ) -> None:
         """Make the copies of round 1 when old steps are over."""
-        self._meet_settled(pending, overtaken)
+        self._meet_settled(pending, meanwhile.overtaken)
         if not pending.move.plan.rounds:
-            restore()
-            go_on()
+            meanwhile.restore()
+            meanwhile.go_on()
             return
         # What this rank leads may be lost from now on, and it knows.
-        self._meet(pending, 1, overtaken)
+        self._meet(pending, 1, meanwhile.overtaken)
         with self._copying(copies, pending.move.plan.units):
-            restore()
-            go_on()
+            meanwhile.restore()
+            meanwhile.go_on()
 
     @contextmanager
     def _copying(

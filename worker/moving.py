@@ -30,7 +30,14 @@ from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
 from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks, plan_move
-from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Restored, Rounds
+from worker.move_rounds import (
+    Meanwhile,
+    MoveFailedError,
+    OvertakenError,
+    Pending,
+    Restored,
+    Rounds,
+)
 from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of, tokens_of
 
 if TYPE_CHECKING:
@@ -192,11 +199,8 @@ class Moving:
                 self._rank, manifests, directive.target, engine.kv.geometry, engine.kv.num_pages
             )
             self._pending = pending = Pending(epoch, move)
-            self._rounds.carry_out(
-                *(pending, overtaken),
-                restore=lambda: self._restore(pending),
-                go_on=lambda: self._go_on(pending),
-            )
+            restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
+            self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
             _tell_of_shortage(epoch, self._rank, move)
         except OvertakenError:
             own.finish_round(GAVE_UP)

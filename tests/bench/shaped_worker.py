@@ -28,16 +28,16 @@ def install(wanted: str) -> None:
         for self._shape in shapes:
             warm(self, *args)
 
-    def with_shape(self: Rounds, *args: Any, **kwargs: Any) -> None:
+    def with_shape(self: Rounds, *args: Any) -> None:
         nonlocal moves
         copier = getattr(self._engine.mover, "_copier", None)
         if isinstance(copier, KernelCopier):
             copier._shape = shapes[moves // 2 % len(shapes)]
         moves += 1
-        carry_out(self, *args, **kwargs)
+        carry_out(self, *args)
 
     KernelCopier.warm = warm_all  # type: ignore[method-assign, assignment]
-    Rounds.carry_out = with_shape  # type: ignore[method-assign]
+    Rounds.carry_out = with_shape  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from comm_pool.layout import Rank
 from kvadaptor.movers import MoveStats, PeerMover
 from kvadaptor.reshard import UnitCopies
 from worker.board import GAVE_UP
-from worker.move_rounds import MoveFailedError, OvertakenError, Pending, Rounds, split
+from worker.move_rounds import Meanwhile, MoveFailedError, OvertakenError, Pending, Rounds, split
 
 UNITS = 20
 
@@ -135,7 +135,8 @@ class Stage:
         self.told.append(len(self.mover.calls) - self.mover.under_way)
 
     def run(self, *, is_overtaken: bool = False) -> None:
-        self.rounds.carry_out(self.pending, lambda: is_overtaken, self.restore, self.go_on)
+        meanwhile = Meanwhile(self.restore, self.go_on, lambda: is_overtaken)
+        self.rounds.carry_out(self.pending, meanwhile)
 
 
 PARTS = [copies(0, [(1, 3, 4), (1, 7, 8)])]
@@ -201,7 +202,7 @@ def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
         raise MoveFailedError("a token is missing")
 
     with pytest.raises(MoveFailedError, match="a token is missing"):
-        stage.rounds.carry_out(stage.pending, lambda: False, stage.restore, fail)
+        stage.rounds.carry_out(stage.pending, Meanwhile(stage.restore, fail, lambda: False))
     assert [targets for targets, _ in stage.mover.calls] == [[4], [8]]
     assert stage.mover.under_way == 0
 
