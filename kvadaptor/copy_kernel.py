@@ -11,14 +11,6 @@ import triton
 import triton.language as tl
 
 WORD_BYTES = 16
-TILE_WORDS = 4096
-"""16-byte words that a program has in flight: 64 KiB."""
-WARPS = 32
-PROGRAMS = 64
-"""Programs of a launch, which share out its tiles, so that a step that is under way keeps half of
-the multiprocessors. A program for each tile would stop it for as long as the copies take: they go
-first, and what a matrix product needs of a multiprocessor leaves no room for both. 1 MiB in flight
-fills NVLink, but beside a step, which draws on the same memory, four times that is needed."""
 
 
 # The number of copies is another one in each call: a kernel compiled for each would stall it.
@@ -54,11 +46,18 @@ def _copy_units(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a launch is cut up: words of 16 bytes to a tile, programs, and warps to a program."""
+    """How a launch is cut up."""
 
-    tile_words: int = TILE_WORDS
-    programs: int = PROGRAMS
-    warps: int = WARPS
+    tile_words: int = 4096
+    """16-byte words that a program has in flight: 64 KiB."""
+    programs: int = 64
+    """These share out the tiles, so that a step that is under way keeps half of the
+    multiprocessors. A program for each tile would stop it for as long as the copies take: they go
+    first, and what a matrix product needs of a multiprocessor leaves no room for both. 1 MiB in
+    flight fills NVLink, but beside a step, which draws on the same memory, it takes four times
+    that."""
+    warps: int = 32
+    """Of a program."""
 
 
 def launch(

@@ -87,9 +87,7 @@ class PagePool:
         """Move owned pages to free; `PageError` for a page named twice or not owned."""
         returned = _as_pages(pages)
         inside = (returned >= 0) & (returned < self._place.size)
-        named = np.zeros(self._place.size, dtype=np.bool_)
-        named[returned[inside]] = True
-        if np.count_nonzero(named) < np.count_nonzero(inside):
+        if not _all_differ(returned[inside]):
             raise PageError("a page is returned twice in one call.")
         owned = inside.copy()
         owned[inside] = self._place[returned[inside]] == _OWNED

@@ -65,7 +65,7 @@ class Member:
         self._formed: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
-        self.collector = Collector()
+        self._collector = Collector()
         self.moving = Moving(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
         self._binding: Binding | None = None
@@ -106,7 +106,7 @@ class Member:
 
     def unbind(self) -> None:
         """Belong to no group; a step of the one that is left may be under way."""
-        self.collector.pause()
+        self._collector.pause()
         self.not_joined()
         self._mode = None
         self._binding = None
@@ -248,11 +248,11 @@ class Member:
     def look(self) -> None:
         """Take what has come by itself: tokens of a step that trails, the end of a long pause."""
         self.moving.look()
-        self.collector.look()
+        self._collector.look()
 
     def tidy(self) -> None:
         """Do what a switch has put off."""
-        self.collector.resume()
+        self._collector.resume()
         for mode in self.engine.modes.values():
             if mode.scheduler is not None:
                 mode.scheduler.tidy()

@@ -26,7 +26,6 @@ from tests.bench.gpu_shapes import (
 )
 from tests.bench.gpu_switches import SwitchRun
 from tests.bench.provenance import commit, today
-from tests.harness.bare_cell import BareCell
 
 SHAPES = "1024/1073741824/8,4096/16/32,4096/64/32,2048/132/16,4096/132/32"
 COLUMNS = ("park_ms", "reshard_ms", "cut_over_ms", "stall_ms", "total_ms", "gap_p50", "gap_max")
@@ -34,12 +33,6 @@ COLUMNS = ("park_ms", "reshard_ms", "cut_over_ms", "stall_ms", "total_ms", "gap_
 
 async def measure(options: argparse.Namespace, model: Path, arguments: list[str]) -> Any:
     """Records of all switches, each with the pause that streams saw."""
-    start = BareCell.start
-
-    def shaped_start(cell: BareCell, name: str) -> None:
-        start(cell, "tests.bench.shaped_worker" if name == "worker" else name)
-
-    BareCell.start = shaped_start  # type: ignore[method-assign, assignment]
     os.environ["PROFILE_OUT"] = str(options.out.absolute())
     os.environ["COPY_SHAPES"] = options.shapes
     plan = dataclasses.replace(plan_for(options.shape, quick=False), switches=options.switches)
@@ -51,6 +44,7 @@ async def measure(options: argparse.Namespace, model: Path, arguments: list[str]
         model=model,
         device=options.device,
         engine_args=arguments,
+        worker="tests.bench.shaped_worker",
     )
     async with up as cell:
         print(f"started in {cell.start_s} s", flush=True)

@@ -159,9 +159,15 @@ class RunningCell:
 
 @asynccontextmanager
 async def running_cell(
-    folder: Path, *, ranks: int, model: Path, device: str, engine_args: list[str]
+    folder: Path,
+    *,
+    ranks: int,
+    model: Path,
+    device: str,
+    engine_args: list[str],
+    worker: str = "worker",
 ) -> AsyncIterator[RunningCell]:
-    """Run a cell for the length of the block."""
+    """Run a cell for the length of the block, its ranks by the module `worker`."""
     started = time.monotonic()
     with ExitStack() as stack:
         up = bare_cell(
@@ -170,6 +176,7 @@ async def running_cell(
             engine_args=engine_args,
             model=model,
             device=device,
+            worker=worker,
             pause_limit_ms=PAUSE_LIMIT_MS,
         )
         # Beside each other: both import vLLM for seconds.

@@ -138,9 +138,11 @@ class DecodeStep:
         return float(self._events[0].elapsed_time(self._events[1]))
 
 
-def beside(world: World, mover: Mover, copies: Round, repeats: int) -> dict[str, Any]:
+def beside(
+    world: World, step: DecodeStep, mover: Mover, copies: Round, repeats: int
+) -> dict[str, Any]:
     """Milliseconds of a step and of the move, alone and beside each other, of this rank."""
-    step, aside = DecodeStep(world.device), torch.cuda.Stream(priority=-1)
+    aside = torch.cuda.Stream(priority=-1)
     alone, steps, moves = [], [], []
     for _ in range(WARM_MOVES + repeats):
         world.barrier()
@@ -168,6 +170,7 @@ def measure(world: World, tokens: int, gib: float, repeats: int, heads: int) -> 
     memory.fill(world.rank)
     copies = plan(geometry, world.size, pages, tokens)
     memory.is_right(copies[world.rank])  # clears the targets
+    step = DecodeStep(world.device) if world.device.type == "cuda" else None
     found = {}
     for name, mover in movers(world, raw, geometry):
         mover.warm(world.size)
@@ -194,8 +197,8 @@ def measure(world: World, tokens: int, gib: float, repeats: int, heads: int) -> 
             "gb_per_s_per_rank": round(stats.link_bytes / statistics.median(seconds) / 1e9, 1),
             "bytes_right": all(verdicts),
         }
-        if world.device.type == "cuda":
-            found[name] |= beside(world, mover, copies, repeats)
+        if step is not None:
+            found[name] |= beside(world, step, mover, copies, repeats)
             memory.is_right(copies[world.rank])  # clears the targets
     return found
 

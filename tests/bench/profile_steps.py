@@ -16,7 +16,6 @@ from typing import Any
 
 from tests.bench.gpu_cell import running_cell
 from tests.bench.gpu_shapes import COMPILATION, as_arguments, engine_options, write_shape
-from tests.harness.bare_cell import BareCell
 
 TURNS = 12
 SWITCHES = 12
@@ -24,12 +23,6 @@ SWITCHES = 12
 
 async def in_cell(model: Path, arguments: list[str], options: argparse.Namespace) -> Any:
     """TTFT in dp and tp of a cell with profiled ranks."""
-    start = BareCell.start
-
-    def profiled_start(cell: BareCell, name: str) -> None:
-        start(cell, "tests.bench.profiled_worker" if name == "worker" else name)
-
-    BareCell.start = profiled_start  # type: ignore[method-assign, assignment]
     os.environ["PROFILE_OUT"] = str(options.out.absolute())
     found: dict[str, Any] = {}
     folder = Path(tempfile.mkdtemp(prefix="cell-"))
@@ -39,6 +32,7 @@ async def in_cell(model: Path, arguments: list[str], options: argparse.Namespace
         model=model,
         device=options.device,
         engine_args=arguments,
+        worker="tests.bench.profiled_worker",
     )
     async with up as cell:
         for layout in (f"{mode}{options.ranks}" for mode in options.modes):
