@@ -43,6 +43,9 @@ Round = Mapping[int, CopiesBySource]
 STAGING_BYTES = 256 << 20
 """Memory that an `ExchangeMover` takes: two halves in turn, each for sending and receiving."""
 
+Finish = Callable[[], "MoveStats"]
+"""Waits until what comes to this rank has arrived, and says what came."""
+
 _NOTHING: CopiesBySource = {}
 
 
@@ -54,6 +57,14 @@ class MoveStats:
     local_bytes: int
     seconds: float
 
+    def plus(self, other: "MoveStats") -> "MoveStats":
+        """Return what both brought."""
+        return MoveStats(
+            self.link_bytes + other.link_bytes,
+            self.local_bytes + other.local_bytes,
+            self.seconds + other.seconds,
+        )
+
     @property
     def gb_per_s(self) -> float:
         """Gigabytes (1e9) per second from other ranks."""
@@ -63,13 +74,17 @@ class MoveStats:
 class Mover(Protocol):
     """Ranks are those of the group that the mover was made with; U is given as `units`."""
 
-    def move(
+    def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
-    ) -> MoveStats:
-        """Do this rank's part of a round; returns when what comes to this rank has arrived.
+    ) -> Finish:
+        """Begin this rank's part of a round.
 
         `launched` is called when the rest is up to the device, or first of all where it is not.
+        What is started again before the end comes behind it, and its end is that of both.
         """
+
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """Do this rank's part of a round; returns when what comes to this rank has arrived."""
 
     def warm(self, units: int) -> None:
         """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
@@ -119,20 +134,26 @@ class PeerMover:
         unit_bytes = _unit_bytes(self._geometry, units)
         self._copier.warm(raw, unit_bytes, _count(raw, self._geometry, unit_bytes))
 
-    def move(
-        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
-    ) -> MoveStats:
-        """Pull what the round has for this rank."""
-        return self.pull(copies.get(self._rank, _NOTHING), units, launched)
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """See `Mover`."""
+        return self.start(copies, units)()
 
-    def pull(
-        self, copies: CopiesBySource, units: int, launched: Callable[[], None] = lambda: None
-    ) -> MoveStats:
+    def start(
+        self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
+    ) -> Finish:
+        """Begin to pull what the round has for this rank; see `pull`."""
+        return self._start_pull(copies.get(self._rank, _NOTHING), units, launched)
+
+    def pull(self, copies: CopiesBySource, units: int) -> MoveStats:
         """Copy units from their sources to this rank, in any order; returns when all are there.
 
         Raises `MoveError` for a rank that is not mapped, or units out of range at either end.
         """
-        started = time.perf_counter()
+        return self._start_pull(copies, units, lambda: None)()
+
+    def _start_pull(
+        self, copies: CopiesBySource, units: int, launched: Callable[[], None]
+    ) -> Finish:
         unit_bytes = _unit_bytes(self._geometry, units)
         jobs = []
         for source, pair in copies.items():
@@ -146,8 +167,8 @@ class PeerMover:
         self._copier.copy(jobs, unit_bytes)
         if self._copier.is_asynchronous:
             launched()
-        self._copier.finish()
-        return _stats(copies, self._rank, self._geometry.num_layers * unit_bytes, started)
+        part_bytes = self._geometry.num_layers * unit_bytes
+        return lambda: _stats(copies, self._rank, part_bytes, self._copier.finish())
 
 
 class ExchangeMover:
@@ -189,11 +210,16 @@ class ExchangeMover:
             work.wait()
         self._copier.finish()
 
-    def move(
+    def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
-    ) -> MoveStats:
-        """See `exchange`."""
+    ) -> Finish:
+        """See `exchange`; it is over when this returns."""
         launched()
+        stats = self.exchange(copies, units)
+        return lambda: stats
+
+    def move(self, copies: Round, units: int) -> MoveStats:
+        """See `exchange`."""
         return self.exchange(copies, units)
 
     def exchange(self, copies: Round, units: int) -> MoveStats:
@@ -223,7 +249,8 @@ class ExchangeMover:
                 self._scatter(receives, piece.start - quota, unit_bytes)
             under_way = posted
         self._copier.finish()
-        return _stats(incoming, self._rank, self._geometry.num_layers * unit_bytes, started)
+        seconds = time.perf_counter() - started
+        return _stats(incoming, self._rank, self._geometry.num_layers * unit_bytes, seconds)
 
     def _own_part(
         self, copies: Round, unit_bytes: int
@@ -340,7 +367,7 @@ def _copies(source: torch.Tensor, pair: tuple[Units, Units], target: torch.Tenso
     return Copies(source, pair[0], target, pair[1])
 
 
-def _stats(copies: CopiesBySource, rank: int, whole_unit: int, started: float) -> MoveStats:
+def _stats(copies: CopiesBySource, rank: int, whole_unit: int, seconds: float) -> MoveStats:
     sizes = {source: int(pair[0].size) * whole_unit for source, pair in copies.items()}
     local = sizes.get(rank, 0)
-    return MoveStats(sum(sizes.values()) - local, local, time.perf_counter() - started)
+    return MoveStats(sum(sizes.values()) - local, local, seconds)

@@ -4,6 +4,7 @@ A *memory* is a 1-D int8 tensor of `num_layers` equal regions that follow each o
 layer is bytes n·unit_bytes and up of its region. A copy moves one unit in every layer.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,8 +56,8 @@ class Copier(Protocol):
     def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
         """Start all copies; within all jobs no source unit may be a target unit."""
 
-    def finish(self) -> None:
-        """Wait until all copies are done."""
+    def finish(self) -> float:
+        """Wait until all copies are done; returns the seconds that they have taken."""
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
         """Prepare for that many copies of units of that size, so that none pays for the first."""
@@ -74,9 +75,11 @@ class ArrayCopier:
 
     def __init__(self, num_layers: int) -> None:
         self._layers = num_layers
+        self._seconds = 0.0
 
     def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
         """Copy layer by layer; see `Copier`."""
+        started = time.perf_counter()
         step = max(1, PIECE_BYTES // unit_bytes)
         for job in jobs:
             source, target = self._rows(job.source, unit_bytes), self._rows(job.target, unit_bytes)
@@ -86,6 +89,7 @@ class ArrayCopier:
                     # Neighbouring units need no merging: a row is copied by one memcpy anyway.
                     units = source[layer].take(job.source_units[piece], axis=0)
                     target[layer][job.target_units[piece]] = units
+        self._seconds += time.perf_counter() - started
 
     def _rows(self, memory: torch.Tensor, unit_bytes: int) -> npt.NDArray[np.int8]:
         """The memory as (layers, units, unit_bytes)."""
@@ -93,8 +97,10 @@ class ArrayCopier:
         units = regions.shape[1] // unit_bytes
         return regions[:, : units * unit_bytes].reshape(self._layers, units, unit_bytes)
 
-    def finish(self) -> None:
+    def finish(self) -> float:
         """Nothing is ever under way."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
         """Nothing to prepare."""
@@ -121,6 +127,10 @@ class KernelCopier:
         self._layers = num_layers
         self._device = device
         self._capacity = self._used = 0
+        self._seconds = 0.0
+        """Of the host, since `finish`."""
+        self._spans: list[tuple[Any, Any]] = []
+        """Events of the device around each launch since then."""
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
         """Compile the kernel for this size and take the memory that so many copies need."""
@@ -140,6 +150,7 @@ class KernelCopier:
         count = sum(job.size for job in jobs)
         if not count:
             return
+        started = time.perf_counter()
         word = self._kernel.WORD_BYTES
         if unit_bytes % word:
             raise MoveError(f"units of {unit_bytes} bytes are no multiple of {word}.")
@@ -153,12 +164,34 @@ class KernelCopier:
         rows = self._pinned[span].numpy().reshape(TABLE_ROWS, count)
         rows[:] = np.concatenate(columns, axis=1)[:, order]
         table = self._table[span]
-        table.copy_(self._pinned[span], non_blocking=True)
         with self._on_device():
+            begun = self._event()
+            table.copy_(self._pinned[span], non_blocking=True)
+            if begun is not None:
+                self._seconds += time.perf_counter() - started
             self._kernel.launch(base, table, count, self._layers, unit_bytes // word, self._shape)
+            if begun is None:
+                self._seconds += time.perf_counter() - started
+            else:
+                self._spans.append((begun, self._event()))
 
-    def finish(self) -> None:
+    def _event(self) -> Any:
+        """Where the current stream is now; None if it is none of CUDA's."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> float:
         """Wait for the current stream."""
+        self._wait()
+        on_device = sum(float(begun.elapsed_time(end)) for begun, end in self._spans) / 1e3
+        seconds = self._seconds + on_device
+        self._seconds, self._spans = 0.0, []
+        return seconds
+
+    def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._used = 0
@@ -179,7 +212,7 @@ class KernelCopier:
     def _take(self, count: int) -> int:
         """Where in the tables there is room that no earlier transfer still reads from."""
         if self._used + count > self._capacity:
-            self.finish()
+            self._wait()
             if count > self._capacity:
                 self._reserve(count)
         first = self._used
@@ -187,7 +220,7 @@ class KernelCopier:
         return first
 
     def _reserve(self, copies: int) -> None:
-        self.finish()
+        self._wait()
         on_cuda = self._device.type == "cuda"
         size = TABLE_ROWS * copies
         self._pinned = torch.empty(size, dtype=torch.int64, pin_memory=on_cuda)

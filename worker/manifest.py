@@ -138,9 +138,28 @@ class Move:
         """Whether round 1 may begin while old steps are under way, where these write nothing."""
         return self.spoils_from != 1
 
+    @property
+    def may_end_late(self) -> bool:
+        """Whether copies may be under way when the move is committed and its groups are joined.
+
+        Each must stay within a wide group: there, what writes to pages comes behind a collective
+        that waits for the copies of all members, and the group is lost with whoever cannot finish.
+        """
+        wide = [set(each.group.ranks) for each in self.bindings if each.group.width > 1]
+        stay = all(
+            any(group.issuperset((each.dst_rank, *_ranks_in(each.src_ranks))) for group in wide)
+            for each in self.plan.copies
+        )
+        return self.plan.rounds == 1 and self.spoils_from is None and stay
+
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""
         return renumbered(carried.blocks, self.bindings[carried.group], self.indices[carried.group])
+
+
+def _ranks_in(ranks: Ints) -> list[int]:
+    found: list[int] = np.flatnonzero(np.bincount(ranks)).tolist()
+    return found
 
 
 def renumbered(blocks: Ints, binding: Binding, indices: Ints) -> Ints:

@@ -111,9 +111,20 @@ class Member:
         self._mode = None
         self._binding = None
 
-    def begin(self, grant_pages: int, kept: tuple[int, ...], version: int) -> None:
+    def serve(self, binding: Binding, kept: tuple[int, ...], grant_pages: int) -> None:
+        """Tell the followers of the joined group that it serves, and let it."""
+        told = self.kept.get(binding.group.ranks)
+        version = told.version if told is not None else -1
+        meets = self.moving.meets_in(binding.group)
+        self.lead(Begin(binding.born, kept, grant_pages, version, self.has_tasks, meets))
+        self.begin(grant_pages, kept, version, meets=meets)
+
+    def begin(
+        self, grant_pages: int, kept: tuple[int, ...], version: int, *, meets: bool = False
+    ) -> None:
         """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
         mode, group = self._joined()
+        self.moving.arrive(mode, meets=meets)
         if self.stepping.is_under_way and not self.stepping.trails:
             self.stepping.settle()  # It was left and is joined again, all within one step.
         pool = self.engine.pages
@@ -322,8 +333,8 @@ class Member:
         if message is None or message.born != binding.born:
             return message if isinstance(message, LeaveGroup) else None
         match message:
-            case Begin(kept=kept, grant_pages=pages, version=version):
-                self.begin(pages, kept, version)
+            case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
+                self.begin(pages, kept, version, meets=meets)
             case Step(plan=plan):
                 self.stepping.follow(mode, plan)
             case LeaveGroup(kept=kept):

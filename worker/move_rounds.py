@@ -3,31 +3,40 @@
 Steps that were under way when their groups were left go on meanwhile. What they do not write is
 copied at once, beside them; the rest, a block per task, when every rank has settled. Rounds behind
 the first, and a first one that writes where old KV lies or is sent through a process group, wait.
+
+Where each copy stays within a wide group, the move is reported with its copies under way: it is
+committed, and the group joined, beside them. What writes to pages waits for all members' copies.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from comm_pool.layout import Rank
 from kvadaptor.movers import MoveStats, PeerMover, by_source
 from kvadaptor.reshard import UnitCopies
 from worker.board import GAVE_UP, Board
+from worker.copying import Copying
 from worker.manifest import Bools, Cargo, Ints, Move
 from worker.vllm_handover import CachedChain
 from worker.vllm_rank import RankEngine
+
+log = structlog.get_logger()
 
 PEER_WAIT_LIMIT_S = 20.0
 """How long a rank waits for what a peer has to tell or copy before the move is given up."""
 
 PEER_POLL_S = 0.0001
+
+COPIES_LIMIT_S = 1.0
+"""How long a rank waits for the copies of others behind a commit: many times what copies take, and
+one that is lost has none that count."""
 
 
 class OvertakenError(Exception):
@@ -62,13 +71,15 @@ class Meanwhile:
 
 @dataclass(slots=True)
 class Pending:
-    """A move whose copies are done here, until it is known whether it counts."""
+    """A move whose copies are made here, until it is known whether it counts."""
 
     epoch: int
     move: Move
     restored: list[Restored] = field(default_factory=list)
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
+    ends_late: bool = False
+    """Its copies may be under way."""
 
     @property
     def may_be_spoiled(self) -> bool:
@@ -122,10 +133,12 @@ class Rounds:
         self._boards = boards
         self._rank = rank
         self._look = look
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
-        )
-        self.stats = MoveStats(0, 0, 0.0)
+        self._copies = Copying(engine)
+        self._open: Pending | None = None
+        """The last move that was reported with copies under way, until nothing can meet them."""
+        self._epoch = 0
+        self._stats = MoveStats(0, 0, 0.0)
+        self._copied: tuple[int, MoveStats] | None = None
 
     def wait(
         self, condition: Callable[[], bool], overtaken: Callable[[], bool], complaint: str
@@ -145,7 +158,8 @@ class Rounds:
 
     def carry_out(self, pending: Pending, meanwhile: Meanwhile) -> None:
         """Copy this rank's share; raises as `wait` does."""
-        self.stats = MoveStats(0, 0, 0.0)
+        self.take_copied()
+        self._epoch, self._stats = pending.epoch, MoveStats(0, 0, 0.0)
         plan, own = pending.move.plan, self._boards[self._rank]
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
         rounds = [
@@ -162,22 +176,34 @@ class Rounds:
                 with self._copying(copies, plan.units):
                     pass
             pending.rounds_done = number
-            own.finish_round(number + 1)
+            if not pending.ends_late:
+                own.finish_round(number + 1)
+        if not pending.ends_late:
+            self._copied = self._epoch, self._stats
 
     def _beside_steps(
         self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
     ) -> None:
         """Make the copies of round 1 while old steps are under way, where these write nothing."""
         early, late = split(copies, pending.move.written)
-        units = pending.move.plan.units
-        with ExitStack() as under_way:
-            under_way.enter_context(self._copying(early, units))
+        units, own = pending.move.plan.units, self._boards[self._rank]
+        self._begin(early, units)
+        try:
             meanwhile.restore()
             self._meet_settled(pending, meanwhile.overtaken)
             if late:
                 # They follow the first ones by themselves.
-                under_way.enter_context(self._copying(late, units, is_next=True))
+                self._begin(late, units, is_next=True)
             meanwhile.go_on()
+        except BaseException:
+            self._conclude()
+            raise
+        pending.ends_late = pending.move.may_end_late
+        if pending.ends_late:
+            self._open = pending
+            self._copies.conclude(lambda: own.finish_round(2))
+        else:
+            self._conclude()
 
     def _behind_steps(
         self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
@@ -195,35 +221,73 @@ class Rounds:
             meanwhile.go_on()
 
     @contextmanager
-    def _copying(
-        self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False
-    ) -> Iterator[None]:
-        """Copy beside the block, and wait for it behind; `is_next`: others are being made."""
-        first, mover = self._engine.spec.first, self._engine.mover
+    def _copying(self, copies: Sequence[UnitCopies], units: int) -> Iterator[None]:
+        """Copy beside the block, and wait for it behind."""
+        self._begin(copies, units)
+        try:
+            yield
+        finally:
+            self._conclude()
+
+    def _begin(self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False) -> None:
+        """Start copies; `is_next`: others are being made."""
+        first = self._engine.spec.first
         by_rank = {
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
             for each in copies
         }
-        launched = threading.Event()
-        arriving = self._thread.submit(mover.move, by_rank, units, launched.set)
-        arriving.add_done_callback(lambda _: launched.set())
-        try:
-            if not is_next:
-                # Building requests takes the CPU as long as copying takes the link, and would take
-                # it from what has to be done before the link is at work.
-                launched.wait()
-            yield
-            while not arriving.done():
-                self._look()
-                time.sleep(PEER_POLL_S)
-        finally:
-            # Whatever becomes of the move, nothing may be written behind its back.
-            stats = arriving.result()
-        self.stats = MoveStats(
-            self.stats.link_bytes + stats.link_bytes,
-            self.stats.local_bytes + stats.local_bytes,
-            self.stats.seconds + stats.seconds,
-        )
+        launched = self._copies.begin(by_rank, units)
+        if not is_next:
+            # Building requests takes the CPU as long as copying takes the link, and would take it
+            # from what has to be done before the link is at work.
+            launched.wait()
+
+    def _conclude(self) -> None:
+        """Wait for copies: whatever becomes of the move, none may write behind its back."""
+        self._copies.conclude(lambda: None)
+        self._wait_for_own()
+        self._stats = self._stats.plus(self._copies.take())
+
+    def _wait_for_own(self) -> None:
+        while not self._copies.is_over:
+            self._look()
+            time.sleep(PEER_POLL_S)
+
+    # ------------------------------------------------------------------ behind a commit
+
+    def take_copied(self) -> tuple[int, MoveStats] | None:
+        """Return the epoch of the last move and what it has brought here, once, when all is there.
+
+        Raises what went wrong with copies that were under way when it was reported.
+        """
+        if self._copies.has_news:
+            self._copied = self._epoch, self._copies.take()
+        copied, self._copied = self._copied, None
+        return copied
+
+    def go_before(self) -> None:
+        """What this rank's device is told next comes behind its copies."""
+        if self._open is not None:
+            self._open = None
+            self._copies.go_before()
+
+    def end(self) -> None:
+        """Wait until this rank's copies are over, which may be under way behind a commit."""
+        self._wait_for_own()
+
+    def end_all(self) -> None:
+        """Wait until no copy of the last move reads or writes this rank's pages any more."""
+        pending, self._open = self._open, None
+        if pending is None:
+            return
+        self._wait_for_own()
+        deadline = time.monotonic() + COPIES_LIMIT_S
+        boards = [self._boards[Rank(rank)] for rank in pending.move.ranks]
+        while any(each.epoch == pending.epoch and each.round == 1 for each in boards):
+            if time.monotonic() > deadline:
+                log.warning("copies_not_waited_for", epoch=pending.epoch, seconds=COPIES_LIMIT_S)
+                return
+            time.sleep(PEER_POLL_S)
 
     def _meet_settled(self, pending: Pending, overtaken: Callable[[], bool]) -> None:
         self._meet_all(

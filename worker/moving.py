@@ -25,7 +25,6 @@ from coordinator.protocol.messages import (
     TaskId,
 )
 from coordinator.protocol.seat import Resolve
-from kvadaptor.movers import MoveStats
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
@@ -42,6 +41,7 @@ from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of, 
 
 if TYPE_CHECKING:
     from worker.member import Member
+    from worker.vllm_rank import PreparedMode
     from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
@@ -71,11 +71,13 @@ class Moving:
         self.cached: tuple[int, ...] = ()
         """Hashes of prompts' blocks that the last move brought, until they are reported."""
         self.has_failed = False
+        self._meets_in: Ranks = ()
+        """The group whose members have copies under way when it is joined."""
 
-    @property
-    def stats(self) -> MoveStats:
-        """Of the last move."""
-        return self._rounds.stats
+    def take_copied(self) -> tuple[int, float, int] | None:
+        """Return (epoch, seconds, bytes over the link) of a move, once, when all is there."""
+        copied = self._rounds.take_copied()
+        return copied and (copied[0], copied[1].seconds, copied[1].link_bytes)
 
     @property
     def epoch(self) -> int:
@@ -106,6 +108,8 @@ class Moving:
     def tell(self, epoch: int) -> None:
         """Publish this rank's manifest for the move of `epoch`; its last step may be under way."""
         self.adopted = ()
+        # Whoever has read it can copy from and to these pages.
+        self._rounds.end()
         manifest = self._manifest()
         try:
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
@@ -263,6 +267,22 @@ class Moving:
 
     # ------------------------------------------------------------------ afterwards
 
+    def meets_in(self, group: Group) -> bool:
+        """Say whether the members of a group that this rank leads have to meet when it begins."""
+        ranks, self._meets_in = self._meets_in, ()
+        return ranks == group.ranks
+
+    def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
+        """Let nothing be written to pages that copies of the last move still need.
+
+        Where members meet, it is their devices that wait.
+        """
+        if meets:
+            self._rounds.go_before()
+            self._member.engine.meet(mode)
+        else:
+            self._rounds.end_all()
+
     def resolve(self, resolve: Resolve) -> None:
         """Go on with what was taken over, or with what was left."""
         pending, self._pending = self._pending, None
@@ -296,6 +316,7 @@ class Moving:
             if self._rank not in binding.group.ranks:
                 continue
             self._take_pages(move, number)
+            self._meets_in = binding.group.ranks if pending.ends_late else ()
             self._group, self._born = binding.group, binding.born
             self._member.prepared(binding, move.indices[number])
             if binding.group.leader == self._rank:

@@ -225,13 +225,9 @@ class RankLoop:
             case Serve(binding=binding, grant_pages=pages, kept=kept, directive=directive):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
-                    told = member.kept.get(binding.group.ranks)
-                    version = told.version if told is not None else -1
-                    word = Begin(binding.born, indices, pages, version, member.has_tasks)
-                    self._lost.guarded(lambda: member.lead(word))
+                    self._lost.guarded(lambda: member.serve(binding, indices, pages))
                     if self._lost.is_joined:
                         return
-                    member.begin(pages, indices, version)
                     self._clock.begun(is_busy=member.has_tasks)
                     self._clock.leads(directive.stage.epoch)
                     self._lost.guarded(lambda: self._probing.formed(member, binding, directive))
@@ -282,8 +278,6 @@ class RankLoop:
                 self._report_if_due()
                 self._member.moving.tell(directive.stage.epoch)
             case Reshard(directive=directive):
-                stats = self._member.moving.stats
-                self._clock.copied(directive.stage.epoch, stats.seconds, stats.link_bytes)
                 self._moved_with = directive
             case Resolve():
                 deferred, self._deferred = self._deferred, []
@@ -319,6 +313,9 @@ class RankLoop:
     def _look_behind(self) -> None:
         """Take what the last step of a group that was left has brought, as soon as it is there."""
         self._member.look()
+        if (copied := self._member.moving.take_copied()) is not None:
+            self._clock.copied(*copied)
+            self._changed = True
         ended_ns = self._stepping.take_left_end()
         if ended_ns is not None:
             self._clock.left(ended_ns)

@@ -28,7 +28,8 @@ class Begin:
     """The formation serves: keep these lease indices, then lease this many more pages.
 
     `version` is the leader's last word on what it kept of the lease: with `kept` that is out of
-    date. `is_busy`: steps follow at once, as the leader has tasks to go on with.
+    date. `is_busy`: steps follow at once, as the leader has tasks to go on with. `meets`: copies of
+    the move that formed it may be under way, so members wait for each other's first.
     """
 
     born: int
@@ -36,6 +37,7 @@ class Begin:
     grant_pages: int
     version: int = -1
     is_busy: bool = False
+    meets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

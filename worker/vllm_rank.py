@@ -116,6 +116,7 @@ class RankEngine:
         self.base = base
         self.device = prepare_process(base, spec.rank, spec.threads)
         notes = MemoryNotes(self.device)
+        self._token = torch.zeros(64, device=self.device)
         progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
         self.communicators = CommunicatorPool(
             base,
@@ -255,6 +256,18 @@ class RankEngine:
         event = torch.cuda.Event()
         event.record()
         return lambda: bool(event.query())
+
+    def mark(self) -> Callable[[], None]:
+        """Return what lets the caller's later work wait for what this thread has launched."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def meet(self, mode: "PreparedMode") -> None:
+        """What is launched from now on comes behind what all members of the group have launched."""
+        mode.communicator.group.all_reduce(self._token)
 
     def copy_aside(self) -> None:
         """Let the calling thread's copies run beside the steps that are under way."""

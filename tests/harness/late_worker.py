@@ -2,7 +2,8 @@
 
 Every rank gets a thread that stands for its device: steps are computed there, in the order in which
 they were launched, each a while after the one before it. So groups are left, and KV is copied,
-while steps are under way and write into it.
+while steps are under way and write into it. Another thread stands for the stream of its copies, so
+that they, too, are made a while after they were launched: groups are joined while they are.
 """
 
 import os
@@ -10,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -22,12 +24,44 @@ os.environ.update({**VLLM_ENVIRONMENT, **os.environ, **FIXED_ENVIRONMENT})
 import torch
 
 from comm_pool.vllm_pool import activate
+from kvadaptor.unit_copy import ArrayCopier
+from kvadaptor.unit_copy import Copies as Job
 from kvadaptor.vllm_translate import translate
 from worker.rank_loop import RankLoop
 from worker.vllm_rank import PreparedMode, RankEngine
 
 LATE_S = 0.015
 """How long a step waits on the device before it is computed."""
+
+
+COPY_LATE_S = 0.02
+"""How long copies wait before they are made."""
+
+
+class Copies(ArrayCopier):
+    """The stream of copies of one rank."""
+
+    is_asynchronous = True
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self._stream = ThreadPoolExecutor(max_workers=1, thread_name_prefix="copies")
+        self.last: Future[None] = Future()
+        self.last.set_result(None)
+
+    def copy(self, jobs: Sequence[Job], unit_bytes: int) -> None:
+        """Launch them."""
+
+        def make() -> None:
+            time.sleep(COPY_LATE_S)
+            ArrayCopier.copy(self, jobs, unit_bytes)
+
+        self.last = self._stream.submit(make)
+
+    def finish(self) -> float:
+        """Wait until they are made."""
+        self.last.result()
+        return super().finish()
 
 
 class Ticket:
@@ -95,9 +129,27 @@ class Device:
             return mode.runner.run(output, grammar, plan.resuming, plan.known)
 
         ticket = Ticket(compute, 0.0 if plan.is_empty else LATE_S)
+        self._add(ticket)
+        return ticket
+
+    def mark(self, copies: Copies) -> Callable[[], None]:
+        """What lets what is launched later wait for the copies that were launched until now."""
+        last = copies.last
+        return lambda: self._add(Ticket(last.result, 0.0))
+
+    def meet(self, mode: PreparedMode) -> None:
+        """Let what is launched from now on wait for the other members."""
+        born = self._born[mode.key.width]
+
+        def compute() -> None:
+            self._engine.communicators.enter(born)
+            mode.communicator.group.all_reduce(torch.zeros(1))
+
+        self._add(Ticket(compute, 0.0))
+
+    def _add(self, ticket: Ticket) -> None:
         self._last = ticket
         self._queue.put(ticket)
-        return ticket
 
     def done(self) -> Callable[[], bool]:
         """What tells whether all that was launched until now has been computed."""
@@ -114,6 +166,11 @@ def install() -> None:
         engine: Any = RankEngine
         engine.select = lambda _, width, born=0: device.select(width, born)
         engine.done = lambda _: device.done()
+        copies = Copies(self._engine.kv.geometry.num_layers)
+        mover: Any = self._engine.mover
+        mover._copier = copies
+        engine.mark = lambda _: device.mark(copies)
+        engine.meet = lambda _, mode: device.meet(mode)
         mode: Any = PreparedMode
         mode.execute = device_launch(device)
         run(self)

@@ -75,15 +75,29 @@ def test_it_is_said_when_the_rest_is_up_to_the_device(is_asynchronous: bool) -> 
             events.append("copy")
             super().copy(jobs, unit_bytes)
 
-        def finish(self) -> None:
+        def finish(self) -> float:
             events.append("finish")
+            return super().finish()
 
     copier = Recorder(GEOMETRY.num_layers)
     copier.is_asynchronous = is_asynchronous
     mover = PeerMover(0, {0: raw}, GEOMETRY, copier=copier)
-    mover.move(random_round([8], 3), UNITS, lambda: events.append("launched"))
+    mover.start(random_round([8], 3), UNITS, lambda: events.append("launched"))()
     told = ["copy", "launched"] if is_asynchronous else ["launched", "copy"]
     assert events == [*told, "finish"]
+
+
+def test_the_end_of_two_starts_is_that_of_both() -> None:
+    raw, mover = alone()
+    copies = random_round([8], 3)
+    (source, target) = copies[0][0]
+    half = source.size // 2
+    parts = [{0: {0: (source[each], target[each])}} for each in (slice(half), slice(half, None))]
+    ends = [mover.start(part, UNITS) for part in parts]
+    stats = [end() for end in ends]
+    assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
+    assert sum(each.local_bytes for each in stats) == source.size * WHOLE_PAGE // UNITS
+    assert stats[0].seconds > 0 == stats[1].seconds, "the first end has waited for both"
 
 
 def test_an_empty_round_moves_nothing() -> None:
@@ -184,11 +198,11 @@ def test_tables_under_way_are_not_written_over(monkeypatch: pytest.MonkeyPatch) 
     copier._reserve(5)
     waits: list[int] = []
 
-    def finish() -> None:
+    def wait() -> None:
         waits.append(1)
         copier._used = 0
 
-    monkeypatch.setattr(copier, "finish", finish)
+    monkeypatch.setattr(copier, "_wait", wait)
     assert [copier._take(2), copier._take(3)] == [0, 2]
     assert not waits
     assert copier._take(1) == 0

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
-from kvadaptor.movers import MoveStats, PeerMover
+from kvadaptor.movers import Finish, MoveStats, PeerMover
 from kvadaptor.reshard import UnitCopies
 from worker.board import GAVE_UP
 from worker.move_rounds import Meanwhile, MoveFailedError, OvertakenError, Pending, Rounds, split
@@ -72,29 +73,51 @@ class FakeBoard:
 class Recorder(PeerMover):
     """Notes what it is asked to copy, and whether the peers had settled by then."""
 
-    def __init__(self, boards: dict[Rank, FakeBoard], takes_s: float = 0.0) -> None:
+    def __init__(self, boards: dict[Rank, FakeBoard]) -> None:
         self.boards = boards
-        self.takes_s = takes_s
+        self.takes_s = 0.0
+        self.is_device = False
+        """Copies are launched at once, and waited for at the end."""
+        self.fails = False
         self.calls: list[tuple[list[int], bool]] = []
         self.done = threading.Event()
         self.under_way = 0
 
-    def move(self, copies: Any, units: int, launched: Any = None) -> MoveStats:
+    def start(self, copies: Any, units: int, launched: Any = lambda: None) -> Finish:
         assert units == 2
         launched()
         targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
         self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
         self.under_way += 1
+        if not self.is_device:
+            self.end()
+
+        def finish() -> MoveStats:
+            if self.is_device:
+                self.end()
+            return MoveStats(len(targets), 0, 0.5)
+
+        return finish
+
+    def end(self) -> None:
         time.sleep(self.takes_s)
+        if self.fails:
+            raise RuntimeError("the device is gone")
         self.under_way -= 1
         self.done.set()
-        return MoveStats(len(targets), 0, 0.5)
 
 
 class Stage:
     """Rank 0 of two, whose copies are these."""
 
-    def __init__(self, parts: list[UnitCopies], *, early: bool = True, rounds: int = 1) -> None:
+    def __init__(
+        self,
+        parts: list[UnitCopies],
+        *,
+        early: bool = True,
+        rounds: int = 1,
+        late: bool = False,
+    ) -> None:
         self.boards = {Rank(rank): FakeBoard() for rank in range(2)}
         self.mover = Recorder(self.boards)
         self.looks = 0
@@ -105,6 +128,7 @@ class Stage:
             ranks=(0, 1),
             plan=SimpleNamespace(copies=tuple(parts), units=2, rounds=rounds),
             may_begin_early=early,
+            may_end_late=late,
             spoils_from=None,
             written={1: written(7)},
         )
@@ -112,10 +136,16 @@ class Stage:
         self.restored = 0
         self.told: list[int] = []
         """How many copies were over when it went on."""
+        self.marks: list[int] = []
+        """How many copies the device was told of before what comes behind them."""
         engine = SimpleNamespace(
-            mover=self.mover, spec=SimpleNamespace(first=0), copy_aside=lambda: None
+            mover=self.mover, spec=SimpleNamespace(first=0), copy_aside=lambda: None, mark=self.mark
         )
         self.rounds = Rounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
+
+    def mark(self) -> Callable[[], None]:
+        count = len(self.mover.calls)
+        return lambda: self.marks.append(count)
 
     def look(self) -> None:
         self.looks += 1
@@ -147,7 +177,8 @@ def test_settled_units_are_copied_first_and_the_others_behind_the_last_step() ->
     stage.run()
     assert stage.mover.calls == [([4], False), ([8], True)]
     assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 2, 1)
-    assert stage.rounds.stats == MoveStats(2, 0, 1.0), "both count"
+    assert stage.rounds.take_copied() == (5, MoveStats(2, 0, 1.0)), "both count"
+    assert stage.rounds.take_copied() is None
 
 
 def test_only_the_first_round_begins_before_old_steps_are_over() -> None:
@@ -215,3 +246,90 @@ def test_a_peer_that_gives_up_ends_the_move() -> None:
     with pytest.raises(MoveFailedError, match="rank 1 gave the move up"):
         stage.run()
     assert len(stage.mover.calls) == 1, "what waits for old steps was not copied"
+
+
+@pytest.mark.parametrize("is_device", [True, False])
+def test_a_move_may_be_reported_with_its_copies_under_way(is_device: bool) -> None:
+    stage = Stage(PARTS, late=True)
+    stage.mover.takes_s, stage.mover.is_device = 0.2, is_device
+    stage.settles_after = 0
+    stage.look()
+    stage.run()
+    assert stage.pending.ends_late
+    assert stage.mover.under_way >= 1, "it has not waited"
+    assert stage.boards[Rank(0)].round == 1
+    assert stage.rounds.take_copied() is None
+    stage.rounds.end()
+    assert stage.mover.under_way == 0
+    assert stage.boards[Rank(0)].round == 2
+    assert stage.rounds.take_copied() == (5, MoveStats(2, 0, 1.0))
+    assert stage.rounds.take_copied() is None
+
+
+def test_the_device_goes_on_behind_all_copies() -> None:
+    stage = Stage(PARTS, late=True)
+    stage.mover.takes_s, stage.mover.is_device = 0.2, True
+    stage.run()
+    stage.rounds.go_before()
+    assert stage.marks == [1, 2]
+    assert stage.mover.under_way == 2, "the host has not waited"
+    stage.rounds.go_before()
+    assert stage.marks == [1, 2], "once is enough"
+
+
+def test_pages_are_used_again_when_all_ranks_have_copied() -> None:
+    stage = Stage(PARTS, late=True)
+    stage.run()
+    other = stage.boards[Rank(1)]
+    assert other.round == 1
+
+    def finish() -> None:
+        time.sleep(0.1)
+        other.finish_round(2)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    stage.rounds.end_all()
+    assert other.round == 2
+    thread.join()
+
+
+@pytest.mark.parametrize("why", ["gave up", "is in another move", "is lost"])
+def test_who_does_not_copy_any_more_is_not_waited_for(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.move_rounds.COPIES_LIMIT_S", 0.2 if why == "is lost" else 60.0)
+    stage = Stage(PARTS, late=True)
+    stage.run()
+    other = stage.boards[Rank(1)]
+    if why == "gave up":
+        other.finish_round(GAVE_UP)
+    elif why == "is in another move":
+        other.epoch = 6
+    stage.rounds.end_all()
+    started = time.monotonic()
+    stage.rounds.end_all()
+    assert time.monotonic() - started < 0.1, "it is over"
+
+
+def test_copies_that_fail_behind_the_report_end_the_rank() -> None:
+    stage = Stage(PARTS, late=True)
+    stage.mover.is_device = stage.mover.fails = True
+    stage.run()
+    stage.rounds.end()
+    assert stage.boards[Rank(0)].round == 1, "nobody is told that it has copied"
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        stage.rounds.take_copied()
+
+
+def test_a_move_that_fails_is_given_up_behind_its_copies_even_if_it_may_end_late() -> None:
+    stage = Stage(PARTS, late=True)
+    stage.mover.takes_s, stage.mover.is_device = 0.1, True
+
+    def fail() -> None:
+        raise MoveFailedError("a token is missing")
+
+    with pytest.raises(MoveFailedError, match="a token is missing"):
+        stage.rounds.carry_out(stage.pending, Meanwhile(stage.restore, fail, lambda: False))
+    assert stage.mover.under_way == 0
+    assert not stage.pending.ends_late

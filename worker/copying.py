@@ -1,0 +1,76 @@
+"""A rank's copies of a move: a thread of their own launches them, and waits until they are over.
+
+What the device does next can be put behind them without waiting for them.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from kvadaptor.movers import Finish, MoveStats, Round
+from worker.vllm_rank import RankEngine
+
+_Start = tuple[Finish, Callable[[], None]]
+
+
+class Copying:
+    """The copies of one move at a time; used by the rank's main loop alone."""
+
+    def __init__(self, engine: RankEngine) -> None:
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
+        )
+        self._starts: list[Future[_Start]] = []
+        self._concluded: list[Future[_Start]] = []
+        self._end: Future[MoveStats] | None = None
+
+    def begin(self, copies: Round, units: int) -> threading.Event:
+        """Start these copies behind those before them.
+
+        The event is set when the rest is up to the device, or at once where it is not.
+        """
+        launched = threading.Event()
+        start = self._thread.submit(self._start, copies, units, launched.set)
+        start.add_done_callback(lambda _: launched.set())
+        self._starts.append(start)
+        return launched
+
+    def _start(self, copies: Round, units: int, launched: Callable[[], None]) -> _Start:
+        finish = self._engine.mover.start(copies, units, launched)
+        return finish, self._engine.mark()
+
+    def conclude(self, then: Callable[[], None]) -> None:
+        """Nothing is added; when all is there, the thread calls `then`."""
+        starts, self._starts = self._starts, []
+
+        def end() -> MoveStats:
+            stats = MoveStats(0, 0, 0.0)
+            for start in starts:
+                stats = stats.plus(start.result()[0]())
+            then()
+            return stats
+
+        self._concluded = starts
+        self._end = self._thread.submit(end)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is there, or there was nothing."""
+        return self._end is None or self._end.done()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to `take`."""
+        return self._end is not None and self._end.done()
+
+    def take(self) -> MoveStats:
+        """What was copied, once it is over; raises what went wrong."""
+        assert self._end is not None and not self._starts
+        end, self._end = self._end, None
+        return end.result()
+
+    def go_before(self) -> None:
+        """Let what the device is told next come behind the copies."""
+        for start in self._concluded:
+            start.result()[1]()
