@@ -237,3 +237,34 @@ def test_the_first_round_of_several_may_begin_while_old_steps_are_under_way() ->
     assert move.plan.rounds > 1
     assert move.spoils_from == 2
     assert move.may_begin_early
+
+
+def test_a_move_into_wide_groups_may_end_behind_its_commit() -> None:
+    manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1 + rank, 5), 20)) for rank in range(4)}
+    for to in (target((0, 1), (2, 3)), target((0, 1, 2, 3))):
+        move = plan(0, manifests, to)
+        assert move.plan.copies
+        assert move.may_end_late
+
+
+def test_a_move_that_brings_a_rank_alone_something_is_over_before_its_commit() -> None:
+    """Its first step waits for nobody, and may write where another rank still reads."""
+    manifests = tp((0, 1), cargo("a", ints(2, 3), 20), cargo("b", ints(4, 5), 32), shift=3)
+    assert not plan(1, manifests, target((0,), (1,))).may_end_late
+    wider = {**tp((0, 1), cargo("a", ints(2, 3), 20), shift=2), 2: dp(2), 3: dp(3)}
+    assert plan(0, wider, target((0, 1, 2, 3))).may_end_late
+
+
+def test_a_move_between_groups_is_over_before_its_commit() -> None:
+    """The lost member of one group would take with it what the other still copies."""
+    manifests = tp((0, 1, 2, 3), *(cargo(f"{n}", ints(4 + n), 10) for n in range(4)), shift=2)
+    move = plan(0, manifests, target((0, 1), (2, 3)))
+    assert {each.group for each in move.plan.carried} == {0, 1}
+    assert not move.may_end_late
+
+
+def test_a_move_of_several_rounds_is_over_before_its_commit() -> None:
+    led = [cargo(f"task {rank}", ints(*range(1, 10)), 140) for rank in range(2)]
+    move = plan(0, {rank: dp(rank, led[rank]) for rank in range(2)}, target((0, 1)))
+    assert move.plan.rounds > 1
+    assert not move.may_end_late
