@@ -29,6 +29,7 @@ class Stage:
         self.modes = {width: self.mode(width, queue) for width in (1, 2)}
         engine = SimpleNamespace(
             pages=PagePool(9),
+            modes=self.modes,
             boards={},
             spec=SimpleNamespace(rank=RANKS[0]),
             block_hasher=None,
@@ -48,7 +49,10 @@ class Stage:
 
     def mode(self, width: int, queue: Any) -> Any:
         scheduler = SimpleNamespace(
-            grant=lambda _: self.done.append("grant"), idle=True, requests={}
+            grant=lambda _: self.done.append("grant"),
+            idle=True,
+            requests={},
+            holders_of=lambda _: (),
         )
         table = SimpleNamespace(map=lambda *_: None, unmap=lambda _: None) if width > 1 else None
         communicator = SimpleNamespace(
