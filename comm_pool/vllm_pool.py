@@ -133,6 +133,8 @@ class CommunicatorPool:
         self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
+        # As vLLM's worker does: groups ask for it when they are made.
+        parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         with set_current_vllm_config(config):
             if memory is None:
                 place, backend = rank - first, "nccl"

@@ -1,6 +1,7 @@
 """The exchange over NCCL, with a communicator that delivers when all members have asked."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.distributed import parallel_state
 
-from comm_pool.vllm_pool import _release_unusable, all_to_all
+from comm_pool import vllm_pool
+from comm_pool.layout import Rank
+from comm_pool.vllm_pool import CommunicatorPool, _release_unusable, all_to_all
 
 
 class Mailbox:
@@ -84,3 +88,30 @@ def test_the_buffer_of_an_unusable_multicast_is_freed(is_disabled: bool) -> None
     _release_unusable(SimpleNamespace(device_communicator=SimpleNamespace(symm_mem_comm=plane)))
     assert hasattr(plane, "buffer") is not is_disabled
     _release_unusable(SimpleNamespace(device_communicator=None))
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_custom_all_reduce_is_used_unless_it_is_disabled(
+    is_disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_state, "_ENABLE_CUSTOM_ALL_REDUCE", is_disabled)
+    for name in ("init_distributed_environment", "initialize_model_parallel", "get_tp_group"):
+        monkeypatch.setattr(parallel_state, name, lambda *_: None)
+    monkeypatch.setattr(vllm_pool, "set_current_vllm_config", lambda _: nullcontext())
+    monkeypatch.setattr(vllm_pool, "_be_a_world", lambda: None)
+    parallel = SimpleNamespace(disable_custom_all_reduce=is_disabled)
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    memory: Any = object()
+    CommunicatorPool(
+        config,
+        rank=Rank(0),
+        first=Rank(0),
+        world=1,
+        widths=(1,),
+        mixed=(),
+        init_method="",
+        device=torch.device("cpu"),
+        progress=lambda done, total: None,
+        memory=memory,
+    )
+    assert parallel_state._ENABLE_CUSTOM_ALL_REDUCE is not is_disabled
