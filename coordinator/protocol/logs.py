@@ -46,7 +46,8 @@ def set_up_logging() -> None:
     ]
     structlog.configure(
         processors=[*shared, *last],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Ranks share a stream: a line and its end must be one write, also where it is not buffered.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -1,5 +1,6 @@
 """What coordinators and workers log: lines of JSON, and no local variables."""
 
+import io
 import json
 import logging
 
@@ -43,6 +44,29 @@ def test_every_line_is_json_and_stacks_have_no_local_variables(
         assert told["frames"][-1]["name"] == "fail"
     assert {line["level"] for line in lines} == {"error", "warning"}
     assert [line.get("logger") for line in lines] == [None, "grpc.aio", "grpc.aio"]
+
+
+class Unbuffered(io.StringIO):
+    """A stream as with PYTHONUNBUFFERED: what is written goes out at once, by a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.calls.append(text)
+        return len(text)
+
+
+def test_lines_of_processes_that_share_a_stream_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Unbuffered()
+    monkeypatch.setattr("sys.stderr", stream)
+    set_up_logging()
+    structlog.get_logger().info("rank_built")
+    logging.getLogger("asyncio").warning("slow")
+    events = [json.loads(each)["event"] for each in stream.calls]
+    assert events == ["rank_built", "slow"], "a line each, and not its end apart"
+    assert all(each.endswith("}\n") for each in stream.calls)
 
 
 def test_context_is_told_with_every_line(capsys: pytest.CaptureFixture[str]) -> None:
