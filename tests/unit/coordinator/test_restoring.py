@@ -176,6 +176,38 @@ def test_ranks_do_not_start_again_for_groups_that_nobody_wants(
     assert not renewals(cell.take())
 
 
+def stop_for_a_while(cell: Cell, rank: int) -> None:
+    """The process stands still, is left out, and goes on."""
+    others = [each for each in range(cell.settings.world) if each != rank]
+    for _ in range(cell.settings.lost_after_ms // 1_000 + 1):
+        cell.tick(1_000)
+        cell.settle(*others)
+    assert "off1" in layout_of(cell)
+    cell.settle()
+
+
+def test_ranks_start_again_for_a_group_that_was_closed() -> None:
+    """Rank 1 was only stopped, but the others got out of their group without it."""
+    cell = cell_of("tp2+tp2", renew_idle_ms=IDLE_MS)
+    stop_for_a_while(cell, 1)
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp2+tp2", "it can be formed again, as nobody has closed it"
+    cell.ranks[Rank(0)].closed = ((Rank(0), Rank(1)),)
+    stop_for_a_while(cell, 1)
+    pass_time(cell, IDLE_MS - 2_000)
+    assert layout_of(cell) == "dp2+tp2"
+    assert not renewals(cell.take())
+    pass_time(cell, 5_000)
+    assert renewals(cell.take()) == [tuple((rank, 1) for rank in range(4))]
+
+
+def test_ranks_do_not_start_again_for_a_closed_group_that_nobody_wants() -> None:
+    cell = cell_of("tp2+tp2", renew_idle_ms=IDLE_MS)
+    cell.ranks[Rank(0)].closed = (tuple(map(Rank, range(4))),)
+    pass_time(cell, 3 * IDLE_MS)
+    assert not renewals(cell.take())
+
+
 def test_ranks_do_not_start_again_while_one_is_missing() -> None:
     cell = cell_of("tp4", renew_idle_ms=IDLE_MS)
     lose(cell, 0)
