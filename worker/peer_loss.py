@@ -55,6 +55,8 @@ class PeerLoss:
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
         self._bereaved: _Bereaved | None = None
+        self._let_out = -1
+        """The formation that the rank is let out of: it has to leave it, whoever comes back."""
 
     def heard(self, message: RankDown) -> None:
         """Take what the coordinator said last of who is there."""
@@ -65,7 +67,9 @@ class PeerLoss:
         """Return what the rank is joined to, or computes in, if that lacks a member."""
         present = self._present
         for joined in (self._seat.joined, self._behind()):
-            if joined is not None and present is not None and _lacks_one(joined, present):
+            if joined is None or present is None:
+                continue
+            if joined[0].born == self._let_out or _lacks_one(joined, present):
                 return joined[0]
         return None
 
@@ -80,7 +84,10 @@ class PeerLoss:
             return False
         binding, members = joined
         own = self._seat.rank
-        return binding == self.bereaved() and present.get(own) == members.get(own) is not None
+        if binding != self.bereaved() or present.get(own) != members.get(own):
+            return False
+        self._let_out = binding.born
+        return True
 
     def is_stuck(self, now_s: float) -> bool:
         """Say whether the rank has been in a group without a member for longer than the limit."""

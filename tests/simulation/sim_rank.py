@@ -85,6 +85,8 @@ class SimRank:
         self._report_due = 0
         self._changed = False
         self.probed: Probes = {}
+        self.closed: set[Ranks] = set()
+        """Groups that this process can never form again."""
 
     @property
     def clock_ms(self) -> int:

@@ -117,6 +117,20 @@ def test_who_was_lost_itself_is_only_marked() -> None:
     assert Watched(1, "dp1+off1").call_out() == [MARKED]
 
 
+def test_who_was_let_out_has_to_leave_even_if_its_peer_comes_back() -> None:
+    watched = Watched(0, "dp1+off1")
+    back = directive(target("tp2+dp2", 3), 3, Phase.PARK, carry=Carry.RECOMPUTE)
+    watched.loss.heard(back)
+    assert watched.loss.bereaved() is None, "nothing was done that cannot be undone"
+    watched.loss.heard(watched.without)
+    assert watched.call_out() == [MARKED, ("let out", (0, 1))]
+    watched.loss.heard(back)
+    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.call_out()[2:] == [MARKED, ("let out", (0, 1))]
+    watched.hear(back)
+    assert watched.loss.bereaved() is None, "it has left"
+
+
 def test_a_rank_whose_place_another_process_has_taken_is_only_marked() -> None:
     watched = Watched(1, "dp1+off1")
     watched.loss.heard(directive(target("dp4", 3), 3, Phase.PARK, members={1: 2}))
