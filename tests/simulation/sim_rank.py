@@ -86,7 +86,6 @@ class SimRank:
         self._changed = False
         self.probed: Probes = {}
         self.closed: set[Ranks] = set()
-        """Groups that this process can never form again."""
 
     @property
     def clock_ms(self) -> int:
@@ -259,8 +258,7 @@ class SimRank:
         if binding.group.width == 1:
             return True
         queue = self._queue(binding)
-        has_room = queue.has_room
-        if has_room:
+        if has_room := queue.has_room:
             queue.put(message)
         return has_room
 
