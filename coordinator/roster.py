@@ -163,7 +163,7 @@ class Roster:
             seen.heard_at_ms = min(now_ms, seen.heard_at_ms + stall_ms)
 
     def is_degraded(self, rank: Rank) -> bool:
-        """Say whether the rank may only serve alone, because it or its peers were started again."""
+        """Say whether the rank may only serve alone: it has no peers, or closed its groups."""
         return self._widest > 1 and not self.has_peers(rank)
 
     def has_peers(self, rank: Rank) -> bool:
