@@ -130,15 +130,15 @@ class CommunicatorPool:
         groups behind the plan; those have no control plane. A collective call of all its ranks,
         but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
         """
+        self._drainer = Drainer(device)
+        self.closed: tuple[Ranks, ...] = ()
+        """Groups that can never be formed again by this process."""
         self._rank = rank
         self._first = first
         self._memory = memory
         self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
-        self._drainer = Drainer(device)
-        self.closed: tuple[Ranks, ...] = ()
-        """Groups that can never be formed again by this process."""
         with set_current_vllm_config(config):
             if memory is None:
                 place, backend = rank - first, "nccl"

@@ -72,27 +72,6 @@ def test_part_j_goes_to_member_j(width: int) -> None:
         assert torch.equal(received[to][source], parts[source][to])
 
 
-def test_a_disabled_communicator_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
-        assert group is None
-        received.copy_(sent.flip(0))
-
-    monkeypatch.setattr("torch.distributed.all_to_all_single", exchange)
-    plane = Mailbox(0, {})
-    plane.disabled = True
-    sent = torch.randn(2, 4)
-    assert torch.equal(all_to_all(group_of(0, 2, plane), sent), sent.flip(0))
-    assert torch.equal(all_to_all(group_of(0, 2, None), sent), sent.flip(0))
-
-
-@pytest.mark.parametrize("is_disabled", [True, False])
-def test_the_buffer_of_an_unusable_multicast_is_freed(is_disabled: bool) -> None:
-    plane = SimpleNamespace(disabled=is_disabled, buffer=torch.zeros(4))
-    _release_unusable(SimpleNamespace(device_communicator=SimpleNamespace(symm_mem_comm=plane)))
-    assert hasattr(plane, "buffer") is not is_disabled
-    _release_unusable(SimpleNamespace(device_communicator=None))
-
-
 def test_an_exchange_over_a_closed_communicator_opens_no_group_of_calls() -> None:
     plane = Mailbox(0, {})
     guard = NcclGuard(SimpleNamespace(), lambda: 3)
@@ -146,3 +125,24 @@ def test_a_rank_whose_collectives_raise_by_themselves_closes_nothing(
     pool = pool_of_rank_0({})
     pool.let_out(tuple(map(Rank, range(4))), lambda: True)
     assert pool.closed == ()
+
+
+def test_a_disabled_communicator_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+        assert group is None
+        received.copy_(sent.flip(0))
+
+    monkeypatch.setattr("torch.distributed.all_to_all_single", exchange)
+    plane = Mailbox(0, {})
+    plane.disabled = True
+    sent = torch.randn(2, 4)
+    assert torch.equal(all_to_all(group_of(0, 2, plane), sent), sent.flip(0))
+    assert torch.equal(all_to_all(group_of(0, 2, None), sent), sent.flip(0))
+
+
+@pytest.mark.parametrize("is_disabled", [True, False])
+def test_the_buffer_of_an_unusable_multicast_is_freed(is_disabled: bool) -> None:
+    plane = SimpleNamespace(disabled=is_disabled, buffer=torch.zeros(4))
+    _release_unusable(SimpleNamespace(device_communicator=SimpleNamespace(symm_mem_comm=plane)))
+    assert hasattr(plane, "buffer") is not is_disabled
+    _release_unusable(SimpleNamespace(device_communicator=None))
