@@ -32,6 +32,7 @@ from comm_pool.ports import LOOPBACK
 from comm_pool.shared_plane import SharedPlane, plane_bytes
 from comm_pool.step_ring import StepRing, ring_bytes
 from comm_pool.vllm_plane_group import PlaneGroup
+from comm_pool.vllm_way_out import Drainer, WayOut, let_out, undivided
 
 LOOPBACK_INTERFACE = "lo"
 
@@ -54,6 +55,8 @@ class Communicator:
     memory_bytes: int
     plane: SharedPlane | None = None
     """What its collectives run over where they can be aborted: on CPU."""
+    way_out: WayOut | None = None
+    """How this rank gets out of them where they cannot."""
 
     @property
     def width(self) -> int:
@@ -127,6 +130,9 @@ class CommunicatorPool:
         groups behind the plan; those have no control plane. A collective call of all its ranks,
         but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
         """
+        self._drainer = Drainer(device)
+        self.closed: tuple[Ranks, ...] = ()
+        """Groups that can never be formed again by this process."""
         self._rank = rank
         self._first = first
         self._memory = memory
@@ -175,8 +181,10 @@ class CommunicatorPool:
             else:
                 plane, group = self._create_alone(self._memory, lists, has_queue=has_queue)
         _warm(group, device, exchanges=has_queue and device.type == "cuda")
+        way_out = None
         if self._memory is None:
             _release_names(group)
+            way_out = WayOut(group, self._drainer, lambda: self._formations.born)
         ranks = tuple(Rank(self._first + place) for place in group.ranks)
         return Communicator(
             ranks,
@@ -184,6 +192,7 @@ class CommunicatorPool:
             (time.perf_counter() - started) * 1e3,
             max(0, _memory_bytes(device) - before),
             plane,
+            way_out,
         )
 
     def _create_together(self, lists: list[list[int]], *, has_queue: bool) -> GroupCoordinator:
@@ -241,10 +250,9 @@ class CommunicatorPool:
 
     @property
     def can_abort(self) -> bool:
-        """Whether members come out of a collective whose peer has died.
+        """Whether collectives whose peer has died raise `PeerLostError` by themselves: on CPU.
 
-        On CUDA they do not: NCCL's communicators can be aborted from another thread, but custom
-        all-reduce spins inside a graph until its process ends.
+        On CUDA `let_out` lets their kernels run to their end, and if that fails the process ends.
         """
         return any(each.plane is not None for _, each in self.named())
 
@@ -262,6 +270,21 @@ class CommunicatorPool:
         """Whether this rank or another member has aborted the formation."""
         marked = any(plane.is_aborted(born) for plane in self._planes(ranks))
         return marked or self._formations.is_aborted(born)
+
+    def let_out(self, ranks: Ranks, is_wanted: Callable[[], bool]) -> None:
+        """Let this rank out of the collectives of an aborted formation; any thread.
+
+        The group can never be formed again by this process. It takes some 0.1 s, or until it is no
+        longer wanted, and is to be repeated as long as it is. Nothing to do on CPU.
+        """
+        # Parts of the ranks are groups that the others form next. Those of mixed shapes that lie
+        # across are only used by this one.
+        mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
+        ways = [each.way_out for each in (self.of(ranks), *mixed) if each.way_out is not None]
+        if ways:
+            if ranks not in self.closed:
+                self.closed = (*self.closed, ranks)
+            let_out(ways, self._drainer, is_wanted)
 
     def _planes(self, ranks: Ranks) -> tuple[SharedPlane, ...]:
         """Those that a formation of these ranks may use; others of its epoch have others."""
@@ -310,12 +333,13 @@ def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
         dist.all_to_all_single(received, sent, group=group.device_group)
         return received
     own = int(group.rank_in_group)
-    plane.group_start()
-    for peer in range(group.world_size):
-        if peer != own:
-            plane.send(sent[peer], peer)
-            plane.recv(received[peer], peer)
-    plane.group_end()
+    with undivided(plane):
+        plane.group_start()
+        for peer in range(group.world_size):
+            if peer != own:
+                plane.send(sent[peer], peer)
+                plane.recv(received[peer], peer)
+        plane.group_end()
     received[own].copy_(sent[own])
     return received
 

@@ -1,14 +1,15 @@
 """What follows when modes drift: the target falls back to a layout that does without them. Pure.
 
 Tasks of the groups that change are computed anew from the tokens that they have, so that nothing
-stays of what the mode computed but the tokens that clients have seen. Called by the core behind
-every event.
+stays of what the mode computed but the tokens that clients have seen. The same becomes of a group
+that a member has closed, to get out of an earlier formation, when it was to be formed again
+already. Called by the core behind every event.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from comm_pool.layout import Rank, format_layout
+from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.events import Effect, note, warning
 from coordinator.protocol.messages import Carry
 from coordinator.records import Decision
@@ -17,6 +18,9 @@ from coordinator.switcher import Switcher
 
 GUARD = "guard"
 """The cause of a switch that leaves a mode which has drifted."""
+
+CLOSED = "closed"
+"""The cause of a switch that does without a group which a member has closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +35,33 @@ class Fallen:
 def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
     """Retarget the switcher to what is left of its layout, if anything of it is barred."""
     guard = roster.guard
-    if not guard.barred or switcher.recovering:
+    if switcher.recovering or not (guard.barred or roster.has_closed):
         return Fallen()
     notes = tuple(_notes(roster))
-    left = guard.remaining(switcher.target.layout)
+    wanted = switcher.target.layout
+    can_be = _without_closed(wanted, roster)
+    left = guard.remaining(can_be)
     wrong = tuple(rank for rank in switcher.alive if rank not in left.ranks)
-    if left == switcher.target.layout:
+    if left == wanted:
         return Fallen(notes)
     if wrong:
         switcher.lose(wrong, now_ms, "computes wrongly")
-    switcher.retarget(left, Carry.RECOMPUTE, GUARD, now_ms)
+    cause = CLOSED if left == can_be else GUARD
+    switcher.retarget(left, Carry.RECOMPUTE, cause, now_ms)
     reason = "out of service: " + ", ".join(sorted(guard.modes_out()))
+    if cause == CLOSED:
+        reason = "a member has closed its group, as another one was lost"
     choice = format_layout(left, roster.world)
-    decision = Decision(now_ms, choice, Carry.RECOMPUTE, reason, cause=GUARD)
+    decision = Decision(now_ms, choice, Carry.RECOMPUTE, reason, cause=cause)
     return Fallen(notes, wrong, decision)
+
+
+def _without_closed(layout: Layout, roster: Roster) -> Layout:
+    """Let the members of closed groups serve alone."""
+    for group in layout.groups:
+        if roster.closed_by(group.ranks) is not None:
+            layout = layout.without(group.ranks).plus(group.ranks)
+    return layout
 
 
 def put_back(roster: Roster, mode: str) -> list[Effect]:

@@ -41,6 +41,12 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
             f"rank {newest} was restarted without all others of {group.name}, so they have no "
             f"communicators: keep them in dp, or say `aileron renew`, which restarts all ranks."
         )
+    if (rank := roster.closed_by(group.ranks)) is not None:
+        return (
+            f"rank {rank} has closed {group.name} of ranks {group.ranks[0]} to {group.ranks[-1]} "
+            f"when a member was lost: use other groups, or say `aileron renew`, which restarts "
+            f"all ranks."
+        )
     for rank in group.ranks:
         if not roster.supports(rank, group.width):
             return f"rank {rank} does not support groups {group.width} wide."

@@ -2,11 +2,11 @@
 
 A lost rank comes back in dp. Two things may stand between that and the layout that was served
 before: somebody must want it again, and, on CUDA, ranks that were not started together have no
-communicators with each other, so that they must all be started again, which costs nobody anything
-while there is nothing to do.
+communicators with each other, and those that outlived a loss have closed theirs, so that they must
+all be started again, which costs nobody anything while there is nothing to do.
 """
 
-from comm_pool.layout import Layout, Rank, format_layout
+from comm_pool.layout import Layout, format_layout
 from coordinator.events import Effect, ToLauncher, note
 from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import Carry
@@ -103,16 +103,16 @@ class Restoring:
         if renewed_ms is not None and now_ms - renewed_ms < RENEWALS_APART_MS:
             return False
         is_calm = is_idle and switcher.is_serving and len(switcher.alive) == roster.world
-        lacks = is_calm and not all(map(roster.is_one_cohort, self._groups_wanted(switcher)))
+        lacks = is_calm and self._lacks_groups(switcher, roster)
         if not self._lacking.is_over(self._renew_idle_ms, now_ms, is_true=lacks):
             return False
         self._renewed_ms = now_ms
         return True
 
-    def _groups_wanted(self, switcher: Switcher) -> list[tuple[Rank, ...]]:
+    def _lacks_groups(self, switcher: Switcher, roster: Roster) -> bool:
         if self._is_fixed and self._wanted is not None:
-            return [group.ranks for group in self._wanted.groups]
-        return [switcher.alive]
+            return not all(roster.can_form(group.ranks) for group in self._wanted.groups)
+        return roster.has_closed or not roster.is_one_cohort(switcher.alive)
 
 
 def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:

@@ -41,6 +41,8 @@ class Seen:
     """Until then the process is left out of all layouts, as it held the others up."""
     cuts: dict[str, int] = field(default_factory=dict)
     """The last break of each link to a gateway that was acted on."""
+    closed: frozenset[tuple[Rank, ...]] = frozenset()
+    """Groups that the process can never form again."""
 
     @property
     def incarnation(self) -> int:
@@ -52,7 +54,8 @@ class Roster:
     """The ranks of a cell as far as they were heard.
 
     Only ranks of one cohort can form wide groups. Where communicators end with a process, those are
-    one that were started together; where they lie in memory that outlives it, all are.
+    one that were started together; where they lie in memory that outlives it, all are. A group that
+    one of its members has closed, to get out of it alive, is closed as long as that process lives.
     """
 
     __slots__ = ("_seen", "_widest", "guard", "world")
@@ -109,6 +112,7 @@ class Roster:
         if seen is None or seen.incarnation != report.incarnation or seen.has_exited:
             return False
         seen.heard_at_ms = now_ms
+        seen.closed = seen.closed.union(report.closed)
         self.guard.take(report.probed)
         if seen.report is None or _order(report) >= _order(seen.report):
             seen.report = report
@@ -159,7 +163,7 @@ class Roster:
             seen.heard_at_ms = min(now_ms, seen.heard_at_ms + stall_ms)
 
     def is_degraded(self, rank: Rank) -> bool:
-        """Say whether the rank may only serve alone, because it or its peers were started again."""
+        """Say whether the rank may only serve alone: it has no peers, or closed its groups."""
         return self._widest > 1 and not self.has_peers(rank)
 
     def has_peers(self, rank: Rank) -> bool:
@@ -171,13 +175,29 @@ class Roster:
         cohorts = {self._seen[rank].hello.cohort for rank in ranks if rank in self._seen}
         return len(cohorts) <= 1
 
+    def closed_by(self, ranks: Iterable[Rank]) -> Rank | None:
+        """Return a member that has closed the group of exactly these ranks, if one has."""
+        group = tuple(ranks)
+        members = (rank for rank in group if rank in self._seen)
+        return next((rank for rank in members if group in self._seen[rank].closed), None)
+
+    def can_form(self, ranks: Iterable[Rank]) -> bool:
+        """Say whether the ranks have communicators as a group, without being started again."""
+        group = tuple(ranks)
+        return self.is_one_cohort(group) and self.closed_by(group) is None
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether any group is closed."""
+        return any(seen.closed for seen in self._seen.values())
+
     def supports(self, rank: Rank, width: int) -> bool:
         """Say whether the rank can be a member of its group of this width."""
         if width == 1:
             return True
         first = rank - rank % width
         peers = map(Rank, range(first, first + width))
-        return width in self._seen[rank].hello.widths and self.is_one_cohort(peers)
+        return width in self._seen[rank].hello.widths and self.can_form(peers)
 
     def can_compute(self, rank: Rank, width: int, mode: StepMode) -> bool:
         """Say whether the rank can compute steps of such groups in a mode."""

@@ -37,6 +37,7 @@ def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -
             view = _rank_view(rank, roster[rank], now_ms)
             view["lease_left_ms"] = max(0, lease_ms - roster.silent_since(rank, now_ms))
             view["degraded"] = roster.is_degraded(rank)
+            view["closed"] = sorted(roster[rank].closed)
         else:
             view = {"rank": rank, "phase": "never heard"}
         view["available"] = rank in switcher.alive

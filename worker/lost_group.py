@@ -12,8 +12,7 @@ from typing import TypeVar
 import structlog
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group
-from coordinator.protocol.messages import ReturnCause
+from coordinator.protocol.messages import Binding, ReturnCause
 from coordinator.protocol.seat import Leave, Move, Seat
 from worker.member import Member
 
@@ -47,16 +46,20 @@ class LostGroup:
         return True
 
     def guarded(self, step: Callable[[], T]) -> T | None:
-        """Take part in a step; None if the formation turned out to be lost meanwhile."""
+        """Take part in a step; None if the formation turned out to be lost meanwhile.
+
+        Of a formation that was left before, it still raises.
+        """
         try:
             return step()
         except PeerLostError as error:
             binding = self._seat.binding
-            assert binding is not None, "a collective of a group that the rank is not joined to."
+            if binding is None or binding.born != error.born:
+                raise
             log.warning("step_aborted", group=binding.group.name, reason=str(error))
             # Its mark is for all of them, who may not have heard of the loss.
             self._communicators.abort(binding.group.ranks, binding.born)
-            self._forget_steps(binding.group)
+            self._forget_steps(binding)
             if self._seat.is_leader:
                 scheduler = self._member.mode_of(binding.group).scheduler
                 assert scheduler is not None
@@ -67,13 +70,14 @@ class LostGroup:
     def judged(self, move: Move | None) -> Move | None:
         """Leaving an aborted formation is leaving a lost one, whatever the directive knows."""
         if isinstance(move, Leave) and self.is_joined:
-            self._forget_steps(move.binding.group)
+            self._forget_steps(move.binding)
             return replace(move, group_lost=True)
         return move
 
-    def _forget_steps(self, group: Group) -> None:
+    def _forget_steps(self, binding: Binding) -> None:
         """What the runner knows of the group's tasks is that of a step which never ended."""
-        mode = self._member.mode_of(group)
+        self._member.stepping.drop(binding.born)
+        mode = self._member.mode_of(binding.group)
         mode.runner.forget_tasks()
         if mode.scheduler is not None:
             mode.scheduler.forget_steps()

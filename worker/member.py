@@ -336,7 +336,7 @@ class Member:
             case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
                 self.begin(pages, kept, version, meets=meets)
             case Step(plan=plan):
-                self.stepping.follow(mode, plan)
+                self.stepping.follow(mode, plan, binding)
             case LeaveGroup(kept=kept):
                 if kept is not None:
                     # The coordinator tells it too, but later.

@@ -23,6 +23,11 @@ class Seated(Protocol):
         """What the rank is joined to, and the incarnations of its members."""
 
 
+GRACE_S = 0.2
+"""A peer that is left out although it lives, as it is slow, comes to the end of its step: then the
+others come out of it by themselves, and their group can be formed again."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Bereaved:
     """The formation that lacks a member, and since when that is known."""
@@ -50,6 +55,8 @@ class PeerLoss:
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
         self._bereaved: _Bereaved | None = None
+        self._let_out = -1
+        """The formation that the rank is let out of: it has to leave it, whoever comes back."""
 
     def heard(self, message: RankDown) -> None:
         """Take what the coordinator said last of who is there."""
@@ -60,16 +67,38 @@ class PeerLoss:
         """Return what the rank is joined to, or computes in, if that lacks a member."""
         present = self._present
         for joined in (self._seat.joined, self._behind()):
-            if joined is not None and present is not None and _lacks_one(joined, present):
+            if joined is None or present is None:
+                continue
+            if joined[0].born == self._let_out or _lacks_one(joined, present):
                 return joined[0]
         return None
 
+    def must_be_let_out(self, now_s: float) -> bool:
+        """Say whether the rank is in such a group, is not itself who was lost, and has had time.
+
+        One that was stopped and goes on ends where it is stuck: the others have done without it.
+        Nor is a rank let out of a group that it has left while its last step is under way.
+        """
+        lacking_s, joined, present = self._lacking_s(now_s), self._seat.joined, self._present
+        if lacking_s < GRACE_S or joined is None or present is None:
+            return False
+        binding, members = joined
+        own = self._seat.rank
+        if binding != self.bereaved() or present.get(own) != members.get(own):
+            return False
+        self._let_out = binding.born
+        return True
+
     def is_stuck(self, now_s: float) -> bool:
         """Say whether the rank has been in a group without a member for longer than the limit."""
+        return self._lacking_s(now_s) > self._limit_s
+
+    def _lacking_s(self, now_s: float) -> float:
+        """For how long it has been known that the group lacks a member; 0 if it does not."""
         binding = self.bereaved()
         if binding is None:
             self._bereaved = None
-        elif self._bereaved is None or self._bereaved.born != binding.born:
+            return 0.0
+        if self._bereaved is None or self._bereaved.born != binding.born:
             self._bereaved = _Bereaved(binding.born, now_s)
-        bereaved = self._bereaved
-        return bereaved is not None and now_s - bereaved.since_s > self._limit_s
+        return now_s - self._bereaved.since_s

@@ -11,6 +11,7 @@ import time
 
 import structlog
 
+from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank, StepMode, step_name
 from coordinator.protocol.messages import Binding, Directive, Probed
 from worker.member import Member
@@ -64,6 +65,8 @@ class Probing:
             started_ns = time.perf_counter_ns()
             values = self._engine.probe.run(execute, step_mode)
             took_us = (time.perf_counter_ns() - started_ns) // 1000
+            if len(ranks) > 1 and self._engine.communicators.is_aborted(ranks, binding.born):
+                raise PeerLostError(binding.born)  # It is no fault of the mode.
             wanted, _ = self._engine.probed[mode.key.width, step_mode]
             epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)

@@ -182,9 +182,9 @@ class RankLoop:
     def _obey(self, item: Drop | GiveBack) -> None:
         match item:
             case Drop(task=task, attempt=attempt):
-                self._member.drop(task, attempt)
+                self._lost.guarded(lambda: self._member.drop(task, attempt))
             case GiveBack(task=task):
-                self._member.give_back(task)
+                self._lost.guarded(lambda: self._member.give_back(task))
         self._changed = True
 
     def _forget_lost(self, present: dict[Rank, int]) -> None:
@@ -247,7 +247,7 @@ class RankLoop:
         if move.is_leader:
             # Tasks that keep their KV are parked as they will be behind the step under way.
             if move.group_lost or move.carry not in KEEPING:
-                self._stepping.settle()
+                self._lost.guarded(self._stepping.settle)
         else:
             while self._follow(wait_s=0.0):
                 pass  # A leader that is alive may wait in a step that it has sent.
@@ -260,8 +260,7 @@ class RankLoop:
             member.moving.left(binding)
 
     def _share(self, directive: Directive) -> None:
-        binding = directive.target.binding_of(self._rank)
-        if binding is not None:
+        if (binding := directive.target.binding_of(self._rank)) is not None:
             self._sharers.formed(binding.group.ranks, dict(directive.members))
 
     def _is_overtaken(self, directive: Directive) -> bool:
@@ -387,6 +386,7 @@ class RankLoop:
             told_in=told_in,
             served=self._stepping.log.take() if with_progress else (),
             probed=self._probing.results,
+            closed=self._engine.communicators.closed,
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:

@@ -28,7 +28,7 @@ from worker.traced_book import TracedBook
 from worker.vllm_config import EngineConfig
 from worker.vllm_intake import OutputCodec
 from worker.vllm_rank import RankEngine, settle_environment
-from worker.watchdog import Progress, watch
+from worker.watchdog import Progress, call_out, watch
 
 log = structlog.get_logger()
 
@@ -92,13 +92,14 @@ def serve_rank(
     inbox: Inbox = Inbox()
     seat = Seat(rank, incarnation)
 
-    def abort(binding: Binding) -> None:
-        engine.communicators.abort(binding.group.ranks, binding.born)
+    def call_me_out(binding: Binding, now_s: float) -> None:
+        call_out(binding, loss, engine.communicators, now_s)
 
     def heard(message: RankDown) -> None:
         loss.heard(message)
         if (binding := loss.bereaved()) is not None:
-            abort(binding)
+            # The session's thread may not wait: the watchdog does what takes its time.
+            engine.communicators.abort(binding.group.ranks, binding.born)
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
     lease_s = config.coordinator.lease_ms / 1e3
@@ -111,7 +112,7 @@ def serve_rank(
     if tracing is not None:
         member.book = TracedBook(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    # Who comes out of collectives alive may take as long as its step does.
+    # Where collectives raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
     loss = PeerLoss(seat, stuck_s, lambda: member.stepping.behind)
     loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
@@ -125,7 +126,7 @@ def serve_rank(
     # What start-up made stays for good: collections during steps need not look at it.
     gc.collect()
     gc.freeze()
-    watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat)
+    watch(loss, Progress(lambda: loop.passes, limit_s), call_me_out, beat)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

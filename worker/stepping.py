@@ -5,19 +5,23 @@ switch is prepared in the same way: a rank leaves its group with the last step s
 *trails* then. What the next group launches stands behind it in the device's queue, so the device
 finds the first new step where the last old one ends. Its tokens are taken as soon as they are
 there. Used by the rank's main loop alone, unless said otherwise.
+
+Where the members of an aborted formation are let out of its collectives, what its steps give is
+nothing. Whoever takes the tokens of one finds `PeerLostError` instead.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from comm_pool.layout import Mode
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Group, Mode
 from coordinator.protocol.messages import Binding, EndCause, TaskEnded, TokenBatch, TokenSpan
 from coordinator.protocol.seat import Joined
 from worker.outlet import Outlet
 from worker.step_log import StepLog
 from worker.step_queue import Step
-from worker.under_way import UnderWay
+from worker.under_way import POLL_S, UnderWay
 from worker.vllm_rank import PreparedMode
 
 if TYPE_CHECKING:
@@ -97,7 +101,8 @@ class Stepping:
             self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
             self._member.lead(Step(binding.born, plan))
             result = self.execute(mode, plan)
-            launched = UnderWay(plan, result, self.started_ns, mode, binding.group, epoch)
+            group, born = binding.group, binding.born
+            launched = UnderWay(plan, result, self.started_ns, mode, group, epoch, born)
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
@@ -130,18 +135,50 @@ class Stepping:
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
         return mode.execute(plan)
 
-    def follow(self, mode: PreparedMode, plan: Any) -> None:
+    def follow(self, mode: PreparedMode, plan: Any, binding: Binding) -> None:
         """Launch a step that this rank's leader has planned, and will take the tokens of."""
+        if self._is_lost(binding.group, binding.born):
+            raise PeerLostError(binding.born)
         result = self.execute(mode, plan)
         # On CUDA a follower may have no result that could be asked.
         is_over = self._member.engine.is_synchronous and not UnderWay(plan, result).is_asynchronous
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
     def settle(self) -> None:
-        """Finish the step under way, if any: afterwards the led group is at a safe point."""
+        """Finish the step under way, if any: afterwards the led group is at a safe point.
+
+        Raises `PeerLostError` if its formation was aborted; it is over even so.
+        """
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._finish(under_way)
+
+    def drop(self, born: int) -> None:
+        """Wait for what was launched in a formation; its step under way is not finished."""
+        under_way = self._under_way
+        if under_way is not None and under_way.born != born:
+            self.settle()  # It trails, and is a step of another formation.
+            under_way = None
+        is_done = self._member.engine.done()
+        # While the rank is joined to it, the watchdog lets what was launched run to its end.
+        while not (is_done() and (under_way is None or under_way.is_ready())):
+            time.sleep(POLL_S)
+        self._under_way = None
+
+    def _is_lost(self, group: Group, born: int) -> bool:
+        communicators = self._member.engine.communicators
+        return group.width > 1 and bool(communicators.is_aborted(group.ranks, born))
+
+    def _counts(self, step: UnderWay) -> bool:
+        """Whether what the step gave is what it should.
+
+        One that trails does unless its members were let out: it may have ended before the loss.
+        """
+        if step.group is None:
+            return True
+        if step.mode is not self._member.selected:
+            return step.group.ranks not in self._member.engine.communicators.closed
+        return not self._is_lost(step.group, step.born)
 
     def settle_if_ready(self) -> None:
         """Take the tokens of a step that trails, if they are there."""
@@ -156,6 +193,10 @@ class Stepping:
 
     def _finish(self, step: UnderWay) -> None:
         result = step.tokens()
+        # Asked behind the tokens: marks are made before anybody is let out. Of a step that trails
+        # nobody catches it: tasks may have moved on with its KV, so this process ends.
+        if not self._counts(step):
+            raise PeerLostError(step.born)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
         self.log.ended(step.plan, step.mode.key.width, step.launched_ns, now_ns)

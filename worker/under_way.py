@@ -30,6 +30,8 @@ class UnderWay:
     group: Group | None = None
     epoch: int = 0
     """In which it was launched."""
+    born: int = 0
+    """Its group's formation."""
 
     @property
     def is_asynchronous(self) -> bool:

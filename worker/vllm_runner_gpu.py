@@ -177,7 +177,10 @@ class GpuModeRunner(GPUModelRunner):
         return result
 
     def forget_tasks(self) -> None:
-        """Nothing to do: no collective on CUDA is left in mid-step, the process ends with it."""
+        """Let no task be known any more: some were left in mid-step, perhaps before sampling."""
+        for req_id in list(self.req_states.req_id_to_index):
+            self._remove_request(req_id)
+        self.execute_model_state = None
 
     def expected_graph_bytes(self) -> tuple[int, int]:
         """What this mode's graphs will take: (working memory, the rest).

@@ -1,8 +1,9 @@
 """Calls the main loop out of a group that has lost a member, and ends this process if it is stuck.
 
-On CPU a collective with a dead peer can be aborted. On CUDA it may never end: custom all-reduce
-spins for ever, and no thread of this process can stop it. The process is worth nothing then, since
-its group is dissolved; its tasks go on elsewhere from what was delivered, as soon as it has ended.
+On CPU a collective with a dead peer raises once it is marked. On CUDA it would never end: its
+kernels are let through, so that what they compute means nothing, and the mark is there before. If
+they do not come to their end even so, no thread can stop them, and the process is worth nothing,
+since its group is dissolved; its tasks go on elsewhere from what was delivered, when it has ended.
 """
 
 import os
@@ -10,9 +11,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
+from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding
 from worker.peer_loss import PeerLoss
 
@@ -47,10 +50,36 @@ class Progress:
         return self._still_s > self._limit_s
 
 
+class Communicators(Protocol):
+    """The part of a rank's communicators that is used here."""
+
+    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
+        """Mark a formation as aborted."""
+
+    def let_out(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
+        """Let this rank out of its collectives, as long as that is wanted."""
+
+
+def call_out(binding: Binding, loss: PeerLoss, communicators: Communicators, now_s: float) -> None:
+    """Abort a formation that lacks a member, and let this rank out of it if it has to be.
+
+    Not if it has left the group, and only its last step is under way: tasks may have moved on with
+    what that computes, so it counts or this process ends.
+    """
+    ranks = binding.group.ranks
+    communicators.abort(ranks, binding.born)
+    if not loss.must_be_let_out(now_s):
+        return
+    try:
+        communicators.let_out(ranks, lambda: loss.bereaved() == binding)
+    except Exception:  # The last resort must not end with the thread that takes it.
+        log.exception("not_let_out", group=binding.group.name)
+
+
 def watch(
     loss: PeerLoss,
     progress: Progress,
-    abort: Callable[[Binding], None],
+    abort: Callable[[Binding, float], None],
     beat: Callable[[], None],
 ) -> None:
     """Start a thread that aborts formations which lack a member, and kills a stuck process.
@@ -63,7 +92,7 @@ def watch(
             beat()
             now_s = time.monotonic()
             if (binding := loss.bereaved()) is not None:
-                abort(binding)
+                abort(binding, now_s)
             if loss.is_stuck(now_s):
                 reason = "it does not leave a group that has lost a member"
                 break

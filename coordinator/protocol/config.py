@@ -61,8 +61,8 @@ class CellConfig(_Frozen):
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port on loopback where CUDA ranks find each other; 0 lets `aileron up` choose a free one."""
     stuck_after_ms: int = Field(default=1_000, ge=100)
-    """A CUDA rank that does not leave a group within this time after a member was lost is ended: it
-    is stuck in a collective. Longer than a step takes."""
+    """A CUDA rank that has not left a group within this time after a member was lost is ended: it
+    could not be let out of a collective. Longer than a step takes, by half a second at least."""
     step_limit_ms: int = Field(default=30_000, ge=1_000)
     """A rank that makes no progress for this long, and for 20 times its longest measured step, is
     ended: what it waits for never comes. So is one whose process stands still as a whole."""

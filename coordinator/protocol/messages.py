@@ -263,6 +263,8 @@ class Report(Message, frozen=True):
     """Links to gateways that broke; those that are not named are fine."""
     probed: tuple[Probed, ...] = ()
     """The newest probe of each mode that this rank leads."""
+    closed: tuple[tuple[Rank, ...], ...] = ()
+    """Groups that this process can never form again: it got out of their collectives by force."""
 
 
 class Grant(msgspec.Struct, frozen=True):

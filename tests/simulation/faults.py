@@ -67,6 +67,9 @@ class Faults:
         """An operator has all ranks started again."""
         self.shares_memory = not self.spins and own.random() < 0.5
         """Ranks that are started again join those that live."""
+        # Drawn apart, so that the faults of a seed stay what they are.
+        self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
+        """Those who are in such a collective are let out alive, and close their group for good."""
         self._own = own
         self._core_at = 0
         self._now = 0

@@ -166,6 +166,10 @@ def _all_have_joined(self: Switcher) -> list[Rank]:
     return []
 
 
+def _nothing_is_closed(self: Roster, ranks: Iterable[Rank]) -> None:
+    return None
+
+
 def _waits_for_nobody(*_: Any) -> Iterator[None]:
     return iter(())
 
@@ -198,6 +202,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "pool keeps the old leader": ((TaskPool, "adopted", _leaders_stay),),
     "recovery forgets moves": ((Moves, "recover", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
+    "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
     "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),
 }
 

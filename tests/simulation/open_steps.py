@@ -24,14 +24,32 @@ class OpenSteps:
         for step, members in self._open:
             if step.is_over:
                 continue
-            if any(self._world.ranks[member.rank] is not member for member in members):
+            if any(map(self._is_lost, members)):
                 since = step.dead_since if step.dead_since is not None else self._world.now
                 step.dead_since = since
                 step.failed = self._world.now - since >= ABORT_AFTER_TICKS
-                if step.failed and self._world.faults.spins:
+                if step.failed and self._world.faults.drains:
+                    self._let_out(step, members)
+                elif step.failed and self._world.faults.spins:
                     self._kill_stuck(step, members)
             open_steps.append((step, members))
         self._open = open_steps
+
+    def _is_lost(self, member: "SimRank") -> bool:
+        """It is dead; or it stands still, and the others are told to do without it."""
+        if self._world.ranks[member.rank] is not member:
+            return True
+        stands_still = self._world.now < member.stopped_until
+        core = self._world.core
+        is_cut_out = core is not None and not (core.is_recovering or core.is_available(member.rank))
+        return self._world.faults.drains and stands_still and is_cut_out
+
+    def _let_out(self, step: Step, members: tuple["SimRank", ...]) -> None:
+        """Those inside come out of the step, which does not count, and of their group for good."""
+        for member in members:
+            if member.rank in step.arrived and not self._is_lost(member):
+                self._world.stats.closed += 1
+                member.closed.add(step.binding.group.ranks)
 
     def _kill_stuck(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Collectives with a dead peer never end: the watchdogs of those inside end them."""
@@ -53,6 +71,7 @@ class OpenSteps:
                 step.dead_since = self._world.now
                 continue
             members.append(process)
+            check(ranks not in process.closed, f"rank {rank} is in a group that it has closed")
             has_joined = (rank, process.incarnation) in self._world.memory.joined
             self._world.stats.rejoined += has_joined and len(ranks) > 1
             if process.seat.binding != step.binding:

@@ -85,6 +85,7 @@ class SimRank:
         self._report_due = 0
         self._changed = False
         self.probed: Probes = {}
+        self.closed: set[Ranks] = set()
 
     @property
     def clock_ms(self) -> int:
@@ -257,8 +258,7 @@ class SimRank:
         if binding.group.width == 1:
             return True
         queue = self._queue(binding)
-        has_room = queue.has_room
-        if has_room:
+        if has_room := queue.has_room:
             queue.put(message)
         return has_room
 

@@ -79,4 +79,5 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
         moved=moved,
         told_in=told_in,
         probed=tuple(process.probed.values()),
+        closed=tuple(sorted(process.closed)),
     )

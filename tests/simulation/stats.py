@@ -20,6 +20,8 @@ class Stats:
     blocked: int = 0
     stuck: int = 0
     """Ranks that were ended because a peer had died in their step."""
+    closed: int = 0
+    """Groups that ranks have closed to get out of a step alive, per rank."""
     reunited: int = 0
     """Steps of wide groups whose members were started again together."""
     rejoined: int = 0

@@ -59,6 +59,7 @@ class ObedientRank:
         """What this rank goes on with if its move is committed."""
         self.has_failed = False
         self.told: Directive | None = None
+        self.closed: tuple[tuple[Rank, ...], ...] = ()
 
     def obey(self) -> bool:
         """Make all moves that can be made; followers hear their leader at once."""
@@ -119,6 +120,7 @@ class ObedientRank:
             has_failed=self.has_failed,
             moved=self.seat.told[0],
             told_in=self.seat.told[1],
+            closed=self.closed,
         )
 
 

@@ -1,9 +1,10 @@
-"""The exchange over NCCL, with a communicator that delivers when all members have asked."""
+"""The exchange over NCCL, with a communicator that delivers when all members have asked; which
+groups a rank closes to get out of a formation."""
 
 import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,8 +14,11 @@ import torch
 from vllm.distributed import parallel_state
 
 from comm_pool import vllm_pool
+from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
-from comm_pool.vllm_pool import CommunicatorPool, _release_unusable, all_to_all
+from comm_pool.mixed import read_mixed
+from comm_pool.vllm_pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
+from comm_pool.vllm_way_out import NcclGuard
 
 
 class Mailbox:
@@ -22,6 +26,7 @@ class Mailbox:
 
     def __init__(self, own: int, sent: dict[tuple[int, int], torch.Tensor]) -> None:
         self.disabled = False
+        self.nccl: object = None
         self.wanted: dict[int, torch.Tensor] = {}
         self.depth = 0
         self._own = own
@@ -67,6 +72,61 @@ def test_part_j_goes_to_member_j(width: int) -> None:
             tensor.copy_(sent[source, member])
     for to, source in itertools.product(range(width), repeat=2):
         assert torch.equal(received[to][source], parts[source][to])
+
+
+def test_an_exchange_over_a_closed_communicator_opens_no_group_of_calls() -> None:
+    plane = Mailbox(0, {})
+    guard = NcclGuard(SimpleNamespace(), lambda: 3)
+    plane.nccl = guard
+    assert guard.close(1.0)
+    with pytest.raises(PeerLostError):
+        all_to_all(group_of(0, 2, plane), torch.zeros(2, 4))
+    assert plane.depth == 0
+    assert not plane.wanted
+
+
+def pool_of_rank_0(ways: dict[str, Any]) -> Any:
+    """The pool of a rank that is in groups of up to four, and of two mixed shapes."""
+
+    def communicator(name: str, *ranks: int) -> Communicator:
+        members = tuple(map(Rank, ranks))
+        return Communicator(members, cast(Any, None), 0.0, 0, way_out=ways.get(name))
+
+    pool: Any = CommunicatorPool.__new__(CommunicatorPool)
+    made = [communicator("tp2", 0, 1), communicator("tp4", 0, 1, 2, 3), communicator("dp", 0)]
+    pool._by_ranks = {each.ranks: each for each in made}
+    pool._mixed = {
+        read_mixed("sp2tp2"): communicator("sp2tp2", 0, 2),
+        read_mixed("sp2tp4"): communicator("sp2tp4", 0, 2, 4, 6),
+    }
+    pool.closed = ()
+    pool._drainer = None
+    return pool
+
+
+def test_a_rank_closes_a_lost_group_and_no_group_of_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_out: list[list[str]] = []
+    monkeypatch.setattr(vllm_pool, "let_out", lambda ways, *_: let_out.append(ways))
+    pool = pool_of_rank_0({name: name for name in ("tp2", "tp4", "sp2tp2", "sp2tp4")})
+    four = tuple(map(Rank, range(4)))
+    for _ in range(2):
+        pool.let_out(four, lambda: True)
+    assert let_out == [["tp4", "sp2tp2"]] * 2
+    assert pool.closed == (four,), "told once, whatever it takes to get out"
+    pool.let_out(four[:2], lambda: True)
+    assert let_out[2] == ["tp2"]
+    assert pool.closed == (four, four[:2])
+
+
+def test_a_rank_whose_collectives_raise_by_themselves_closes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_pool, "let_out", lambda *_: pytest.fail("nothing is to be done"))
+    pool = pool_of_rank_0({})
+    pool.let_out(tuple(map(Rank, range(4))), lambda: True)
+    assert pool.closed == ()
 
 
 def test_a_disabled_communicator_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

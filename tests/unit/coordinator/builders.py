@@ -136,6 +136,7 @@ def report(
     moved: int = 0,
     told_in: int = 0,
     links: Sequence[LinkCut] = (),
+    closed: Sequence[tuple[Rank, ...]] = (),
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -156,6 +157,7 @@ def report(
         moved=moved,
         told_in=told_in,
         links=tuple(links),
+        closed=tuple(closed),
     )
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from coordinator.events import Foreseen, Observed, SwitchWanted, Tick
+from comm_pool.layout import Rank
+from coordinator.events import Foreseen, Observed, SwitchWanted, Tick, ToLauncher
 from coordinator.policy.settings import PolicySettings, PolicyStart
 from coordinator.policy.step_file import parse_step_times
 from coordinator.protocol.messages import Carry
@@ -47,6 +48,21 @@ def test_an_idle_cell_goes_wide_by_itself_and_says_why() -> None:
     assert {each["layout"] for each in changed[0]["candidates"]} >= {"dp4", "tp2+tp2", "tp4"}
     switches: Any = cell.core.switches_view(1)["switches"]
     assert switches[0]["cause"] == "policy"
+
+
+def test_a_closed_group_is_no_candidate_and_ranks_are_renewed_for_it_while_nobody_waits() -> None:
+    settings = {"policy": PolicyStart(SETTINGS, (1, 2, 4), TIMES), "renew_idle_ms": 5_000}
+    cell = Cell("dp4", **settings)
+    cell.gateway()
+    cell.ranks[Rank(2)].closed = (tuple(map(Rank, range(4))),)
+    cell.serve()
+    wait(cell, 3_000)
+    assert cell.core.layout_view()["target"] == "tp2+tp2"
+    candidates = [name for each in decisions(cell) for name in each["candidates"]]
+    assert "tp4" not in {each["layout"] for each in candidates}
+    assert not [each for each in cell.take() if isinstance(each, ToLauncher)]
+    wait(cell, 5_000)
+    assert len([each for each in cell.take() if isinstance(each, ToLauncher)]) == 1
 
 
 def test_an_operators_layout_is_left_alone_for_a_while() -> None:

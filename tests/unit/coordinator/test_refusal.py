@@ -3,9 +3,10 @@
 import pytest
 
 from comm_pool.layout import Layout, Rank, parse_layout
+from coordinator.protocol.messages import Phase, Stage
 from coordinator.refusal import refuse
 from coordinator.roster import Roster
-from tests.unit.coordinator.builders import hello
+from tests.unit.coordinator.builders import hello, report
 
 EVERYONE = tuple(map(Rank, range(4)))
 
@@ -75,6 +76,21 @@ def test_a_rank_that_was_restarted_without_its_peers_serves_alone() -> None:
     assert answer is not None
     assert answer.startswith("rank 1 was restarted without all others of tp2")
     assert refuse(wanted("dp2+tp2"), ranks, EVERYONE) is None
+
+
+def test_a_closed_group_is_refused_until_its_ranks_are_renewed() -> None:
+    ranks = roster(4, (1, 2, 4))
+    closed = report(2, Stage(1, Phase.PARK), closed=[EVERYONE])
+    assert ranks.on_report(closed, 1)
+    assert refuse(wanted("tp4"), ranks, EVERYONE) == (
+        "rank 2 has closed tp4 of ranks 0 to 3 when a member was lost: use other groups, or say "
+        "`aileron renew`, which restarts all ranks."
+    )
+    assert refuse(wanted("sp4"), ranks, EVERYONE) is not None, "whatever it computes in"
+    assert refuse(wanted("tp2+tp2"), ranks, EVERYONE) is None
+    for rank in range(4):
+        ranks.on_hello(hello(rank, 2, widths=(1, 2, 4), cohort=7), 2)
+    assert refuse(wanted("tp4"), ranks, EVERYONE) is None
 
 
 def test_ranks_that_were_restarted_together_can_be_a_group() -> None:

@@ -176,6 +176,56 @@ def test_ranks_do_not_start_again_for_groups_that_nobody_wants(
     assert not renewals(cell.take())
 
 
+def stop_for_a_while(cell: Cell, rank: int, closed_by: int | None = None) -> None:
+    """The process stands still, is left out, and goes on; its group may be closed meanwhile."""
+    others = [each for each in range(cell.settings.world) if each != rank]
+    for _ in range(cell.settings.lost_after_ms // 1_000 + 1):
+        cell.tick(1_000)
+        cell.settle(*others)
+    assert "off1" in layout_of(cell)
+    if closed_by is not None:
+        group = cell.ranks[Rank(rank)].seat.binding
+        assert group is not None
+        cell.ranks[Rank(closed_by)].closed = (group.group.ranks,)
+    cell.settle()
+
+
+def test_ranks_start_again_for_a_group_that_was_closed() -> None:
+    """Rank 1 was only stopped, but the others got out of their group without it."""
+    cell = cell_of("tp2+tp2", renew_idle_ms=IDLE_MS)
+    stop_for_a_while(cell, 1)
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp2+tp2", "it can be formed again, as nobody has closed it"
+    stop_for_a_while(cell, 1, closed_by=0)
+    pass_time(cell, IDLE_MS - 2_000)
+    assert layout_of(cell) == "dp2+tp2"
+    assert not renewals(cell.take())
+    pass_time(cell, 5_000)
+    assert renewals(cell.take()) == [tuple((rank, 1) for rank in range(4))]
+
+
+def test_a_group_that_is_to_be_formed_when_it_is_closed_is_done_without() -> None:
+    """A member may take longer to get out than another takes to come back."""
+    cell = cell_of("dp4")
+    cell.switch("tp2+tp2")
+    cell.settle(2, 3)
+    cell.ranks[Rank(1)].closed = ((Rank(0), Rank(1)),)
+    cell.settle()
+    assert layout_of(cell) == "dp2+tp2"
+    decisions: Any = cell.core.decisions_view(1)["decisions"]
+    assert decisions[-1]["cause"] == "closed"
+    epoch = cell.core.epoch
+    pass_time(cell, 5_000)
+    assert cell.core.epoch == epoch, "once is enough"
+
+
+def test_ranks_do_not_start_again_for_a_closed_group_that_nobody_wants() -> None:
+    cell = cell_of("tp2+tp2", renew_idle_ms=IDLE_MS)
+    cell.ranks[Rank(0)].closed = (tuple(map(Rank, range(4))),)
+    pass_time(cell, 3 * IDLE_MS)
+    assert not renewals(cell.take())
+
+
 def test_ranks_do_not_start_again_while_one_is_missing() -> None:
     cell = cell_of("tp4", renew_idle_ms=IDLE_MS)
     lose(cell, 0)

@@ -73,6 +73,29 @@ def test_ranks_that_started_together_again_have_each_other() -> None:
     assert not ranks.is_degraded(ONE)
 
 
+def test_a_group_that_a_member_has_closed_is_closed_as_long_as_its_process_lives() -> None:
+    ranks, stage = roster(), Stage(1, Phase.PARK)
+    for rank in (0, 2, 3):
+        ranks.on_hello(hello(rank), 0)
+    pair, four = (Rank(0), ONE), tuple(map(Rank, range(4)))
+    assert ranks.can_form(four)
+    closed_before = ranks.has_closed
+    assert ranks.on_report(report(0, stage, sent_at_ms=20, closed=[four]), 1)
+    assert (closed_before, ranks.has_closed) == (False, True)
+    assert (ranks.closed_by(four), ranks.closed_by(pair)) == (0, None)
+    assert [ranks.supports(rank, 4) for rank in four] == [False] * 4
+    assert ranks.can_form(pair)
+    assert not ranks.is_degraded(ONE), "there are other groups"
+    # An older report is no word of its being open again.
+    assert ranks.on_report(report(0, stage, sent_at_ms=10), 2)
+    assert ranks.on_report(report(0, stage, sent_at_ms=30, closed=[pair]), 3)
+    assert not ranks.can_form(four)
+    assert not ranks.can_form(pair)
+    ranks.on_hello(hello(0, 2), 4)
+    assert not ranks.has_closed
+    assert ranks.can_form(four)
+
+
 def test_a_rank_is_not_degraded_where_no_groups_are_wide() -> None:
     ranks = Roster(1)
     ranks.on_hello(hello(0, widths=(1,)), 0)

@@ -35,6 +35,8 @@ class FakeMember:
         self.engine = SimpleNamespace(communicators=Communicators())
         self.forgotten = 0
         self.unfinished = 1
+        self.dropped: list[int] = []
+        self.stepping = SimpleNamespace(drop=self.dropped.append)
         self.given_up: list[tuple[list[str], ReturnCause]] = []
 
     def mode_of(self, _group: Any) -> Any:
@@ -67,8 +69,8 @@ class Stage:
                 self.seat.made(move)
         self.lost = LostGroup(self.seat, self.member)  # type: ignore[arg-type]
 
-    def fail(self) -> None:
-        raise PeerLostError(1)
+    def fail(self, born: int = 1) -> None:
+        raise PeerLostError(born)
 
     def leave(self, carry: Carry) -> Any:
         self.seat.on_leave(1)
@@ -88,7 +90,7 @@ def test_a_leader_gives_its_tasks_back_and_tells_the_others() -> None:
     assert stage.lost.guarded(stage.fail) is None
     assert stage.lost.is_joined
     assert stage.member.given_up == [(NAMES, ReturnCause.RECOMPUTE)]
-    assert stage.member.forgotten == 1
+    assert (stage.member.forgotten, stage.member.dropped) == (1, [1])
 
 
 def test_a_follower_has_no_tasks_to_give_back() -> None:
@@ -97,6 +99,30 @@ def test_a_follower_has_no_tasks_to_give_back() -> None:
     assert stage.lost.is_joined
     assert not stage.member.given_up
     assert stage.member.forgotten == 1
+
+
+def test_the_loss_of_a_formation_that_was_left_is_not_caught() -> None:
+    stage = Stage(0)
+    with pytest.raises(PeerLostError):
+        stage.lost.guarded(lambda: stage.fail(born=7))
+    assert not stage.lost.is_joined, "the joined one is whole"
+    assert not stage.member.given_up
+    stage.seat.made(stage.leave(Carry.PAUSE))
+    with pytest.raises(PeerLostError):
+        stage.lost.guarded(stage.fail)
+
+
+def test_what_was_launched_in_a_lost_formation_is_over_when_it_is_left() -> None:
+    """A follower may have launched steps whose end nobody waited for."""
+    stage = Stage(1)
+    binding = stage.seat.binding
+    assert binding is not None
+    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
+    move = stage.leave(Carry.RESHARD)
+    assert isinstance(move, Leave)
+    assert move.group_lost
+    assert stage.member.dropped == [1]
+    assert stage.seat.binding == binding, "until then it is joined, so the watchdog lets it out"
 
 
 def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() -> None:

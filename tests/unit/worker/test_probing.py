@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding
 from worker.probing import Probing
@@ -24,6 +25,7 @@ class Probed:
     ) -> None:
         self.computed: list[str] = []
         self.is_full = False
+        self.is_aborted = False
         alone = SimpleNamespace(ranks=RANKS[:1], rank_in_group=0)
         wide = SimpleNamespace(ranks=RANKS, rank_in_group=0)
         self._modes = {1: self._mode(1, alone), 2: self._mode(2, wide)}
@@ -37,6 +39,7 @@ class Probed:
                 (2, Mode.SP): (values, 7),
             },
             of_width=lambda width: self._modes[width],
+            communicators=SimpleNamespace(is_aborted=lambda *_: self.is_aborted),
         )
         self.probing = Probing(engine, after_switch=after_switch)
 
@@ -65,6 +68,15 @@ class Probed:
 
     def fill(self) -> None:
         self._modes[2].scheduler.is_full = True
+
+
+def test_what_a_probe_gave_in_a_lost_group_says_nothing_of_the_mode() -> None:
+    rank = Probed(START)
+    before = rank.probing.results
+    rank.is_aborted = True
+    with pytest.raises(PeerLostError):
+        rank.formed(TP2, {**START, Rank(1): 130}, epoch=8)
+    assert rank.probing.results == before
 
 
 def test_processes_that_started_together_have_proved_all_modes() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, TaskEnded, TaskId
 from tests.unit.coordinator.builders import header
@@ -96,7 +97,10 @@ class Stage:
             done=lambda: lambda: self.device_done,
             is_synchronous=True,
             boards={Rank(0): self},
+            communicators=self,
         )
+        self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
+        self.closed: tuple[tuple[Rank, ...], ...] = ()
         for name, binding in (("dp task", DP), ("tp task", TP)):
             self.book.open(LedTask(header(name), 1, binding.group, 0))
         self.stepping = Stepping(cast(Any, self), 1, cast(Any, self))
@@ -104,6 +108,9 @@ class Stage:
         self.expected: list[int] = []
         log = SimpleNamespace(ended=lambda *_: None, usual_s=lambda *_: self.usual_s)
         self.stepping.log = cast(Any, log)
+
+    def is_aborted(self, ranks: tuple[Rank, ...], born: int) -> bool:
+        return (ranks, born) in self.aborted
 
     def lead(self, message: Any) -> None:
         self.sent.append(message)
@@ -197,14 +204,14 @@ def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> Non
 
 def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:
     stage = Stage()
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
     assert stage.stepping.ended_ns == 0
     stage.dp.execute = lambda _plan: cast(Any, "output")  # type: ignore[method-assign]
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
     assert stage.stepping.ended_ns >= stage.stepping.started_ns > 0
     stage.engine.is_synchronous = False
     stage.dp.execute = lambda _plan: cast(Any, None)  # type: ignore[method-assign]
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None))
+    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
     assert stage.stepping.ended_ns == 0, "a follower on CUDA may get nothing, and has to wait"
 
 
@@ -215,6 +222,103 @@ def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
     stage.step(stage.dp, DP, 3)
     assert stage.pushed == [(3, ["dp task"])]
     assert len(stage.dp.results) == 1
+
+
+def lose(stage: Stage, *, lets_out: bool) -> None:
+    stage.aborted.add((TP.group.ranks, TP.born))
+    if lets_out:
+        stage.closed = (TP.group.ranks,)
+
+
+def test_tokens_of_an_aborted_formation_go_nowhere() -> None:
+    stage = Stage()
+    stage.selected = stage.tp
+    stage.step(stage.tp, TP, 4)
+    lose(stage, lets_out=True)
+    with pytest.raises(PeerLostError) as raised:
+        stage.step(stage.tp, TP, 4)
+    assert raised.value.born == TP.born
+    stage.tp.results[1].is_there = stage.device_done = True
+    stage.stepping.drop(TP.born)
+    assert not stage.stepping.is_under_way
+    stage.stepping.settle()
+    assert (stage.pushed, stage.freed_groups) == ([], [])
+    assert stage.tp.scheduler.events == ["plan", "plan"]
+
+
+def test_it_is_asked_behind_the_tokens_whether_they_count() -> None:
+    """A step that waits for a peer comes to its end because the formation was aborted."""
+    stage = Stage()
+    stage.selected = stage.tp
+    stage.step(stage.tp, TP, 4)
+    result = stage.tp.results[0]
+    take = result.get_output
+
+    def taken_late() -> str:
+        lose(stage, lets_out=True)
+        return take()
+
+    result.get_output = taken_late  # type: ignore[method-assign]
+    with pytest.raises(PeerLostError):
+        stage.stepping.settle()
+    assert (result.taken, stage.pushed) == (1, [])
+    assert not stage.stepping.is_under_way, "it is over even so"
+
+
+def test_a_follower_launches_no_step_of_an_aborted_formation() -> None:
+    stage = Stage()
+    lose(stage, lets_out=False)
+    with pytest.raises(PeerLostError):
+        stage.stepping.follow(cast(Any, stage.tp), stage.tp.scheduler.plan_step(None), TP)
+    assert not stage.tp.results
+
+
+def test_a_step_is_dropped_when_the_device_is_done_with_it() -> None:
+    stage, looks = Stage(), []
+    stage.selected = stage.tp
+    stage.step(stage.tp, TP, 4)
+
+    def is_done() -> bool:
+        looks.append(stage.stepping.is_under_way)
+        stage.tp.results[0].is_there = len(looks) > 5
+        return len(looks) > 3
+
+    stage.engine.done = lambda: is_done
+    stage.stepping.drop(TP.born)
+    assert len(looks) == 6, "its kernels first, then the copy of its tokens"
+    assert all(looks)
+    assert not stage.stepping.is_under_way
+    assert stage.tp.results[0].taken == 0
+    stage.stepping.drop(TP.born)
+    assert len(looks) == 7, "with none under way, what a follower has launched"
+
+
+def test_a_step_that_trails_is_none_of_the_formation_that_is_dropped() -> None:
+    stage = Stage()
+    stage.leave_in_mid_step()
+    stage.selected = stage.tp
+    stage.device_done = True
+    lose(stage, lets_out=True)
+    stage.stepping.drop(TP.born)
+    assert stage.pushed == [(3, ["dp task"])]
+    assert not stage.stepping.is_under_way
+
+
+@pytest.mark.parametrize("lets_out", [False, True])
+def test_a_step_that_trails_counts_unless_its_members_were_let_out(lets_out: bool) -> None:
+    stage = Stage()
+    stage.selected = stage.tp
+    stage.step(stage.tp, TP, 4)
+    stage.selected = stage.dp
+    lose(stage, lets_out=lets_out)
+    stage.tp.results[0].is_there = True
+    if lets_out:
+        with pytest.raises(PeerLostError):
+            stage.stepping.settle_if_ready()
+        assert stage.pushed == []
+    else:
+        stage.stepping.settle_if_ready()
+        assert stage.pushed == [(4, ["tp task"])], "it had ended before"
 
 
 MS = 1_000_000

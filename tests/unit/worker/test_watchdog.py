@@ -1,6 +1,15 @@
-"""When a main loop that does not go on counts as stuck."""
+"""When a main loop that does not go on counts as stuck, and how it is called out of a group."""
 
-from worker.watchdog import POLL_S, Progress
+from collections.abc import Callable
+
+from structlog.testing import capture_logs
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Phase
+from coordinator.protocol.seat import Seat
+from tests.unit.coordinator.builders import directive, target
+from worker.peer_loss import GRACE_S, PeerLoss
+from worker.watchdog import POLL_S, Progress, call_out
 
 LIMIT_S = 2.0
 
@@ -39,3 +48,114 @@ def test_a_process_that_was_stopped_as_a_whole_is_not_stuck() -> None:
     loop.now_s += 3_600.0
     assert not loop.looks(2 * POLL_S)
     assert loop.looks(LIMIT_S)
+
+
+TP2 = target("tp2+dp2", 1)
+
+
+class Communicators:
+    """Tells what is asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.is_wanted: list[bool] = []
+        self.during: Callable[[], None] = lambda: None
+
+    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
+        self.asked.append(("mark", ranks, born))
+
+    def let_out(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
+        self.asked.append(("let out", ranks))
+        self.is_wanted.append(is_wanted())
+        self.during()
+        self.is_wanted.append(is_wanted())
+
+
+class Watched:
+    """A rank that serves in tp2, and hears of a layout without rank 1, or itself."""
+
+    def __init__(self, rank: int, lost: str) -> None:
+        self.seat = Seat(Rank(rank), 1)
+        for phase in (Phase.PARK, Phase.SWAP):
+            self.hear(directive(TP2, 1, phase))
+        self.loss = PeerLoss(self.seat, LIMIT_S)
+        self.without = directive(target(f"{lost}+dp2", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE)
+        self.loss.heard(self.without)
+        self.communicators = Communicators()
+
+    def hear(self, message: object) -> None:
+        self.seat.on_directive(message)  # type: ignore[arg-type]
+        while (move := self.seat.next_move(idle=True)) is not None:
+            self.seat.made(move)
+
+    def call_out(self, after_s: float = GRACE_S) -> list[object]:
+        """What is asked of the communicators so long after it was known first."""
+        assert not self.loss.is_stuck(0.0)
+        call_out(TP2.bindings[0], self.loss, self.communicators, after_s)
+        return self.communicators.asked
+
+
+MARKED = ("mark", (0, 1), 1)
+
+
+def test_a_survivor_is_let_out_behind_the_mark_until_it_has_left() -> None:
+    watched = Watched(0, "dp1+off1")
+    watched.communicators.during = lambda: watched.hear(watched.without)
+    assert watched.call_out() == [MARKED, ("let out", (0, 1))]
+    assert watched.communicators.is_wanted == [True, False]
+    assert watched.call_out()[2:] == [MARKED], "it has left"
+
+
+def test_a_rank_has_time_to_come_out_by_itself() -> None:
+    """Then its group can be formed again."""
+    watched = Watched(0, "dp1+off1")
+    assert watched.call_out(after_s=GRACE_S - 0.01) == [MARKED]
+    assert watched.call_out(after_s=GRACE_S) == [MARKED, MARKED, ("let out", (0, 1))]
+
+
+def test_who_was_lost_itself_is_only_marked() -> None:
+    assert Watched(1, "dp1+off1").call_out() == [MARKED]
+
+
+def test_who_was_let_out_has_to_leave_even_if_its_peer_comes_back() -> None:
+    watched = Watched(0, "dp1+off1")
+    back = directive(target("tp2+dp2", 3), 3, Phase.PARK, carry=Carry.RECOMPUTE)
+    watched.loss.heard(back)
+    assert watched.loss.bereaved() is None, "nothing was done that cannot be undone"
+    watched.loss.heard(watched.without)
+    assert watched.call_out() == [MARKED, ("let out", (0, 1))]
+    watched.loss.heard(back)
+    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.call_out()[2:] == [MARKED, ("let out", (0, 1))]
+    watched.hear(back)
+    assert watched.loss.bereaved() is None, "it has left"
+
+
+def test_a_rank_whose_place_another_process_has_taken_is_only_marked() -> None:
+    watched = Watched(1, "dp1+off1")
+    watched.loss.heard(directive(target("dp4", 3), 3, Phase.PARK, members={1: 2}))
+    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.call_out() == [MARKED]
+
+
+def test_a_group_that_was_left_with_its_last_step_under_way_is_only_marked() -> None:
+    watched = Watched(0, "dp1+off1")
+    joined = watched.seat.joined
+    watched.hear(watched.without)
+    watched.loss = PeerLoss(watched.seat, LIMIT_S, lambda: joined)
+    watched.loss.heard(watched.without)
+    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.call_out() == [MARKED]
+
+
+def test_the_watchdog_goes_on_when_there_is_no_way_out() -> None:
+    watched = Watched(0, "dp1+off1")
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    watched.communicators.during = fail
+    with capture_logs() as logs:
+        watched.call_out()
+    assert [each["event"] for each in logs] == ["not_let_out"]
+    assert watched.loss.is_stuck(LIMIT_S + 0.1), "and ends the process"

@@ -1,0 +1,271 @@
+"""vLLM adapter: how a rank gets out of CUDA collectives with a lost peer, alive.
+
+Two things wait for ever there. vLLM's custom all-reduce spins until a counter in the rank's own
+memory is what it expects, also inside of a CUDA graph; NCCL's kernels wait for their peer's data.
+The first is *drained*: counters are set to what is expected, again and again, from another stream,
+so that all blocks pass one barrier after the other, whatever their peers do. The second is
+*closed*: NCCL lets its kernels end when their communicator is aborted. What comes out of such a
+step means nothing, so its formation must have been marked as aborted before. Neither can be undone:
+these processes never form the group again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import structlog
+import torch
+from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from comm_pool.formations import PeerLostError
+
+log = structlog.get_logger()
+
+BLOCKS = 36
+"""Most blocks of a custom all-reduce; each has counters of its own."""
+
+PEERS = (16, 8)
+"""Members that vLLM's counters have room for: 16 in 0.32, 8 before."""
+
+LINE_BYTES = 128
+WORD_BYTES = 4
+
+CLOSE_S = 0.2
+"""How long a call of NCCL that is under way is waited for. It may wait in turn for room behind
+kernels that spin, and so for the next round of draining."""
+
+DRAIN_S = 0.08
+"""How long one round of draining takes at most."""
+
+BARRIERS = 16
+"""Barriers that blocks are let through before it is looked whether they still have to be."""
+
+LOOK_S = 0.00002
+
+
+def _in_lines(size: int) -> int:
+    return -(-size // LINE_BYTES) * LINE_BYTES
+
+
+def signal_bytes(peers: int) -> int:
+    """Size of the counters with room for so many members."""
+    return _in_lines(2 * _in_lines(BLOCKS * peers * WORD_BYTES) + BLOCKS * WORD_BYTES)
+
+
+def peers_of(size: int) -> int | None:
+    """Return for how many members counters of this size have room; None if they are unknown."""
+    return next((peers for peers in PEERS if signal_bytes(peers) == size), None)
+
+
+class Signal:
+    """The counters by which one rank's custom all-reduce waits for its peers: views of them.
+
+    A block waits until the counter of each peer, in `start` and later in `end`, is one more than
+    its own flag; not at least that much. Then it raises its flag.
+    """
+
+    def __init__(self, words: torch.Tensor, peers: int) -> None:
+        """`words` (int32) are all of them, as they lie in memory."""
+        used, apart = BLOCKS * peers, _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
+        self._start = words[:used].view(BLOCKS, peers)
+        self._end = words[apart : apart + used].view(BLOCKS, peers)
+        flags = words[2 * apart : 2 * apart + BLOCKS]
+        self._flags = flags[:, None].expand(BLOCKS, peers)
+
+    def let_through(self) -> None:
+        """Let every block that waits pass one barrier; nothing is allocated."""
+        torch.add(self._flags, 1, out=self._start)
+        torch.add(self._flags, 1, out=self._end)
+
+
+class _Words:
+    """Device memory that is not torch's, as an array of int32."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size // WORD_BYTES,),
+            "typestr": "<i4",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+class Drainer:
+    """Lets the kernels of one device through, from a thread of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._event = torch.cuda.Event()
+
+    def warm(self, peers: int) -> None:
+        """Load the kernels: CUDA does it when they are first used, behind those that spin.
+
+        With memory of its own: counters that are in use would let a peer through too early.
+        """
+        size = signal_bytes(peers) // WORD_BYTES
+        words = torch.zeros(size, dtype=torch.int32, device=self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._beside():
+            Signal(words, peers).let_through()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def drain(self, signals: Sequence[Signal], is_wanted: Callable[[], bool]) -> None:
+        """Let their blocks through as long as that is wanted, up to `DRAIN_S`.
+
+        It never waits for the device, which may hang for another reason.
+        """
+        until_s = time.monotonic() + DRAIN_S
+        with self._beside():
+            while is_wanted() and time.monotonic() < until_s:
+                if self._event is None or self._event.query():
+                    for _ in range(BARRIERS):
+                        for signal in signals:
+                            signal.let_through()
+                    if self._event is not None:
+                        self._event.record()
+                time.sleep(LOOK_S)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch beside the steps that are under way."""
+        if self._stream is None:
+            beside: AbstractContextManager[Any] = nullcontext()
+        else:
+            torch.cuda.set_device(self._device)
+            beside = torch.cuda.stream(self._stream)
+        with torch.inference_mode(), beside:
+            yield
+
+
+class NcclGuard:
+    """Stands before vLLM's NCCL library, for one communicator: once closed, nobody uses that.
+
+    A call with a communicator that was aborted would crash the process.
+    """
+
+    def __init__(self, nccl: Any, born: Callable[[], int]) -> None:
+        """`born` tells which formation a call belongs to."""
+        self._nccl = nccl
+        self._born = born
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the library has, its calls guarded."""
+        found = getattr(self._nccl, name)
+        if not (name.startswith("nccl") and callable(found)):
+            return found
+
+        def guarded(*args: Any) -> Any:
+            with self._lock:
+                if self._is_closed:
+                    raise PeerLostError(self._born())
+                return found(*args)
+
+        setattr(self, name, guarded)  # From now on it is found without coming here.
+        return guarded
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Let the calls within be made all or none; raises `PeerLostError` if it is closed."""
+        with self._lock:
+            if self._is_closed:
+                raise PeerLostError(self._born())
+            yield
+
+    def close(self, wait_s: float) -> bool:
+        """Let no further call through, once the one under way is over; False if it is not."""
+        if not self._lock.acquire(timeout=wait_s):
+            return False
+        self._is_closed = True
+        self._lock.release()
+        return True
+
+    def abort(self, communicator: Any) -> None:
+        """Abort the communicator, which nobody uses any more; may never return."""
+        self._nccl.ncclCommAbort(communicator)
+
+
+def undivided(pynccl: Any) -> AbstractContextManager[None]:
+    """Let calls of a communicator be made all or none: a group of them is never left open."""
+    nccl = pynccl.nccl
+    return nccl.undivided() if isinstance(nccl, NcclGuard) else nullcontext()
+
+
+class WayOut:
+    """The way out of one group's collectives."""
+
+    def __init__(self, group: GroupCoordinator, drainer: Drainer, born: Callable[[], int]) -> None:
+        """Guards the group's NCCL; to be made before the first step."""
+        self._name = "-".join(map(str, group.ranks))
+        self._pynccl = _enabled(group.device_communicator, "pynccl_comm")
+        self._guard: NcclGuard | None = None
+        self._is_closed = self._pynccl is None
+        if self._pynccl is not None:
+            self._guard = self._pynccl.nccl = NcclGuard(self._pynccl.nccl, born)
+        self.signal = self._find_signal(group, drainer)
+        """What is to be drained, if there is anything."""
+        if _enabled(group.device_communicator, "symm_mem_comm") is not None:
+            reason = "multicast all-reduce is on, which waits in another way"
+            log.warning("group_not_drainable", group=self._name, reason=reason)
+
+    def _find_signal(self, group: GroupCoordinator, drainer: Drainer) -> Signal | None:
+        custom = _enabled(group.device_communicator, "ca_comm")
+        if custom is None:
+            return None
+        size = int(ops.meta_size())
+        peers = peers_of(size)
+        if peers is None:
+            reason = f"the counters of custom all-reduce take {size} bytes, which is unknown"
+            log.warning("group_not_drainable", group=self._name, reason=reason)
+            return None
+        drainer.warm(peers)
+        words = _Words(custom.meta_ptrs[group.rank_in_group], size)
+        return Signal(torch.as_tensor(words, device=group.device), peers)
+
+    def close(self) -> bool:
+        """Abort the group's NCCL; False if a call of it does not end in time."""
+        if self._is_closed or self._guard is None:
+            return True
+        if not self._guard.close(CLOSE_S):
+            return False
+        self._is_closed = True
+        # It tells the kernels first, and may then never return: graphs hold the communicator.
+        threading.Thread(target=self._abort, name=f"abort {self._name}", daemon=True).start()
+        return True
+
+    def _abort(self) -> None:
+        assert self._guard is not None and self._pynccl is not None
+        if self._pynccl.device.type == "cuda":
+            torch.cuda.set_device(self._pynccl.device)
+        try:
+            self._guard.abort(self._pynccl.comm)
+        except RuntimeError:
+            log.exception("communicator_not_aborted", group=self._name)
+
+
+def _enabled(communicator: Any, name: str) -> Any:
+    found = getattr(communicator, name, None)
+    return None if found is None or found.disabled else found
+
+
+def let_out(ways: Sequence[WayOut], drainer: Drainer, is_wanted: Callable[[], bool]) -> None:
+    """Close and drain groups for good, as long as that is wanted; to be repeated while it is.
+
+    Groups that are waited for in another way than these stay as they are.
+    """
+    for way in ways:
+        if not way.close():
+            log.warning("communicator_not_closed", reason="a call of it is under way")
+    signals = [way.signal for way in ways if way.signal is not None]
+    if signals:
+        drainer.drain(signals, is_wanted)

@@ -1,0 +1,361 @@
+"""How a rank gets out of CUDA collectives, against emulated kernels and an emulated NCCL."""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from structlog.testing import capture_logs
+
+from comm_pool import vllm_way_out
+from comm_pool.formations import PeerLostError
+from comm_pool.vllm_way_out import (
+    Drainer,
+    NcclGuard,
+    Signal,
+    WayOut,
+    let_out,
+    peers_of,
+    signal_bytes,
+    undivided,
+)
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0
+BORN = 4
+
+
+def signal_type(peers: int) -> type[ctypes.Structure]:
+    """vLLM's `Signal`: three arrays, each aligned to 128 bytes, as is the whole."""
+    rows = (ctypes.c_uint32 * peers) * 36
+
+    class Layout(ctypes.Structure):
+        _fields_ = (
+            ("start", rows),
+            ("end", rows),
+            ("flag", ctypes.c_uint32 * 36),
+            ("padding", ctypes.c_uint8 * (128 - 36 * 4 % 128)),
+        )
+
+    return Layout
+
+
+@pytest.mark.parametrize(("size", "peers"), [(4_864, 16), (2_560, 8)])
+def test_known_counters_are_told_by_their_size(size: int, peers: int) -> None:
+    assert peers_of(size) == peers
+    assert signal_bytes(peers) == size == ctypes.sizeof(signal_type(peers))
+
+
+@pytest.mark.parametrize("size", [0, 2_432, 4_992, 8_192])
+def test_other_counters_are_refused(size: int) -> None:
+    assert peers_of(size) is None
+
+
+class Gpu:
+    """One rank's counters, and the blocks of its all-reduce, each a thread."""
+
+    def __init__(self, place: int, peers: int, blocks: int) -> None:
+        self._place = place
+        self._blocks = blocks
+        self.words = torch.zeros(signal_bytes(peers) // 4, dtype=torch.int32)
+        self.signal: Any = signal_type(peers).from_address(self.words.data_ptr())
+        self.passed = [0] * blocks
+        self._threads: list[threading.Thread] = []
+        self.dies = False
+
+    def launch(self, gpus: Sequence["Gpu"], collectives: int) -> None:
+        """Run kernels one behind the other, as in a graph; blocks meet those of their peers."""
+        for block in range(self._blocks):
+            args = (gpus, block, collectives)
+            self._threads.append(threading.Thread(target=self._run, args=args, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, gpus: Sequence["Gpu"], block: int, collectives: int) -> None:
+        for _ in range(collectives):
+            for barrier in ("start", "end"):
+                flag = (self.signal.flag[block] + 1) & 0xFFFFFFFF
+                for gpu in gpus:
+                    getattr(gpu.signal, barrier)[block][self._place] = flag
+                own = getattr(self.signal, barrier)[block]
+                while any(own[peer] != flag for peer in range(len(gpus))):
+                    if self.dies:
+                        return
+                    time.sleep(0)
+                self.signal.flag[block] = flag
+                self.passed[block] += 1
+
+    def is_done(self, limit_s: float) -> bool:
+        """Wait for the kernels."""
+        until = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+class Drained(threading.Thread):
+    """Drains one rank until its kernels are done, as its watchdog does."""
+
+    def __init__(self, gpu: Gpu, peers: int) -> None:
+        super().__init__(daemon=True)
+        self._gpu = gpu
+        self._signal = Signal(gpu.words, peers)
+
+    def run(self) -> None:
+        drainer = Drainer(CPU)
+        while not self._gpu.is_done(0.0):
+            drainer.drain([self._signal], lambda: not self._gpu.is_done(0.0))
+
+
+@pytest.mark.parametrize("peers", [8, 16])
+def test_blocks_pass_one_barrier_after_the_other_with_a_dead_peer(peers: int) -> None:
+    gpus = [Gpu(place, peers, blocks=3) for place in range(2)]
+    gpus[0].launch(gpus, collectives=20)
+    assert not gpus[0].is_done(0.1), "nobody comes out by itself"
+    assert gpus[0].passed == [0, 0, 0]
+    Drained(gpus[0], peers).start()
+    assert gpus[0].is_done(PATIENCE_S)
+    assert gpus[0].passed == [40, 40, 40]
+
+
+def test_counters_that_wrap_around_are_drained_too() -> None:
+    gpus = [Gpu(place, 16, blocks=2) for place in range(2)]
+    for block in range(2):
+        gpus[0].signal.flag[block] = 0xFFFFFFF0
+    gpus[0].launch(gpus, collectives=16)
+    Drained(gpus[0], 16).start()
+    assert gpus[0].is_done(PATIENCE_S)
+    assert gpus[0].signal.flag[0] == 16
+
+
+def test_survivors_whose_counters_drift_apart_both_come_out() -> None:
+    """One is drained far ahead, and writes what the other does not wait for into its counters."""
+    gpus = [Gpu(place, 16, blocks=2) for place in range(3)]
+    gpus[2].launch(gpus, collectives=5)
+    for gpu in gpus[:2]:
+        gpu.launch(gpus, collectives=25)
+    assert gpus[2].is_done(PATIENCE_S), "the third is dead from here on"
+    assert not gpus[0].is_done(0.05)
+    assert not gpus[1].is_done(0.05)
+    Drained(gpus[0], 16).start()
+    assert gpus[0].is_done(PATIENCE_S)
+    assert not gpus[1].is_done(0.05), "another's way out is none for this one"
+    assert gpus[1].signal.start[0][0] == gpus[0].signal.flag[0] - 1, "far ahead of what is awaited"
+    Drained(gpus[1], 16).start()
+    assert gpus[1].is_done(PATIENCE_S)
+    assert gpus[0].passed == gpus[1].passed == [50, 50]
+
+
+def test_draining_ends_when_it_is_no_longer_wanted_and_after_its_time() -> None:
+    gpu = Gpu(0, 16, blocks=1)
+    signal, started = Signal(gpu.words, 16), time.monotonic()
+    Drainer(CPU).drain([signal], lambda: False)
+    assert not gpu.words.any(), "counters of a living group are left alone"
+    Drainer(CPU).drain([signal], lambda: True)
+    assert vllm_way_out.DRAIN_S <= time.monotonic() - started < PATIENCE_S
+    assert gpu.words.any()
+
+
+# NCCL
+
+
+class Nccl:
+    """vLLM's wrapper of the library, in which a call may take until it is let go."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.depth = 0
+        self.is_inside = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def has_symbol(self, _name: str) -> bool:
+        return True
+
+    def ncclAllReduce(self, *args: Any) -> None:  # noqa: N802
+        self.is_inside.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self.calls.append(f"all-reduce {args}")
+
+    def ncclGroupStart(self) -> None:  # noqa: N802
+        self.depth += 1
+
+    def ncclGroupEnd(self) -> None:  # noqa: N802
+        self.depth -= 1
+
+    def ncclCommAbort(self, communicator: str) -> None:  # noqa: N802
+        self.calls.append(f"abort {communicator}")
+
+
+def guarded(nccl: Nccl) -> Any:
+    return NcclGuard(nccl, lambda: BORN)
+
+
+def test_calls_pass_until_it_is_closed_and_then_raise() -> None:
+    nccl = Nccl()
+    guard = guarded(nccl)
+    guard.ncclAllReduce(1, 2)
+    assert guard.close(1.0)
+    for _ in range(2):
+        with pytest.raises(PeerLostError) as raised:
+            guard.ncclAllReduce(3)
+    assert raised.value.born == BORN
+    assert nccl.calls == ["all-reduce (1, 2)"]
+    assert guard.has_symbol("x"), "what is no call of a communicator passes"
+    with pytest.raises(AttributeError):
+        _ = guard.ncclNothing
+
+
+def in_a_thread(run: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_call_under_way_is_waited_for_and_not_longer_than_wanted() -> None:
+    nccl = Nccl()
+    guard = guarded(nccl)
+    nccl.go_on.clear()
+    caller = in_a_thread(lambda: guard.ncclAllReduce(1))
+    assert nccl.is_inside.wait(PATIENCE_S)
+    assert not guard.close(0.05)
+    nccl.go_on.set()
+    assert guard.close(PATIENCE_S)
+    assert nccl.calls == ["all-reduce (1,)"], "it came to its end before it was closed"
+    caller.join(PATIENCE_S)
+
+
+def test_a_group_of_calls_is_never_left_open() -> None:
+    nccl = Nccl()
+    guard = guarded(nccl)
+    closed: list[bool] = []
+    with undivided(SimpleNamespace(nccl=guard)):
+        guard.ncclGroupStart()
+        closer = in_a_thread(lambda: closed.append(guard.close(PATIENCE_S)))
+        guard.ncclAllReduce(1)
+        assert not closed
+        guard.ncclGroupEnd()
+    closer.join(PATIENCE_S)
+    assert (closed, nccl.depth) == ([True], 0)
+    with pytest.raises(PeerLostError), undivided(SimpleNamespace(nccl=guard)):
+        guard.ncclGroupStart()
+    assert nccl.depth == 0
+    with undivided(SimpleNamespace(nccl=nccl)):
+        nccl.ncclGroupStart()
+
+
+# A group
+
+
+def group_of(nccl: Nccl | None, custom: Any = None, multicast: Any = None) -> Any:
+    pynccl = SimpleNamespace(disabled=nccl is None, nccl=nccl, comm="communicator", device=CPU)
+    return SimpleNamespace(
+        ranks=[0, 1],
+        rank_in_group=1,
+        device=CPU,
+        device_communicator=SimpleNamespace(
+            pynccl_comm=pynccl, ca_comm=custom, symm_mem_comm=multicast
+        ),
+    )
+
+
+class SilentDrainer:
+    """Tells what it is asked to drain."""
+
+    def __init__(self) -> None:
+        self.drained: list[Any] = []
+        self.warmed: list[int] = []
+
+    def warm(self, peers: int) -> None:
+        self.warmed.append(peers)
+
+    def drain(self, signals: Sequence[Any], _is_wanted: Any) -> None:
+        self.drained += signals
+
+
+def way_out(group: Any, drainer: Any) -> WayOut:
+    return WayOut(group, drainer, lambda: BORN)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_group_without_custom_all_reduce_is_closed_once() -> None:
+    nccl, drainer = Nccl(), SilentDrainer()
+    group = group_of(nccl, SimpleNamespace(disabled=True))
+    way = way_out(group, drainer)
+    group.device_communicator.pynccl_comm.nccl.ncclAllReduce(1)
+    for _ in range(3):
+        let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    until(lambda: len(nccl.calls) == 2)
+    assert nccl.calls == ["all-reduce (1,)", "abort communicator"]
+    assert not drainer.drained
+    with pytest.raises(PeerLostError):
+        group.device_communicator.pynccl_comm.nccl.ncclAllReduce(2)
+
+
+def test_counters_of_custom_all_reduce_are_found_and_never_touched_to_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(1, 16, blocks=1)
+    monkeypatch.setattr("vllm._custom_ops.meta_size", lambda: 4_864)
+    monkeypatch.setattr(vllm_way_out, "_Words", lambda address, size: (address, size))
+    found = {(77, 4_864): gpu.words}
+    monkeypatch.setattr(torch, "as_tensor", lambda words, device: found[words])
+    drainer = SilentDrainer()
+    custom = SimpleNamespace(disabled=False, meta_ptrs=[66, 77])
+    way = way_out(group_of(Nccl(), custom), drainer)
+    assert drainer.warmed == [16]
+    assert not gpu.words.any()
+    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    assert drainer.drained == [way.signal]
+
+
+@pytest.mark.parametrize(
+    ("custom", "multicast", "words"),
+    [
+        (SimpleNamespace(disabled=False), None, "2688 bytes"),
+        (None, SimpleNamespace(disabled=False), "multicast"),
+    ],
+)
+def test_what_cannot_be_drained_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, custom: Any, multicast: Any, words: str
+) -> None:
+    monkeypatch.setattr("vllm._custom_ops.meta_size", lambda: 2_688)
+    with capture_logs() as logs:
+        way = way_out(group_of(None, custom, multicast), SilentDrainer())
+    assert way.signal is None
+    assert [each["event"] for each in logs] == ["group_not_drainable"]
+    assert words in logs[0]["reason"]
+
+
+def test_what_is_not_closed_is_drained_and_closed_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call may wait for room behind kernels that spin."""
+    monkeypatch.setattr(vllm_way_out, "CLOSE_S", 0.02)
+    nccl, drainer = Nccl(), SilentDrainer()
+    group = group_of(nccl)
+    way = way_out(group, drainer)
+    way.signal = Signal(Gpu(0, 16, blocks=1).words, 16)
+    nccl.go_on.clear()
+    caller = in_a_thread(lambda: group.device_communicator.pynccl_comm.nccl.ncclAllReduce(1))
+    assert nccl.is_inside.wait(PATIENCE_S)
+    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    assert drainer.drained == [way.signal]
+    assert not nccl.calls
+    nccl.go_on.set()
+    caller.join(PATIENCE_S)
+    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    until(lambda: "abort communicator" in nccl.calls)
