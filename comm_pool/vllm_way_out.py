@@ -124,15 +124,18 @@ class Drainer:
         It never waits for the device, which may hang for another reason.
         """
         until_s = time.monotonic() + DRAIN_S
+        launches = 0
         with self._beside():
             while is_wanted() and time.monotonic() < until_s:
                 if self._event is None or self._event.query():
+                    launches += 1
                     for _ in range(BARRIERS):
                         for signal in signals:
                             signal.let_through()
                     if self._event is not None:
                         self._event.record()
                 time.sleep(LOOK_S)
+        log.info("collectives_let_through", barriers=launches * BARRIERS, is_over=not is_wanted())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -211,6 +214,7 @@ class WayOut:
         self._guard: NcclGuard | None = None
         self._is_closed = self._pynccl is None
         if self._pynccl is not None:
+            self._held = _held(self._pynccl)
             self._guard = self._pynccl.nccl = NcclGuard(self._pynccl.nccl, born)
         self.signal = self._find_signal(group, drainer)
         """What is to be drained, if there is anything."""
@@ -251,6 +255,23 @@ class WayOut:
             self._guard.abort(self._pynccl.comm)
         except RuntimeError:
             log.exception("communicator_not_aborted", group=self._name)
+
+
+def _held(pynccl: Any) -> Any:
+    """Return a graph that holds a communicator, and is never replayed.
+
+    `ncclCommAbort` tells the kernels, waits for graphs to let go of the communicator, and then
+    gives its memory back. Giving memory back waits for the whole device with the driver's lock
+    held, so that nobody could launch what lets kernels through: with this graph it never gets
+    there.
+    """
+    if pynccl.device.type != "cuda":
+        return None
+    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(64, device=pynccl.device)
+    out = torch.empty_like(tensor)
+    with torch.cuda.graph(graph):
+        pynccl.all_reduce(tensor, out, stream=torch.cuda.current_stream())
+    return graph, tensor, out
 
 
 def _enabled(communicator: Any, name: str) -> Any:
