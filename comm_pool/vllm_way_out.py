@@ -4,19 +4,23 @@ Two things wait for ever there. vLLM's custom all-reduce spins until a counter i
 memory is what it expects, also inside of a CUDA graph; NCCL's kernels wait for their peer's data.
 The first is *drained*: counters are set to what is expected, again and again, from another stream,
 so that all blocks pass one barrier after the other, whatever their peers do. The second is
-*closed*: NCCL lets its kernels end when their communicator is aborted. What comes out of such a
+*closed*: NCCL lets its kernels end when their communicator is aborted, be it vLLM's or, where its
+binding does not load, that of torch's process group. What comes out of such a
 step means nothing, so its formation must have been marked as aborted before. Neither can be undone:
 these processes never form the group again.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 import torch
+import torch.distributed as dist
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -44,6 +48,15 @@ BARRIERS = 16
 """Barriers that blocks are let through before it is looked whether they still have to be."""
 
 LOOK_S = 0.00002
+
+GUARD_NAME = "nccl_guard"
+"""What a group's communicator calls what stands before its NCCL."""
+
+TORCH_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
+    *("gather", "broadcast", "send", "recv"),
+)
+"""Methods of vLLM's communicator that may use torch's process group."""
 
 
 def _in_lines(size: int) -> int:
@@ -149,32 +162,26 @@ class Drainer:
             yield
 
 
-class NcclGuard:
-    """Stands before vLLM's NCCL library, for one communicator: once closed, nobody uses that.
+class Guard:
+    """Stands before the calls of one communicator: once closed, nobody uses that.
 
     A call with a communicator that was aborted would crash the process.
     """
 
-    def __init__(self, nccl: Any, born: Callable[[], int]) -> None:
+    def __init__(self, born: Callable[[], int]) -> None:
         """`born` tells which formation a call belongs to."""
-        self._nccl = nccl
         self._born = born
         self._lock = threading.RLock()
         self._is_closed = False
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what the library has, its calls guarded."""
-        found = getattr(self._nccl, name)
-        if not (name.startswith("nccl") and callable(found)):
-            return found
+    def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the call as it may be made."""
 
-        def guarded(*args: Any) -> Any:
-            with self._lock:
-                if self._is_closed:
-                    raise PeerLostError(self._born())
-                return found(*args)
+        @functools.wraps(call)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self.undivided():
+                return call(*args, **kwargs)
 
-        setattr(self, name, guarded)  # From now on it is found without coming here.
         return guarded
 
     @contextmanager
@@ -193,15 +200,59 @@ class NcclGuard:
         self._lock.release()
         return True
 
-    def abort(self, communicator: Any) -> None:
-        """Abort the communicator, which nobody uses any more; may never return."""
-        self._nccl.ncclCommAbort(communicator)
+
+class GuardedLibrary:
+    """vLLM's NCCL library for one communicator, its calls guarded."""
+
+    def __init__(self, nccl: Any, guard: Guard) -> None:
+        self._nccl = nccl
+        self._guard = guard
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the library has."""
+        found = getattr(self._nccl, name)
+        if not (name.startswith("nccl") and callable(found)):
+            return found
+        guarded = self._guard.guarded(found)
+        setattr(self, name, guarded)  # From now on it is found without coming here.
+        return guarded
 
 
-def undivided(pynccl: Any) -> AbstractContextManager[None]:
-    """Let calls of a communicator be made all or none: a group of them is never left open."""
-    nccl = pynccl.nccl
-    return nccl.undivided() if isinstance(nccl, NcclGuard) else nullcontext()
+@dataclass(frozen=True, slots=True)
+class _Nccl:
+    """How one group uses NCCL: an all-reduce in place, and what aborts all of it."""
+
+    all_reduce: Callable[[torch.Tensor], object]
+    abort: Callable[[], object]
+
+
+def _through_vllm(pynccl: Any, guard: Guard) -> _Nccl:
+    """vLLM's own binding, where the NCCL that is there has all that vLLM's version knows."""
+    library = pynccl.nccl
+    pynccl.nccl = GuardedLibrary(library, guard)
+
+    def all_reduce(tensor: torch.Tensor) -> object:
+        return pynccl.all_reduce(tensor, tensor, stream=torch.cuda.current_stream())
+
+    return _Nccl(all_reduce, lambda: library.ncclCommAbort(pynccl.comm))
+
+
+def _through_torch(group: GroupCoordinator, guard: Guard) -> _Nccl:
+    """torch's process group, which vLLM takes instead of a binding that does not load."""
+    communicator, torchs = group.device_communicator, group.device_group
+    for name in TORCH_COLLECTIVES:
+        if (call := getattr(communicator, name, None)) is not None:
+            setattr(communicator, name, guard.guarded(call))
+    return _Nccl(
+        lambda tensor: dist.all_reduce(tensor, group=torchs),
+        lambda: torchs._get_backend(group.device).abort(),
+    )
+
+
+def undivided(communicator: Any) -> AbstractContextManager[None]:
+    """Let calls of a group's communicator be made all or none: none is left without its others."""
+    guard = getattr(communicator, GUARD_NAME, None)
+    return guard.undivided() if guard is not None else nullcontext()
 
 
 class WayOut:
@@ -210,15 +261,21 @@ class WayOut:
     def __init__(self, group: GroupCoordinator, drainer: Drainer, born: Callable[[], int]) -> None:
         """Guards the group's NCCL; to be made before the first step."""
         self._name = "-".join(map(str, group.ranks))
-        self._pynccl = _enabled(group.device_communicator, "pynccl_comm")
-        self._guard: NcclGuard | None = None
-        self._is_closed = self._pynccl is None
-        if self._pynccl is not None:
-            self._held = _held(self._pynccl)
-            self._guard = self._pynccl.nccl = NcclGuard(self._pynccl.nccl, born)
+        self._device = group.device
+        communicator = group.device_communicator
+        self._guard = Guard(born)
+        setattr(communicator, GUARD_NAME, self._guard)
+        pynccl = _enabled(communicator, "pynccl_comm")
+        self._nccl = (
+            _through_vllm(pynccl, self._guard)
+            if pynccl is not None
+            else _through_torch(group, self._guard)
+        )
+        self._held = self._hold()
+        self._is_closed = False
         self.signal = self._find_signal(group, drainer)
         """What is to be drained, if there is anything."""
-        if _enabled(group.device_communicator, "symm_mem_comm") is not None:
+        if _enabled(communicator, "symm_mem_comm") is not None:
             reason = "multicast all-reduce is on, which waits in another way"
             log.warning("group_not_drainable", group=self._name, reason=reason)
 
@@ -236,28 +293,38 @@ class WayOut:
         words = _Words(custom.meta_ptrs[group.rank_in_group], size)
         return Signal(torch.as_tensor(words, device=group.device), peers)
 
+    def _hold(self) -> Any:
+        """Return what keeps an abort from giving memory back; None if that cannot be had."""
+        if self._device.type != "cuda":
+            return True
+        try:
+            return _holding_graph(self._nccl, self._device)
+        except RuntimeError as error:
+            reason = f"no graph holds its communicator: {error}"
+            log.warning("group_not_drainable", group=self._name, reason=reason)
+            return None
+
     def close(self) -> bool:
         """Abort the group's NCCL; False if a call of it does not end in time."""
-        if self._is_closed or self._guard is None:
+        if self._is_closed or self._held is None:
             return True
         if not self._guard.close(CLOSE_S):
             return False
         self._is_closed = True
-        # It tells the kernels first, and may then never return: graphs hold the communicator.
+        # It tells the kernels first, and then never returns: a graph holds the communicator.
         threading.Thread(target=self._abort, name=f"abort {self._name}", daemon=True).start()
         return True
 
     def _abort(self) -> None:
-        assert self._guard is not None and self._pynccl is not None
-        if self._pynccl.device.type == "cuda":
-            torch.cuda.set_device(self._pynccl.device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         try:
-            self._guard.abort(self._pynccl.comm)
+            self._nccl.abort()
         except RuntimeError:
             log.exception("communicator_not_aborted", group=self._name)
 
 
-def _held(pynccl: Any) -> Any:
+def _holding_graph(nccl: _Nccl, device: torch.device) -> Any:
     """Return a graph that holds a communicator, and is never replayed.
 
     `ncclCommAbort` tells the kernels, waits for graphs to let go of the communicator, and then
@@ -265,13 +332,10 @@ def _held(pynccl: Any) -> Any:
     held, so that nobody could launch what lets kernels through: with this graph it never gets
     there.
     """
-    if pynccl.device.type != "cuda":
-        return None
-    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(64, device=pynccl.device)
-    out = torch.empty_like(tensor)
+    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(64, device=device)
     with torch.cuda.graph(graph):
-        pynccl.all_reduce(tensor, out, stream=torch.cuda.current_stream())
-    return graph, tensor, out
+        nccl.all_reduce(tensor)
+    return graph, tensor
 
 
 def _enabled(communicator: Any, name: str) -> Any:

@@ -29,6 +29,14 @@ Small messages are custom all-reduce's, so LL128 has little to do. Fewer channel
 (NCCL_MAX_CTAS=16) would save more, but all-reduces of a prefill would take 9 to 12 % longer.
 """
 
+TORCH_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""torch's own watchdog would end a process whose communicators are aborted to let it out of a
+collective, or which misses the store of a process that was lost; ranks have a watchdog."""
+
 MAX_SPLIT_MIB = 20
 """From this size on, free blocks are used whole while weights are loaded; torch takes no less."""
 
@@ -74,7 +82,7 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     else:
         from vllm.v1.worker.workspace import init_workspace_manager
 
-        for name, value in NCCL_SETTINGS.items():
+        for name, value in {**NCCL_SETTINGS, **TORCH_SETTINGS}.items():
             os.environ.setdefault(name, str(value))
         # Its workspace is one per process, whatever the group: here a rank has several groups.
         os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"

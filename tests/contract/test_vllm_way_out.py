@@ -6,12 +6,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import _custom_ops
 from vllm.distributed.device_communicators import cuda_communicator, custom_all_reduce, pynccl
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.states import RequestState
+
+from comm_pool.vllm_way_out import TORCH_COLLECTIVES
 
 
 def source_of(what: object) -> str:
@@ -49,6 +53,21 @@ def test_each_call_of_nccl_goes_through_the_library_that_is_guarded() -> None:
     assert "self.nccl.ncclCommAbort(self.comm)" in source_of(pynccl.PyNcclCommunicator.destroy)
     assert list(inspect.signature(NCCLLibrary.ncclCommAbort).parameters) == ["self", "comm"]
     assert "_funcs" in source_of(NCCLLibrary.ncclCommAbort)
+
+
+def test_each_use_of_torch_s_group_goes_through_a_method_that_is_guarded() -> None:
+    """Where vLLM's binding does not load: its NCCL is older than vLLM's, say."""
+    used = [
+        name
+        for kind in (DeviceCommunicatorBase, cuda_communicator.CudaCommunicator)
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method) and "self.device_group" in source_of(method)
+    ]
+    # What has an underscore is called by the method that has none.
+    assert {name.lstrip("_") for name in used} - {"init__"} <= set(TORCH_COLLECTIVES)
+    assert "all_gather" in used
+    assert callable(torch.distributed.ProcessGroup._get_backend)
+    assert callable(torch._C._distributed_c10d.Backend.abort)
 
 
 def test_tasks_that_were_left_in_mid_step_can_be_forgotten() -> None:

@@ -18,7 +18,7 @@ from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import read_mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
-from comm_pool.vllm_way_out import NcclGuard
+from comm_pool.vllm_way_out import GUARD_NAME, Guard
 
 
 class Mailbox:
@@ -74,13 +74,16 @@ def test_part_j_goes_to_member_j(width: int) -> None:
         assert torch.equal(received[to][source], parts[source][to])
 
 
-def test_an_exchange_over_a_closed_communicator_opens_no_group_of_calls() -> None:
+@pytest.mark.parametrize("is_torchs", [False, True])
+def test_an_exchange_over_a_closed_communicator_opens_no_group_of_calls(is_torchs: bool) -> None:
     plane = Mailbox(0, {})
-    guard = NcclGuard(SimpleNamespace(), lambda: 3)
-    plane.nccl = guard
+    plane.disabled = is_torchs
+    guard = Guard(lambda: 3)
+    group = group_of(0, 2, plane)
+    setattr(group.device_communicator, GUARD_NAME, guard)
     assert guard.close(1.0)
     with pytest.raises(PeerLostError):
-        all_to_all(group_of(0, 2, plane), torch.zeros(2, 4))
+        all_to_all(group, torch.zeros(2, 4))
     assert plane.depth == 0
     assert not plane.wanted
 

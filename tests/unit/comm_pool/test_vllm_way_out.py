@@ -18,7 +18,8 @@ from comm_pool import vllm_way_out
 from comm_pool.formations import PeerLostError
 from comm_pool.vllm_way_out import (
     Drainer,
-    NcclGuard,
+    Guard,
+    GuardedLibrary,
     Signal,
     WayOut,
     let_out,
@@ -194,23 +195,24 @@ class Nccl:
         self.calls.append(f"abort {communicator}")
 
 
-def guarded(nccl: Nccl) -> Any:
-    return NcclGuard(nccl, lambda: BORN)
+def guarded(nccl: Nccl) -> tuple[Any, Guard]:
+    guard = Guard(lambda: BORN)
+    return GuardedLibrary(nccl, guard), guard
 
 
 def test_calls_pass_until_it_is_closed_and_then_raise() -> None:
     nccl = Nccl()
-    guard = guarded(nccl)
-    guard.ncclAllReduce(1, 2)
+    library, guard = guarded(nccl)
+    library.ncclAllReduce(1, 2)
     assert guard.close(1.0)
     for _ in range(2):
         with pytest.raises(PeerLostError) as raised:
-            guard.ncclAllReduce(3)
+            library.ncclAllReduce(3)
     assert raised.value.born == BORN
     assert nccl.calls == ["all-reduce (1, 2)"]
-    assert guard.has_symbol("x"), "what is no call of a communicator passes"
+    assert library.has_symbol("x"), "what is no call of a communicator passes"
     with pytest.raises(AttributeError):
-        _ = guard.ncclNothing
+        _ = library.ncclNothing
 
 
 def in_a_thread(run: Callable[[], object]) -> threading.Thread:
@@ -221,9 +223,9 @@ def in_a_thread(run: Callable[[], object]) -> threading.Thread:
 
 def test_a_call_under_way_is_waited_for_and_not_longer_than_wanted() -> None:
     nccl = Nccl()
-    guard = guarded(nccl)
+    library, guard = guarded(nccl)
     nccl.go_on.clear()
-    caller = in_a_thread(lambda: guard.ncclAllReduce(1))
+    caller = in_a_thread(lambda: library.ncclAllReduce(1))
     assert nccl.is_inside.wait(PATIENCE_S)
     assert not guard.close(0.05)
     nccl.go_on.set()
@@ -234,20 +236,21 @@ def test_a_call_under_way_is_waited_for_and_not_longer_than_wanted() -> None:
 
 def test_a_group_of_calls_is_never_left_open() -> None:
     nccl = Nccl()
-    guard = guarded(nccl)
+    library, guard = guarded(nccl)
+    communicator = SimpleNamespace(nccl_guard=guard)
     closed: list[bool] = []
-    with undivided(SimpleNamespace(nccl=guard)):
-        guard.ncclGroupStart()
+    with undivided(communicator):
+        library.ncclGroupStart()
         closer = in_a_thread(lambda: closed.append(guard.close(PATIENCE_S)))
-        guard.ncclAllReduce(1)
+        library.ncclAllReduce(1)
         assert not closed
-        guard.ncclGroupEnd()
+        library.ncclGroupEnd()
     closer.join(PATIENCE_S)
     assert (closed, nccl.depth) == ([True], 0)
-    with pytest.raises(PeerLostError), undivided(SimpleNamespace(nccl=guard)):
-        guard.ncclGroupStart()
+    with pytest.raises(PeerLostError), undivided(communicator):
+        library.ncclGroupStart()
     assert nccl.depth == 0
-    with undivided(SimpleNamespace(nccl=nccl)):
+    with undivided(SimpleNamespace()):
         nccl.ncclGroupStart()
 
 
@@ -260,10 +263,24 @@ def group_of(nccl: Nccl | None, custom: Any = None, multicast: Any = None) -> An
         ranks=[0, 1],
         rank_in_group=1,
         device=CPU,
+        device_group=TorchGroup(),
         device_communicator=SimpleNamespace(
-            pynccl_comm=pynccl, ca_comm=custom, symm_mem_comm=multicast
+            pynccl_comm=pynccl,
+            ca_comm=custom,
+            symm_mem_comm=multicast,
+            all_gather=lambda tensor, dim=-1: ("gathered", tensor, dim),
         ),
     )
+
+
+class TorchGroup:
+    """torch's process group, and how often it was aborted."""
+
+    def __init__(self) -> None:
+        self.aborted: list[torch.device] = []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(abort=lambda: self.aborted.append(device))
 
 
 class SilentDrainer:
@@ -303,6 +320,21 @@ def test_a_group_without_custom_all_reduce_is_closed_once() -> None:
     assert not drainer.drained
     with pytest.raises(PeerLostError):
         group.device_communicator.pynccl_comm.nccl.ncclAllReduce(2)
+
+
+def test_where_vllm_s_binding_does_not_load_torch_s_group_is_closed() -> None:
+    drainer, group = SilentDrainer(), group_of(None)
+    communicator = group.device_communicator
+    way = way_out(group, drainer)
+    assert communicator.all_gather(5, dim=0) == ("gathered", 5, 0)
+    for _ in range(3):
+        let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    until(lambda: group.device_group.aborted)
+    assert group.device_group.aborted == [CPU], "once"
+    with pytest.raises(PeerLostError):
+        communicator.all_gather(5)
+    with pytest.raises(PeerLostError), undivided(communicator):
+        pass
 
 
 def test_counters_of_custom_all_reduce_are_found_and_never_touched_to_warm_up(
