@@ -41,8 +41,9 @@ log = structlog.get_logger()
 STOP_LIMIT_S = 10.0
 """How long ranks may take to end after SIGTERM before they are killed."""
 
-TOGETHER_MARGIN_S = 0.5
-"""Ranks that end within so much more than `stuck_after_ms` are started again together."""
+TOGETHER_MARGIN_S = {"cpu": 0.5, "cuda": 1.0}
+"""Ranks that end within so much more than `stuck_after_ms` are started again together. On CUDA the
+last resort comes behind a round of letting them out, and a device is let go of in 0.3 s."""
 
 HERALD_PAUSE_S = 0.1
 """Before a herald that ended is started again, so that one that cannot start costs little."""
@@ -101,7 +102,8 @@ class Launcher:
         self._pulses: dict[int, tuple[Pulse, Progress]] = {}
         """Of each pid, and whether it goes on."""
         # Members of a group that are stuck end a little later than the one that they wait for.
-        together_s = config.cell.stuck_after_ms / 1e3 + TOGETHER_MARGIN_S
+        margin_s = TOGETHER_MARGIN_S[config.cell.device]
+        together_s = config.cell.stuck_after_ms / 1e3 + margin_s
         self._shares_memory = config.cell.device == "cpu"
         self._restarts = Restarts(config.cell.ranks, together_s, shares_memory=self._shares_memory)
         self._memory: CellMemory | None = None
