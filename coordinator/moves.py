@@ -1,8 +1,9 @@
 """Which moves of KV are committed, and who leads what from then on.
 
 Invariant: a move is committed once, in the step in which its tasks change their leader, and only
-if every rank that took part copied its share; a rank that reads of a later stage compares the epoch
-of its move with what it is told was committed, and knows. Called by the switcher.
+if every rank that took part copied its share, or is lost with the groups that it shares if it does
+not; a rank that reads of a later stage compares the epoch of its move with what it is told was
+committed, and knows. Called by the switcher.
 """
 
 from collections import deque

@@ -5,7 +5,8 @@ copied at once, beside them; the rest, a block per task, when every rank has set
 the first, and a first one that writes where old KV lies or is sent through a process group, wait.
 
 Where each copy stays within a wide group, the move is reported with its copies under way: it is
-committed, and the group joined, beside them. What writes to pages waits for all members' copies.
+committed, and the group joined, beside them. What writes to pages waits for all members' copies. A
+rank that cannot finish its own ends, and its group is lost with it.
 """
 
 import time
