@@ -40,6 +40,12 @@ class Copying:
         finish = self._engine.mover.start(copies, units, launched)
         return finish, self._engine.mark()
 
+    def check(self) -> None:
+        """Raise what is known to have gone wrong with copies that were to be started."""
+        for start in self._starts:
+            if start.done():
+                start.result()
+
     def conclude(self, then: Callable[[], None]) -> None:
         """Nothing is added; when all is there, the thread calls `then`."""
         starts, self._starts = self._starts, []

@@ -196,6 +196,7 @@ class Rounds:
                 # They follow the first ones by themselves.
                 self._begin(late, units, is_next=True)
             meanwhile.go_on()
+            self._copies.check()
         except BaseException:
             self._conclude()
             raise

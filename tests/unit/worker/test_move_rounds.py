@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from comm_pool.layout import Rank
 from kvadaptor.movers import Finish, MoveStats, PeerMover
 from kvadaptor.reshard import UnitCopies
+from kvadaptor.unit_copy import MoveError
 from worker.board import GAVE_UP
 from worker.move_rounds import Meanwhile, MoveFailedError, OvertakenError, Pending, Rounds, split
 
@@ -78,13 +79,15 @@ class Recorder(PeerMover):
         self.takes_s = 0.0
         self.is_device = False
         """Copies are launched at once, and waited for at the end."""
-        self.fails = False
+        self.fails = self.refuses = False
         self.calls: list[tuple[list[int], bool]] = []
         self.done = threading.Event()
         self.under_way = 0
 
     def start(self, copies: Any, units: int, launched: Any = lambda: None) -> Finish:
         assert units == 2
+        if self.refuses:
+            raise MoveError("there is no such unit")
         launched()
         targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
         self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
@@ -320,6 +323,14 @@ def test_copies_that_fail_behind_the_report_end_the_rank() -> None:
     assert stage.boards[Rank(0)].round == 1, "nobody is told that it has copied"
     with pytest.raises(RuntimeError, match="the device is gone"):
         stage.rounds.take_copied()
+
+
+def test_copies_that_cannot_be_started_are_no_move() -> None:
+    stage = Stage(PARTS, late=True)
+    stage.mover.is_device = stage.mover.refuses = True
+    with pytest.raises(MoveError, match="there is no such unit"):
+        stage.run()
+    assert not stage.pending.ends_late
 
 
 def test_a_move_that_fails_is_given_up_behind_its_copies_even_if_it_may_end_late() -> None:
