@@ -1,5 +1,7 @@
 """What a rank waits for before anything is written to the pages of a group that begins."""
 
+import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +17,15 @@ from worker.member import Member
 from worker.step_queue import Begin
 
 RANKS = (Rank(0), Rank(1))
+
+
+@pytest.fixture(autouse=True)
+def collections_go_on() -> Iterator[None]:
+    """A rank that leaves its group pauses them for its whole process, which is that of all tests."""
+    yield
+    gc.enable()
+
+
 WIDE = Binding(Group(RANKS, Mode.TP), 4)
 ALONE = Binding(Group(RANKS[:1], Mode.DP), 5)
 

@@ -11,7 +11,8 @@ from worker.collector import PAUSE_MAX_S, Collector
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """The process' collector, whatever a test leaves."""
+    """The process' collector, whatever a test finds or leaves."""
+    gc.enable()
     yield
     gc.enable()
 
