@@ -21,7 +21,7 @@ RANKS = (Rank(0), Rank(1))
 
 @pytest.fixture(autouse=True)
 def collections_go_on() -> Iterator[None]:
-    """A rank that leaves its group pauses them for its whole process, which is that of all tests."""
+    """A rank that leaves its group pauses them for its process, which is that of all tests."""
     yield
     gc.enable()
 
