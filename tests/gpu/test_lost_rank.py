@@ -1,8 +1,8 @@
 """SIGKILL of a member of a wide group: the other one gets out of their step and serves on.
 
 On two GPUs the group is closed then, until all ranks are renewed. Needs two NVIDIA GPUs and vLLM's
-CUDA build: `python -m pytest -m gpu tests/gpu`. On CPU, where nothing has to be renewed, the same
-is run to see that these tests can be trusted.
+CUDA build: `python -m pytest -m gpu tests/gpu`. On CPU, where nothing has to be renewed, `make
+chaos` runs the same, which shows that these tests can be trusted.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PAUSE_LIMIT_S = {"cuda": 3.0, "cpu": 12.0}
     scope="module",
     params=[
         pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cpu", marks=pytest.mark.chaos),
     ],
 )
 def cell(
