@@ -329,12 +329,11 @@ def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
         shared.all_to_all(received, sent)
         return received
     plane = getattr(group.device_communicator, "pynccl_comm", None)
-    if plane is None or plane.disabled:
-        with undivided(group.device_communicator):
-            dist.all_to_all_single(received, sent, group=group.device_group)
-        return received
     own = int(group.rank_in_group)
     with undivided(group.device_communicator):
+        if plane is None or plane.disabled:
+            dist.all_to_all_single(received, sent, group=group.device_group)
+            return received
         plane.group_start()
         for peer in range(group.world_size):
             if peer != own:

@@ -5,9 +5,9 @@ memory is what it expects, also inside of a CUDA graph; NCCL's kernels wait for 
 The first is *drained*: counters are set to what is expected, again and again, from another stream,
 so that all blocks pass one barrier after the other, whatever their peers do. The second is
 *closed*: NCCL lets its kernels end when their communicator is aborted, be it vLLM's or, where its
-binding does not load, that of torch's process group. What comes out of such a
-step means nothing, so its formation must have been marked as aborted before. Neither can be undone:
-these processes never form the group again.
+binding does not load, that of torch's process group. What comes out of such a step means nothing,
+so its formation must have been marked as aborted before. Neither can be undone: these processes
+never form the group again.
 """
 
 import functools

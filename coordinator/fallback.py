@@ -48,9 +48,11 @@ def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
         switcher.lose(wrong, now_ms, "computes wrongly")
     cause = CLOSED if left == can_be else GUARD
     switcher.retarget(left, Carry.RECOMPUTE, cause, now_ms)
-    reason = "out of service: " + ", ".join(sorted(guard.modes_out()))
-    if cause == CLOSED:
-        reason = "a member has closed its group, as another one was lost"
+    reason = (
+        "a member has closed its group, as another one was lost"
+        if cause == CLOSED
+        else "out of service: " + ", ".join(sorted(guard.modes_out()))
+    )
     choice = format_layout(left, roster.world)
     decision = Decision(now_ms, choice, Carry.RECOMPUTE, reason, cause=cause)
     return Fallen(notes, wrong, decision)

@@ -171,16 +171,17 @@ class Rounds:
             self._beside_steps(pending, rounds[0] if rounds else [], meanwhile)
         else:
             self._behind_steps(pending, rounds[0] if rounds else [], meanwhile)
+        if pending.ends_late:
+            pending.rounds_done = 1  # Its only one, whose end is told when it comes.
+            return
         for number, copies in enumerate(rounds, 1):
             if number > 1:
                 self._meet(pending, number, meanwhile.overtaken)
                 with self._copying(copies, plan.units):
                     pass
             pending.rounds_done = number
-            if not pending.ends_late:
-                own.finish_round(number + 1)
-        if not pending.ends_late:
-            self._copied = self._epoch, self._stats
+            own.finish_round(number + 1)
+        self._copied = self._epoch, self._stats
 
     def _beside_steps(
         self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
@@ -247,13 +248,8 @@ class Rounds:
     def _conclude(self) -> None:
         """Wait for copies: whatever becomes of the move, none may write behind its back."""
         self._copies.conclude(lambda: None)
-        self._wait_for_own()
+        self.end()
         self._stats = self._stats.plus(self._copies.take())
-
-    def _wait_for_own(self) -> None:
-        while not self._copies.is_over:
-            self._look()
-            time.sleep(PEER_POLL_S)
 
     # ------------------------------------------------------------------ behind a commit
 
@@ -275,14 +271,16 @@ class Rounds:
 
     def end(self) -> None:
         """Wait until this rank's copies are over, which may be under way behind a commit."""
-        self._wait_for_own()
+        while not self._copies.is_over:
+            self._look()
+            time.sleep(PEER_POLL_S)
 
     def end_all(self) -> None:
         """Wait until no copy of the last move reads or writes this rank's pages any more."""
         pending, self._open = self._open, None
         if pending is None:
             return
-        self._wait_for_own()
+        self.end()
         deadline = time.monotonic() + COPIES_LIMIT_S
         boards = [self._boards[Rank(rank)] for rank in pending.move.ranks]
         while any(each.epoch == pending.epoch and each.round == 1 for each in boards):
