@@ -33,6 +33,8 @@ class RankSpec:
     """The incarnations of those that are started together."""
     memory: CellMemory | None = None
     """What all ranks of the cell share; on CPU."""
+    exchange_parts: tuple[int, ...] = (1,)
+    """In how many parts large sp steps may exchange; which is best is measured."""
     joins: bool = False
     """The others serve already: in their memory it takes the place of a process that was lost."""
 
@@ -68,6 +70,7 @@ def rank_spec(
         cohort=cohort.number,
         together=together or {},
         memory=memory,
+        exchange_parts=config.cell.exchange_parts,
         joins=cohort.joins,
     )
 

@@ -134,6 +134,22 @@ def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, .
     return (1, 256, tokens_max) if tokens_max > 1024 else (*inside[:1], tokens_max)
 
 
+def chosen_parts(
+    sizes: Sequence[int], parts: Sequence[int], seconds: Sequence[Sequence[float]]
+) -> tuple[tuple[int, int], ...]:
+    """Return (tokens, parts) for each size, ascending: the fastest, or the fewest next to it.
+
+    `seconds` are those of each size in each number of parts that its exchange may fall into.
+    """
+    found = []
+    for size, row in zip(sizes, seconds, strict=True):
+        near = min(row) * (1 + MARGIN)
+        found.append(
+            (size, min(each for each, took in zip(parts, row, strict=True) if took <= near))
+        )
+    return tuple(found)
+
+
 def told(times: StepTimes) -> WidthTimes:
     """As a rank tells it to the coordinator."""
     curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())

@@ -6,12 +6,18 @@ and since a step ends for all of them at its last collective, these are the same
 """
 
 import time
+from statistics import median
 from typing import Any
 
+import structlog
 import torch
+import torch.distributed as dist
 
-from comm_pool.layout import StepMode
-from worker.step_times import StepCurve, StepTimes, fitted, sizes_to_measure
+from comm_pool.layout import Mode, StepMode
+from worker.step_times import StepCurve, StepTimes, chosen_parts, fitted, sizes_to_measure
+from worker.vllm_exchange import PARTS_FROM_TOKENS, Exchange
+
+log = structlog.get_logger()
 
 REPEATS = 3
 """Measurements of each size; the median counts."""
@@ -23,6 +29,38 @@ tasks are served, as the device waits for its launch."""
 CPU_TOKENS_MAX = 512
 """Largest step at start-up on CPU, where one of 2,048 tokens takes seconds: beyond it the curves
 go straight on."""
+
+
+def settle_parts(runner: Any, device: torch.device) -> None:
+    """Choose in how many parts large sp steps exchange, alike in all ranks of the runner's group.
+
+    Each size is timed in all ways that the configuration names; a collective of the group. On CPU,
+    where nothing runs beside a product, steps of all sizes take the most parts: what is named there
+    is named to try them out.
+    """
+    exchange: Exchange | None = runner.exchange
+    if exchange is None or exchange.parts_tried == (1,):
+        return
+    if device.type == "cpu":
+        exchange.parts_from = ((1, max(exchange.parts_tried)),)
+        return
+    sizes = sizes_to_measure(int(runner.max_num_tokens), runner.modes)
+    sizes = tuple(size for size in sizes if size >= PARTS_FROM_TOKENS)
+    seconds = torch.zeros(len(sizes), len(exchange.parts_tried), dtype=torch.float64)
+    for row, size in enumerate(sizes):
+        for column, parts in enumerate(exchange.parts_tried):
+            exchange.parts_from = ((0, parts),)
+            times = [_timed_step(runner, Mode.SP, size, device) for _ in range(1 + REPEATS)]
+            seconds[row, column] = median(times[1:])  # The first one takes memory.
+    # A step is over for all ranks when it is for the slowest, and all have to choose the same.
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=exchange.group.cpu_group)
+    exchange.parts_from = chosen_parts(sizes, exchange.parts_tried, seconds.tolist())
+    log.info(
+        "exchange_parts",
+        tried=exchange.parts_tried,
+        seconds=dict(zip(sizes, seconds.tolist(), strict=True)),
+        chosen=dict(exchange.parts_from),
+    )
 
 
 def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:

@@ -33,7 +33,7 @@ from worker.board import Board
 from worker.measured import Measured, Probes
 from worker.rank_spec import RankSpec
 from worker.step_times import StepTimes
-from worker.vllm_calibrate import measure_steps
+from worker.vllm_calibrate import measure_steps, settle_parts
 from worker.vllm_config import ModeKey, mode_config
 from worker.vllm_counts import engine_totals, process_gauges
 from worker.vllm_device import (
@@ -137,9 +137,7 @@ class RankEngine:
             ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
-        builder = TreeBuilder(
-            base, configs, self.keys, spec.widest, spec.mixed, self.communicators, self.device
-        )
+        builder = TreeBuilder(base, configs, self.keys, spec, self.communicators, self.device)
         replica = builder.load()
         progress("weights", 1, 1)
         notes.note("weights")
@@ -323,6 +321,7 @@ class RankEngine:
                 self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
                 mode.runner.warm()
                 mode.communicator.group.barrier()
+                settle_parts(mode.runner, self.device)
                 if known is None:
                     mode.calibrate(measure_steps(mode.runner, key.width, self.device))
                 else:

@@ -25,6 +25,8 @@ from vllm.v1.worker.utils import bind_kv_cache
 from comm_pool.layout import StepMode
 from kvadaptor.vllm_views import KVBuffer
 from worker.vllm_calibrate import CPU_TOKENS_MAX
+from worker.vllm_exchange import Exchange
+from worker.vllm_sp import exchange_of
 from worker.vllm_step_plan import TokenIds, Tokens, give_lists, listed
 
 _SEED_MASK = (1 << 63) - 1
@@ -89,6 +91,11 @@ class ModeRunner(CPUModelRunner):
     def modes(self) -> tuple[StepMode, ...]:
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange of its sp steps, if it has any."""
+        return exchange_of(self._trees)
 
     @property
     def graphed_tokens(self) -> int:

@@ -22,6 +22,8 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.vllm_views import KVBuffer
+from worker.vllm_exchange import Exchange
+from worker.vllm_sp import exchange_of
 from worker.vllm_step_plan import TokenIds, Tokens, give_arrays, give_lists
 from worker.vllm_token_rows import take_arrays
 
@@ -139,6 +141,11 @@ class GpuModeRunner(GPUModelRunner):
     def modes(self) -> tuple[StepMode, ...]:
         """How a step can be computed; the first is vLLM's own way."""
         return tuple(self._trees)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange of its sp steps, if it has any."""
+        return exchange_of(self._trees)
 
     @property
     def graphed_tokens(self) -> int:

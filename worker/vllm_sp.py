@@ -11,7 +11,7 @@ those ranks that have this part; what is reduced, is reduced by those that have 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -22,49 +22,11 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 
 from comm_pool.exchange import HeadExchange
-from comm_pool.layout import Mode
-from comm_pool.vllm_pool import Communicator, activate, all_to_all
+from comm_pool.layout import Mode, StepMode
+from comm_pool.vllm_pool import Communicator, activate
+from worker.vllm_exchange import Exchange
 from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
 from worker.vllm_moe import experts_shell
-
-
-class Exchange:
-    """The collectives of one sp tree; `tokens` are those of the step under way, unpadded."""
-
-    def __init__(self, plan: HeadExchange, group: GroupCoordinator) -> None:
-        self.plan = plan
-        self.tokens = 0
-        self._group = group
-        self.member = int(group.rank_in_group)
-        """This rank's place in the group."""
-
-    def own_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """(T, ...) -> (share, ...): what this rank computes, zeros where the step ends."""
-        mine = self.plan.tokens_of(self.member, self.tokens)
-        return _padded(rows, self.plan.share(self.tokens) * self.plan.width)[mine.start : mine.stop]
-
-    def all_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """(share, ...) -> (T, ...), from all ranks."""
-        gathered: torch.Tensor = self._group.all_gather(rows, 0)
-        return gathered[: self.tokens]
-
-    def to_heads(self, rows: torch.Tensor) -> torch.Tensor:
-        """(share, k·w) -> (T, w): all tokens of this rank's columns; column range j is rank j's."""
-        sent = rows.unflatten(-1, (self.plan.width, -1)).transpose(0, 1).contiguous()
-        return all_to_all(self._group, sent).flatten(0, 1)[: self.tokens]
-
-    def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """(T, w) -> (share, k·w): this rank's tokens of all columns, in the order of the ranks."""
-        share = self.plan.share(self.tokens)
-        sent = _padded(rows, share * self.plan.width).unflatten(0, (self.plan.width, share))
-        return all_to_all(self._group, sent.contiguous()).transpose(0, 1).flatten(1)
-
-
-def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    missing = count - rows.shape[0]
-    if not missing:
-        return rows
-    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
 class ExchangedQKV(nn.Module):
@@ -80,8 +42,8 @@ class ExchangedQKV(nn.Module):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(share, hidden) -> (T, [q | k | v]) of this rank's heads."""
-        rows, _ = self.full.stored(input_)
-        return self._own[0].ordered(self._exchange.to_heads(rows)), None
+        rows = self._exchange.computed_to_heads(lambda part: self.full.stored(part)[0], input_)
+        return self._own[0].ordered(rows), None
 
 
 class ExchangedOutput(nn.Module):
@@ -94,8 +56,14 @@ class ExchangedOutput(nn.Module):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter | None]:
         """(T, own heads) -> (share, hidden)."""
-        out: tuple[torch.Tensor, nn.Parameter | None] = self.full(self._exchange.to_tokens(input_))
-        return out
+        bias: list[nn.Parameter | None] = []
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            out, left = self.full(rows)
+            bias.append(left)
+            return out
+
+        return self._exchange.computed_on_tokens(compute, input_), bias[-1]
 
 
 class SequenceParallel(nn.Module):
@@ -173,6 +141,12 @@ class MixedParallel(SequenceParallel):
             return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
         finally:
             activate(self._whole)
+
+
+def exchange_of(trees: Mapping[StepMode, nn.Module]) -> Exchange | None:
+    """The exchange of the sp tree among these, if there is one."""
+    tree = trees.get(Mode.SP)
+    return tree.exchange if isinstance(tree, SequenceParallel) else None
 
 
 def build_sp_tree(
@@ -270,52 +244,3 @@ def _attention_shell(full: nn.Module, own: nn.Module, exchange: Exchange) -> nn.
             )
         shell._modules[names[0]] = make(names[0])
     return shell
-
-
-def prove_exchange(exchange: Exchange, device: torch.device) -> None:
-    """Prove against the plan that numbered rows arrive where they must; a collective of the group.
-
-    Every value tells its token and head. Raises `ViewError` where another arrives, behind the last
-    collective, so that no rank waits for one that has found a fault.
-    """
-    sizes = (1, exchange.plan.width, 2 * exchange.plan.width + 1)
-    found = [_is_right(exchange, tokens, device) for tokens in sizes]
-    if not all(found):
-        raise ViewError(
-            f"self-test: the all-to-all of {exchange.plan.width} ranks mixes up heads or tokens on "
-            "this device: leave this width out of --widths, and please report it."
-        )
-
-
-def _is_right(exchange: Exchange, tokens: int, device: torch.device) -> bool:
-    plan, member = exchange.plan, exchange.member
-    exchange.tokens = tokens
-    columns = plan.heads_each + plan.kv_heads_each
-    mine = plan.tokens_of(member, tokens)
-    sent = torch.zeros((len(mine), plan.width * columns), dtype=torch.int32)
-    wanted = torch.zeros((tokens, columns), dtype=torch.int32)
-    for chunk in plan.before(tokens):
-        heads = [*chunk.heads, *(plan.heads + head for head in chunk.kv_heads)]
-        for token in chunk.tokens:
-            values = torch.tensor([_label(token, head, plan) for head in heads])
-            if chunk.source == member:
-                start = chunk.target * columns
-                sent[token - mine.start, start : start + columns] = values
-            if chunk.target == member and token < tokens:
-                wanted[token] = values
-    back = torch.zeros((tokens, plan.heads_each), dtype=torch.int32)
-    wanted_back = torch.zeros((len(mine), plan.heads), dtype=torch.int32)
-    for chunk in plan.after(tokens):
-        for token in (each for each in chunk.tokens if each < tokens):
-            values = torch.tensor([_label(token, head, plan) for head in chunk.heads])
-            if chunk.source == member:
-                back[token] = values
-            if chunk.target == member:
-                wanted_back[token - mine.start, chunk.heads.start : chunk.heads.stop] = values
-    got = exchange.to_heads(sent.to(device)).cpu()
-    got_back = exchange.to_tokens(back.to(device)).cpu()
-    return torch.equal(got, wanted) and torch.equal(got_back, wanted_back)
-
-
-def _label(token: int, head: int, plan: HeadExchange) -> int:
-    return 1 + token * (plan.heads + plan.kv_heads) + head

@@ -16,20 +16,16 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
-from comm_pool.mixed import Mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.vllm_views import LAYOUT
+from worker.rank_spec import RankSpec
 from worker.vllm_config import ModeKey, mode_config
 from worker.vllm_device import whole_blocks
+from worker.vllm_exchange import prove_exchange
 from worker.vllm_layers import ViewError
 from worker.vllm_rope import fuse_rope
 from worker.vllm_selftest import prove_tree
-from worker.vllm_sp import (
-    SequenceParallel,
-    build_mixed_tree,
-    build_sp_tree,
-    prove_exchange,
-)
+from worker.vllm_sp import SequenceParallel, build_mixed_tree, build_sp_tree
 from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
 
 log = structlog.get_logger()
@@ -43,15 +39,14 @@ class TreeBuilder:
     """Builds a rank's trees, together with all other ranks unless it rehearses.
 
     `keys` are dp and tp of every further width, ascending; `configs` has vLLM's configuration of
-    each, `mixed` the shapes to prepare beside them. Weights lie in `shards` parts, as in all ranks
-    of the cell, whatever this one has keys for.
+    each, `spec` the mixed shapes to prepare beside them. Weights lie in as many parts as the widest
+    group of the cell has ranks, whatever this one has keys for.
     """
 
     base: VllmConfig
     configs: dict[ModeKey, VllmConfig]
     keys: tuple[ModeKey, ...]
-    shards: int
-    mixed: tuple[Mixed, ...]
+    spec: RankSpec
     communicators: CommunicatorPool
     device: torch.device
     replica_bytes: int = 0
@@ -65,7 +60,7 @@ class TreeBuilder:
         first = self.keys[0]
         activate(self.communicators.of_width(1))
         with set_current_vllm_config(self.configs[first]), whole_blocks(self.device):
-            replica = load_replica(self.configs[first], self.shards)
+            replica = load_replica(self.configs[first], self.spec.widest)
             self._prove(replica, replica, first.width, 0)
         self.replica_bytes = weight_bytes(replica)
         return replica
@@ -95,7 +90,7 @@ class TreeBuilder:
         place = communicator.rank_in_group
         with set_current_vllm_config(config):
             tree = build_tp_tree(
-                config, replica, shards=self.shards, width=width, rank_in_group=place
+                config, replica, shards=self.spec.widest, width=width, rank_in_group=place
             )
             self._prove(tree, replica, width, place)
         return tree
@@ -107,7 +102,7 @@ class TreeBuilder:
             width=width,
             rank_in_group=place,
             device=self.device,
-            shards=self.shards,
+            shards=self.spec.widest,
         )
 
     def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:
@@ -129,10 +124,12 @@ class TreeBuilder:
         except ViewError as error:
             log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
             return
+        # Not of mixed shapes: what they reduce would run beside what they exchange.
+        tree.exchange.parts_tried = self.spec.exchange_parts
         self._prove_exchange(tree)
         self._require_views(f"sp{key.width}", tree, replica)
         trees[Mode.SP] = tree
-        for mixed in self.mixed:
+        for mixed in self.spec.mixed:
             if mixed.width != key.width:
                 continue
             reducing = self.communicators.reducing(mixed)

@@ -166,6 +166,7 @@ async def running_cell(
     device: str,
     engine_args: list[str],
     worker: str = "worker",
+    exchange_parts: tuple[int, ...] = (1,),
 ) -> AsyncIterator[RunningCell]:
     """Run a cell for the length of the block, its ranks by the module `worker`."""
     started = time.monotonic()
@@ -177,6 +178,7 @@ async def running_cell(
             model=model,
             device=device,
             worker=worker,
+            limits={"exchange_parts": exchange_parts},
             pause_limit_ms=PAUSE_LIMIT_MS,
         )
         # Beside each other: both import vLLM for seconds.

@@ -42,6 +42,8 @@ from tests.bench.gpu_switches import SwitchRun
 PARTS = ("aileron", "static-dp", "static-tp", "static-default", "comm")
 """In this order: while the first is measured, the processes of the others import."""
 MODES = ("dp", "tp", "sp", "shift")
+SLOW_LINK_PARTS = (1, 2, 4)
+"""In how many parts sp steps may exchange where the link is slow."""
 START_LIMIT_S = 240
 DEFAULT_START_LIMIT_S = 420
 """vLLM's own compilation takes minutes."""
@@ -307,6 +309,7 @@ class Run:
             model=self._model,
             device=setup.device,
             engine_args=as_arguments(self._engine),
+            exchange_parts=SLOW_LINK_PARTS if setup.has_slow_link else (1,),
         ) as cell:
             await self._note_cell(cell)
             for mode in setup.modes:
@@ -333,6 +336,7 @@ class Run:
             "step_times": step_times,
             # What each stage of the start took of each rank's device.
             "device_memory": memory_stages(log),
+            "exchange_parts": [line for line in log.splitlines() if '"exchange_parts"' in line],
         }
         for mode in self._setup.modes:
             self.results["servers"][f"aileron {mode}{ranks}"] = {

@@ -162,6 +162,7 @@ def main() -> int:
                 "layout": f"dp{ranks}",
                 "widths": spec.get("widths", [1, ranks]),
                 "mixed": spec.get("mixed", []),
+                "exchange_parts": spec.get("exchange_parts", [1]),
                 "dist_port": free_port(),
             },
             "run_dir": str(out.parent),

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_pool.layout import Mode, StepMode
-from worker.step_times import StepCurve, StepTimes, crossing, fitted, sizes_to_measure
+from worker.step_times import (
+    StepCurve,
+    StepTimes,
+    chosen_parts,
+    crossing,
+    fitted,
+    sizes_to_measure,
+)
 
 
 def test_a_curve_is_straight_between_and_beyond_its_points() -> None:
@@ -96,3 +103,14 @@ def test_sizes_reach_from_one_token_to_the_largest_step() -> None:
     assert sizes_to_measure(64, (Mode.TP, Mode.SP)) == (1, 4, 16, 64)
     assert sizes_to_measure(2048, (Mode.DP,)) == (1, 256, 2048)
     assert sizes_to_measure(512, (Mode.DP,)) == (1, 512)
+
+
+def test_an_exchange_falls_into_as_few_parts_as_are_about_the_fastest() -> None:
+    sizes, parts = (2_048, 4_096, 8_192), (1, 2, 4)
+    seconds = [[0.100, 0.110, 0.120], [0.200, 0.197, 0.190], [0.400, 0.300, 0.297]]
+    assert chosen_parts(sizes, parts, seconds) == ((2_048, 1), (4_096, 4), (8_192, 2))
+
+
+def test_what_is_chosen_does_not_depend_on_the_order_in_which_parts_are_named() -> None:
+    assert chosen_parts((4_096,), (4, 1, 2), [[0.1, 0.1, 0.1]]) == ((4_096, 1),)
+    assert chosen_parts((), (1, 2), []) == ()

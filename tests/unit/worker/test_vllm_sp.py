@@ -12,11 +12,12 @@ from torch import nn
 from vllm.distributed import parallel_state
 
 from comm_pool.exchange import HeadExchange
-from comm_pool.layout import Rank
+from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator
 from tests.harness.mover_ranks import World, run_ranks
 
 PLAN = HeadExchange(heads=8, kv_heads=2, width=2)
+PART_FAULTS = ("no fault in parts", "left out", "order")
 
 
 class Group:
@@ -37,8 +38,8 @@ class Group:
 
 def prove(world: World, fault: str) -> str:
     """Prove an exchange that has this fault; returns what is said, or nothing."""
+    from worker.vllm_exchange import Exchange, prove_exchange
     from worker.vllm_layers import ViewError
-    from worker.vllm_sp import Exchange, prove_exchange
 
     class Faulty(Exchange):
         def to_heads(self, rows: torch.Tensor) -> torch.Tensor:
@@ -52,9 +53,18 @@ def prove(world: World, fault: str) -> str:
             found = super().to_tokens(rows)
             return found.roll(1, 1) if fault == "back" else found
 
+        def _ranges(self, share: int) -> list[range]:
+            found = super()._ranges(share)
+            if fault == "left out" and len(found) > 2:
+                return [found[0], found[0], *found[2:]]
+            return [*reversed(found)] if fault == "order" else found
+
     group: Any = Group(world)
+    exchange = Faulty(PLAN, group)
+    if fault in PART_FAULTS:
+        exchange.parts_tried = (1, 2, 4)
     try:
-        prove_exchange(Faulty(PLAN, group), torch.device("cpu"))
+        prove_exchange(exchange, torch.device("cpu"))
     except ViewError as error:
         return str(error)
     return ""
@@ -62,7 +72,7 @@ def prove(world: World, fault: str) -> str:
 
 def share_out(world: World, tokens: int) -> tuple[list[float], list[float]]:
     """What this rank gets of 1..tokens, and what all get back together."""
-    from worker.vllm_sp import Exchange
+    from worker.vllm_exchange import Exchange
 
     group: Any = Group(world)
     exchange = Exchange(PLAN, group)
@@ -72,21 +82,58 @@ def share_out(world: World, tokens: int) -> tuple[list[float], list[float]]:
     return mine[:, 0].tolist(), exchange.all_tokens(mine)[:, 0].tolist()
 
 
-def everything(world: World) -> tuple[dict[str, str], Any]:
+def in_parts(world: World, tokens: int, parts: int) -> tuple[list[int], list[float]]:
+    """How many rows each product has, and by how much results differ from those of one part."""
+    from worker.vllm_exchange import Exchange
+
+    group: Any = Group(world)
+    exchange = Exchange(PLAN, group)
+    exchange.tokens = tokens
+    columns = PLAN.heads_each + PLAN.kv_heads_each
+    draw = torch.Generator().manual_seed(world.rank)
+    hidden = torch.randn(PLAN.share(tokens), 16, generator=draw, dtype=torch.float64)
+    into = torch.randn(16, 2 * columns, generator=draw.manual_seed(7), dtype=torch.float64)
+    heads = torch.randn(tokens, PLAN.heads_each, generator=draw, dtype=torch.float64)
+    out_of = torch.randn(PLAN.heads, 16, generator=draw.manual_seed(8), dtype=torch.float64)
+    rows: list[int] = []
+
+    def times(weight: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        rows.append(given.shape[0])
+        return given @ weight
+
+    whole: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+    for results in (whole, found):
+        results.append(exchange.computed_to_heads(lambda part: times(into, part), hidden))
+        results.append(exchange.computed_on_tokens(lambda part: times(out_of, part), heads))
+        exchange.parts_from = ((0, 1), (5, parts), (tokens + 1, 8))
+    return rows, [float((a - b).abs().max()) for a, b in zip(whole, found, strict=True)]
+
+
+def everything(world: World) -> tuple[dict[str, str], Any, Any]:
     """All cases in one pair of processes, which take seconds to import vLLM."""
     said = {fault: prove(world, fault) for fault in ("none", "tokens", "heads", "back")}
-    return said, [share_out(world, tokens) for tokens in (1, 5, 6)]
+    said |= {fault: prove(world, fault) for fault in PART_FAULTS}
+    shares = [share_out(world, tokens) for tokens in (1, 5, 6)]
+    return said, shares, [in_parts(world, *case) for case in ((4, 4), (9, 2), (9, 8), (513, 4))]
 
 
 @pytest.mark.timeout(180)
 def test_two_processes_exchange_heads_and_tokens() -> None:
-    for rank, (said, shares) in enumerate(run_ranks(2, everything, limit_s=150)):
+    for rank, (said, shares, parts) in enumerate(run_ranks(2, everything, limit_s=150)):
         assert not said.pop("none")
+        assert not said.pop("no fault in parts")
         assert all("mixes up heads or tokens" in sentence for sentence in said.values()), said
         one, five, six = shares
         assert one == (([1.0], [0.0])[rank], [1.0])
         assert five == (([1.0, 2.0, 3.0], [4.0, 5.0, 0.0])[rank], [1.0, 2.0, 3.0, 4.0, 5.0])
         assert six[0] == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])[rank]
+        few, two, each, large = (rows for rows, _ in parts)
+        assert few == [2] * 4  # Below the size from which parts are taken.
+        assert two == [5, 5, 3, 2, 3, 2]
+        assert each == [5, 5, *[1] * 10]
+        assert large == [257, 257, *[128, 128, 1] * 2]  # By 64 tokens, not by the number of parts.
+        assert max(max(errors) for _, errors in parts) < 1e-12
 
 
 class Alone:
@@ -103,7 +150,8 @@ class Alone:
 def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.vllm_sp import Exchange, MixedParallel
+    from worker.vllm_exchange import Exchange
+    from worker.vllm_sp import MixedParallel
 
     reducing, whole, group = object(), object(), Alone()
     found: list[Any] = []
@@ -133,3 +181,60 @@ def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
         assert tree(ids, ids).tolist() == [[0], [1], [2]]
     assert found == [reducing]
     assert parallel_state._TP is whole
+
+
+class Runner:
+    """A runner whose sp steps take so many ms by their tokens and parts."""
+
+    max_num_tokens = 8_192
+    max_num_reqs = 256
+    modes = (Mode.TP, Mode.SP)
+
+    def __init__(self, parts_tried: tuple[int, ...], took_ms: dict[tuple[int, int], float]) -> None:
+        from worker.vllm_exchange import Exchange
+
+        group: Any = Alone()
+        group.cpu_group = "the group's own"
+        self.exchange = Exchange(PLAN, group)
+        self.exchange.parts_tried = parts_tried
+        self._took_ms = took_ms
+
+    def seconds(self, tokens: int) -> float:
+        """What a step takes as the exchange is set now."""
+        self.exchange.tokens = tokens
+        return self._took_ms[tokens, self.exchange.parts] / 1e3
+
+
+def test_all_ranks_of_a_group_settle_on_the_same_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker import vllm_calibrate
+
+    # Here 4,096 tokens are sooner done in two parts; the other rank finds that they are not.
+    own = {(2_048, 1): 90, (2_048, 2): 91, (4_096, 1): 200, (4_096, 2): 150}
+    runner = Runner((1, 2), {**own, (8_192, 1): 400, (8_192, 2): 300})
+    other = [[0.080, 0.080], [0.180, 0.200], [0.390, 0.310]]
+
+    def slower_of_both(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        assert (op, group) == (dist.ReduceOp.MAX, "the group's own")
+        tensor.copy_(torch.maximum(tensor, torch.tensor(other, dtype=tensor.dtype)))
+
+    def timed(runner: Runner, _mode: Any, tokens: int, _device: Any) -> float:
+        return runner.seconds(tokens)
+
+    monkeypatch.setattr(vllm_calibrate, "_timed_step", timed)
+    monkeypatch.setattr(dist, "all_reduce", slower_of_both)
+    vllm_calibrate.settle_parts(runner, torch.device("cuda"))
+    assert runner.exchange.parts_from == ((2_048, 1), (4_096, 1), (8_192, 2))
+    found = []
+    for tokens in (1, 2_047, 8_191, 8_192, 9_000):
+        runner.exchange.tokens = tokens
+        found.append(runner.exchange.parts)
+    assert found == [1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_is_measured_where_nothing_is_to_choose(device: str) -> None:
+    from worker.vllm_calibrate import settle_parts
+
+    runner = Runner((1,), {})
+    settle_parts(runner, torch.device(device))
+    assert runner.exchange.parts == 1
