@@ -267,7 +267,12 @@ class CommunicatorPool:
             plane.abort(born)
 
     def is_aborted(self, ranks: Ranks, born: int) -> bool:
-        """Whether this rank or another member has aborted the formation."""
+        """Whether this rank or another member has aborted the formation; of one rank nobody can.
+
+        A rank alone waits for nobody, and goes on also if others of its epoch were lost.
+        """
+        if len(ranks) == 1:
+            return False
         marked = any(plane.is_aborted(born) for plane in self._planes(ranks))
         return marked or self._formations.is_aborted(born)
 

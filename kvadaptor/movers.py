@@ -141,22 +141,14 @@ class PeerMover:
     def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
     ) -> Finish:
-        """Begin to pull what the round has for this rank; see `pull`."""
-        return self._start_pull(copies.get(self._rank, _NOTHING), units, launched)
-
-    def pull(self, copies: CopiesBySource, units: int) -> MoveStats:
-        """Copy units from their sources to this rank, in any order; returns when all are there.
+        """Begin to pull what the round has for this rank from its sources, in any order.
 
         Raises `MoveError` for a rank that is not mapped, or units out of range at either end.
         """
-        return self._start_pull(copies, units, lambda: None)()
-
-    def _start_pull(
-        self, copies: CopiesBySource, units: int, launched: Callable[[], None]
-    ) -> Finish:
+        mine = copies.get(self._rank, _NOTHING)
         unit_bytes = _unit_bytes(self._geometry, units)
         jobs = []
-        for source, pair in copies.items():
+        for source, pair in mine.items():
             if source not in self._memory:
                 raise MoveError(f"rank {source} is not among those whose memory is mapped.")
             _check(self._memory[source], pair[0], self._geometry, unit_bytes)
@@ -168,7 +160,7 @@ class PeerMover:
         if self._copier.is_asynchronous:
             launched()
         part_bytes = self._geometry.num_layers * unit_bytes
-        return lambda: _stats(copies, self._rank, part_bytes, self._copier.finish())
+        return lambda: _stats(mine, self._rank, part_bytes, self._copier.finish())
 
 
 class ExchangeMover:

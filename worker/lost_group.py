@@ -33,9 +33,9 @@ class LostGroup:
     def is_joined(self) -> bool:
         """The rank is joined to a formation that was aborted: no step of it can succeed."""
         binding = self._seat.binding
-        if binding is None or binding.group.width == 1:
-            return False
-        return self._communicators.is_aborted(binding.group.ranks, binding.born)
+        return binding is not None and self._communicators.is_aborted(
+            binding.group.ranks, binding.born
+        )
 
     def is_noticed(self) -> bool:
         """Look whether `is_joined`; a follower need not hear from its leader then."""

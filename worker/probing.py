@@ -65,7 +65,7 @@ class Probing:
             started_ns = time.perf_counter_ns()
             values = self._engine.probe.run(execute, step_mode)
             took_us = (time.perf_counter_ns() - started_ns) // 1000
-            if len(ranks) > 1 and self._engine.communicators.is_aborted(ranks, binding.born):
+            if self._engine.communicators.is_aborted(ranks, binding.born):
                 raise PeerLostError(binding.born)  # It is no fault of the mode.
             wanted, _ = self._engine.probed[mode.key.width, step_mode]
             epoch = directive.stage.epoch

@@ -167,7 +167,7 @@ class Stepping:
 
     def _is_lost(self, group: Group, born: int) -> bool:
         communicators = self._member.engine.communicators
-        return group.width > 1 and bool(communicators.is_aborted(group.ranks, born))
+        return bool(communicators.is_aborted(group.ranks, born))
 
     def _counts(self, step: UnderWay) -> bool:
         """Whether what the step gave is what it should.

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import parallel_state
 
 from comm_pool import vllm_pool
-from comm_pool.formations import PeerLostError
+from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import read_mixed
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
@@ -130,6 +130,20 @@ def test_a_rank_whose_collectives_raise_by_themselves_closes_nothing(
     pool = pool_of_rank_0({})
     pool.let_out(tuple(map(Rank, range(4))), lambda: True)
     assert pool.closed == ()
+
+
+def test_a_rank_alone_has_nobody_to_lose() -> None:
+    pool = pool_of_rank_0({})
+    pool._planes_of = {}
+    pool._formations = Formations()
+    for born in (1, 2):
+        pool.enter(born)
+    alone, pair = (Rank(0),), (Rank(0), Rank(1))
+    # An epoch has formations of one rank beside those that lost somebody.
+    pool.abort(pair, 2)
+    assert pool.is_aborted(pair, 2)
+    assert not pool.is_aborted(pair, 1)
+    assert not pool.is_aborted(alone, 2)
 
 
 def test_a_disabled_communicator_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def alone(pages: int = 8) -> tuple[Any, PeerMover]:
 def test_a_pull_from_oneself_is_local() -> None:
     raw, mover = alone()
     copies = random_round([8], 3)
-    stats = mover.pull(copies[0], UNITS)
+    stats = mover.move(copies, UNITS)
     assert np.array_equal(raw.numpy(), expected(copies, [8], 0).reshape(-1))
     assert (stats.link_bytes, stats.gb_per_s) == (0, 0)
     assert stats.local_bytes == copies[0][0][0].size * WHOLE_PAGE // UNITS
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(copies: Any, units: int, reason: str) -> None
     raw, mover = alone()
     arrays = {rank: (np.array(a), np.array(b)) for rank, (a, b) in copies.items()}
     with pytest.raises(MoveError, match=reason):
-        mover.pull(arrays, units)
+        mover.move({0: arrays}, units)
     assert np.array_equal(raw.numpy(), content(0, 8).reshape(-1))
 
 

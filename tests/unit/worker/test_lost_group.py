@@ -165,14 +165,6 @@ def test_leaving_a_whole_group_is_not() -> None:
     assert not move.group_lost
 
 
-def test_a_rank_alone_has_nobody_to_lose() -> None:
-    stage = Stage(2)
-    binding = stage.seat.binding
-    assert binding is not None
-    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
-    assert not stage.lost.is_joined
-
-
 class FullQueue:
     """Has room at the given attempt."""
 
