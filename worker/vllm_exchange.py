@@ -30,7 +30,10 @@ class Beside:
     """Work beside the device's current stream; on CPU in its place."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Ahead of the next product, whose blocks would leave the collective no room to start.
+            self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def run(self) -> Iterator[None]:
