@@ -46,6 +46,8 @@ def settle_parts(runner: Any, device: torch.device) -> None:
         return
     sizes = sizes_to_measure(int(runner.max_num_tokens), runner.modes)
     sizes = tuple(size for size in sizes if size >= PARTS_FROM_TOKENS)
+    if not sizes:
+        return
     seconds = torch.zeros(len(sizes), len(exchange.parts_tried), dtype=torch.float64)
     for row, size in enumerate(sizes):
         for column, parts in enumerate(exchange.parts_tried):

@@ -56,7 +56,7 @@ class CellConfig(_Frozen):
     layout: str = "dp2"
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
-    exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = (1,)
+    exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """In how many parts a large sp step may exchange, beside its products; the fastest is measured
     at start. More than one is for CUDA groups whose links are slow: [1, 2, 4]."""
     threads_per_rank: int = Field(default=0, ge=0)
