@@ -155,7 +155,8 @@ class Stage:
         if self.looks >= self.settles_after:
             for board in self.boards.values():
                 board.is_settled = True
-                board.round = max(board.round, 2 if self.meets else 1)
+                if board.round != GAVE_UP:
+                    board.round = max(board.round, 2 if self.meets else 1)
 
     def restore(self) -> None:
         assert not self.told
@@ -309,7 +310,10 @@ def test_who_does_not_copy_any_more_is_not_waited_for(
         other.finish_round(GAVE_UP)
     elif why == "is in another move":
         other.epoch = 6
+    started = time.monotonic()
     stage.rounds.end_all()
+    waited_s = time.monotonic() - started
+    assert waited_s >= 0.2 if why == "is lost" else waited_s < 30
     started = time.monotonic()
     stage.rounds.end_all()
     assert time.monotonic() - started < 0.1, "it is over"
