@@ -45,6 +45,8 @@ class Siblings:
         self._count = count
         self._serve = serve
         self._alive: dict[int, _Sibling] = {}
+        self._ended_before: set[int] = set()
+        """Who had died when the others were told to stop: how does not count."""
         self._stopping = False
 
     def run(self, announce: Announce) -> int:
@@ -92,9 +94,12 @@ class Siblings:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         """The first one drains, the second one ends at once: siblings know the difference."""
-        self._stopping = True
-        for pid in self._alive:
-            os.kill(pid, number)
+        is_first, self._stopping = not self._stopping, True
+        for pid in tuple(self._alive):
+            if not _has_ended(pid):
+                os.kill(pid, number)
+            elif is_first:
+                self._ended_before.add(pid)
 
     def _wait(self) -> int:
         worst = 0
@@ -105,7 +110,8 @@ class Siblings:
                 continue
             code = os.waitstatus_to_exitcode(status)
             if self._stopping:
-                worst = worst or abs(code)
+                if pid not in self._ended_before:
+                    worst = worst or abs(code)
                 continue
             log.warning("gateway_sibling_died", number=sibling.number, pid=pid, code=code)
             self._restart(sibling)
@@ -117,6 +123,15 @@ class Siblings:
         time.sleep(delay_s)
         if not self._stopping:
             os.close(self._fork(sibling.number, min(2 * delay_s, DELAY_MAX_S)))
+
+
+def _has_ended(pid: int) -> bool:
+    """Say whether a child is dead; one that is not waited for yet still can be."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True  # It was waited for a moment ago.
+    return found is not None
 
 
 def _read_line(pipe: int) -> str:
