@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -23,6 +24,8 @@ STEADY_S = 60.0
 """A sibling that has lived so long may die again without a longer wait."""
 
 PR_SET_PDEATHSIG = 1
+PF_EXITING = 4
+"""Flag of a process that the kernel takes apart."""
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +99,7 @@ class Siblings:
         """The first one drains, the second one ends at once: siblings know the difference."""
         is_first, self._stopping = not self._stopping, True
         for pid in tuple(self._alive):
-            if not _has_ended(pid):
+            if not _is_dying(pid):
                 os.kill(pid, number)
             elif is_first:
                 self._ended_before.add(pid)
@@ -125,13 +128,14 @@ class Siblings:
             os.close(self._fork(sibling.number, min(2 * delay_s, DELAY_MAX_S)))
 
 
-def _has_ended(pid: int) -> bool:
-    """Say whether a child is dead; one that is not waited for yet still can be."""
+def _is_dying(pid: int) -> bool:
+    """Say whether a process is dead or about to be: its streams end before it does."""
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True  # It was waited for a moment ago.
-    return found is not None
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    # Behind the name, which may contain anything: state, five numbers, flags.
+    return bool(int(stat.rpartition(")")[2].split()[6]) & PF_EXITING)
 
 
 def _read_line(pipe: int) -> str:
