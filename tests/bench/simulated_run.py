@@ -119,7 +119,7 @@ def serve(name: str, options: argparse.Namespace, log: Path) -> tuple[list[dict[
     whole = [each for each in report["records"] if each["error"] is None]
     if len(whole) < len(report["records"]):
         print(f"{name}: {len(report['records']) - len(whole)} requests failed", flush=True)
-    return whole, len(report["switches"])
+    return whole, len(report["switches"]["events"])
 
 
 def load(url: str, options: list[str], out: Path, admin: str | None = None) -> dict[str, Any]:
