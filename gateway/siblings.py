@@ -48,8 +48,6 @@ class Siblings:
         self._count = count
         self._serve = serve
         self._alive: dict[int, _Sibling] = {}
-        self._ended_before: set[int] = set()
-        """Who had died when the others were told to stop: how does not count."""
         self._stopping = False
 
     def run(self, announce: Announce) -> int:
@@ -102,7 +100,8 @@ class Siblings:
             if not _is_dying(pid):
                 os.kill(pid, number)
             elif is_first:
-                self._ended_before.add(pid)
+                # How it ended is no part of how the others stop.
+                del self._alive[pid]
 
     def _wait(self) -> int:
         worst = 0
@@ -113,8 +112,7 @@ class Siblings:
                 continue
             code = os.waitstatus_to_exitcode(status)
             if self._stopping:
-                if pid not in self._ended_before:
-                    worst = worst or abs(code)
+                worst = worst or abs(code)
                 continue
             log.warning("gateway_sibling_died", number=sibling.number, pid=pid, code=code)
             self._restart(sibling)

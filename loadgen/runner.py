@@ -114,12 +114,9 @@ async def _run(
     session: aiohttp.ClientSession, config: RunConfig, server: Server, watch: SwitchWatch | None
 ) -> RunOutcome:
     run_id = f"lg{secrets.token_hex(4)}"
-    plan = _plan(config, run_id)
+    plan, digest = planned_run(config, run_id)
     bench = _bench(session, config, server.model, len(plan))
     failures = await _warm_up(bench, config, run_id)
-    digest = digest_of(
-        plan, (config.prompt, config.endpoint, config.ignore_eos, config.temperature)
-    )
     probe = OverheadProbe()
     if watch is not None:
         await watch.begin()
@@ -165,6 +162,13 @@ def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planne
     clock, meter = clock_from_now(), Meter(planned)
     client = Client(session, target, clock, meter)
     return Bench(lambda planned: request_body(style, planned), client.send, clock, meter)
+
+
+def planned_run(config: RunConfig, run_id: str) -> tuple[tuple[PlannedRequest, ...], str]:
+    """What the run sends, and the digest that names it in reports."""
+    plan = _plan(config, run_id)
+    style = (config.prompt, config.endpoint, config.ignore_eos, config.temperature)
+    return plan, digest_of(plan, style)
 
 
 def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:

@@ -56,14 +56,8 @@ class ExchangedOutput(nn.Module):
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, nn.Parameter | None]:
         """(T, own heads) -> (share, hidden)."""
-        bias: list[nn.Parameter | None] = []
-
-        def compute(rows: torch.Tensor) -> torch.Tensor:
-            out, left = self.full(rows)
-            bias.append(left)
-            return out
-
-        return self._exchange.computed_on_tokens(compute, input_), bias[-1]
+        out = self._exchange.computed_on_tokens(lambda part: self.full(part)[0], input_)
+        return out, self.full.bias if self.full.skip_bias_add else None
 
 
 class SequenceParallel(nn.Module):

@@ -239,5 +239,9 @@ def idle_steps(records: Iterable[Mapping[str, float]]) -> dict[str, dict[str, fl
 
 def memory_stages(log: str) -> list[dict[str, Any]]:
     """What ranks' logs, one JSON object per line, say that each stage of a start took."""
-    told = [json.loads(line) for line in log.splitlines() if DEVICE_MEMORY in line]
-    return [{name: line[name] for name in MEMORY_FIELDS} for line in told]
+    return [{name: line[name] for name in MEMORY_FIELDS} for line in told(log, DEVICE_MEMORY)]
+
+
+def told(log: str, event: str) -> list[dict[str, Any]]:
+    """What ranks' logs, one JSON object per line, say of an event, given in its quotes."""
+    return [json.loads(line) for line in log.splitlines() if event in line]

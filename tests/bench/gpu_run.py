@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tests.bench import gpu_idle
 from tests.bench.gpu_cell import RunningCell, running_cell
-from tests.bench.gpu_numbers import idle_steps, memory_stages
+from tests.bench.gpu_numbers import idle_steps, memory_stages, told
 from tests.bench.gpu_servers import (
     LOG_CHARS,
     StaticEngine,
@@ -336,7 +336,7 @@ class Run:
             "step_times": step_times,
             # What each stage of the start took of each rank's device.
             "device_memory": memory_stages(log),
-            "exchange_parts": [line for line in log.splitlines() if '"exchange_parts"' in line],
+            "exchange_parts": told(log, '"exchange_parts"'),
         }
         for mode in self._setup.modes:
             self.results["servers"][f"aileron {mode}{ranks}"] = {

@@ -8,7 +8,6 @@ costs fitted to those steps. The error is stated, not judged. No GPU is needed:
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,19 @@ from comm_pool.layout import parse_layout
 from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.policy.settings import PolicySettings
 from coordinator.policy.step_line import StepLine, fit, sums_of
-from coordinator.protocol.messages import Tier
 from coordinator.simulator.cell import Arrival, Seen, SimCell, is_good
-from loadgen.arrivals import plan_arrivals
-from loadgen.config import RunConfig, parse_run
+from loadgen.config import parse_run
 from loadgen.load import OpenLoad
 from loadgen.options import build_parser
-from loadgen.plan import PlannedRequest, digest_of, plan_open
+from loadgen.plan import PlannedRequest
+from loadgen.runner import planned_run
+from loadgen.stats import summarise
 from tests.bench.provenance import commit, today
 from tests.bench.servers import ROOT
+from tests.bench.simulated_run import TAIL_S, tier_of
 
 PROMPT_TOKENS_MAX = 8_192
 """Longer prompts take several steps, whose times were not measured one by one."""
-
-TAIL_S = 120.0
-"""How long behind its last arrival the simulated cell may serve on."""
 
 SETTINGS = PolicySettings()
 
@@ -98,16 +95,11 @@ def compare(server: str, report: Mapping[str, Any], steps: Mapping[str, Any]) ->
 
 def plan_of(report: Mapping[str, Any]) -> Sequence[PlannedRequest]:
     """The requests that a report is about, from its command; its digest says that they are they."""
-    config: RunConfig = parse_run(build_parser().parse_args(report["command"][3:]))
-    load = config.load
-    if not isinstance(load, OpenLoad):
+    config = parse_run(build_parser().parse_args(report["command"][3:]))
+    if not isinstance(config.load, OpenLoad):
         raise SystemExit("Only reports of loads with arrival times can be simulated.")
-    arrivals = plan_arrivals(
-        load.phases, load.kind, seed=config.seed, burst_requests=load.burst_requests
-    )
-    plan = plan_open(arrivals, config.workload, seed=config.seed, run_id="simulated")
-    style = (config.prompt, config.endpoint, config.ignore_eos, config.temperature)
-    if digest_of(plan, style) != report["plan"]["digest"]:
+    plan, digest = planned_run(config, "simulated")
+    if digest != report["plan"]["digest"]:
         raise SystemExit("This load generator plans other requests than the report's did.")
     return plan
 
@@ -149,27 +141,26 @@ def _line(server: Mapping[str, Any], steps: Mapping[str, Any]) -> StepLine:
 
 
 def _arrival(planned: PlannedRequest) -> Arrival:
-    tier = Tier[(planned.tier or "standard").upper()]
-    return Arrival(planned.at_s or 0.0, tier, planned.input_tokens, planned.output_tokens)
+    at_s, tier = planned.at_s or 0.0, tier_of(planned.tier)
+    return Arrival(at_s, tier, planned.input_tokens, planned.output_tokens)
 
 
 def _real(part: Mapping[str, Any]) -> Slice:
-    times = {f"{kind} {q}": part[f"{kind}_ms"][q] for kind, q in map(str.split, MEASURES)}
-    return Slice(part["requests"]["ok"], part["goodput"]["good_share"], times)
+    return Slice(part["requests"]["ok"], part["goodput"]["good_share"], _times(part))
+
+
+def _times(summaries: Mapping[str, Any]) -> dict[str, float]:
+    return {f"{kind} {q}": summaries[f"{kind}_ms"][q] for kind, q in map(str.split, MEASURES)}
 
 
 def _simulated(seen: Sequence[Seen]) -> Slice:
     ended = [each for each in seen if each.end_s is not None]
-    values = {
-        "ttft": [1e3 * (each.ttft_s or 0.0) for each in ended],
-        "tpot": [1e3 * (each.tpot_s or 0.0) for each in ended],
+    summaries = {
+        "ttft_ms": summarise([1e3 * (each.ttft_s or 0.0) for each in ended]),
+        "tpot_ms": summarise([1e3 * (each.tpot_s or 0.0) for each in ended]),
     }
-    times = {}
-    for name, of_all in values.items():
-        times[f"{name} p50"] = statistics.median(of_all)
-        times[f"{name} p90"] = statistics.quantiles(of_all, n=10, method="inclusive")[-1]
     good = sum(is_good(each, SETTINGS) for each in seen)
-    return Slice(len(ended), good / len(seen), times)
+    return Slice(len(ended), good / len(seen), _times(summaries))
 
 
 def table(found: Sequence[Compared]) -> list[str]:

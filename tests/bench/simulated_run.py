@@ -166,7 +166,12 @@ def simulate(
 
 
 def _tier(record: dict[str, Any]) -> Tier:
-    return Tier[(record["tier"] or "standard").upper()]
+    return tier_of(record["tier"])
+
+
+def tier_of(name: str | None) -> Tier:
+    """The tier of a request that the load generator sends with this one, or with none."""
+    return Tier[(name or "standard").upper()]
 
 
 def seen_of(record: dict[str, Any]) -> Seen:
