@@ -76,6 +76,14 @@ def read_mixed(text: str) -> Mixed:
     return Mixed(int(match[1]), int(match[2]))
 
 
+def shape_of_parts(width: int, parts: int) -> Mixed | None:
+    """Return the shape whose parts the ranks of a group hold; None where these are full tp's.
+
+    `parts` divides the width and is above 1.
+    """
+    return Mixed(width // parts, parts) if parts < width else None
+
+
 def reducing_groups(world: int, mixed: Iterable[Mixed]) -> dict[Mixed, list[list[int]]]:
     """Return for each mixed shape the strided groups that reduce, in one order on every rank.
 

@@ -150,7 +150,11 @@ class CommunicatorPool:
                 backend = "gloo"
                 _be_a_world()
                 of_world = (1, 0)
-            parallel_state.init_distributed_environment(*of_world, init_method, rank, backend)
+            # What vLLM calls the local rank is the number of the device.
+            place_on_host = rank if device.index is None else device.index
+            parallel_state.init_distributed_environment(
+                *of_world, init_method, place_on_host, backend
+            )
             parallel_state.initialize_model_parallel(1)
         own = parallel_state.get_tp_group()
         self._by_ranks: dict[tuple[Rank, ...], Communicator] = {
@@ -198,7 +202,7 @@ class CommunicatorPool:
     def _create_together(self, lists: list[list[int]], *, has_queue: bool) -> GroupCoordinator:
         group = parallel_state.init_model_parallel_group(
             lists,
-            self._rank,
+            parallel_state.get_world_group().local_rank,
             "nccl",
             use_message_queue_broadcaster=has_queue,
             group_name=GROUP_NAME,

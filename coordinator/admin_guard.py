@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.admin_key import ADMIN_KEY_ENV
-from coordinator.protocol.config import is_loopback
+from coordinator.protocol.addresses import is_loopback
 
 BODY_BYTES_MAX = 64 * 1024
 OPEN_PATHS = frozenset({"/health", "/"})

@@ -1,6 +1,6 @@
 """The admin port's key: whether it may be opened with the one that the environment has."""
 
-from coordinator.protocol.config import is_loopback
+from coordinator.protocol.addresses import is_loopback
 
 ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 ADMIN_KEY_CHARS_MIN = 16

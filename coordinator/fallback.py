@@ -40,7 +40,7 @@ def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
     notes = tuple(_notes(roster))
     wanted = switcher.target.layout
     can_be = _without_closed(wanted, roster)
-    left = guard.remaining(can_be)
+    left = guard.remaining(can_be, roster.narrowest)
     wrong = tuple(rank for rank in switcher.alive if rank not in left.ranks)
     if left == wanted:
         return Fallen(notes)

@@ -77,16 +77,21 @@ class Guard:
         """Say whether the rank computes wrongly alone."""
         return self.why_not(Group((rank,), Mode.DP)) is not None
 
-    def remaining(self, layout: Layout) -> Layout:
-        """Return the layout without what is barred; it is the same if nothing of it is."""
-        groups = [each for group in layout.groups for each in self._instead_of(group)]
+    def remaining(self, layout: Layout, narrowest: int = 1) -> Layout:
+        """Return the layout without what is barred; it is the same if nothing of it is.
+
+        Where groups narrower than `narrowest` cannot serve, one whose tp is barred serves on.
+        """
+        groups = [each for group in layout.groups for each in self._instead_of(group, narrowest)]
         left = [each for each in groups if each.width > 1 or not self.is_wrong(each.leader)]
         return Layout(tuple(left or groups[:1]))
 
-    def _instead_of(self, group: Group) -> Collection[Group]:
+    def _instead_of(self, group: Group, narrowest: int) -> Collection[Group]:
         if group.width == 1 or self.why_not(group) is None:
             return (group,)
         in_tp = Group(group.ranks, Mode.TP)
         if self.why_not(in_tp) is None:
             return (in_tp,)
+        if narrowest > 1:
+            return (group,)
         return [Group((rank,), Mode.DP) for rank in group.ranks]

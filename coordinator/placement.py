@@ -95,6 +95,8 @@ def open_groups(
         bindings += [each for each in changing if stragglers.is_idle(each.group.leader)]
     groups = []
     for binding in bindings:
+        if not roster.serves(binding.group):
+            continue
         seen = roster[binding.group.leader]
         report = seen.report
         if report is not None and report.binding == binding and report.blocks_total > 0:

@@ -15,11 +15,21 @@ def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | Non
     wide = [group for group in layout.groups if group.width > 1]
     # One after the other: of a rank that is not available nothing may be known.
     reasons = itertools.chain(
-        [_refuse_ranks(layout, roster, alive)],
+        [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
         (_refuse_group(group, roster) for group in wide),
         (_refuse_drifted(group, roster) for group in wide),
     )
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refuse_narrow(layout: Layout, roster: Roster) -> str | None:
+    need = roster.narrowest
+    if need == 1 or roster.serves_whole(layout):
+        return None
+    return (
+        f"each rank holds only one of several parts of the weights, so groups are {need} wide: "
+        f"use 'tp{need}', or another mode of {need} ranks."
+    )
 
 
 def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
@@ -53,11 +63,16 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
         if group.mode not in (Mode.SP, Mode.SHIFT):
             continue
         if not roster.can_compute(rank, group.width, group.mixed or Mode.SP):
-            return _no_sp(rank, group)
+            return _no_sp(rank, group, roster)
     return None
 
 
-def _no_sp(rank: Rank, group: Group) -> str:
+def _no_sp(rank: Rank, group: Group, roster: Roster) -> str:
+    if group.mixed is None and roster.narrowest > 1:
+        return (
+            f"{group.name} needs all of the weights on each rank, which holds only one of several "
+            f"parts of the weights: use 'tp{group.width}' or a mixed mode."
+        )
     if group.mixed is None:
         return (
             f"rank {rank} cannot compute this model in sp {group.width} wide: "

@@ -82,9 +82,10 @@ class Restoring:
         if switcher.recovering or not self._is_fixed:
             return None
         if self._wanted is None:
-            # Behind a restart of the coordinator it is what the ranks were told last.
+            # Behind a restart of the coordinator it is what the ranks were told last, unless that
+            # was to wait for each other.
             told = switcher.served_layout
-            self._wanted = told if told.groups else self._initial
+            self._wanted = told if roster.serves_whole(told) else self._initial
         wanted = self._wanted
         has_left = switcher.is_serving and switcher.target.layout != wanted
         can_be = has_left and refuse(wanted, roster, switcher.alive) is None

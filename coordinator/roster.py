@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from comm_pool.layout import Rank, StepMode
+from comm_pool.layout import Group, Layout, Rank, StepMode
 from coordinator.guard import Guard
 from coordinator.protocol.messages import RankHello, Report, Stage
 
@@ -58,10 +58,12 @@ class Roster:
     one of its members has closed, to get out of it alive, is closed as long as that process lives.
     """
 
-    __slots__ = ("_seen", "_widest", "guard", "world")
+    __slots__ = ("_seen", "_widest", "guard", "narrowest", "world")
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, narrowest: int = 1) -> None:
         self.world = world
+        self.narrowest = narrowest
+        """The narrowest groups that can serve; ranks in narrower ones wait for others."""
         self._seen: dict[Rank, Seen] = {}
         self._widest = 1
         """The widest group that any process could be in."""
@@ -162,13 +164,22 @@ class Roster:
         for seen in self._seen.values():
             seen.heard_at_ms = min(now_ms, seen.heard_at_ms + stall_ms)
 
+    def serves(self, group: Group) -> bool:
+        """Say whether the group has all of the weights; else its rank waits for others."""
+        return group.width >= self.narrowest
+
+    def serves_whole(self, layout: Layout) -> bool:
+        """Say whether there are groups, and each of them has all of the weights."""
+        return bool(layout.groups) and all(map(self.serves, layout.groups))
+
     def is_degraded(self, rank: Rank) -> bool:
         """Say whether the rank may only serve alone: it has no peers, or closed its groups."""
         return self._widest > 1 and not self.has_peers(rank)
 
     def has_peers(self, rank: Rank) -> bool:
         """Say whether the rank can be in a wide group, and so share KV with others."""
-        return any(self.supports(rank, width) for width in self._seen[rank].hello.widths[1:])
+        widths = self._seen[rank].hello.widths
+        return any(self.supports(rank, width) for width in widths if width > 1)
 
     def is_one_cohort(self, ranks: Iterable[Rank]) -> bool:
         """Say whether those of the ranks that were heard share communicators."""

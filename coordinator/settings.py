@@ -67,12 +67,18 @@ class SwitchSettings:
             raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
 
 
+SETTLED_MS = 3_000
+
+
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
     """Settings of a core; see `CoordinatorConfig` for what they mean."""
 
     world: int
     layout: Layout
+    narrowest: int = 1
+    """The narrowest groups that can serve; above 1 where ranks hold parts of the weights, and wait
+    for each other in dp."""
     lease_ms: int = 10_000
     lost_after_ms: int = 12_000
     recover_ms: int = 12_000
@@ -92,7 +98,7 @@ class CoreSettings:
     """Gateways know other cells too: they are told how busy this one is."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
-    settled_ms: int = 3_000
+    settled_ms: int = SETTLED_MS
     """A layout that was left because of a loss is restored when it could have been for so long."""
     renew_idle_ms: int = 0
     """Ranks that cannot form the groups that are wanted are started again after so long without any
@@ -124,6 +130,9 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
     return CoreSettings(
         world=config.cell.ranks,
         layout=config.initial_layout(),
+        narrowest=config.narrowest,
+        # Where nobody serves without the others, there is no reason to wait for more of them.
+        settled_ms=SETTLED_MS if config.narrowest == 1 else 0,
         lease_ms=coordinator.lease_ms,
         lost_after_ms=coordinator.lost_after_ms,
         recover_ms=coordinator.lost_after_ms,

@@ -22,7 +22,7 @@ def layout_view(switcher: Switcher, roster: Roster) -> View:
         "layout": format_layout(switcher.served_layout, roster.world),
         "epoch": switcher.epoch,
         "target": format_layout(switcher.target.layout, roster.world),
-        "serving": switcher.is_serving,
+        "serving": switcher.is_serving and any(map(roster.serves, switcher.target.layout.groups)),
         "recovering": switcher.recovering,
         "groups": [_group_view(binding, roster) for binding in switcher.target.bindings],
         "out_of_service": [_probe_view(each) for each in roster.guard.barred.values()],

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -24,6 +25,14 @@ from kvadaptor.peers import allocate
 
 LAYOUT = KVCacheLayout.LBHNC
 """Layer, block, head, token, channel: a block falls apart into per-head regions."""
+
+
+def whole_specs(
+    specs: dict[str, FullAttentionSpec], config: VllmConfig
+) -> dict[str, FullAttentionSpec]:
+    """KV specs of one rank of any width -> those of dp, which pages are made for."""
+    heads = config.model_config.get_total_num_kv_heads()
+    return {name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in specs.items()}
 
 
 def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:

@@ -6,6 +6,7 @@ from coordinator.protocol.messages import PROTOCOL_VERSION, HeldTask, RankHello
 from coordinator.protocol.seat import Seat
 from worker.book import LedTask
 from worker.member import Member
+from worker.rank_spec import modes_widths
 from worker.step_times import told
 from worker.vllm_rank import RankEngine
 
@@ -18,7 +19,7 @@ def hello_of(engine: RankEngine, member: Member, seat: Seat) -> RankHello:
         incarnation=seat.incarnation,
         pid=os.getpid(),
         device=str(engine.device),
-        widths=engine.spec.widths,
+        widths=tuple(sorted({1, *modes_widths(engine.spec)})),
         max_tasks=engine.base.scheduler_config.max_num_seqs,
         max_model_len_tokens=engine.base.model_config.max_model_len,
         tokens_per_slot=engine.kv.geometry.tokens_per_slot,

@@ -234,10 +234,13 @@ class Launcher:
         if taken.si_signo != signal.SIGUSR1:
             self._stop()
         elif self._restarts.all_were_ready and not (self._is_stopping or self._is_renewing):
-            log.info("ranks_renewed", reason="SIGUSR1")
-            self._is_renewing = True
-            self._restarts.forgive()
-            self._end_all()
+            self._renew("SIGUSR1")
+
+    def _renew(self, reason: str) -> None:
+        log.info("ranks_renewed", reason=reason)
+        self._is_renewing = True
+        self._restarts.forgive()
+        self._end_all()
 
     def _stop(self) -> None:
         if not self._is_stopping:
@@ -307,6 +310,8 @@ class Launcher:
         elif not (self._is_stopping or self._is_renewing):
             for pid in [pid for pid, each in self._pids.items() if each in stuck]:
                 os.kill(pid, signal.SIGKILL)
+            if self._config.cell.weight_parts > 1 and not self._shares_memory:
+                self._renew("others hold only parts of the weights, and form no group without it")
         return cannot_start
 
 

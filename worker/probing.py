@@ -12,7 +12,7 @@ import time
 import structlog
 
 from comm_pool.formations import PeerLostError
-from comm_pool.layout import Group, Mode, Rank, StepMode, step_name
+from comm_pool.layout import Group, Rank, StepMode, step_name
 from coordinator.protocol.messages import Binding, Directive, Probed
 from worker.member import Member
 from worker.probe import error_nats
@@ -33,7 +33,9 @@ class Probing:
         self._proved: dict[Group, list[int | None]] = {}
         """The processes of a group when it was probed last."""
         self._results: dict[tuple[tuple[Rank, ...], str], Probed] = {}
-        wanted = engine.probed[1, Mode.DP][0]
+        # Of dp; where ranks hold parts of the weights, of tp.
+        narrowest = min(engine.probed, key=lambda place: place[0])
+        wanted = engine.probed[narrowest][0]
         for (width, step_mode), (values, took_us) in engine.probed.items():
             mode = engine.of_width(width)
             # Of wide modes who joins others knows what they should give, but has not computed it.

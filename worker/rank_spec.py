@@ -35,8 +35,20 @@ class RankSpec:
     """What all ranks of the cell share; on CPU."""
     exchange_parts: tuple[int, ...] = (1,)
     """In how many parts large sp steps may exchange; which is best is measured."""
+    parts: int = 1
+    """How many parts the weights are in, of which the rank holds one; 1: it holds all of them."""
+    ranks_per_device: int = 1
     joins: bool = False
     """The others serve already: in their memory it takes the place of a process that was lost."""
+
+
+def modes_widths(spec: RankSpec) -> tuple[int, ...]:
+    """Return the widths of groups that ranks can serve in, ascending.
+
+    Ranks that hold one part of the weights serve in the widest groups alone: narrower ones do not
+    have all parts, as members beside each other hold the same (comm_pool/mixed.py).
+    """
+    return spec.widths if spec.parts == 1 else (spec.widest,)
 
 
 def rank_spec(
@@ -71,6 +83,8 @@ def rank_spec(
         together=together or {},
         memory=memory,
         exchange_parts=config.cell.exchange_parts,
+        parts=config.cell.weight_parts,
+        ranks_per_device=config.cell.ranks_per_device,
         joins=cohort.joins,
     )
 

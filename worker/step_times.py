@@ -129,7 +129,7 @@ def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, .
     """
     ladder = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384]
     inside = [size for size in ladder if size < tokens_max]
-    if Mode.SP in modes:
+    if any(mode not in (Mode.DP, Mode.TP) for mode in modes):
         return (*inside, tokens_max)
     return (1, 256, tokens_max) if tokens_max > 1024 else (*inside[:1], tokens_max)
 

@@ -47,6 +47,9 @@ FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
 """Quantization configurations of vLLM that may hold fp8 weights which can be viewed."""
 
 
+KV_BYTES = "--kv-cache-memory-bytes"
+
+
 class EngineConfigError(ValueError):
     """A model or engine option that aileron cannot serve; the message says what to do."""
 
@@ -65,7 +68,7 @@ def engine_arguments(config: Config) -> list[str]:
         kv_bytes = int(_available_memory_bytes() * CPU_KV_SHARE / config.cell.ranks)
         defaults = {
             "--block-size": str(CPU_BLOCK_TOKENS),
-            "--kv-cache-memory-bytes": str(min(kv_bytes, CPU_KV_BYTES_MAX)),
+            KV_BYTES: str(min(kv_bytes, CPU_KV_BYTES_MAX)),
             "--max-num-seqs": str(CPU_MAX_NUM_SEQS),
         }
         for name, value in defaults.items():
@@ -86,6 +89,12 @@ def replica_config(config: Config) -> VllmConfig:
                 f"leave out {name}: aileron decides the parallel size at run time; "
                 "use --ranks and --layout."
             )
+    shared = config.cell.device == "cuda" and config.cell.ranks_per_device > 1
+    if shared and not any(arg.startswith(KV_BYTES) for arg in config.model.engine_args):
+        raise EngineConfigError(
+            f"cell.ranks_per_device above 1 needs {KV_BYTES}: ranks that start together cannot "
+            "measure what each of them may take of a device."
+        )
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args(engine_arguments(config))
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()

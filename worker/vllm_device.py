@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -64,7 +65,9 @@ def _register_platform() -> None:
     current_platform.register_triton_kernel_overrides()
 
 
-def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
+def prepare_process(
+    base: VllmConfig, rank: int, threads: int, ranks_per_device: int = 1
+) -> torch.device:
     """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
     is_cpu = current_platform.is_cpu()
     if is_cpu:
@@ -76,7 +79,7 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
     base.kernel_config.ir_op_priority.set_default()
     vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)
     base.parallel_config.rank = rank
-    device = torch.device("cpu") if is_cpu else torch.device(f"cuda:{rank}")
+    device = torch.device("cpu") if is_cpu else torch.device("cuda", rank // ranks_per_device)
     if is_cpu:
         base.parallel_config.disable_custom_all_reduce = True
     else:
@@ -84,6 +87,8 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
 
         for name, value in {**NCCL_SETTINGS, **TORCH_SETTINGS}.items():
             os.environ.setdefault(name, str(value))
+        if ranks_per_device > 1:
+            _share_device()
         # Its workspace is one per process, whatever the group: here a rank has several groups.
         os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
 
@@ -94,6 +99,23 @@ def prepare_process(base: VllmConfig, rank: int, threads: int) -> torch.device:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     set_random_seed(base.model_config.seed)
     return device
+
+
+def _share_device() -> None:
+    """Let ranks of one device talk to each other; an NCCL before 2.30 says `Duplicate GPU`."""
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+    devices = range(torch.cuda.device_count())
+    if all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2)):
+        # vLLM looks for a device of each member, where there are fewer.
+        custom_all_reduce._can_p2p = _reaches
+        current_platform.is_fully_connected = _reaches
+
+
+def _reaches(*_: object) -> bool:
+    return True
 
 
 def make_runner(

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from worker.vllm_layers import ViewError
+from worker.vllm_layers import ViewError, own_range
 
 UNPACKED_KERNELS = (
     CutlassFP8ScaledMMLinearKernel,
@@ -304,14 +304,15 @@ def bind_quantized(
 def share_of(
     module: LinearBase, name: str, full: torch.Tensor, width: int, rank: int
 ) -> torch.Tensor:
-    """One rank's share of a processed parameter of the replica.
+    """One rank's share of a processed parameter of the replica, or of the part that it is in.
 
     Column-parallel: a range of N of the weight (K, N), and the same of a bias (N,) and of channel
     scales (N, 1). Row-parallel: a range of K of the weight. Per-tensor scales are everybody's.
     """
     column = isinstance(module, ColumnParallelLinear)
-    if name == "weight":
-        return full.chunk(width, 1 if column else 0)[rank]
-    if column and full.numel() > 1:
-        return full.chunk(width, 0)[rank]
+    if name == "weight" and not column:
+        return own_range(full, 0, width, rank, module.input_size_per_partition)
+    if name == "weight" or (column and full.numel() > 1):
+        dim = 1 if name == "weight" else 0
+        return own_range(full, dim, width, rank, module.output_size_per_partition)
     return full

@@ -15,12 +15,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from vllm.model_executor.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
 )
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
@@ -31,10 +36,14 @@ class ViewError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How a tree that is being built is stored: S shards in all, of which it holds S / width."""
+    """How a tree that is being built is stored: S shards in all, of which it holds S / width.
+
+    `loads`: it is filled from a checkpoint. Others are built on meta and take what was loaded.
+    """
 
     shards: int
     width: int
+    loads: bool = False
 
     @property
     def held(self) -> int:
@@ -93,6 +102,29 @@ def scatter_shards(
         )
     rows = param.data.unflatten(0, (shards, -1))[:, start : start + size]
     rows.copy_(loaded.unflatten(0, (shards, size)))
+
+
+def own_shards(loaded: torch.Tensor, plan: ShardPlan, part: int) -> torch.Tensor:
+    """Rows of those shards of a natural tensor that the `part`-th tree of the plan's width holds.
+
+    A tensor that does not fall into shards is returned as it is, for `scatter_shards` to refuse.
+    """
+    if plan.width == 1 or loaded.shape[0] % plan.shards:
+        return loaded
+    first = part * plan.held
+    return loaded.unflatten(0, (plan.shards, -1))[first : first + plan.held].flatten(0, 1)
+
+
+def own_range(full: torch.Tensor, dim: int, width: int, rank: int, size: int) -> torch.Tensor:
+    """View of one of `width` equal ranges of `size`, of a tensor that has all, or an even part.
+
+    The part is the one that the range is in. What does not fall into such ranges is returned as it
+    is, for its size to be refused.
+    """
+    held = full.shape[dim] // size if size else 0
+    if not held or full.shape[dim] % size or width % held:
+        return full
+    return full.narrow(dim, rank % held * size, size)
 
 
 def spread_scales(layer: LinearBase, sizes: tuple[int, ...], held: int) -> None:
@@ -173,7 +205,8 @@ class ShardMajorQKV(QKVParallelLinear):
         if index and self.stored_copies > 1:
             heads = loaded_weight.unflatten(0, (distinct, -1))
             loaded_weight = heads.repeat_interleave(self.stored_copies, 0).flatten(0, 1)
-        scatter_shards(param, loaded_weight, shards, sum(sizes[:index]), sizes[index])
+        own = own_shards(loaded_weight, self.plan, self.tp_rank)
+        scatter_shards(param, own, self.plan.held, sum(sizes[:index]), sizes[index])
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T, hidden) -> (T, [q | k | v]), or (T, n·[q k v]) with `reorders` off."""
@@ -243,7 +276,8 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
                 self.weight_loader(param, part, index)
             return
         start = sum(sizes[:loaded_shard_id])
-        scatter_shards(param, loaded_weight, shards, start, sizes[loaded_shard_id])
+        own = own_shards(loaded_weight, self.plan, self.tp_rank)
+        scatter_shards(param, own, self.plan.held, start, sizes[loaded_shard_id])
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T, hidden) -> (T·n, [gate | up] of one shard)."""
@@ -262,6 +296,25 @@ class ViewedRow(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
         """(T·n, in/n) or (T, in) -> (T, out)."""
         return super().forward(input_.reshape(-1, self.input_size_per_partition))
+
+
+@VocabParallelEmbedding.register_oot
+class WholeEmbedding(VocabParallelEmbedding):
+    """A table of which every rank loads all rows: no masked look-up, no all-reduce.
+
+    Trees that load nothing take the table of the one that does.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        plan = _plan.get()
+        if plan is not None and plan.loads:
+            kwargs["disable_tp"] = True
+        super().__init__(*args, **kwargs)
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether it looks tokens up; an lm_head is a table as well."""
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
 for _ours in (ShardMajorQKV, ShardMajorGateUp, ViewedRow):

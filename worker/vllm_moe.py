@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
-from worker.vllm_layers import ViewError
+from worker.vllm_layers import ViewError, own_range
 
 PROOF_TOKENS = (8, 256)
 """Tokens of the two proofs of a rank's experts: few and many."""
@@ -95,12 +95,11 @@ def is_shared(module: nn.Module) -> bool:
 
 
 def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
-    """Make a rank's experts views of the replica's."""
-    count = full.global_num_experts // width
+    """Make a rank's experts views of the replica's, or of those of the part that they are in."""
     for param_name, param in list(own._parameters.items()):
         if param is None:
             continue
-        view = full._parameters[param_name].data[rank * count : (rank + 1) * count]
+        view = own_range(full._parameters[param_name].data, 0, width, rank, own.local_num_experts)
         if len(view) != own.local_num_experts:
             raise ViewError(f"{name}.{param_name} is not one range of whole experts.")
         own._parameters[param_name] = nn.Parameter(view, requires_grad=False)

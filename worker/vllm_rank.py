@@ -28,10 +28,10 @@ from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.movers import Mover
 from kvadaptor.pages import PagePool
 from kvadaptor.vllm_translate import SlotTable, translate
-from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of
+from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.board import Board
 from worker.measured import Measured, Probes
-from worker.rank_spec import RankSpec
+from worker.rank_spec import RankSpec, modes_widths
 from worker.step_times import StepTimes
 from worker.vllm_calibrate import measure_steps, settle_parts
 from worker.vllm_config import ModeKey, mode_config
@@ -114,7 +114,7 @@ class RankEngine:
     def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
         self.spec = spec
         self.base = base
-        self.device = prepare_process(base, spec.rank, spec.threads)
+        self.device = prepare_process(base, spec.rank, spec.threads, spec.ranks_per_device)
         notes = MemoryNotes(self.device)
         self._token = torch.zeros(64, device=self.device)
         progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
@@ -134,7 +134,7 @@ class RankEngine:
         notes.note("communicators")
         progress("weights", 0, 1)
         self.keys = tuple(
-            ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in spec.widths
+            ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in modes_widths(spec)
         )
         configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
         builder = TreeBuilder(base, configs, self.keys, spec, self.communicators, self.device)
@@ -164,6 +164,11 @@ class RankEngine:
         """Of the start."""
         self._warm(progress)
         notes.note("graphs and warm steps")
+        if spec.parts > 1:
+            # Alone it computes nothing: so it waits for those that have the other parts.
+            key = ModeKey(Mode.DP, 1)
+            config = mode_config(base, key, LAYOUT.name)
+            self.modes[key] = self._prepare(key, config, None, structured)
         named = sum(size for name, size in self.memory() if name not in ("context", "activations"))
         self.other_bytes["rest"] = notes.rest(named)
 
@@ -210,7 +215,7 @@ class RankEngine:
     ) -> KVBuffer:
         config, runner = configs[self.keys[0]], runners[self.keys[0]]
         with set_current_vllm_config(config):
-            specs = runner.get_kv_cache_spec()
+            specs = whole_specs(runner.get_kv_cache_spec(), config)
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
             raise ViewError("the model has layers without plain attention; they cannot be split.")
         reserved = self._reserved_bytes(configs, runners, progress)
@@ -287,7 +292,8 @@ class RankEngine:
         config.cache_config.num_gpu_blocks = kv_config.num_blocks
         slots = self.kv.geometry.slots_per_page(key.width)
         with set_current_vllm_config(config):
-            runner.adopt_kv(kv_config, self.kv, key.width)
+            if runner is not None:
+                runner.adopt_kv(kv_config, self.kv, key.width)
             scheduler = None
             if communicator.rank_in_group == 0:
                 asynchronous = config.scheduler_config.async_scheduling
@@ -381,7 +387,7 @@ class RankEngine:
 
     def step_times(self) -> tuple[StepTimes, ...]:
         """What was measured at start-up, by width."""
-        return tuple(mode.times for mode in self.modes.values())
+        return tuple(mode.times for mode in self.modes.values() if mode.times.curves)
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
         """What a leak would show in, and what vLLM's schedulers counted."""

@@ -23,7 +23,7 @@ from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
 from kvadaptor.vllm_views import KVBuffer
 from worker.vllm_exchange import Exchange
-from worker.vllm_sp import exchange_of
+from worker.vllm_sp import capturing, exchange_of
 from worker.vllm_step_plan import TokenIds, Tokens, give_arrays, give_lists
 from worker.vllm_token_rows import take_arrays
 
@@ -220,7 +220,8 @@ class GpuModeRunner(GPUModelRunner):
         for mode in self._trees:
             self.use(mode)
             if self.needs_cudagraph_capture():
-                taken += int(self.capture_model())
+                with capturing(self._trees[mode]):
+                    taken += int(self.capture_model())
         if self._prompt_graphs is not None:
             self.use(self._first, reads_prompts=True)
             taken += int(self.capture_model())

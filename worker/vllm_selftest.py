@@ -44,8 +44,12 @@ def prove_tree(
     rank_in_group: int,
     device: torch.device,
     shards: int,
+    parts: int = 1,
 ) -> int:
     """Prove a tree of a width against the replica's weights; the replica itself is of width 1.
+
+    Where a rank holds one of several `parts` of the weights, that stands for the replica, and is
+    itself of that width.
 
     Call it on the rank's device, with the tree's configuration as vLLM's current one. It needs no
     group: nothing is communicated.
@@ -65,7 +69,14 @@ def prove_tree(
             kind = _kind(layer)
             if kind in proved:
                 continue
-            _prove_layer(name, layer, sources[name], width, rank_in_group, shards, device)
+            source = sources[name]
+            if isinstance(source, ParallelLMHead):
+                # By rows: one that is tied to the embeddings is whole wherever it is.
+                held = len(source.weight) // len(layer.weight)
+                inside = held, rank_in_group % held, shards
+            else:
+                inside = width // parts, rank_in_group % (width // parts), shards // parts
+            _prove_layer(name, layer, source, *inside, device)
             proved.add(kind)
     if not proved:
         raise ViewError("the model has no layer that could be tested: it is unknown.")
@@ -213,7 +224,7 @@ def _columns_of(source: nn.Module, width: int, rank: int) -> torch.Tensor:
         return torch.arange(
             source.input_size if isinstance(source, LinearBase) else source.weight.shape[1]
         )
-    size = source.input_size
+    size = source.input_size_per_partition
     return torch.arange(rank * size // width, (rank + 1) * size // width)
 
 

@@ -12,6 +12,7 @@ those ranks that have this part; what is reduced, is reduced by those that have 
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -122,6 +123,18 @@ class MixedParallel(SequenceParallel):
         self._reducing = reducing
         self._whole = whole
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """To be entered by all members around what captures graphs of this tree.
+
+        A custom all-reduce in a graph reads its peers' addresses from a table, which is filled when
+        this ends; vLLM does so for the active group alone.
+        """
+        custom = getattr(self._reducing.group.device_communicator, "ca_comm", None)
+        if custom is None or custom.disabled:
+            return nullcontext()
+        context: AbstractContextManager[None] = custom.capture()
+        return context
+
     def forward(
         self,
         input_ids: torch.Tensor | None,
@@ -141,6 +154,11 @@ def exchange_of(trees: Mapping[StepMode, nn.Module]) -> Exchange | None:
     """The exchange of the sp tree among these, if there is one."""
     tree = trees.get(Mode.SP)
     return tree.exchange if isinstance(tree, SequenceParallel) else None
+
+
+def capturing(tree: nn.Module) -> AbstractContextManager[None]:
+    """What is to be entered around the capture of a tree's graphs, by all ranks of its group."""
+    return tree.capturing() if isinstance(tree, MixedParallel) else nullcontext()
 
 
 def build_sp_tree(

@@ -41,6 +41,8 @@ from worker.vllm_layers import (
     ViewedRow,
     ViewError,
     building,
+    is_embedding,
+    own_range,
 )
 from worker.vllm_moe import (
     bind_experts,
@@ -55,10 +57,14 @@ from worker.vllm_moe import (
 VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
 
 
-def load_replica(config: VllmConfig, shards: int) -> nn.Module:
-    """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`."""
+def load_replica(config: VllmConfig, shards: int, parts: int = 1) -> nn.Module:
+    """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`.
+
+    Of several `parts` the one that is this rank's by its place in vLLM's active tp group, which has
+    as many members: heads, inner features, experts and output vocabulary; token embeddings whole.
+    """
     check_widths(config, shards)
-    with building(ShardPlan(shards, 1)):
+    with building(ShardPlan(shards, parts, loads=True)):
         model = get_model(vllm_config=config)
     _keep_plain_head(model)
     check_viewable(model)
@@ -144,11 +150,11 @@ def build_tp_tree(
 def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
     sources = dict(replica.named_modules(remove_duplicate=False))
     for name, module in list(tree.named_modules(remove_duplicate=False)):
-        if type(module) is VocabParallelEmbedding or is_shared(module):
+        if is_embedding(module) or is_shared(module):
             continue  # Its parent has taken the replica's instead.
         source = sources[name]
         for child_name, child in module._modules.items():
-            if type(child) is VocabParallelEmbedding or is_shared(child):
+            if child is not None and (is_embedding(child) or is_shared(child)):
                 # Every rank has the whole table: no masked look-up, no all-reduce.
                 module._modules[child_name] = source._modules[child_name]
         if isinstance(module, RoutedExperts):
@@ -161,8 +167,7 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
         for param_name, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue
-            full = source._parameters[param_name].data
-            view = _shard(module, param_name, full, width, rank)
+            view = _shard(module, param_name, source, width, rank)
             if view.shape != param.shape:
                 raise ViewError(
                     f"{name}.{param_name} has shape {tuple(view.shape)} as a view where "
@@ -172,12 +177,16 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
 
 
 def _shard(
-    module: nn.Module, param_name: str, full: torch.Tensor, width: int, rank: int
+    module: nn.Module, param_name: str, source: nn.Module, width: int, rank: int
 ) -> torch.Tensor:
-    if isinstance(module, (ColumnParallelLinear, ParallelLMHead)):
-        return full.chunk(width, 0)[rank]
+    """A rank's share of what a source holds: all of the model, or the part that the share is in."""
+    full: torch.Tensor = source._parameters[param_name].data
+    if isinstance(module, ParallelLMHead):
+        return own_range(full, 0, width, rank, module.num_embeddings_per_partition)
+    if isinstance(module, ColumnParallelLinear):
+        return own_range(full, 0, width, rank, module.output_size_per_partition)
     if isinstance(module, RowParallelLinear) and param_name == "weight":
-        return full.chunk(width, 1)[rank]
+        return own_range(full, 1, width, rank, module.input_size_per_partition)
     return full
 
 

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import shape_of_parts
 from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
 from kvadaptor.vllm_views import LAYOUT
 from worker.rank_spec import RankSpec
@@ -56,19 +57,35 @@ class TreeBuilder:
     _proved: int = 0
 
     def load(self) -> nn.Module:
-        """The replica, through vLLM's loader; raises `ViewError` for a model unknown to us."""
-        first = self.keys[0]
-        activate(self.communicators.of_width(1))
-        with set_current_vllm_config(self.configs[first]), whole_blocks(self.device):
-            replica = load_replica(self.configs[first], self.spec.widest)
-            self._prove(replica, replica, first.width, 0)
+        """The replica, through vLLM's loader; raises `ViewError` for a model unknown to us.
+
+        Of ranks that hold one part of the weights: that part, which stands for the replica.
+        """
+        parts = self.spec.parts
+        config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
+        if parts > 1:
+            config, group = self._config_of_part(parts), self._parted_over()
+        activate(group)
+        with set_current_vllm_config(config), whole_blocks(self.device):
+            replica = load_replica(config, self.spec.widest, parts)
+            self._prove(replica, replica, parts, group.rank_in_group)
         self.replica_bytes = weight_bytes(replica)
         return replica
 
+    def _config_of_part(self, parts: int) -> VllmConfig:
+        return mode_config(self.base, ModeKey(Mode.TP, parts), LAYOUT.name)
+
+    def _parted_over(self) -> Communicator:
+        """The ranks that have all parts of the weights, each one of them, in their order."""
+        shape = shape_of_parts(self.spec.widest, self.spec.parts)
+        if shape is None:
+            return self.communicators.of_width(self.spec.widest)
+        return self.communicators.reducing(shape)
+
     def trees(self, replica: nn.Module, progress: Callable[[int, int], None]) -> Trees:
         """All trees, the replica first; `progress` is told (done, total)."""
-        first, *wider = self.keys
-        made: Trees = {first: {first.mode: replica}}
+        wider = [key for key in self.keys if key.width > 1]
+        made: Trees = {key: {key.mode: replica} for key in self.keys if key.width == 1}
         for done, key in enumerate(wider):
             progress(done, len(wider))
             communicator = self.communicators.of_width(key.width)
@@ -103,6 +120,7 @@ class TreeBuilder:
             rank_in_group=place,
             device=self.device,
             shards=self.spec.widest,
+            parts=self.spec.parts,
         )
 
     def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:
@@ -119,22 +137,24 @@ class TreeBuilder:
             model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), key.width
         )
         whole = self.communicators.of_width(key.width)
-        try:
-            tree = build_sp_tree(replica, tp_tree, plan, whole.group, config)
-        except ViewError as error:
-            log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
-            return
-        # Not of mixed shapes: what they reduce would run beside what they exchange.
-        tree.exchange.parts_tried = self.spec.exchange_parts
-        self._prove_exchange(tree)
-        self._require_views(f"sp{key.width}", tree, replica)
-        trees[Mode.SP] = tree
+        if self.spec.parts == 1:
+            try:
+                tree = build_sp_tree(replica, tp_tree, plan, whole.group, config)
+            except ViewError as error:
+                log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
+                return
+            # Not of mixed shapes: what they reduce would run beside what they exchange.
+            tree.exchange.parts_tried = self.spec.exchange_parts
+            self._prove_exchange(tree)
+            self._require_views(f"sp{key.width}", tree, replica)
+            trees[Mode.SP] = tree
         for mixed in self.spec.mixed:
-            if mixed.width != key.width:
-                continue
-            reducing = self.communicators.reducing(mixed)
-            part_config = mode_config(self.base, ModeKey(Mode.TP, mixed.tp), LAYOUT.name)
-            part = self._tp_tree(mixed.tp, part_config, replica, reducing)
+            if mixed.width != key.width or mixed.tp % self.spec.parts:
+                continue  # Wider parts than the rank holds.
+            reducing, part = self.communicators.reducing(mixed), replica
+            if mixed.tp > self.spec.parts:
+                part_config = self._config_of_part(mixed.tp)
+                part = self._tp_tree(mixed.tp, part_config, replica, reducing)
             tree = build_mixed_tree(
                 part,
                 tp_tree,

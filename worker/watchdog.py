@@ -6,8 +6,10 @@ they do not come to their end even so, no thread can stop them, and the process 
 since its group is dissolved; its tasks go on elsewhere from what was delivered, when it has ended.
 """
 
+import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -101,6 +103,8 @@ def watch(
                 break
             time.sleep(POLL_S)
         log.warning("rank_stuck", reason=reason)
+        # Where it is stuck; the signal leaves no other trace.
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()

@@ -80,12 +80,24 @@ def _add_up(commands: "Commands") -> None:
     add("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
     add("--ranks", type=int, metavar="N", help="devices to use; default: every GPU, or 2 on CPU")
     add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
+    add(
+        "--ranks-per-device",
+        type=int,
+        metavar="N",
+        help="ranks that share a GPU, to try out groups; slow; default: 1",
+    )
     add("--widths", metavar="1,2,4", help="group widths; default: powers of two up to --ranks")
     add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
     add(
         "--mixed",
         metavar="sp2tp2",
         help="mixed groups to prepare, separated by commas; default: those of --layout",
+    )
+    add(
+        "--weight-parts",
+        type=int,
+        metavar="N",
+        help="for models larger than a device: each rank holds one of N parts; default: 1",
     )
     add("--policy", choices=("adaptive", "fixed"), help="who chooses the layout; default: fixed")
     add(

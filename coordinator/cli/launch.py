@@ -6,11 +6,12 @@ options override it, and what neither says gets the defaults of this machine.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comm_pool.mixed import shape_of_parts
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.protocol.config import Config, ConfigError, check_config, load_config
 
@@ -130,9 +131,13 @@ def _set_cell(
     elif not from_file:
         cell["ranks"] = machine.gpus if cell["device"] == "cuda" else CPU_RANKS
     ranks: int = cell["ranks"]
-    if cell["device"] == "cuda" and ranks > machine.gpus:
+    if options.ranks_per_device is not None:
+        cell["ranks_per_device"] = options.ranks_per_device
+    needed = -(-ranks // max(1, cell.get("ranks_per_device", 1)))
+    if cell["device"] == "cuda" and needed > machine.gpus:
         raise CliError(
-            f"{ranks} ranks need {ranks} GPUs, but nvidia-smi lists {machine.gpus}: lower --ranks.",
+            f"{ranks} ranks need {needed} GPUs, but nvidia-smi lists {machine.gpus}: lower "
+            "--ranks, or let several share one with --ranks-per-device.",
             USAGE_STATUS,
         )
     _set_groups(cell, options, ranks, changed=ranks != ranks_before)
@@ -150,10 +155,22 @@ def _set_groups(
         cell["mixed"] = options.mixed.split(",")
     elif changed:
         cell["mixed"] = ()
+    if options.weight_parts is not None:
+        cell["weight_parts"] = options.weight_parts
     if options.layout is not None:
         cell["layout"] = options.layout
-    elif changed:
-        cell["layout"] = f"dp{ranks}"
+    elif changed or options.weight_parts is not None:
+        cell["layout"] = _first_layout(cell, ranks)
+
+
+def _first_layout(cell: Mapping[str, Any], ranks: int) -> str:
+    """Every rank alone; where each holds a part of the weights, in groups that have all."""
+    parts, widest = cell.get("weight_parts", 1), max(cell["widths"])
+    if parts <= 1 or widest % parts:
+        return f"dp{ranks}"
+    held = shape_of_parts(widest, parts)
+    group = f"tp{widest}" if held is None else f"shift{held.sp}tp{held.tp}"
+    return "+".join([group] * (ranks // widest))
 
 
 def _set_policy(policy: dict[str, Any], options: argparse.Namespace) -> None:

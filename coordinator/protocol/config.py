@@ -5,7 +5,6 @@ with a configuration that another one would refuse. Secrets come from the enviro
 Names end in their unit. `helm/values.schema.json` is generated from these models.
 """
 
-import ipaddress
 import os
 from pathlib import Path
 from typing import Literal, Self
@@ -15,7 +14,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from comm_pool.layout import Layout, LayoutError, parse_layout
-from comm_pool.mixed import Mixed, MixedError, read_mixed
+from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
+from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
@@ -56,9 +56,15 @@ class CellConfig(_Frozen):
     layout: str = "dp2"
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
+    weight_parts: int = Field(default=1, ge=1)
+    """For models that do not fit one device: the weights are in so many parts, and each rank holds
+    one. Then only the widest groups serve, in tp or in a mixed mode."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
     """In how many parts a large sp step may exchange, beside its products; the fastest is measured
     at start. More than one is for CUDA groups whose links are slow: [1, 2, 4]."""
+    ranks_per_device: int = Field(default=1, ge=1)
+    """Ranks that share a CUDA device, to try out wide groups where there are few: all is right, and
+    slow. Needs NCCL 2.30 and --kv-cache-memory-bytes."""
     threads_per_rank: int = Field(default=0, ge=0)
     """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
@@ -260,7 +266,7 @@ class Config(_Frozen):
                 "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must have "
                 "stopped by itself before it is cut out."
             )
-        self.initial_layout()
+        self._check_parts()
         self.mixed_groups()
         for tier in ("interactive", "standard", "batch"):
             width = getattr(self.policy, tier).width_min
@@ -278,6 +284,27 @@ class Config(_Frozen):
             )
         self._check_processes(gateway)
         return self
+
+    def _check_parts(self) -> None:
+        parts, layout = self.cell.weight_parts, self.initial_layout()
+        if parts == 1:
+            return
+        widest = max(self.cell.widths, default=1)
+        if parts & (parts - 1) or parts > widest:
+            raise ValueError(
+                f"cell.weight_parts is {parts}: a power of two up to the widest group of "
+                f"cell.widths, {widest}, has as many members for every part."
+            )
+        if any(group.width != widest for group in layout.groups):
+            raise ValueError(
+                f"cell.layout {self.cell.layout}: each rank holds one of {parts} parts of the "
+                f"weights, so all groups are {widest} wide, such as tp{widest}."
+            )
+        if self.policy.name == "adaptive":
+            raise ValueError(
+                "policy.name adaptive has nothing to choose where ranks hold parts of the weights: "
+                "leave it out; a shift group chooses for each step."
+            )
 
     @staticmethod
     def _check_processes(gateway: GatewayConfig) -> None:
@@ -305,7 +332,9 @@ class Config(_Frozen):
     def mixed_groups(self) -> tuple[Mixed, ...]:
         """The mixed shapes that ranks prepare; raises ValueError for one that they cannot."""
         named = {each.mixed for each in self.initial_layout().groups if each.mixed is not None}
-        for text in self.cell.mixed:
+        parts, widest = self.cell.weight_parts, max(self.cell.widths, default=1)
+        held = shape_of_parts(widest, parts) if parts > 1 else None
+        for text in (*self.cell.mixed, *([str(held)] if held else [])):
             try:
                 mixed = read_mixed(text)
             except MixedError as error:
@@ -320,17 +349,14 @@ class Config(_Frozen):
         return tuple(sorted(named))
 
     @property
+    def narrowest(self) -> int:
+        """The narrowest groups that can serve."""
+        return 1 if self.cell.weight_parts == 1 else max(self.cell.widths)
+
+    @property
     def served_model_name(self) -> str:
         """The model's name on the API."""
         return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load_config(path: Path) -> Config:

@@ -185,7 +185,9 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
 {{- $cell := $root.Values.cell -}}
 {{- $resources := deepCopy $cell.ranks.resources -}}
 {{- if eq (dig "cell" "device" "cpu" $root.Values.config) "cuda" -}}
-{{- $gpus := dict "nvidia.com/gpu" (dig "cell" "ranks" 2 $root.Values.config | toString) -}}
+{{- $each := dig "cell" "ranks_per_device" 1 $root.Values.config | int -}}
+{{- $needed := div (sub (add (dig "cell" "ranks" 2 $root.Values.config) $each) 1) $each -}}
+{{- $gpus := dict "nvidia.com/gpu" ($needed | toString) -}}
 {{- $resources = mergeOverwrite $resources (dict "requests" $gpus "limits" (deepCopy $gpus)) -}}
 {{- end -}}
 - name: ranks

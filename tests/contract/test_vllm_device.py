@@ -1,18 +1,23 @@
-"""What the launcher does once, so that the ranks that it forks need not."""
+"""What the launcher does once for the ranks that it forks, and how ranks share a device."""
 
 import gc
+import inspect
+import os
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+from vllm.distributed.device_communicators import custom_all_reduce
+from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 
 from coordinator.protocol.config import check_config
 from tests.bench.servers import MODEL
 from worker import vllm_device
-from worker.vllm_config import replica_config
+from worker.vllm_config import EngineConfigError, replica_config
 
 THREADS = Path("/proc/self/task")
 
@@ -38,3 +43,32 @@ def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
     before = vllm_device._register_platform.cache_info().misses
     vllm_device.prepare_process(base, 0, 0)
     assert vllm_device._register_platform.cache_info().misses == before
+
+
+def test_ranks_that_share_a_device_are_told_how_much_of_it_they_may_take() -> None:
+    cell = {"ranks": 2, "device": "cuda", "ranks_per_device": 2}
+    config = check_config({"model": {"path": str(MODEL)}, "cell": cell})
+    with pytest.raises(EngineConfigError, match="needs --kv-cache-memory-bytes"):
+        replica_config(config)
+
+
+@pytest.mark.parametrize("reach", [True, False])
+def test_ranks_that_share_a_device_use_custom_all_reduce_where_all_devices_reach_each_other(
+    reach: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> bool:
+        return False
+
+    for name in ("NCCL_MULTI_RANK_GPU_ENABLE", "VLLM_ALLREDUCE_USE_SYMM_MEM"):
+        monkeypatch.setenv(name, "not set")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach)
+    monkeypatch.setattr(custom_all_reduce, "_can_p2p", refuses)
+    monkeypatch.setattr(current_platform, "is_fully_connected", refuses, raising=False)
+    vllm_device._share_device()
+    assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert custom_all_reduce._can_p2p(0, 2) is reach
+    assert current_platform.is_fully_connected([0, 0]) is reach
+    made = inspect.getsource(custom_all_reduce.CustomAllreduce.__init__)
+    assert "not _can_p2p(rank, world_size)" in made
+    assert "current_platform.is_fully_connected(physical_device_ids)" in made

@@ -142,6 +142,36 @@ def test_kv_heads_that_shards_share_come_out_once(shards: int, width: int, kv_he
         torch.testing.assert_close(restored, torch.nn.functional.linear(x, natural))
 
 
+def test_a_part_of_a_fused_weight_is_its_run_of_shards() -> None:
+    """Two parts of four shards, each with a piece of q and of k."""
+    q, k = torch.arange(16.0).view(8, 2), 100 + torch.arange(8.0).view(4, 2)
+    parts = []
+    for part in range(2):
+        plan = vllm_layers.ShardPlan(4, 2, loads=True)
+        stored = torch.nn.Parameter(torch.zeros(6, 2), requires_grad=False)
+        for start, size, natural in ((0, 2, q), (2, 1, k)):
+            own = vllm_layers.own_shards(natural, plan, part)
+            vllm_layers.scatter_shards(stored, own, plan.held, start, size)
+        parts.append(stored.data)
+    whole = torch.nn.Parameter(torch.zeros(12, 2), requires_grad=False)
+    for start, size, natural in ((0, 2, q), (2, 1, k)):
+        vllm_layers.scatter_shards(whole, natural, 4, start, size)
+    assert torch.equal(torch.cat(parts), whole.data)
+
+
+def test_a_range_is_found_in_all_of_a_tensor_and_in_the_part_that_it_is_in() -> None:
+    full = torch.arange(16).view(8, 2)
+    for rank in range(4):
+        wanted = full[2 * rank : 2 * rank + 2]
+        half = full.chunk(2)[rank // 2]
+        for source in (full, half, wanted):
+            found = vllm_layers.own_range(source, 0, 4, rank, 2)
+            assert torch.equal(found, wanted)
+            assert found.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+    assert vllm_layers.own_range(full, 1, 2, 1, 1)[:, 0].tolist() == full[:, 1].tolist()
+    assert vllm_layers.own_range(full, 0, 4, 1, 3) is full, "its size is refused by the caller"
+
+
 def test_a_fused_weight_that_does_not_divide_is_refused() -> None:
     param = torch.nn.Parameter(torch.zeros(12, 2), requires_grad=False)
     with pytest.raises(vllm_layers.ViewError, match="--widths"):

@@ -33,6 +33,14 @@ def test_custom_all_reduce_keeps_its_counters_in_front_of_its_own_buffer() -> No
     assert inspect.signature(_custom_ops.meta_size).parameters == {}
 
 
+def test_a_graph_s_addresses_are_exchanged_when_its_capture_ends() -> None:
+    """For the group whose `capture` it is alone; a kernel in a graph always reads that table."""
+    captured = source_of(custom_all_reduce.CustomAllreduce.capture)
+    assert "finally:" in captured
+    assert "self.register_graph_buffers()" in captured
+    assert "ca_comm.capture()" in source_of(GroupCoordinator.graph_capture)
+
+
 def test_a_group_has_the_communicators_that_are_closed_and_drained() -> None:
     made = source_of(cuda_communicator.CudaCommunicator.__init__)
     for name in ("pynccl_comm", "ca_comm", "symm_mem_comm"):

@@ -1,107 +1,52 @@
 """The same promises on two GPUs: numbers of static vLLM, exact pauses, no growth over switches.
 
-Needs two NVIDIA GPUs and vLLM's CUDA build: `python -m pytest -m gpu tests/gpu`.
+Needs NVIDIA GPUs and vLLM's CUDA build: `python -m pytest -m gpu tests/gpu`. Two ranks share a
+single one if NCCL can (2.30); what bf16 changes by nature is then taken from vLLM's fp32.
 """
 
 import asyncio
-import itertools
-import json
-import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.bench.servers import MODEL, ROOT
+from tests.harness import devices
 from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cuda_scores import ENGINE, moved_logits, score, scored, static_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
-ENGINE = [
-    "--logprobs-mode",
-    "raw_logits",
-    "--max-logprobs",
-    "-1",
-    "--max-model-len",
-    "1024",
-    "--gpu-memory-utilization",
-    "0.3",
-    "--max-num-seqs",
-    "64",
-]
-SCORED = 600
+RANKS = 2
 TASKS = 24
 TOKENS = 200
-NUMBERS = itertools.count()
-
-
-def text() -> list[int]:
-    """A stretch of held-out text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    ids: list[int] = tokenizer.encode((MODEL / "heldout.txt").read_text(), verbose=False)
-    return ids[:SCORED]
-
-
-def static_scores(folder: Path, tp: int) -> Any:
-    """Teacher-forced log-probabilities of plain vLLM in a process of its own."""
-    spec = {
-        "model": str(MODEL),
-        "dtype": "bfloat16",
-        "tp": tp,
-        "max_model_len": 1024,
-        "max_tokens": 2,
-        "prompts": [text()[:20]],
-        "texts": [text()],
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
-    out = folder / f"static-{tp}.npz"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
-        cwd=ROOT,
-        env=dict(os.environ),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(out) as arrays:
-        return arrays["scores_0"]
 
 
 @pytest.fixture(scope="module")
 def static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Plain vLLM's scores by tp size."""
+    """Plain vLLM's scores by tp size; on a single GPU those of fp32 stand in for those of tp2."""
     folder = tmp_path_factory.mktemp("static")
-    return {tp: static_scores(folder, tp) for tp in (1, 2)}
+    alone = static_scores(folder, 1)
+    if devices.ranks_per_device(RANKS) > 1:
+        return {1: alone, 2: static_scores(folder, 1, "float32")}
+    return {1: alone, 2: static_scores(folder, 2)}
 
 
 @pytest.fixture(scope="module")
 def cell(static: dict[int, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Two GPUs with the demo model in bf16, started when plain vLLM has left them."""
+    """Two ranks with the demo model in bf16, started when plain vLLM has left them."""
     folder = tmp_path_factory.mktemp("cuda")
-    with bare_cell(folder, ranks=2, engine_args=ENGINE, device="cuda", pause_limit_ms=60_000) as up:
+    with bare_cell(
+        folder,
+        ranks=RANKS,
+        engine_args=[*ENGINE, *devices.engine_args(RANKS)],
+        device="cuda",
+        limits=devices.limits(RANKS),
+        pause_limit_ms=60_000,
+    ) as up:
         yield up
-
-
-async def score(cell: BareCell, layout: str) -> Any:
-    """Teacher-forced log-probabilities in one layout."""
-    await asyncio.to_thread(cell.switch, layout, "recompute")
-    client = TaskClient()
-    async with client.connected(cell):
-        # The coordinator takes a name that comes again for a repetition.
-        name = f"score-{layout}-{next(NUMBERS)}"
-        client.submit(name, text(), max_tokens=1, prompt_logprobs=0)
-        stream = (await client.finish(name))[0]
-    return np.asarray(stream.prompt_logprobs.logprobs)[:, 0]
 
 
 def test_loss_is_that_of_static_vllm(static: dict[int, Any], cell: BareCell) -> None:
@@ -141,47 +86,10 @@ def test_streams_are_whole_through_pauses(cell: BareCell) -> None:
     assert equal >= TASKS // 2
 
 
-async def moved_logits(cell: BareCell, switches: int) -> list[tuple[list[int], Any]]:
-    """Tasks moved between dp2 and tp2: each one's whole text, and the logits it was drawn by."""
-    await asyncio.to_thread(cell.switch, "dp2", "recompute")
-    client = TaskClient()
-    async with client.connected(cell):
-        words = text()
-        prompts = [words[start : start + 150 + 10 * start] for start in range(0, 16, 2)]
-        names = [f"moved-{number}" for number in range(len(prompts))]
-        for name, ids in zip(names, prompts, strict=True):
-            client.submit(name, ids, max_tokens=TOKENS, logprobs=-1)
-        await asyncio.sleep(0.1)
-        for turn in range(switches):
-            layout = ("tp2", "dp2")[turn % 2]
-            await asyncio.to_thread(cell.switch, layout, "reshard")
-            await asyncio.sleep(0.03)
-        streams = await client.finish(*names)
-    drawn = [
-        np.array([row[token] for row, token in zip(each.logits, each.tokens, strict=True)])
-        for each in streams
-    ]
-    whole = [[*ids, *each.tokens] for ids, each in zip(prompts, streams, strict=True)]
-    return list(zip(whole, drawn, strict=True))
-
-
-async def scored(cell: BareCell, texts: list[list[int]]) -> list[Any]:
-    """The logits of texts that are given, one after the other, in dp2."""
-    await asyncio.to_thread(cell.switch, "dp2", "recompute")
-    client = TaskClient()
-    found = []
-    async with client.connected(cell):
-        for number, ids in enumerate(texts):
-            client.submit(f"given-{number}", ids, max_tokens=1, prompt_logprobs=0)
-            stream = (await client.finish(f"given-{number}"))[0]
-            found.append(np.asarray(stream.prompt_logprobs.logprobs)[:, 0])
-    return found
-
-
 def test_moved_tasks_keep_their_kv(static: dict[int, Any], cell: BareCell) -> None:
     by_nature = np.abs(static[2] - static[1]).max()
-    moved = asyncio.run(moved_logits(cell, 12))
-    given = asyncio.run(scored(cell, [ids for ids, _ in moved]))
+    moved = asyncio.run(moved_logits(cell, "dp2", ["tp2", "dp2"] * 6, TOKENS))
+    given = asyncio.run(scored(cell, "dp2", [ids for ids, _ in moved]))
     records = cell.get("/admin/switches?last=13")["switches"][:12]
     errors = [
         float(np.abs(drawn - logits[-drawn.size :]).max())

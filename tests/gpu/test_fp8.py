@@ -5,19 +5,14 @@ Needs two NVIDIA GPUs of compute capability 8.9 or more and vLLM's CUDA build:
 """
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.bench.servers import MODEL, ROOT
+from tests.harness import cuda_scores
 from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -25,66 +20,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 QUANTIZATION = "fp8_per_tensor"
 """vLLM quantizes the bf16 demo model while loading it."""
 
-ENGINE = [
-    "--quantization",
-    QUANTIZATION,
-    "--logprobs-mode",
-    "raw_logits",
-    "--max-logprobs",
-    "-1",
-    "--max-model-len",
-    "1024",
-    "--gpu-memory-utilization",
-    "0.3",
-    "--max-num-seqs",
-    "64",
-]
+ENGINE = ["--quantization", QUANTIZATION, *cuda_scores.ENGINE]
 LENGTHS = (600, 200)
 """Tokens of the two texts: on both sides of worker.vllm_fp8.FEW_TOKENS."""
 
 
 def texts() -> list[list[int]]:
     """Stretches of held-out text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    ids: list[int] = tokenizer.encode((MODEL / "heldout.txt").read_text(), verbose=False)
-    return [ids[:length] for length in LENGTHS]
-
-
-def static_scores(folder: Path, tp: int) -> list[Any]:
-    """Teacher-forced log-probabilities of plain vLLM in a process of its own."""
-    spec = {
-        "model": str(MODEL),
-        "dtype": "bfloat16",
-        "quantization": QUANTIZATION,
-        "tp": tp,
-        "max_model_len": 1024,
-        "max_tokens": 1,
-        "prompts": [texts()[0][:20]],
-        "texts": texts(),
-    }
-    (folder / "spec.json").write_text(json.dumps(spec))
-    out = folder / f"static-{tp}.npz"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.static_vllm", str(folder / "spec.json"), str(out)],
-        cwd=ROOT,
-        env=dict(os.environ),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    with np.load(out) as arrays:
-        return [arrays[f"scores_{number}"] for number in range(len(LENGTHS))]
+    whole = cuda_scores.text()
+    return [whole[:length] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
 def static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """Plain vLLM's scores by tp size."""
     folder = tmp_path_factory.mktemp("static-fp8")
-    return {tp: static_scores(folder, tp) for tp in (1, 2)}
+    return {
+        tp: cuda_scores.scores_of(folder, texts(), tp=tp, quantization=QUANTIZATION)
+        for tp in (1, 2)
+    }
 
 
 @pytest.fixture(scope="module")

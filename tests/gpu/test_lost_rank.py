@@ -1,8 +1,8 @@
 """SIGKILL of a member of a wide group: the other one gets out of their step and serves on.
 
-On two GPUs the group is closed then, until all ranks are renewed. Needs two NVIDIA GPUs and vLLM's
-CUDA build: `python -m pytest -m gpu tests/gpu`. On CPU, where nothing has to be renewed, `make
-chaos` runs the same, which shows that these tests can be trusted.
+On GPUs the group is closed then, until all ranks are renewed. Needs two NVIDIA GPUs, or one and
+NCCL 2.30, and vLLM's CUDA build: `python -m pytest -m gpu tests/gpu`. On CPU, where nothing has to
+be renewed, `make chaos` runs the same, which shows that these tests can be trusted.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness import devices
 from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.lost_ranks import back, kill, ranks_of, renew, tell_pauses
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.timeout(400)]
 
 CUDA_ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "64"]
 CPU_ENGINE = ["--dtype", "float32", "--max-model-len", "1024"]
+RANKS = 2
 STREAMS = 16
 TOKENS = 300
 BEGUN_TOKENS = 20
@@ -39,9 +41,11 @@ def cell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BareCell]:
     device = request.param
-    engine = CUDA_ENGINE if device == "cuda" else CPU_ENGINE
+    engine, limits = CPU_ENGINE, {}
+    if device == "cuda":
+        engine, limits = [*CUDA_ENGINE, *devices.engine_args(RANKS)], devices.limits(RANKS)
     folder = tmp_path_factory.mktemp("lost")
-    with bare_cell(folder, ranks=2, engine_args=engine, device=device) as up:
+    with bare_cell(folder, ranks=RANKS, engine_args=engine, device=device, limits=limits) as up:
         yield up
 
 

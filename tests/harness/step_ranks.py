@@ -2,9 +2,9 @@
 
 Run in processes of their own: `python -m tests.harness.step_ranks SPEC.json OUT.pkl`. SPEC has the
 model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
-`reshard_cases`) and `runs`: names of choosers. Every run does all requests; OUT has {run:
-{"streams": [...], "modes": {mode: steps}}}. Only the choice of each step's mode is replaced; the
-rest is the product.
+`reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
+the weights. Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
+"weights": bytes}}. Only the choice of each step's mode is replaced; the rest is the product.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ TIME_LIMIT_S = 450
 BORN = 1
 
 
-def chooser(run: str, mixed: Sequence[str]) -> Choice:
-    """`tp`, `sp`, a mixed shape, or `random-SEED`: any of them for each step by chance."""
+def chooser(run: str, mixed: Sequence[str], parts: int = 1) -> Choice:
+    """`tp`, `sp`, a mixed shape, or `random-SEED`: any of them for each step by chance.
+
+    Ranks that hold one of several `parts` of the weights have no sp.
+    """
     word, _, seed = run.partition("-")
     shapes = [read_mixed(each) for each in mixed]
     if word in mixed:
@@ -46,7 +50,7 @@ def chooser(run: str, mixed: Sequence[str]) -> Choice:
     if word != "random":
         return lambda _tokens: Mode(word)
     draw = random.Random(seed)
-    modes: list[StepMode] = [Mode.TP, Mode.SP, *shapes]
+    modes: list[StepMode] = [Mode.TP, *([Mode.SP] if parts == 1 else []), *shapes]
     return lambda _tokens: draw.choice(modes)
 
 
@@ -73,7 +77,8 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
     scheduler = member.mode_of(binding.group).scheduler
     results = {}
     for run in spec["runs"]:
-        choose, modes = chooser(run, spec.get("mixed", ())), Counter[str]()
+        choose = chooser(run, spec.get("mixed", ()), spec.get("parts", 1))
+        modes = Counter[str]()
 
         def mode_of_step(
             _self: Any, _group: Group, tokens: int, choose: Choice = choose, modes: Any = modes
@@ -92,7 +97,11 @@ def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, An
         while member.has_work:
             member.lead_step(1)
         streams = [collector.streams.pop(f"{run}-{n}") for n in range(len(spec["requests"]))]
-        results[run] = {"streams": streams, "modes": dict(modes)}
+        results[run] = {
+            "streams": streams,
+            "modes": dict(modes),
+            "weights": member.engine.replica_bytes,
+        }
         if not spec.get("keeps_cache"):
             assert scheduler.reset_prefix_cache()
     member.lead(LeaveGroup(BORN, None))
@@ -110,7 +119,8 @@ def serve(
     from worker.step_queue import LeaveGroup
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
-    engine = build_engine(base, rank_spec(config, rank, cohort, memory))
+    own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1))
+    engine = build_engine(base, own)
     collector = Collector()
     member = Member(engine, 1, collector)  # type: ignore[arg-type]
     group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)

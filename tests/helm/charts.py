@@ -23,6 +23,7 @@ VARIATIONS: dict[str, tuple[str, Object]] = {
     "kind": ("kind", {}),
     "8xgpu": ("8xgpu", {}),
     "many-cells": ("many-cells", {}),
+    "ranks that share GPUs": ("8xgpu", {"config": {"cell": {"ranks_per_device": 3}}}),
     "three cells with gateways apart": (
         "8xgpu",
         {

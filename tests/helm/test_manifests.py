@@ -243,13 +243,14 @@ def test_shared_memory_fits_into_the_ranks_memory(release: Release) -> None:
     assert amount(volume["emptyDir"]["sizeLimit"]) <= limit / 2
 
 
-def test_a_rank_has_a_gpu(release: Release) -> None:
+def test_a_rank_has_a_gpu_unless_several_share_one(release: Release) -> None:
     cell = release.values["config"]["cell"]
     pod = release.one("StatefulSet", "-cell")["spec"]["template"]
     for container in containers_of(pod):
         resources = container["resources"]
         gpus = [resources[key].get("nvidia.com/gpu") for key in ("requests", "limits")]
         has = container["name"] == "ranks" and cell.get("device") == "cuda"
-        assert gpus == [str(cell["ranks"]) if has else None] * 2
+        needed = -(-cell["ranks"] // cell.get("ranks_per_device", 1))
+        assert gpus == [str(needed) if has else None] * 2
     tag = containers_of(pod)[0]["image"].rpartition(":")[2]
     assert tag.endswith("-cuda") == (cell.get("device") == "cuda")

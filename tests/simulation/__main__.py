@@ -3,9 +3,18 @@
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 
 from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.world import FAILURES, World
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is simulated; see `World`."""
+
+    wide: bool
+    parts: bool
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,21 +23,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1, help="run so many seeds without a trace")
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="with this bug put in")
     parser.add_argument("--wide", action="store_true", help="with all parts and all faults")
+    parser.add_argument("--parts", action="store_true", help="ranks hold parts of the weights")
     chosen = parser.parse_args(arguments)
+    kind = Kind(chosen.wide, chosen.parts)
     with mutated(chosen.mutation):
         if chosen.count == 1:
-            return _replay(chosen.seed, wide=chosen.wide)
-        return _sweep(range(chosen.seed, chosen.seed + chosen.count), wide=chosen.wide)
+            return _replay(chosen.seed, kind)
+        return _sweep(range(chosen.seed, chosen.seed + chosen.count), kind)
 
 
-def replay_of(seed: int, *, wide: bool) -> str:
+def replay_of(seed: int, *, wide: bool = False, parts: bool = False) -> str:
     """The command that shows a failure again."""
-    return f"make sim SEED={seed}{' WIDE=1' if wide else ''}"
+    return f"make sim SEED={seed}{' WIDE=1' if wide else ''}{' PARTS=1' if parts else ''}"
 
 
-def _replay(seed: int, *, wide: bool) -> int:
+def _replay(seed: int, kind: Kind) -> int:
     try:
-        stats = World(seed, trace=print, wide=wide).run()
+        stats = World(seed, trace=print, wide=kind.wide, parts=kind.parts).run()
     except FAILURES as error:
         print(f"\nseed {seed} failed: {error}")
         return 1
@@ -36,15 +47,15 @@ def _replay(seed: int, *, wide: bool) -> int:
     return 0
 
 
-def _sweep(seeds: range, *, wide: bool) -> int:
+def _sweep(seeds: range, kind: Kind) -> int:
     failed = 0
     started = time.process_time()
     for seed in seeds:
         try:
-            World(seed, wide=wide).run()
+            World(seed, wide=kind.wide, parts=kind.parts).run()
         except FAILURES as error:
             failed += 1
-            print(f"{replay_of(seed, wide=wide)}    {error}", flush=True)
+            print(f"{replay_of(seed, wide=kind.wide, parts=kind.parts)}    {error}", flush=True)
     each_s = (time.process_time() - started) / len(seeds)
     print(f"{failed} of {len(seeds)} seeds failed")
     print(f"{each_s:.3f} s of processor time per seed: {3600 / each_s:,.0f} an hour on one core")

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 WIDTHS = (1, 2, 4, 8)
 LAYOUTS = supported_layouts(8, WIDTHS, (Mode.DP, Mode.TP))
+NARROWEST_OF_PARTS = 4
+LAYOUTS_OF_PARTS = tuple(
+    each for each in LAYOUTS if all(group.width >= NARROWEST_OF_PARTS for group in each.groups)
+)
+"""Those that serve where ranks hold parts of the weights."""
 OFTEN = {
     Carry.RESHARD: 5,
     Carry.SPECULATE: 2,
@@ -30,7 +35,7 @@ CARRIES = tuple(carry for carry, times in OFTEN.items() for _ in range(times))
 class Faults:
     """Chances per tick, and what is broken right now."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, parts: bool = False) -> None:
         self.rng = rng
         self.weather = Weather(
             delay_max=rng.choice((1, 3, 8)),
@@ -53,6 +58,8 @@ class Faults:
         self.gateway_returns = 0.1
         # With few layouts to choose from, paused tasks see theirs come back.
         self.layouts = rng.choice((LAYOUTS, rng.sample(LAYOUTS, 2), rng.sample(LAYOUTS, 3)))
+        if parts:
+            self.layouts = LAYOUTS_OF_PARTS
         self._cut_until: dict[Rank, int] = {}
         self._restart_at: dict[Rank, int] = {}
         self._exit_at: dict[Rank, int] = {}
@@ -67,6 +74,9 @@ class Faults:
         """An operator has all ranks started again."""
         self.shares_memory = not self.spins and own.random() < 0.5
         """Ranks that are started again join those that live."""
+        if parts:
+            # Elsewhere all ranks are started again when one is lost.
+            self.spins, self.shares_memory = False, True
         # Drawn apart, so that the faults of a seed stay what they are.
         self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
         """Those who are in such a collective are let out alive, and close their group for good."""

@@ -4,10 +4,12 @@ from itertools import chain
 
 import pytest
 
+from tests.simulation.__main__ import replay_of
 from tests.simulation.mutations import MUTATIONS, mutated
 from tests.simulation.world import FAILURES, World
 
 SEEDS = 500
+SEEDS_OF_PARTS = 100
 CHUNK = 50
 SEED_OF_STUCK = 613
 """A seed in which ranks die inside of collectives that never end; few do."""
@@ -27,12 +29,20 @@ FOUND_BY = {
 """Seeds that found bugs which few find; they are tried first, as long as they do."""
 
 
-def failure_of(seed: int, meddle: float | None = None) -> str | None:
+def failure_of(seed: int, meddle: float | None = None, *, parts: bool = False) -> str | None:
     try:
-        World(seed, meddle=meddle).run()
+        World(seed, meddle=meddle, parts=parts).run()
     except FAILURES as error:
-        return f"make sim SEED={seed}    {error}"
+        return f"{replay_of(seed, parts=parts)}    {error}"
     return None
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS_OF_PARTS, CHUNK))
+def test_they_hold_where_ranks_hold_parts_of_the_weights(first: int) -> None:
+    """And every cell comes to rest with groups that have all of them, all tasks ended."""
+    seeds = range(first, first + CHUNK)
+    failures = [failure for seed in seeds if (failure := failure_of(seed, parts=True))]
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))

@@ -58,7 +58,7 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
 
 
 def test_a_guard_that_keeps_what_is_barred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guard, "remaining", lambda _self, layout: layout)
+    monkeypatch.setattr(Guard, "remaining", lambda _self, layout, *_: layout)
     with pytest.raises(Violation, match="serves though it has drifted"):
         for seed in range(SEEDS):
             World(seed, wide=True).run()

@@ -6,6 +6,7 @@ to rest: one layout served by all ranks, every task ended, every page accounted 
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank
 from comm_pool.plan import communicator_plan
@@ -45,7 +46,13 @@ from tests.simulation.audit import QueueAudit, check_real_plan
 from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation
 from tests.simulation.drift import Drift
-from tests.simulation.faults import WIDTHS, Faults, draw_settings
+from tests.simulation.faults import (
+    LAYOUTS_OF_PARTS,
+    NARROWEST_OF_PARTS,
+    WIDTHS,
+    Faults,
+    draw_settings,
+)
 from tests.simulation.memory_of_ranks import MemoryOfRanks
 from tests.simulation.network import Network, Session
 from tests.simulation.open_steps import OpenSteps
@@ -79,12 +86,16 @@ class World:
         meddle: float | None = None,
         *,
         wide: bool = False,
+        parts: bool = False,
     ) -> None:
-        """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`."""
+        """`wide` adds the gateways' real book, the policy, the real planner, and `Trouble`.
+
+        With `parts` each rank holds a part of the weights, so that only groups of four serve.
+        """
         self.rng = random.Random(seed)
         self._trace = trace
         self.now = 0
-        self.faults = Faults(self.rng)
+        self.faults = Faults(self.rng, parts=parts)
         self.trouble = Trouble(seed, is_on=wide)
         self.drift = Drift(seed, is_on=wide)
         self.core_clock_ms = 0
@@ -113,6 +124,11 @@ class World:
         self._peers: dict[Rank | str, Session] = {}
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
+        if parts:
+            layout = LAYOUTS_OF_PARTS[seed % len(LAYOUTS_OF_PARTS)]
+            self.settings = replace(
+                self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
+            )
         self._planned: set[tuple[int, Target]] = set()
         reach = self.memory.start(list(self.incarnations), self.incarnations, shares=False)
         self.ranks: dict[Rank, SimRank | None] = {

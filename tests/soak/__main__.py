@@ -26,6 +26,7 @@ from tests.bench.gpu_servers import gpu_memory_mib
 from tests.bench.provenance import commit, cpu_name, today
 from tests.bench.servers import MODEL, ROOT, environment, free_port, running
 from tests.harness.admin import ask, get_json, post, switch
+from tests.harness.devices import ranks_per_device
 from tests.soak.asked import TOKENS, Answer, Question, is_right, questions
 from tests.soak.measures import (
     Sample,
@@ -295,6 +296,7 @@ def main() -> int:
     command = [
         *(sys.executable, "-m", "coordinator.cli", "up", "--model", str(MODEL)),
         *("--ranks", str(RANKS), "--device", DEVICE, "--port", str(port)),
+        *("--ranks-per-device", str(ranks_per_device(RANKS) if DEVICE == "cuda" else 1)),
         *("--admin-port", str(admin_port), "--", *OPTIONS),
     ]
     # Servers on CPU need settings that are none of a GPU box's.

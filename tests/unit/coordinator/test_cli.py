@@ -29,7 +29,7 @@ from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.restarts import LONGEST_DELAY_S, QUICK_FAILURES_MAX, STEADY_S, Restarts
 from coordinator.cli.screen import RankProgress, read_rank_progress
 from coordinator.cli.tables import format_table
-from coordinator.protocol.config import Config, dump_config, load_config
+from coordinator.protocol.config import Config, ConfigError, dump_config, load_config
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -138,6 +138,53 @@ def test_what_cannot_be_is_refused_in_one_sentence(arguments: list[str], sentenc
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(CliError, match="lists 2"):
         build("--ranks", "4", gpus=2)
+
+
+def test_ranks_may_share_gpus_if_that_is_asked_for() -> None:
+    config = build("--ranks", "4", "--ranks-per-device", "2", gpus=2)
+    assert config.cell.ranks == 4
+    assert config.cell.ranks_per_device == 2
+    with pytest.raises(CliError, match=r"5 ranks need 3 GPUs.*--ranks-per-device"):
+        build("--ranks", "5", "--ranks-per-device", "2", gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        (("--ranks", "4", "--weight-parts", "2"), "shift2tp2"),
+        (("--ranks", "4", "--weight-parts", "4"), "tp4"),
+        (("--ranks", "8", "--widths", "1,2,4", "--weight-parts", "2"), "shift2tp2+shift2tp2"),
+        (("--ranks", "4", "--weight-parts", "2", "--layout", "tp4"), "tp4"),
+        (("--ranks", "4", "--weight-parts", "1"), "dp4"),
+    ],
+)
+def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
+    arguments: tuple[str, ...], layout: str
+) -> None:
+    config = build(*arguments)
+    assert config.cell.layout == layout
+    parts, widest = config.cell.weight_parts, max(config.cell.widths)
+    assert config.narrowest == (widest if parts > 1 else 1)
+    wanted = [f"sp{widest // parts}tp{parts}"] if 1 < parts < widest else []
+    assert [str(each) for each in config.mixed_groups()] == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--weight-parts", "3"), "a power of two"),
+        (("--weight-parts", "8"), "a power of two up to the widest group"),
+        (("--weight-parts", "2", "--layout", "dp4"), "all groups are 4 wide, such as tp4"),
+        (("--weight-parts", "2", "--layout", "tp2+tp2"), "all groups are 4 wide"),
+        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has nothing to choose"),
+        (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
+    ],
+)
+def test_parts_of_the_weights_that_no_group_can_serve_with(
+    arguments: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises((CliError, ConfigError), match=sentence):
+        build("--ranks", "4", *arguments)
 
 
 # Arguments

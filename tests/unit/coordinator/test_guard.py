@@ -63,6 +63,14 @@ def test_what_is_left_of_a_layout(drifted: list[Probed], before: str, after: str
     assert guard(*drifted).remaining(layout(before)) == layout(after)
 
 
+def test_a_group_whose_ranks_hold_parts_of_the_weights_serves_on() -> None:
+    """Nobody else could."""
+    drifted = guard(probed("tp4", 0, 1, 2, 3))
+    assert drifted.remaining(layout("tp4"), 4) == layout("tp4")
+    assert drifted.remaining(layout("tp4")) == layout("dp4")
+    assert guard(probed("sp2tp2", 0, 1, 2, 3)).remaining(layout("sp2tp2"), 4) == layout("tp4")
+
+
 def test_what_was_seen_already_bars_nothing_anew() -> None:
     made = guard(probed("tp2", 0, 1))
     assert made.take_unsaid() == [probed("tp2", 0, 1)]

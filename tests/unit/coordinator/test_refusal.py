@@ -101,3 +101,23 @@ def test_ranks_that_were_restarted_together_can_be_a_group() -> None:
     answer = refuse(wanted("tp4"), ranks, EVERYONE)
     assert answer is not None
     assert answer.startswith("rank 0 was restarted without all others of tp4")
+
+
+@pytest.mark.parametrize("text", ["dp4", "tp2+tp2", "tp2+dp2", "off4"])
+def test_where_ranks_hold_parts_of_the_weights_groups_have_all_of_them(text: str) -> None:
+    made = roster(widths=(1, 4))
+    made.narrowest = 4
+    reason = refuse(wanted(text), made, EVERYONE)
+    assert reason is not None
+    assert "one of several parts of the weights, so groups are 4 wide" in reason
+    assert refuse(wanted("tp4"), made, EVERYONE) is None
+
+
+def test_where_ranks_hold_parts_of_the_weights_there_is_no_plain_sp() -> None:
+    made = roster(widths=(1, 2))
+    made.narrowest = 2
+    reason = refuse(wanted("sp2+tp2"), made, EVERYONE)
+    assert reason == (
+        "sp2 needs all of the weights on each rank, which holds only one of several parts of the "
+        "weights: use 'tp2' or a mixed mode."
+    )

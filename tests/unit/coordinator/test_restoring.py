@@ -1,12 +1,14 @@
 """Layouts that were left because of a loss come back, and ranks start again while nobody waits."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from comm_pool.layout import Rank
 from coordinator.events import Effect, RankExited, RenewalWanted, ToLauncher
-from coordinator.protocol.messages import Cancel, TaskId
+from coordinator.protocol.messages import Cancel, HeldTask, RankHello, TaskId
 from coordinator.restoring import RENEWALS_APART_MS
 from tests.transcripts.cell import WIDTHS, Cell, ObedientRank
 from tests.unit.coordinator.builders import submit
@@ -241,3 +243,48 @@ def test_an_operator_can_ask_for_it_at_any_time() -> None:
     cell = cell_of("dp4")
     cell.event(RenewalWanted())
     assert renewals(cell.take()) == [tuple((rank, 1) for rank in range(4))]
+
+
+class Joiner(ObedientRank):
+    """A new process that shares memory with those that were there first."""
+
+    def hello(self, held: Iterable[HeldTask] = (), max_tasks: int = 4) -> RankHello:
+        return replace(super().hello(held, max_tasks), cohort=0)
+
+
+def test_ranks_with_parts_of_the_weights_wait_for_each_other() -> None:
+    """Alone they take no task; the group is formed as soon as all are there again."""
+    cell = Cell("tp4", narrowest=4, settled_ms=0)
+    cell.serve()
+    cell.gateway()
+    cell.event(RankExited(Rank(2)))
+    cell.settle(0, 1, 3)
+    cell.say(submit("t"))
+    cell.tick(100)
+    view: Any = cell.core.layout_view()
+    assert (view["target"], view["serving"]) == ("dp2+off1+dp1", False)
+    queue: Any = cell.core.queue_view()
+    assert queue["tasks"]["queued"] == 1, queue
+    cell.ranks[Rank(2)] = Joiner(Rank(2), 2, WIDTHS)
+    cell.open(2)
+    cell.settle()
+    cell.tick(100)
+    cell.settle()
+    assert layout_of(cell) == "tp4"
+
+
+def test_a_coordinator_that_finds_them_waiting_wants_the_first_layout() -> None:
+    cell = Cell("tp4", narrowest=4, settled_ms=0)
+    cell.serve()
+    cell.event(RankExited(Rank(2)))
+    cell.settle(0, 1, 3)
+    cell.start()
+    for rank in (0, 1, 3):
+        cell.open(rank)
+        cell.report(rank)
+    cell.tick(20_000)
+    cell.ranks[Rank(2)] = Joiner(Rank(2), 2, WIDTHS)
+    cell.open(2)
+    cell.settle()
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp4"

@@ -1,5 +1,8 @@
 """The exchange around attention, by two real processes, and what its proof finds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +184,43 @@ def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
         assert tree(ids, ids).tolist() == [[0], [1], [2]]
     assert found == [reducing]
     assert parallel_state._TP is whole
+
+
+class CustomAllReduce:
+    """What a graph's custom all-reduces are entered in when its capture ends."""
+
+    def __init__(self, *, disabled: bool) -> None:
+        self.disabled = disabled
+        self.told: list[str] = []
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.told.append("begins")
+        yield
+        self.told.append("ends")
+
+
+def test_graphs_of_a_mixed_tree_are_captured_within_the_group_that_reduces() -> None:
+    """Otherwise its custom all-reduces read addresses that nobody has written."""
+    from worker.vllm_exchange import Exchange
+    from worker.vllm_sp import MixedParallel, capturing
+
+    alone: Any = Alone()
+    exchange = Exchange(HeadExchange(4, 4, 1), alone)
+    ranks = (Rank(0), Rank(2))
+
+    def mixed(custom: CustomAllReduce | None) -> MixedParallel:
+        plane = SimpleNamespace(ca_comm=custom) if custom is not None else None
+        group: Any = SimpleNamespace(device_communicator=plane)
+        reducing = Communicator(ranks, group, 0.0, 0)
+        return MixedParallel(nn.Identity(), nn.Identity(), exchange, reducing, reducing)
+
+    custom, off = CustomAllReduce(disabled=False), CustomAllReduce(disabled=True)
+    for tree in (mixed(custom), mixed(off), mixed(None), nn.Identity()):
+        with capturing(tree):
+            custom.told.append("captured")
+    assert custom.told == ["begins", "captured", "ends", *["captured"] * 3]
+    assert off.told == []
 
 
 class Runner:

@@ -1,5 +1,8 @@
 """When a main loop that does not go on counts as stuck, and how it is called out of a group."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 from structlog.testing import capture_logs
@@ -159,3 +162,26 @@ def test_the_watchdog_goes_on_when_there_is_no_way_out() -> None:
         watched.call_out()
     assert [each["event"] for each in logs] == ["not_let_out"]
     assert watched.loss.is_stuck(LIMIT_S + 0.1), "and ends the process"
+
+
+STUCK = """
+import time
+from types import SimpleNamespace
+from worker.watchdog import Progress, watch
+
+def waits_for_what_never_comes():
+    time.sleep(60)
+
+loss = SimpleNamespace(bereaved=lambda: None, is_stuck=lambda now_s: False)
+watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None)
+waits_for_what_never_comes()
+"""
+
+
+def test_a_stuck_process_says_where_before_it_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert "rank_stuck" in ended.stdout + ended.stderr
+    assert "in waits_for_what_never_comes" in ended.stderr

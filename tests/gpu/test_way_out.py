@@ -1,0 +1,44 @@
+"""A rank gets out of collectives that its peer never joins: custom all-reduce, graphs, NCCL's.
+
+Needs two NVIDIA GPUs, or one and NCCL 2.30, which lets ranks share it, and vLLM's CUDA build.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.bench.servers import ROOT, free_port
+from tests.harness.bare_cell import search_path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+STEPS = 5
+LIMIT_S = 180
+
+
+def test_a_rank_gets_out_of_all_that_waits_for_its_peer() -> None:
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.way_out_rank", str(rank), str(port)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": search_path(), "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, errors = ranks[0].communicate(timeout=LIMIT_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    told = [json.loads(line) for line in out.splitlines() if line.startswith('{"what"')]
+    print(*told, sep="\n")
+    assert [each["ended"] for each in told] == [True] * STEPS, f"{told}\n{errors[-3000:]}"
+    assert all(each["waits"] for each in told), told

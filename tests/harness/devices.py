@@ -1,0 +1,21 @@
+"""How many ranks share a device where a test wants more of them than the machine has GPUs."""
+
+import torch
+
+KV_BYTES = 512 << 20
+
+
+def ranks_per_device(ranks: int) -> int:
+    """1 where each rank can have a device of its own, and on machines without any."""
+    found: int = torch.cuda.device_count()
+    return -(-ranks // found) if found else 1
+
+
+def limits(ranks: int) -> dict[str, int]:
+    """What the configuration's `cell` says of it."""
+    return {"ranks_per_device": ranks_per_device(ranks)}
+
+
+def engine_args(ranks: int) -> list[str]:
+    """How much memory a rank takes for KV where it cannot measure what is left."""
+    return ["--kv-cache-memory-bytes", str(KV_BYTES)] if ranks_per_device(ranks) > 1 else []
