@@ -44,7 +44,10 @@ kernels that spin, and so for the next round of draining."""
 DRAIN_S = 0.08
 """How long one round of draining takes at most."""
 
-BARRIERS = 16
+AHEAD = 2
+"""Barriers of one kernel, behind which a block's flag is sure to be seen."""
+
+BARRIERS = 64
 """Barriers that blocks are let through before it is looked whether they still have to be."""
 
 LOOK_S = 0.00002
@@ -77,21 +80,39 @@ class Signal:
     """The counters by which one rank's custom all-reduce waits for its peers: views of them.
 
     A block waits until the counter of each peer, in `start` and later in `end`, is one more than
-    its own flag; not at least that much. Then it raises its flag.
+    its own flag; not at least that much. Then it raises its flag. That it was raised need not be
+    seen before the block's kernel has ended, so counters are also set further ahead.
     """
 
     def __init__(self, words: torch.Tensor, peers: int) -> None:
         """`words` (int32) are all of them, as they lie in memory."""
-        used, apart = BLOCKS * peers, _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
+        self._words, self._peers = words, peers
+        self._apart = _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
+        used = BLOCKS * peers
         self._start = words[:used].view(BLOCKS, peers)
-        self._end = words[apart : apart + used].view(BLOCKS, peers)
-        flags = words[2 * apart : 2 * apart + BLOCKS]
-        self._flags = flags[:, None].expand(BLOCKS, peers)
+        self._end = words[self._apart : self._apart + used].view(BLOCKS, peers)
+        self._raised = words[2 * self._apart : 2 * self._apart + BLOCKS]
+        self._flags = self._raised[:, None].expand(BLOCKS, peers)
+        is_cuda = words.device.type == "cuda"
+        self._seen = torch.zeros(BLOCKS, dtype=torch.int32, pin_memory=is_cuda)
+
+    def look(self) -> int:
+        """Return the first block's flag as it was at the last look; nothing is waited for."""
+        seen = int(self._seen[0])
+        self._seen.copy_(self._raised, non_blocking=True)
+        return seen
 
     def let_through(self) -> None:
-        """Let every block that waits pass one barrier; nothing is allocated."""
-        torch.add(self._flags, 1, out=self._start)
-        torch.add(self._flags, 1, out=self._end)
+        """Let every block that waits pass some barriers, up to `BARRIERS`; nothing is allocated."""
+        if self._words.device.type == "cuda":
+            from comm_pool.drain_kernel import launch
+
+            passes = BARRIERS // AHEAD
+            launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
+            return
+        for ahead in range(1, AHEAD + 1):
+            torch.add(self._flags, ahead, out=self._start)
+            torch.add(self._flags, ahead, out=self._end)
 
 
 class _Words:
@@ -127,7 +148,9 @@ class Drainer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._beside():
-            Signal(words, peers).let_through()
+            signal = Signal(words, peers)
+            signal.let_through()
+            signal.look()
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -142,13 +165,14 @@ class Drainer:
             while is_wanted() and time.monotonic() < until_s:
                 if self._event is None or self._event.query():
                     launches += 1
-                    for _ in range(BARRIERS):
-                        for signal in signals:
-                            signal.let_through()
+                    for signal in signals:
+                        signal.let_through()
                     if self._event is not None:
                         self._event.record()
                 time.sleep(LOOK_S)
-        log.info("collectives_let_through", barriers=launches * BARRIERS, is_over=not is_wanted())
+            seen = [signal.look() for signal in signals]
+        barriers, is_over = launches * BARRIERS, not is_wanted()
+        log.info("collectives_let_through", barriers=barriers, is_over=is_over, flags_before=seen)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

@@ -15,8 +15,8 @@ from tests.harness.bare_cell import search_path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-STEPS = 5
-LIMIT_S = 180
+STEPS = 4
+LIMIT_S = 90
 
 
 def test_a_rank_gets_out_of_all_that_waits_for_its_peer() -> None:

@@ -48,20 +48,22 @@ class Survivor:
         os.kill(self._peer, signal.SIGKILL)
         time.sleep(1.0)
 
-    def get_out(self, name: str, launch: Callable[[], Any], *, closes: bool = False) -> bool:
-        """Launch, see that it waits, and let it through."""
+    def get_out(self, name: str, *launches: Callable[[], Any], closes: bool = False) -> bool:
+        """Launch one behind the other, see that the first one waits, and let all through."""
         signals = self._way.signal
         assert signals is not None, "custom all-reduce is on"
-        over = torch.cuda.Event()
-        launch()
-        over.record()
+        ends = [torch.cuda.Event() for _ in launches]
+        for launch, end in zip(launches, ends, strict=True):
+            launch()
+            end.record()
         started_s = time.monotonic()
         time.sleep(WAITS_S)
-        told: dict[str, Any] = {"what": name, "waits": not over.query()}
+        told: dict[str, Any] = {"what": name, "waits": not ends[0].query()}
         told["closed"] = self._way.close() if closes else None
         for _ in range(ROUNDS):
-            self._drainer.drain([signals], lambda: not over.query())
-        told["ended"] = over.query()
+            self._drainer.drain([signals], lambda: not ends[-1].query())
+        told["ended"] = ends[-1].query()
+        told["parts"] = [end.query() for end in ends]
         told["seconds"] = round(time.monotonic() - started_s - WAITS_S, 3)
         if not told["ended"]:
             with torch.cuda.stream(self._aside):
@@ -78,6 +80,8 @@ def run(rank: int, port: int) -> None:
     index = rank % torch.cuda.device_count()
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    for kind in ("SYMM_MEM", "FLASHINFER"):
+        os.environ[f"VLLM_ALLREDUCE_USE_{kind}"] = "0"
     if torch.cuda.device_count() == 1:
         _share_device()
     address = f"tcp://127.0.0.1:{port}"
@@ -88,36 +92,40 @@ def run(rank: int, port: int) -> None:
     _warm(group, device, exchanges=True)
     small = torch.ones(SMALL, dtype=torch.bfloat16, device=device)
     large = torch.ones(LARGE, dtype=torch.bfloat16, device=device)
-    graph = torch.cuda.CUDAGraph()
-    with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
-        summed = small
-        for _ in range(IN_GRAPH):
-            summed = group.all_reduce(summed)
-        group.all_gather(small, dim=-1)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert float(summed[0, 0]) == 2.0**IN_GRAPH
+    reduces = captured(group, small, gathers=False)
+    gathers = captured(group, small, gathers=True)
     pids: list[int] = [0, 0]
     dist.all_gather_object(pids, os.getpid(), group=group.cpu_group)
     if rank == 1:
         time.sleep(LIMIT_S)
         return
     survivor = Survivor(group, device, pids[1])
-
-    def queued() -> None:
-        graph.replay()
-        group.all_reduce(large)
-        graph.replay()
-        group.all_gather(large, dim=0)
-        graph.replay()
-
     went_on = survivor.get_out("a small all-reduce", lambda: group.all_reduce(small))
-    went_on = went_on and survivor.get_out("a gather", lambda: group.all_gather(small, dim=-1))
-    went_on = went_on and survivor.get_out("a graph", graph.replay)
+    went_on = went_on and survivor.get_out("a graph", reduces.replay)
     survivor.kill_peer()
     went_on = went_on and survivor.get_out("of a dead peer", lambda: group.all_reduce(small))
     if went_on:
-        survivor.get_out("all of it, one behind the other", queued, closes=True)
+        queued = (
+            *(reduces.replay, lambda: group.all_gather(small, dim=-1), gathers.replay),
+            *(lambda: group.all_reduce(large), lambda: group.all_gather(large, dim=0)),
+            reduces.replay,
+        )
+        survivor.get_out("custom all-reduce and NCCL, in turn", *queued, closes=True)
+
+
+def captured(group: Any, small: torch.Tensor, *, gathers: bool) -> torch.cuda.CUDAGraph:
+    """Some all-reduces as a CUDA graph, with a gather of NCCL's behind them or without."""
+    graph = torch.cuda.CUDAGraph()
+    with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
+        summed = small
+        for _ in range(IN_GRAPH):
+            summed = group.all_reduce(summed)
+        if gathers:
+            group.all_gather(small, dim=-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(summed[0, 0]) == 2.0**IN_GRAPH
+    return graph
 
 
 if __name__ == "__main__":

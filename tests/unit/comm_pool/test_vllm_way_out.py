@@ -62,9 +62,10 @@ def test_other_counters_are_refused(size: int) -> None:
 class Gpu:
     """One rank's counters, and the blocks of its all-reduce, each a thread."""
 
-    def __init__(self, place: int, peers: int, blocks: int) -> None:
+    def __init__(self, place: int, peers: int, blocks: int, *, shows_late: bool = False) -> None:
         self._place = place
         self._blocks = blocks
+        self._shows_late = shows_late
         self.words = torch.zeros(signal_bytes(peers) // 4, dtype=torch.int32)
         self.signal: Any = signal_type(peers).from_address(self.words.data_ptr())
         self.passed = [0] * blocks
@@ -80,9 +81,10 @@ class Gpu:
             thread.start()
 
     def _run(self, gpus: Sequence["Gpu"], block: int, collectives: int) -> None:
+        flag = self.signal.flag[block]
         for _ in range(collectives):
             for barrier in ("start", "end"):
-                flag = (self.signal.flag[block] + 1) & 0xFFFFFFFF
+                flag = (flag + 1) & 0xFFFFFFFF
                 for gpu in gpus:
                     getattr(gpu.signal, barrier)[block][self._place] = flag
                 own = getattr(self.signal, barrier)[block]
@@ -90,7 +92,8 @@ class Gpu:
                     if self.dies:
                         return
                     time.sleep(0)
-                self.signal.flag[block] = flag
+                if barrier == "end" or not self._shows_late:
+                    self.signal.flag[block] = flag
                 self.passed[block] += 1
 
     def is_done(self, limit_s: float) -> bool:
@@ -115,9 +118,13 @@ class Drained(threading.Thread):
             drainer.drain([self._signal], lambda: not self._gpu.is_done(0.0))
 
 
+@pytest.mark.parametrize("shows_late", [False, True], ids=["at once", "late"])
 @pytest.mark.parametrize("peers", [8, 16])
-def test_blocks_pass_one_barrier_after_the_other_with_a_dead_peer(peers: int) -> None:
-    gpus = [Gpu(place, peers, blocks=3) for place in range(2)]
+def test_blocks_pass_one_barrier_after_the_other_with_a_dead_peer(
+    peers: int, shows_late: bool
+) -> None:
+    """Also where a flag that was raised is not seen before the kernel has ended."""
+    gpus = [Gpu(place, peers, blocks=3, shows_late=shows_late) for place in range(2)]
     gpus[0].launch(gpus, collectives=20)
     assert not gpus[0].is_done(0.1), "nobody comes out by itself"
     assert gpus[0].passed == [0, 0, 0]

@@ -1,0 +1,19 @@
+"""The kernel that drains, under Triton's interpreter, chosen before triton's first import."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.interpreted import run_cases
+
+pytest.importorskip("vllm")
+
+CASES = Path(__file__).with_name("drain_cases.py")
+FEWEST = 4
+"""Cases that must have passed: an empty run proves nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_cases_pass_in_the_interpreter() -> None:
+    run_cases(CASES, FEWEST)
