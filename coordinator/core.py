@@ -5,10 +5,10 @@ decides opens and closes groups for tasks, and a lost rank's tasks go back to th
 shell gives it events with its clock's time, one at a time, and carries out the effects in order.
 """
 
-from collections.abc import Iterable
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.answers import Answers
 from coordinator.cell_state import CellTeller
 from coordinator.cut_links import take_up_cut
 from coordinator.events import (
@@ -79,6 +79,7 @@ class Core(Shown):
     """The coordinator of one cell, without its sockets and clock."""
 
     __slots__ = (
+        "_answers",
         "_coordinator_id",
         "_gateways",
         "_restoring",
@@ -93,6 +94,7 @@ class Core(Shown):
         self._coordinator_id = coordinator_id
         self._roster = Roster(settings.world, settings.narrowest)
         self._switcher = Switcher(settings.switch, self._roster, now_ms)
+        self._answers = Answers(self._switcher, settings.answer_ms)
         self._pool = TaskPool(
             PoolLimits(
                 queue=settings.queue,
@@ -119,6 +121,7 @@ class Core(Shown):
         """Decide what follows from an event."""
         match event:
             case RankOpened(hello):
+                self._answers.opened(hello.rank)
                 effects = self._rank_opened(hello, now_ms)
             case RankSaid(_, report):
                 effects = self._rank_said(report, now_ms)
@@ -330,9 +333,10 @@ class Core(Shown):
             effects += self._pool.adopted(rank, adopted, now_ms)
         if self._switcher.version != self._version:
             self._version = self._switcher.version
-            effects += [*self._refresh_context(), *self._directives(self._roster)]
+            told = self._answers.directives(self._roster, now_ms)
+            effects += [*self._refresh_context(), *told]
         elif isinstance(event, RankSaid):
-            effects += self._directives((event.rank,))
+            effects += self._answers.answer(event.rank, now_ms)
         if self._pool.recovering and not self._switcher.recovering:
             effects += self._pool.recovered(now_ms)
         if isinstance(event, Tick):
@@ -371,13 +375,6 @@ class Core(Shown):
     def _open_groups(self) -> tuple[OpenGroup, ...]:
         kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
         return open_groups(self._switcher, self._roster, self._stragglers, kept)
-
-    def _directives(self, ranks: Iterable[Rank]) -> list[Effect]:
-        return [
-            ToRank(rank, directive)
-            for rank in ranks
-            if (directive := self._switcher.directive_for(rank)) is not None
-        ]
 
     def _refresh_context(self) -> list[Effect]:
         if self._switcher.recovering:

@@ -83,6 +83,8 @@ class CoreSettings:
     lost_after_ms: int = 12_000
     recover_ms: int = 12_000
     """A started coordinator waits so long for ranks' reports; at most `lost_after_ms` counts."""
+    answer_ms: int = 0
+    """A rank that reports more often than that is answered only where the answer is news."""
     pause_limit_ms: int = 2_000
     drain_limit_ms: int = 60_000
     queue: QueueBounds = QueueBounds(4_096)
@@ -136,6 +138,8 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         lease_ms=coordinator.lease_ms,
         lost_after_ms=coordinator.lost_after_ms,
         recover_ms=coordinator.lost_after_ms,
+        # Reports that are due come an interval apart, give or take a step.
+        answer_ms=coordinator.heartbeat_ms // 2,
         pause_limit_ms=coordinator.pause_limit_ms,
         drain_limit_ms=coordinator.drain_limit_ms,
         queue=_queue_bounds(config),

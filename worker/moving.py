@@ -28,7 +28,8 @@ from coordinator.protocol.seat import Resolve
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
-from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks, plan_move
+from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks
+from worker.move_planning import MovePlanning
 from worker.move_rounds import (
     Meanwhile,
     MoveFailedError,
@@ -64,6 +65,7 @@ class Moving:
         self._born = -1
         self._pending: Pending | None = None
         self._rounds = Rounds(member.engine, boards, rank, self.look)
+        self.planning = MovePlanning(member.engine, boards, rank)
         self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
         """What was told of tasks, and whose they are, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
@@ -193,15 +195,9 @@ class Moving:
         try:
             if own.epoch != epoch:
                 self.tell(epoch)
-            manifests: dict[int, Manifest] = {
-                rank: self._read(rank, epoch, overtaken)
-                for rank in directive.movers
-                if rank in self._boards  # Others cannot be read, nor be in a group with this one.
-            }
-            engine = self._member.engine
-            move = plan_move(
-                self._rank, manifests, directive.target, engine.kv.geometry, engine.kv.num_pages
-            )
+            for rank in directive.movers:
+                self._await_told(rank, epoch, overtaken)
+            move = self.planning.plan(directive)
             self._pending = pending = Pending(epoch, move)
             restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
             self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
@@ -223,11 +219,9 @@ class Moving:
         self.has_failed = True
         self.adopted = ()
 
-    def _read(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> Manifest:
-        board = self._boards[rank]
-        self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
-        manifest: Manifest = pickle.loads(board.message)  # noqa: S301 -- our own ranks' memory
-        return manifest
+    def _await_told(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
+        if (board := self._boards.get(rank)) is not None:
+            self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
 
     def _restore(self, pending: Pending) -> None:
         """Build what this rank goes on with as a leader."""

@@ -59,7 +59,7 @@ IDLE_WAIT_S = 0.05
 """Longest wait for the inbox when there is no step to run."""
 
 TRAIL_POLL_S = 0.0003
-"""The same while the last step of a group that was left is under way: its clients wait."""
+"""The same while clients wait for a last step of a group that was left, or for what ranks tell."""
 
 
 class RankLoop:
@@ -122,7 +122,7 @@ class RankLoop:
             self._lead_step()
             self._member.tidy()
             return True
-        if moved:
+        if moved and not isinstance(moved[-1], Serve):
             # All ranks wait for this one now, and a follower may wait for its leader next.
             self._report_if_due()
         if self._seat.is_follower and not self._seat.is_left and not is_lost:
@@ -131,7 +131,7 @@ class RankLoop:
         if self._seat.binding is None:
             for born in self._member.drain_queues():
                 self._seat.on_leave(born)
-        return moved
+        return bool(moved)
 
     # ------------------------------------------------------------------ inbox
 
@@ -140,8 +140,9 @@ class RankLoop:
         if seat.serving or (seat.binding is None and not seat.is_moving):
             # A rank that moves or has joined a group is waited for.
             self._member.tidy()
+        looks_out = seat.is_moving and not self._member.moving.planning.foresee(seat.wanted)
         try:
-            item = self._inbox.get(timeout=self._poll_s(IDLE_WAIT_S))
+            item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
             return
         self._handle(item)
@@ -195,8 +196,8 @@ class RankLoop:
 
     # ------------------------------------------------------------------ moves
 
-    def _make_moves(self) -> bool:
-        moved = False
+    def _make_moves(self) -> list[Move]:
+        moved: list[Move] = []
         while self.stop_reason is None:
             move = self._lost.judged(self._seat.next_move(idle=not self._member.has_work))
             if move is None or self._leaving.is_put_off(move):
@@ -207,11 +208,12 @@ class RankLoop:
             except OvertakenError:
                 continue
             self._seat.made(move)
+            moved.append(move)
+            self._changed = True
             self._after(move)
             took_us = (time.perf_counter_ns() - started) // 1000
             ended_ns = None if self._stepping.trails else self._stepping.ended_ns
             self._clock.made(move, took_us, ended_ns)
-            moved = self._changed = True
         return moved
 
     def _carry_out(self, move: Move) -> None:
@@ -273,7 +275,6 @@ class RankLoop:
         match move:
             case Leave(directive=directive) if self._seat.is_moving:
                 # While the report travels, peers find here what they will ask for when they move.
-                self._changed = True
                 self._report_if_due()
                 self._member.moving.tell(directive.stage.epoch)
             case Reshard(directive=directive):

@@ -252,6 +252,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         gateway_gone_ms=400,
         settled_ms=own.choice((50, 300, 3_000)),
         renew_idle_ms=own.choice((0, 10, 40)),
+        answer_ms=own.choice((0, 10, 30)),
     )
 
 

@@ -1,0 +1,84 @@
+"""Plans a rank's share of a move, where possible while the coordinator hears of the last leave.
+
+What a move is planned from stands on boards as soon as the last rank has left its group. The round
+that asks for the move takes as long as the plan does, so both run side by side. Used by the rank's
+main loop alone.
+"""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Directive, Phase, Target
+from worker.board import Board
+from worker.manifest import Manifest, Move, plan_move
+from worker.vllm_rank import RankEngine
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    epoch: int
+    target: Target
+    ranks: frozenset[Rank]
+    """Whose manifests it was planned from."""
+    move: Move | None
+    """None if it could not be planned."""
+
+
+class MovePlanning:
+    """The plan of the next move."""
+
+    def __init__(self, engine: RankEngine, boards: Mapping[Rank, Board], rank: Rank) -> None:
+        self._engine = engine
+        self._boards = boards
+        self._rank = rank
+        self._foreseen: _Foreseen | None = None
+
+    def foresee(self, wanted: Directive | None) -> bool:
+        """Plan the move that is going to be asked for; False while ranks have still to tell."""
+        if wanted is None or wanted.stage.phase is not Phase.PARK:
+            return True
+        if wanted.carry is not Carry.RESHARD:
+            return True
+        epoch, target = wanted.stage.epoch, wanted.target
+        if self._foreseen is not None and self._foreseen.epoch == epoch:
+            return True
+        ranks = [rank for each in target.bindings for rank in each.group.ranks]
+        present = frozenset(rank for rank in ranks if rank in self._boards)
+        if any(self._boards[rank].epoch != epoch for rank in present):
+            return False
+        move = None
+        try:
+            move = self._plan({rank: self.read(rank) for rank in present}, target)
+        except Exception:
+            # The move itself will meet it too, and tells everybody.
+            log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
+        self._foreseen = _Foreseen(epoch, target, present, move)
+        return True
+
+    def read(self, rank: Rank) -> Manifest:
+        """Return what a rank has told, once its board is of the move's epoch."""
+        manifest: Manifest = pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
+        return manifest
+
+    def plan(self, directive: Directive) -> Move:
+        """Plan the move of all movers that can be read, whose boards are of its epoch.
+
+        Others cannot be in a group with this rank. Raises `ReshardError`.
+        """
+        present = frozenset(rank for rank in directive.movers if rank in self._boards)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen.move is not None:
+            known = foreseen.epoch, foreseen.target, foreseen.ranks
+            if known == (directive.stage.epoch, directive.target, present):
+                return foreseen.move
+        return self._plan({rank: self.read(rank) for rank in present}, directive.target)
+
+    def _plan(self, manifests: Mapping[int, Manifest], target: Target) -> Move:
+        kv = self._engine.kv
+        return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
