@@ -274,11 +274,11 @@ class RankLoop:
     def _after(self, move: Move) -> None:
         match move:
             case Leave(directive=directive) if self._seat.is_moving:
-                # While the report travels, peers find here what they will ask for when they move.
-                self._report_if_due()
+                # While the report travels, peers find here what they plan the move from.
                 self._member.moving.tell(directive.stage.epoch)
             case Reshard(directive=directive):
                 self._moved_with = directive
+                self._look_behind()
             case Resolve():
                 deferred, self._deferred = self._deferred, []
                 for item in deferred:
