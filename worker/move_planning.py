@@ -39,19 +39,20 @@ class MovePlanning:
         self._rank = rank
         self._foreseen: _Foreseen | None = None
 
-    def foresee(self, wanted: Directive | None) -> bool:
-        """Plan the move that is going to be asked for; False while ranks have still to tell."""
+    def may_foresee(self, wanted: Directive | None) -> bool:
+        """Whether a move will be asked for that is not planned yet."""
         if wanted is None or wanted.stage.phase is not Phase.PARK:
-            return True
-        if wanted.carry is not Carry.RESHARD:
-            return True
+            return False
+        is_known = self._foreseen is not None and self._foreseen.epoch == wanted.stage.epoch
+        return wanted.carry is Carry.RESHARD and not is_known
+
+    def foresee(self, wanted: Directive) -> None:
+        """Plan the move that is going to be asked for, once all ranks of the target have told."""
         epoch, target = wanted.stage.epoch, wanted.target
-        if self._foreseen is not None and self._foreseen.epoch == epoch:
-            return True
         ranks = [rank for each in target.bindings for rank in each.group.ranks]
         present = frozenset(rank for rank in ranks if rank in self._boards)
         if any(self._boards[rank].epoch != epoch for rank in present):
-            return False
+            return
         move = None
         try:
             move = self._plan({rank: self.read(rank) for rank in present}, target)
@@ -59,7 +60,6 @@ class MovePlanning:
             # The move itself will meet it too, and tells everybody.
             log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
         self._foreseen = _Foreseen(epoch, target, present, move)
-        return True
 
     def read(self, rank: Rank) -> Manifest:
         """Return what a rank has told, once its board is of the move's epoch."""

@@ -140,10 +140,13 @@ class RankLoop:
         if seat.serving or (seat.binding is None and not seat.is_moving):
             # A rank that moves or has joined a group is waited for.
             self._member.tidy()
-        looks_out = seat.is_moving and not self._member.moving.planning.foresee(seat.wanted)
+        planning = self._member.moving.planning
+        looks_out = seat.is_moving and planning.may_foresee(seat.wanted)
         try:
             item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
+            if looks_out and seat.wanted is not None:
+                planning.foresee(seat.wanted)  # By now the session has sent what was reported.
             return
         self._handle(item)
 
