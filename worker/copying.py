@@ -1,11 +1,13 @@
 """A rank's copies of a move: a thread of their own launches them, and waits until they are over.
 
-What the device does next can be put behind them without waiting for them.
+What the device does next can be put behind them without waiting for them. On CPU, where copies and
+steps need the same cores, they are made at once: to wake a thread takes longer than most copies.
 """
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 from kvadaptor.movers import Finish, MoveStats, Round
 from worker.vllm_rank import RankEngine
@@ -13,14 +15,28 @@ from worker.vllm_rank import RankEngine
 _Start = tuple[Finish, Callable[[], None]]
 
 
+class _AtOnce(Executor):
+    """Does what it is given before it returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 -- it is raised where the result is asked for
+            done.set_exception(error)
+        return done
+
+
 class Copying:
     """The copies of one move at a time; used by the rank's main loop alone."""
 
     def __init__(self, engine: RankEngine) -> None:
         self._engine = engine
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
-        )
+        self._thread: Executor = _AtOnce()
+        if not engine.is_synchronous:
+            self._thread = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
+            )
         self._starts: list[Future[_Start]] = []
         self._concluded: list[Future[_Start]] = []
         self._end: Future[MoveStats] | None = None

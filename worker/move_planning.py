@@ -46,8 +46,9 @@ class MovePlanning:
         is_known = self._foreseen is not None and self._foreseen.epoch == wanted.stage.epoch
         return wanted.carry is Carry.RESHARD and not is_known
 
-    def foresee(self, wanted: Directive) -> None:
-        """Plan the move that is going to be asked for, once all ranks of the target have told."""
+    def foresee(self, wanted: Directive | None) -> None:
+        """Plan what may be foreseen, once all ranks of the target have told."""
+        assert wanted is not None, "there is a move to come."
         epoch, target = wanted.stage.epoch, wanted.target
         ranks = [rank for each in target.bindings for rank in each.group.ranks]
         present = frozenset(rank for rank in ranks if rank in self._boards)

@@ -123,8 +123,7 @@ class RankLoop:
             self._member.tidy()
             return True
         if moved and not isinstance(moved[-1], Serve):
-            # All ranks wait for this one now, and a follower may wait for its leader next.
-            self._report_if_due()
+            self._report_if_due()  # All wait for it; a follower may wait for its leader next.
         if self._seat.is_follower and not self._seat.is_left and not is_lost:
             self._follow()
             return True
@@ -145,14 +144,14 @@ class RankLoop:
         try:
             item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
-            if looks_out and seat.wanted is not None:
+            if looks_out:
                 planning.foresee(seat.wanted)  # By now the session has sent what was reported.
             return
         self._handle(item)
 
     def _poll_s(self, otherwise_s: float) -> float:
-        behind = self._stepping.trails or self._member.moving.is_settling
-        return TRAIL_POLL_S if behind else otherwise_s
+        trails = self._stepping.trails or self._member.moving.is_settling
+        return TRAIL_POLL_S if trails else otherwise_s
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():

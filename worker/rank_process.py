@@ -32,7 +32,7 @@ from worker.watchdog import Progress, call_out, watch
 
 log = structlog.get_logger()
 
-GIL_SWITCH_S = 0.0005
+GIL_SWITCH_S = 0.0001
 """How long the stepping thread may keep the session's thread waiting: Python's own 5 ms would be
 most of a switch."""
 

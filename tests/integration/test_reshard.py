@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "1024")
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""
-PAUSE_ROUNDS = 15
+PAUSE_ROUNDS = 40
 PAUSE_SWITCHES = 4
 STREAMS = 8
 SCARCE_PAGES = 48

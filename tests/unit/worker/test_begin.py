@@ -46,6 +46,7 @@ class Stage:
             block_hasher=None,
             structured_output=None,
             copy_aside=None,
+            is_synchronous=False,
             communicators=SimpleNamespace(
                 is_aborted=lambda *_: False, of=lambda _: self.modes[2].communicator
             ),

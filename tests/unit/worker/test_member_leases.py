@@ -40,6 +40,7 @@ def member() -> Member:
         block_hasher=None,
         structured_output=None,
         copy_aside=None,
+        is_synchronous=False,
     )
     return Member(cast(Any, engine), 1, cast(Any, None))
 

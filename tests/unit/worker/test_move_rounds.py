@@ -142,7 +142,11 @@ class Stage:
         self.marks: list[int] = []
         """How many copies the device was told of before what comes behind them."""
         engine = SimpleNamespace(
-            mover=self.mover, spec=SimpleNamespace(first=0), copy_aside=lambda: None, mark=self.mark
+            mover=self.mover,
+            spec=SimpleNamespace(first=0),
+            copy_aside=lambda: None,
+            mark=self.mark,
+            is_synchronous=False,
         )
         self.rounds = Rounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
 

@@ -41,7 +41,7 @@ def test_its_words_are_neither_sent_nor_logged(
     monkeypatch.setattr(member_module, "log", structlog.get_logger())
     engine = SimpleNamespace(
         pages=None, boards={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
-        block_hasher=None, structured_output=None, copy_aside=None,
+        block_hasher=None, structured_output=None, copy_aside=None, is_synchronous=False,
     )  # fmt: skip
     member = Member(cast(Any, engine), 1, cast(Any, None))
     member.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))

@@ -1,0 +1,124 @@
+"""A move is planned as soon as all have told, and only that plan is used which is the asked one."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Directive, Phase, Target
+from tests.unit.coordinator.builders import directive, target
+from worker import move_planning
+from worker.move_planning import MovePlanning
+
+EPOCH = 7
+WANTED = target("tp4", EPOCH)
+
+
+def told(
+    phase: Phase = Phase.PARK,
+    *,
+    epoch: int = EPOCH,
+    wanted: Target = WANTED,
+    carry: Carry = Carry.RESHARD,
+    movers: tuple[int, ...] = (0, 1, 2, 3),
+) -> Directive:
+    return directive(wanted, epoch, phase, carry=carry, movers=movers)
+
+
+MOVE = told(Phase.MOVE)
+
+
+class Desk:
+    """Rank 1's planning, and what is on all boards; a plan is what it was made from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boards = {
+            Rank(rank): SimpleNamespace(epoch=EPOCH, message=pickle.dumps(f"by {rank}"))
+            for rank in range(4)
+        }
+        self.made: list[Any] = []
+        self.fails = False
+        monkeypatch.setattr(move_planning, "plan_move", self._plan)
+        kv = SimpleNamespace(geometry="geometry", num_pages=9)
+        engine = SimpleNamespace(kv=kv)
+        self.planning = MovePlanning(cast(Any, engine), cast(Any, self.boards), Rank(1))
+
+    def _plan(self, *given: Any) -> Any:
+        self.made.append(given)
+        if self.fails:
+            raise ValueError("no plan")
+        return given
+
+    def plan(self, asked: Directive = MOVE) -> Any:
+        return self.planning.plan(asked)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(monkeypatch)
+
+
+def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
+    assert desk.planning.may_foresee(told())
+    desk.planning.foresee(told())
+    assert not desk.planning.may_foresee(told()), "once is enough"
+    everything = {rank: f"by {rank}" for rank in range(4)}
+    assert desk.made == [(1, everything, WANTED, "geometry", 9)]
+    assert desk.plan() == desk.made[0]
+    assert len(desk.made) == 1
+    desk.plan()
+    assert len(desk.made) == 2, "a plan is used once"
+
+
+def test_it_waits_until_all_have_told(desk: Desk) -> None:
+    desk.boards[Rank(3)].epoch = EPOCH - 1
+    desk.planning.foresee(told())
+    assert desk.made == []
+    assert desk.planning.may_foresee(told())
+    desk.boards[Rank(3)].epoch = EPOCH
+    desk.planning.foresee(told())
+    assert len(desk.made) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        told(Phase.MOVE, movers=(0, 1, 2)),
+        told(Phase.MOVE, wanted=target("tp2+tp2", EPOCH)),
+        told(Phase.MOVE, epoch=EPOCH + 1),
+    ],
+    ids=["fewer move", "another layout", "another switch"],
+)
+def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: Directive) -> None:
+    desk.planning.foresee(told())
+    desk.plan(asked)
+    assert len(desk.made) == 2
+    assert desk.made[1][1].keys() == set(asked.movers)
+    assert desk.made[1][2] == asked.target
+
+
+def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
+    desk.fails = True
+    desk.planning.foresee(told())
+    assert not desk.planning.may_foresee(told())
+    with pytest.raises(ValueError, match="no plan"):
+        desk.plan()
+
+
+def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
+    del desk.boards[Rank(0)]
+    desk.planning.foresee(told())
+    assert desk.made[0][1].keys() == {1, 2, 3}
+    assert desk.plan() == desk.made[0]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [None, told(Phase.MOVE), told(Phase.SERVE), told(carry=Carry.PAUSE), told(carry=Carry.DRAIN)],
+)
+def test_only_a_move_that_is_to_come_is_foreseen(desk: Desk, wanted: Directive | None) -> None:
+    assert not desk.planning.may_foresee(wanted)
