@@ -141,11 +141,11 @@ class RankLoop:
             self._member.tidy()
         planning = self._member.moving.planning
         looks_out = seat.is_moving and planning.may_foresee(seat.wanted)
+        if looks_out:
+            planning.foresee(seat.wanted)
         try:
             item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
-            if looks_out:
-                planning.foresee(seat.wanted)  # By now the session has sent what was reported.
             return
         self._handle(item)
 

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "1024")
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""
-PAUSE_ROUNDS = 40
+PAUSE_TYPICAL_MAX = 6
+"""The same in the median of all rounds, so that a switch cannot become slow unseen."""
+PAUSE_ROUNDS = 60
 PAUSE_SWITCHES = 4
 STREAMS = 8
 SCARCE_PAGES = 48
@@ -156,6 +158,7 @@ async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
             break
     calmest = min(rounds, key=lambda each: each.in_steps)
     assert calmest.in_steps <= PAUSE_STEPS_MAX, calmest
+    assert statistics.median(each.in_steps for each in rounds) <= PAUSE_TYPICAL_MAX, rounds
     assert max(calmest.pauses) <= 4 * PAUSE_STEPS_MAX * statistics.median(calmest.steps), calmest
 
 
