@@ -134,6 +134,7 @@ class Drainer:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
+        self._warmed: set[int] = set()
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=-1)
             self._event = torch.cuda.Event()
@@ -143,6 +144,9 @@ class Drainer:
 
         With memory of its own: counters that are in use would let a peer through too early.
         """
+        if peers in self._warmed:
+            return
+        self._warmed.add(peers)
         size = signal_bytes(peers) // WORD_BYTES
         words = torch.zeros(size, dtype=torch.int32, device=self._device)
         if self._stream is not None:

@@ -30,7 +30,8 @@ WATCHED = {
     "worker.member.Member": ("place", "begin", "park", "join", "unbind", "hand_over", "withdraw"),
     "worker.stepping.Stepping": ("lead", "execute", "_finish", "_push"),
     "worker.rank_loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
-    "worker.moving.Moving": ("tell", "_read", "_restore", "_go_on", "_hand_over", "_adopt"),
+    "worker.move_planning.MovePlanning": ("foresee", "plan"),
+    "worker.moving.Moving": ("tell", "_await_told", "_restore", "_go_on", "_hand_over", "_adopt"),
     "worker.move_rounds.Rounds": ("_beside_steps", "_behind_steps", "_meet_settled"),
     "worker.vllm_scheduler.ModeScheduler": ("plan_step", "finish_step", "adopt", "tidy"),
 }

@@ -116,7 +116,8 @@ async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
     record = cell.record(origin, wanted)
     assert record["outcome"] == "served"
     counts = {"drain": len(old), "speculate": len(new), "reshard": len(new)}
-    assert record["tasks"] == {**counts, "pause": 0, "recompute": 0}
+    told = [line for line in cell.log("worker").splitlines() if '"move_' in line]
+    assert record["tasks"] == {**counts, "pause": 0, "recompute": 0}, told
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,12 @@ from coordinator.protocol import wire
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadgen")
 UNPICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
-OWN_MEMORY = {"comm_pool/step_ring.py", "worker/measured.py", "worker/moving.py"}
+OWN_MEMORY = {
+    "comm_pool/step_ring.py",
+    "worker/measured.py",
+    "worker/moving.py",
+    "worker/move_planning.py",
+}
 """Read what ranks of one launcher left for each other in memory that only their user opens."""
 
 PICKLE, CLOUDPICKLE = 1, 2
