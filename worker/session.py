@@ -156,8 +156,9 @@ class RankSession:
     async def _heard(self, call: Any) -> RankDown | None:
         """The next message; None at the end of the session, or if it is broken by half.
 
-        Each report is answered. Where no answer comes, what this side says may still arrive, and
-        the coordinator takes a rank that has stopped, as its lease is over, for one that serves.
+        Each report that is due is answered. Where no answer comes, what this side says may still
+        arrive, and the coordinator takes a rank that has stopped, as its lease is over, for one
+        that serves.
         Time in which this process was stopped is none in which the coordinator was silent.
         """
         read = asyncio.ensure_future(call.read())
