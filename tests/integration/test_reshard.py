@@ -22,7 +22,7 @@ PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""
 PAUSE_TYPICAL_MAX = 6
 """The same in the median of all rounds, so that a switch cannot become slow unseen."""
-PAUSE_ROUNDS = 60
+PAUSE_ROUNDS = 90
 PAUSE_SWITCHES = 4
 STREAMS = 8
 SCARCE_PAGES = 48
@@ -145,7 +145,7 @@ class Pause:
 
 
 @pytest.mark.timing
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
     """The step is measured in the same round, as the median over both layouts.
 
