@@ -77,42 +77,35 @@ def peers_of(size: int) -> int | None:
 
 
 class Signal:
-    """The counters by which one rank's custom all-reduce waits for its peers: views of them.
+    """The counters by which one rank's custom all-reduce waits for its peers: a view of them.
 
-    A block waits until the counter of each peer, in `start` and later in `end`, is one more than
-    its own flag; not at least that much. Then it raises its flag. That it was raised need not be
-    seen before the block's kernel has ended, so counters are also set further ahead.
+    (BLOCKS, peers) of them at the start of a kernel, as many at its end, and a flag per block. A
+    block waits until the counter of each peer is one more than its own flag; not at least that
+    much. Then it raises its flag. That it was raised need not be seen before the block's kernel
+    has ended, so counters are also set further ahead.
     """
 
     def __init__(self, words: torch.Tensor, peers: int) -> None:
         """`words` (int32) are all of them, as they lie in memory."""
         self._words, self._peers = words, peers
         self._apart = _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
-        used = BLOCKS * peers
-        self._start = words[:used].view(BLOCKS, peers)
-        self._end = words[self._apart : self._apart + used].view(BLOCKS, peers)
-        self._raised = words[2 * self._apart : 2 * self._apart + BLOCKS]
-        self._flags = self._raised[:, None].expand(BLOCKS, peers)
+        self._flags = words[2 * self._apart : 2 * self._apart + BLOCKS]
         is_cuda = words.device.type == "cuda"
         self._seen = torch.zeros(BLOCKS, dtype=torch.int32, pin_memory=is_cuda)
 
     def look(self) -> int:
         """Return the first block's flag as it was at the last look; nothing is waited for."""
         seen = int(self._seen[0])
-        self._seen.copy_(self._raised, non_blocking=True)
+        self._seen.copy_(self._flags, non_blocking=True)
         return seen
 
     def let_through(self) -> None:
         """Let every block that waits pass some barriers, up to `BARRIERS`; nothing is allocated."""
-        if self._words.device.type == "cuda":
-            from comm_pool.drain_kernel import launch
+        # Imported where it is needed: it brings Triton, and on CPU nothing is drained.
+        from comm_pool import drain_kernel
 
-            passes = BARRIERS // AHEAD
-            launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
-            return
-        for ahead in range(1, AHEAD + 1):
-            torch.add(self._flags, ahead, out=self._start)
-            torch.add(self._flags, ahead, out=self._end)
+        passes = BARRIERS // AHEAD
+        drain_kernel.launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
 
 
 class _Words:

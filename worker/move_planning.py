@@ -6,7 +6,7 @@ main loop alone.
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -39,47 +39,48 @@ class MovePlanning:
         self._rank = rank
         self._foreseen: _Foreseen | None = None
 
-    def may_foresee(self, wanted: Directive | None) -> bool:
-        """Whether a move will be asked for that is not planned yet."""
-        if wanted is None or wanted.stage.phase is not Phase.PARK:
-            return False
-        is_known = self._foreseen is not None and self._foreseen.epoch == wanted.stage.epoch
-        return wanted.carry is Carry.RESHARD and not is_known
+    def foresee(self, wanted: Directive | None) -> bool:
+        """Plan the move that will be asked for, if all ranks of its target have told.
 
-    def foresee(self, wanted: Directive | None) -> None:
-        """Plan what may be foreseen, once all ranks of the target have told."""
-        assert wanted is not None, "there is a move to come."
+        Returns whether they are still awaited.
+        """
+        if wanted is None or (wanted.stage.phase, wanted.carry) != (Phase.PARK, Carry.RESHARD):
+            return False
         epoch, target = wanted.stage.epoch, wanted.target
-        ranks = [rank for each in target.bindings for rank in each.group.ranks]
-        present = frozenset(rank for rank in ranks if rank in self._boards)
+        if self._foreseen is not None and self._foreseen.epoch == epoch:
+            return False
+        present = self._present(target.layout.ranks)
         if any(self._boards[rank].epoch != epoch for rank in present):
-            return
+            return True
         move = None
         try:
-            move = self._plan({rank: self.read(rank) for rank in present}, target)
+            move = self._plan(present, target)
         except Exception:
             # The move itself will meet it too, and tells everybody.
             log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
         self._foreseen = _Foreseen(epoch, target, present, move)
-
-    def read(self, rank: Rank) -> Manifest:
-        """Return what a rank has told, once its board is of the move's epoch."""
-        manifest: Manifest = pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
-        return manifest
+        return False
 
     def plan(self, directive: Directive) -> Move:
         """Plan the move of all movers that can be read, whose boards are of its epoch.
 
         Others cannot be in a group with this rank. Raises `ReshardError`.
         """
-        present = frozenset(rank for rank in directive.movers if rank in self._boards)
+        present = self._present(directive.movers)
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen.move is not None:
             known = foreseen.epoch, foreseen.target, foreseen.ranks
             if known == (directive.stage.epoch, directive.target, present):
                 return foreseen.move
-        return self._plan({rank: self.read(rank) for rank in present}, directive.target)
+        return self._plan(present, directive.target)
 
-    def _plan(self, manifests: Mapping[int, Manifest], target: Target) -> Move:
+    def _present(self, ranks: Iterable[Rank]) -> frozenset[Rank]:
+        return frozenset(rank for rank in ranks if rank in self._boards)
+
+    def _plan(self, ranks: Iterable[Rank], target: Target) -> Move:
+        manifests: dict[int, Manifest] = {
+            rank: pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
+            for rank in ranks
+        }
         kv = self._engine.kv
         return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)

@@ -139,10 +139,7 @@ class RankLoop:
         if seat.serving or (seat.binding is None and not seat.is_moving):
             # A rank that moves or has joined a group is waited for.
             self._member.tidy()
-        planning = self._member.moving.planning
-        looks_out = seat.is_moving and planning.may_foresee(seat.wanted)
-        if looks_out:
-            planning.foresee(seat.wanted)
+        looks_out = seat.is_moving and self._member.moving.planning.foresee(seat.wanted)
         try:
             item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
@@ -150,8 +147,8 @@ class RankLoop:
         self._handle(item)
 
     def _poll_s(self, otherwise_s: float) -> float:
-        trails = self._stepping.trails or self._member.moving.is_settling
-        return TRAIL_POLL_S if trails else otherwise_s
+        behind = self._stepping.trails or self._member.moving.is_settling
+        return TRAIL_POLL_S if behind else otherwise_s
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():

@@ -67,9 +67,13 @@ class Survivor:
         told["seconds"] = round(time.monotonic() - started_s - WAITS_S, 3)
         if not told["ended"]:
             with torch.cuda.stream(self._aside):
-                columns = (signals._start[:, :2], signals._end[:, :2], signals._flags[:, :1])
+                words, apart, peers = signals._words.tolist(), signals._apart, signals._peers
                 told["start_end_flag"] = {
-                    block: [column[block].tolist() for column in columns] for block in LOOKED_AT
+                    block: [
+                        *(words[first + block * peers :][:2] for first in (0, apart)),
+                        words[2 * apart + block],
+                    ]
+                    for block in LOOKED_AT
                 }
         print(json.dumps(told), flush=True)
         return bool(told["ended"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from comm_pool.drain_kernel import launch
-from tests.unit.comm_pool.test_vllm_way_out import Gpu
+from tests.harness.emulated_reduce import Gpu
 
 BLOCKS = 36
 AHEAD = 2

@@ -63,9 +63,8 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
-    assert desk.planning.may_foresee(told())
-    desk.planning.foresee(told())
-    assert not desk.planning.may_foresee(told()), "once is enough"
+    assert not desk.planning.foresee(told())
+    assert not desk.planning.foresee(told()), "once is enough"
     everything = {rank: f"by {rank}" for rank in range(4)}
     assert desk.made == [(1, everything, WANTED, "geometry", 9)]
     assert desk.plan() == desk.made[0]
@@ -76,11 +75,10 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
 
 def test_it_waits_until_all_have_told(desk: Desk) -> None:
     desk.boards[Rank(3)].epoch = EPOCH - 1
-    desk.planning.foresee(told())
+    assert desk.planning.foresee(told())
     assert desk.made == []
-    assert desk.planning.may_foresee(told())
     desk.boards[Rank(3)].epoch = EPOCH
-    desk.planning.foresee(told())
+    assert not desk.planning.foresee(told())
     assert len(desk.made) == 1
 
 
@@ -103,8 +101,9 @@ def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: D
 
 def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
     desk.fails = True
-    desk.planning.foresee(told())
-    assert not desk.planning.may_foresee(told())
+    assert not desk.planning.foresee(told())
+    assert not desk.planning.foresee(told())
+    assert len(desk.made) == 1
     with pytest.raises(ValueError, match="no plan"):
         desk.plan()
 
@@ -121,4 +120,5 @@ def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
     [None, told(Phase.MOVE), told(Phase.SERVE), told(carry=Carry.PAUSE), told(carry=Carry.DRAIN)],
 )
 def test_only_a_move_that_is_to_come_is_foreseen(desk: Desk, wanted: Directive | None) -> None:
-    assert not desk.planning.may_foresee(wanted)
+    assert not desk.planning.foresee(wanted)
+    assert desk.made == []
