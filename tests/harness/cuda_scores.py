@@ -50,6 +50,7 @@ def scores_of(folder: Path, texts: Sequence[list[int]], *, tp: int, **spec: Any)
         "dtype": "bfloat16",
         "tp": tp,
         "max_model_len": 1024,
+        "gpu_memory_utilization": 0.3,
         "max_tokens": 1,
         "prompts": [texts[0][:20]],
         "texts": texts,

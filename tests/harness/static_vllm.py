@@ -38,6 +38,7 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=spec["max_model_len"],
         max_num_seqs=32,
+        gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),
         kv_cache_memory_bytes=256 << 20,
         logprobs_mode="raw_logits",
         max_logprobs=-1,
