@@ -89,15 +89,6 @@ class Signal:
         """`words` (int32) are all of them, as they lie in memory."""
         self._words, self._peers = words, peers
         self._apart = _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
-        self._flags = words[2 * self._apart : 2 * self._apart + BLOCKS]
-        is_cuda = words.device.type == "cuda"
-        self._seen = torch.zeros(BLOCKS, dtype=torch.int32, pin_memory=is_cuda)
-
-    def look(self) -> int:
-        """Return the first block's flag as it was at the last look; nothing is waited for."""
-        seen = int(self._seen[0])
-        self._seen.copy_(self._flags, non_blocking=True)
-        return seen
 
     def let_through(self) -> None:
         """Let every block that waits pass some barriers, up to `BARRIERS`; nothing is allocated."""
@@ -145,9 +136,7 @@ class Drainer:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._beside():
-            signal = Signal(words, peers)
-            signal.let_through()
-            signal.look()
+            Signal(words, peers).let_through()
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -167,9 +156,7 @@ class Drainer:
                     if self._event is not None:
                         self._event.record()
                 time.sleep(LOOK_S)
-            seen = [signal.look() for signal in signals]
-        barriers, is_over = launches * BARRIERS, not is_wanted()
-        log.info("collectives_let_through", barriers=barriers, is_over=is_over, flags_before=seen)
+        log.info("collectives_let_through", barriers=launches * BARRIERS, is_over=not is_wanted())
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

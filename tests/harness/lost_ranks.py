@@ -90,6 +90,12 @@ def submit(client: TaskClient, tag: str, tokens: int = TOKENS) -> list[str]:
     return names
 
 
+def is_cut_out(cell: BareCell, rank: int) -> bool:
+    """The layout has no place for the rank, which has not ended as far as is known."""
+    groups = cell.get("/admin/layout")["groups"]
+    return rank not in [each for group in groups for each in group["ranks"]]
+
+
 def kill(cell: BareCell, rank: int, pid: int) -> float:
     """SIGKILL a rank and wait until the coordinator knows; returns the seconds.
 

@@ -23,6 +23,7 @@ from tests.harness.lost_ranks import (
     begun,
     calm_tokens,
     four_ranks,
+    is_cut_out,
     ranks_of,
     submit,
     tell_pauses,
@@ -69,12 +70,6 @@ def expected(cell: BareCell) -> list[list[int]]:
 
 def pid_of(cell: BareCell, rank: int) -> int:
     return int(ranks_of(cell)[rank]["pid"])
-
-
-def is_cut_out(cell: BareCell, rank: int) -> bool:
-    """The layout has no place for the rank, which has not ended as far as is known."""
-    groups = cell.get("/admin/layout")["groups"]
-    return rank not in [each for group in groups for each in group["ranks"]]
 
 
 async def streams_through(
