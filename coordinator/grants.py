@@ -1,13 +1,14 @@
 """How many pages each serving group was given.
 
 Invariant: a group is granted once per formation, as many pages as every member had free, so all
-its members lease the same number. Called by the switcher.
+its members lease the same number. Behind a move that is what they have free when they have heard
+that it is committed. Called by the switcher.
 """
 
 from collections.abc import Iterable
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Grant
+from coordinator.protocol.messages import Binding, Grant, Phase, Report
 from coordinator.roster import Roster
 
 REGRANT_SHARE = 4
@@ -62,5 +63,10 @@ class Grants:
         )
 
     def _free_pages(self, binding: Binding) -> int:
-        reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
-        return min(report.pages.free if report else 0 for report in reports)
+        return min(_free(self._roster.report_of(rank)) for rank in binding.group.ranks)
+
+
+def _free(report: Report | None) -> int:
+    if report is None:
+        return 0
+    return report.free_then if report.stage.phase is Phase.MOVE else report.pages.free

@@ -7,6 +7,7 @@ sends `directive_for` to each rank as the answer to its reports and whenever `ve
 """
 
 from collections.abc import Collection
+from itertools import chain
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.grants import Grants
@@ -29,7 +30,7 @@ from coordinator.records import SwitchLog, SwitchRecord
 from coordinator.recovery import Resumed, resume
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import SwitchSettings
-from coordinator.targets import bind, is_foreign, void, who_is_late
+from coordinator.targets import bind, have_joined, is_foreign, void, who_is_late
 
 NOTHING = Stage(0, Phase.PARK)
 """Below every real stage: a directive with it renews leases and asks for nothing."""
@@ -283,7 +284,7 @@ class Switcher:
         """Ranks that a committed move prepared for groups that may not all have joined yet."""
         if not self.has_moved(self.epoch):
             return []
-        waiting = [binding for binding in self.target.bindings if binding not in self._grants]
+        waiting = [each for each in self.target.bindings if not have_joined(each, self._roster)]
         return [rank for binding in waiting for rank in binding.group.ranks]
 
     def _start_record(self, cause: str, now_ms: int) -> None:
@@ -335,25 +336,25 @@ class Switcher:
 
     def _complete(self, phase: Phase) -> None:
         """Go on from a phase that every rank acknowledged."""
-        match phase:
-            case Phase.PARK if self.carry is Carry.RESHARD and self._moves.start(
-                self._roster.report_of(rank) for rank in self.alive if self._roster.has_peers(rank)
-            ):
-                self.stage = Stage(self.epoch, Phase.MOVE)
-            case Phase.PARK | Phase.MOVE:
-                if phase is Phase.MOVE:
-                    self._decide_move()
-                self.stage = Stage(self.epoch, Phase.SWAP)
-            case _:
-                self.stage = Stage(self.epoch, Phase.SERVE)
-                self._grant()
+        movers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
+        is_parked = phase is Phase.PARK
+        if is_parked and self.carry is Carry.RESHARD and self._moves.start(movers):
+            self.stage = Stage(self.epoch, Phase.MOVE)
+        elif phase is Phase.SWAP or (phase is Phase.MOVE and self._decide_move()):
+            self.stage = Stage(self.epoch, Phase.SERVE)
+            self._grant()
+        else:
+            self.stage = Stage(self.epoch, Phase.SWAP)
 
-    def _decide_move(self) -> None:
+    def _decide_move(self) -> bool:
+        """Return whether groups can begin at once: all that form them know what they will have."""
         reports = map(self._roster.report_of, self._moves.movers)
-        if self._moves.decide(self.epoch, reports):
-            # Its ranks lease pages now, before they are granted any.
-            for binding in self.target.bindings:
-                self._kept.know(binding)
+        if not self._moves.decide(self.epoch, reports):
+            return False
+        for binding in self.target.bindings:
+            self._kept.know(binding)  # Its ranks lease pages now, maybe before they are granted any.
+        forming = (each.group.ranks for each in self.target.bindings if each not in self._grants)
+        return set(self._moves.movers).issuperset(chain.from_iterable(forming))
 
     def _grant(self) -> None:
         for binding in self.target.bindings:

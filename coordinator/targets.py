@@ -6,7 +6,7 @@ Called by the switcher.
 from collections.abc import Collection
 
 from comm_pool.layout import Layout, Rank
-from coordinator.protocol.messages import Binding, Report, Stage, Target
+from coordinator.protocol.messages import Binding, Phase, Report, Stage, Target
 from coordinator.roster import Roster
 
 
@@ -28,15 +28,28 @@ def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) 
 def void(report: Report, target: Target, roster: Roster) -> int:
     """Return the formation (`born`) that a rank is joined to, if nobody will lead it; else 0.
 
-    A leader is given SERVE only after it has told that it joined. So one that is not joined, by its
-    last report, has never served the formation or has left it. Its last word is not needed then,
-    and if it never served, there will be none.
+    A leader is given SERVE only after it has told that it joined, or that it has its share of a
+    move into the formation. So one that has told neither, by its last report, has never served the
+    formation or has left it. Its last word is not needed then, and if it never served, there will
+    be none.
     """
     joined = report.binding
     if joined is None or joined in target.bindings:
         return 0
     leader = roster.report_of(joined.group.leader)
-    return joined.born if leader is not None and leader.binding != joined else 0
+    return joined.born if leader is not None and not _may_serve(leader, joined) else 0
+
+
+def _may_serve(leader: Report, binding: Binding) -> bool:
+    """Say whether the leader serves the group, or may have been told to since this report."""
+    moved_to = leader.target if leader.stage.phase is Phase.MOVE else None
+    return leader.binding == binding or (moved_to is not None and binding in moved_to.bindings)
+
+
+def have_joined(binding: Binding, roster: Roster) -> bool:
+    """Say whether every member has told that it is joined to the group."""
+    reports = map(roster.report_of, binding.group.ranks)
+    return all(report is not None and report.binding == binding for report in reports)
 
 
 def is_foreign(report: Report, target: Target, epoch: int) -> bool:

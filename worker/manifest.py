@@ -152,6 +152,12 @@ class Move:
         )
         return self.plan.rounds == 1 and self.spoils_from is None and stay
 
+    def pages_taken(self, rank: int) -> int:
+        """How many pages of a rank are its new group's behind the move."""
+        groups = zip(self.plan.groups, self.bindings, strict=True)
+        mine = ((each.group.ranks, lease.pages) for lease, each in groups)
+        return sum(len(pages[ranks.index(rank)]) for ranks, pages in mine if rank in ranks)
+
     def blocks(self, carried: Carried) -> Ints:
         """The logical blocks of a carried chain as the new group numbers them."""
         return renumbered(carried.blocks, self.bindings[carried.group], self.indices[carried.group])

@@ -112,7 +112,12 @@ class Member:
         self._binding = None
 
     def serve(self, binding: Binding, kept: tuple[int, ...], grant_pages: int) -> None:
-        """Tell the followers of the joined group that it serves, and let it."""
+        """Tell the followers of the joined group that it serves, and let it.
+
+        Of what is `kept` by the coordinator's word a move may have given up more meanwhile.
+        """
+        held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
+        kept = tuple(index for index in kept if index in held)
         told = self.kept.get(binding.group.ranks)
         version = told.version if told is not None else -1
         meets = self.moving.meets_in(binding.group)

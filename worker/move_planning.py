@@ -6,6 +6,7 @@ main loop alone.
 """
 
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -84,3 +85,22 @@ class MovePlanning:
         }
         kv = self._engine.kv
         return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
+
+
+def tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:
+    """Log how a component, by its lowest rank, got along where pages were scarce."""
+    plan = move.plan
+    if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
+        return
+    left = {each.id for each in plan.fallbacks}
+    tiers = Counter(
+        (name in left, cargo.header.tier.name.lower()) for name, (_, cargo) in move.cargo.items()
+    )
+    log.info(
+        "move_short_of_pages",
+        epoch=epoch,
+        rounds=plan.rounds,
+        carried={tier: count for (is_left, tier), count in tiers.items() if not is_left},
+        left={tier: count for (is_left, tier), count in tiers.items() if is_left},
+        causes=dict(Counter(each.cause.value for each in plan.fallbacks)),
+    )

@@ -7,7 +7,6 @@ KV and are computed again.
 """
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
 from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks
-from worker.move_planning import MovePlanning
+from worker.move_planning import MovePlanning, tell_of_shortage
 from worker.move_rounds import (
     Meanwhile,
     MoveFailedError,
@@ -85,6 +84,17 @@ class Moving:
     def epoch(self) -> int:
         """The epoch whose move was carried out here and is not decided yet; 0 is none."""
         return self._pending.epoch if self._pending is not None else 0
+
+    @property
+    def free_then(self) -> int:
+        """Pages that are free when the move that was carried out here is committed."""
+        if self._pending is None:
+            return 0
+        pool, move, group = self._member.engine.pages, self._pending.move, self._group
+        now, given = pool.counts(), 0
+        if group is not None and self._gives_up(move, group):
+            given = now.owned if group.width == 1 else now.leased.get(group.ranks, 0)
+        return now.free + given - move.pages_taken(self._rank)
 
     # ------------------------------------------------------------------ before
 
@@ -201,7 +211,7 @@ class Moving:
             self._pending = pending = Pending(epoch, move)
             restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
             self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
-            _tell_of_shortage(epoch, self._rank, move)
+            tell_of_shortage(epoch, self._rank, move)
         except OvertakenError:
             own.finish_round(GAVE_UP)
             self.adopted = ()
@@ -286,7 +296,7 @@ class Moving:
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
-            if resolve.directive.stage.epoch == resolve.epoch:
+            if resolve.is_joined:
                 return  # The new group is joined next.
             self._member.not_joined()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
@@ -331,11 +341,15 @@ class Moving:
             self._member.hand_over(group, gone)
             self._member.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
             self._member.withdraw(group)
-        if group.mode is Mode.DP or (mode.scheduler is None and group.ranks not in move.left):
+        if group.mode is Mode.DP or not self._gives_up(move, group):
             return  # A leader that did not take part says what its tasks still hold.
         assert mode.table is not None
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())
+
+    def _gives_up(self, move: Move, group: Group) -> bool:
+        """Say whether nothing of the group that was left is kept behind the move."""
+        return group.leader == self._rank or group.ranks in move.left
 
     def _take_pages(self, move: Move, number: int) -> None:
         lease, group = move.plan.groups[number], move.bindings[number].group
@@ -370,22 +384,3 @@ class Moving:
         chains = list(reversed(pending.chains))
         scheduler.adopt(tasks, chains, granted, indices, known)
         self.cached = prefixes_of(chains)
-
-
-def _tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:
-    """Log how a component, by its lowest rank, got along where pages were scarce."""
-    plan = move.plan
-    if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
-        return
-    left = {each.id for each in plan.fallbacks}
-    tiers = Counter(
-        (name in left, cargo.header.tier.name.lower()) for name, (_, cargo) in move.cargo.items()
-    )
-    log.info(
-        "move_short_of_pages",
-        epoch=epoch,
-        rounds=plan.rounds,
-        carried={tier: count for (is_left, tier), count in tiers.items() if not is_left},
-        left={tier: count for (is_left, tier), count in tiers.items() if is_left},
-        causes=dict(Counter(each.cause.value for each in plan.fallbacks)),
-    )

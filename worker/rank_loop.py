@@ -127,7 +127,7 @@ class RankLoop:
         if self._seat.is_follower and not self._seat.is_left and not is_lost:
             self._follow()
             return True
-        if self._seat.binding is None:
+        if self._seat.may_drain:
             for born in self._member.drain_queues():
                 self._seat.on_leave(born)
         return bool(moved)
@@ -387,6 +387,7 @@ class RankLoop:
             served=self._stepping.log.take() if with_progress else (),
             probed=self._probing.results,
             closed=self._engine.communicators.closed,
+            free_then=member.moving.free_then,
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:

@@ -113,7 +113,7 @@ __all__ = [
     "cells_before",
 ]
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 
@@ -227,8 +227,8 @@ class Report(Message, frozen=True):
     `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
     `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
     the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
-    the tasks that this rank goes on with if the move of this epoch is committed; `has_failed` says
-    that it could not copy its share of them. `moved` is the last committed move that this rank was
+    the tasks that this rank goes on with if the move of this epoch is committed, `free_then` the
+    pages that it has free then; `has_failed` says that it could not copy its share. `moved` is the last committed move that this rank was
     told of, in a directive of epoch `told_in`, whether it has acted on it or not.
     """
 
@@ -265,6 +265,7 @@ class Report(Message, frozen=True):
     """The newest probe of each mode that this rank leads."""
     closed: tuple[tuple[Rank, ...], ...] = ()
     """Groups that this process can never form again: it got out of their collectives by force."""
+    free_then: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True):

@@ -17,6 +17,9 @@ or the leader is known to be gone. Called by the rank's process, which carries o
 - Where nothing is to be moved, a parked rank joins its next group at once: nobody steps before all
   have, and until then a leave message is not needed. The directive says which formation will never
   be led (`void`), since a leader that has not heard of it cannot say so.
+- Behind a committed move groups begin at once, so a follower may hear of it when its leader is in a
+  step with it and another layout is wanted. It joins all the same, and leaves as above. What is on
+  the queue was sent to it then, so a rank that waits for the outcome of a move drops nothing.
 - A step that fails because a member died ends the formation: tell every survivor `on_leave`.
 - With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
 """
@@ -81,13 +84,15 @@ class Reshard:
 class Resolve:
     """The move of `epoch` is decided: go on with what was taken over, or with what was left.
 
-    If another layout is wanted by now, the tasks stay where they are then, as long as the next move
-    may take them (`is_kept`); otherwise the plan of `directive` is applied to them now.
+    With `is_joined` the prepared group is joined next. If not, as another layout is wanted by now,
+    the tasks stay where they are as long as the next move may take them (`is_kept`); otherwise the
+    plan of `directive` is applied to them now.
     """
 
     epoch: int
     is_committed: bool
     is_kept: bool
+    is_joined: bool
     directive: Directive = field(repr=False)
 
 
@@ -134,6 +139,7 @@ class Seat:
         "_leaves",
         "_members",
         "_moving",
+        "_promised",
         "binding",
         "incarnation",
         "lease_until",
@@ -167,8 +173,10 @@ class Seat:
         """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
         self._moving: int | None = None
         """The epoch whose move takes, or may take, what this rank parked for it."""
-        self._copied: int | None = None
-        """The last epoch whose move this rank acknowledged."""
+        self._copied: Directive | None = None
+        """The last move that this rank acknowledged."""
+        self._promised: Binding | None = None
+        """A group whose leader may serve already, and which this follower has to join."""
 
     @property
     def joined(self) -> Joined | None:
@@ -203,6 +211,12 @@ class Seat:
     def is_moving(self) -> bool:
         """What this rank parked may still be moved elsewhere."""
         return self._moving is not None
+
+    @property
+    def may_drain(self) -> bool:
+        """It is joined to nothing, and waits for no outcome of a move."""
+        waits = self.is_moving and self.stage.phase is Phase.MOVE
+        return self.binding is None and not waits
 
     def may_step(self, now_ms: int) -> bool:
         """Say whether this rank may start a step of its group."""
@@ -239,6 +253,8 @@ class Seat:
         if wanted is None or not self._is_due(wanted):
             return None
         to_be = wanted.target.binding_of(self.rank)
+        if self._promised is not None and self._copied is not None:
+            return Join(self._promised, self._copied)
         if self.binding is not None and self.binding != to_be:
             return self._leave(wanted, self.binding, idle)
         if self._moving is not None and wanted.stage > Stage(self._moving, Phase.MOVE):
@@ -267,11 +283,14 @@ class Seat:
             case Park(directive=directive):
                 self._park(directive)
             case Reshard(directive=directive):
-                self._moving = self._copied = directive.stage.epoch
+                self._moving, self._copied = directive.stage.epoch, directive
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
                 self._moving = directive.stage.epoch if move.is_kept else None
+                if move.is_joined and directive.stage.epoch > move.epoch and self._copied:
+                    self._promised = self._copied.target.binding_of(self.rank)
             case Join(binding=binding, directive=directive):
+                self._promised = None
                 self._join(binding, directive)
             case Serve(directive=directive):
                 self.serving = True
@@ -312,9 +331,23 @@ class Seat:
         return is_parked and is_known and may_join
 
     def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
-        is_committed = wanted.moved == epoch == self._copied
+        copied = self._copied
+        if copied is None or not wanted.moved == epoch == copied.stage.epoch:
+            copied = None
+        is_joined = copied is not None and self._is_awaited(copied, wanted)
         may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
-        return Resolve(epoch, is_committed, may_move, wanted)
+        is_kept = may_move and not is_joined
+        return Resolve(epoch, copied is not None, is_kept, is_joined, wanted)
+
+    def _is_awaited(self, copied: Directive, wanted: Directive) -> bool:
+        """Say whether the prepared group is wanted, or its leader may be in a step of it by now."""
+        binding = copied.target.binding_of(self.rank)
+        if wanted.stage.epoch == copied.stage.epoch or binding is None:
+            return binding is not None
+        # Whoever is in a step with a process that is lost gets out of it in another way.
+        then, now = dict(copied.members), dict(wanted.members)
+        ranks = binding.group.ranks
+        return ranks[0] != self.rank and all(now.get(rank) == then.get(rank) for rank in ranks)
 
     def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
         gone = self._gone(wanted, binding)

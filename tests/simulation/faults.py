@@ -7,6 +7,7 @@ from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.events import RenewalWanted
 from coordinator.protocol.messages import Carry, Phase, Tier
 from coordinator.settings import CoreSettings, QueueBounds, TierBounds
+from coordinator.targets import have_joined
 from tests.simulation.checkers import MoveChecker
 from tests.simulation.network import Weather
 from worker.restarts import split
@@ -114,7 +115,7 @@ class Faults:
         if self._own.random() < self.renewal and world.core is not None:
             world.core_event(RenewalWanted())
         if (phase := moving_phase(world)) is not None and chance() < self.meddle:
-            self._meddle(world, is_told=phase is Phase.SWAP)
+            self._meddle(world, is_told=phase is not Phase.MOVE)
 
     def heal(self, world: "World") -> None:
         """Nothing goes wrong from now on."""
@@ -261,14 +262,15 @@ def forming(world: "World") -> set[Group]:
     if world.core is None:
         return set()
     switcher = world.core._switcher
-    new = [each.group for each in switcher.target.bindings if not switcher.is_granted(each)]
-    return {group for group in new if group.width > 1}
+    roster = world.core._roster
+    new = [each for each in switcher.target.bindings if not have_joined(each, roster)]
+    return {each.group for each in new if each.group.width > 1}
 
 
 def moving_phase(world: "World") -> Phase | None:
-    """MOVE while ranks copy KV, SWAP while they are told that it counts, or None."""
+    """MOVE while ranks copy KV, SERVE while they are told that it counts, or None."""
     if world.core is None:
         return None
     switcher = world.core._switcher
-    is_told = switcher.stage.phase is Phase.SWAP and switcher.has_moved(switcher.epoch)
+    is_told = not switcher.is_serving and switcher.has_moved(switcher.epoch)
     return switcher.stage.phase if is_told or switcher.stage.phase is Phase.MOVE else None

@@ -131,8 +131,8 @@ _restored = sim_moving._restored
 
 def _any_commit(self: Seat, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
-    is_committed = wanted.moved > 0 and epoch == self._copied
-    return dataclasses.replace(resolve, is_committed=is_committed)
+    is_copied = self._copied is not None and epoch == self._copied.stage.epoch
+    return dataclasses.replace(resolve, is_committed=wanted.moved > 0 and is_copied)
 
 
 def _keeps_past_the_move(self: Seat, wanted: Directive, epoch: int) -> Resolve:
@@ -170,6 +170,22 @@ def _nothing_is_closed(self: Roster, ranks: Iterable[Rank]) -> None:
     return None
 
 
+def _joined_or_void(report: Report, target: Target, roster: Roster) -> int:
+    joined = report.binding
+    if joined is None or joined in target.bindings:
+        return 0
+    leader = roster.report_of(joined.group.leader)
+    return joined.born if leader is not None and leader.binding != joined else 0
+
+
+def _only_if_wanted(self: Seat, copied: Directive, wanted: Directive) -> bool:
+    return wanted.stage.epoch == copied.stage.epoch
+
+
+def _drops_all(self: Seat) -> bool:
+    return self.binding is None
+
+
 def _waits_for_nobody(*_: Any) -> Iterator[None]:
     return iter(())
 
@@ -185,6 +201,9 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "follower leaves without its leader": ((Seat, "_is_left", _follower_leaves_alone),),
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
     "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
+    "followers leave a leader that may step unheard": ((switcher, "void", _joined_or_void),),
+    "followers join only what is wanted": ((Seat, "_is_awaited", _only_if_wanted),),
+    "followers drop what comes before they join": ((Seat, "may_drain", property(_drops_all)),),
     "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
     "accept stale attempts": ((TaskTable, "current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),

@@ -1,7 +1,9 @@
 """The steps that are open in the world, and who may start one."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding
 from tests.simulation.checkers import Violation, check, check_one_leads
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step
@@ -24,7 +26,7 @@ class OpenSteps:
         for step, members in self._open:
             if step.is_over:
                 continue
-            if any(map(self._is_lost, members)):
+            if any(self._is_lost(member) or _stays_away(member, step) for member in members):
                 since = step.dead_since if step.dead_since is not None else self._world.now
                 step.dead_since = since
                 step.failed = self._world.now - since >= ABORT_AFTER_TICKS
@@ -59,7 +61,10 @@ class OpenSteps:
                 self._world.faults.kill(self._world, member.rank)
 
     def check_may_start(self, leader: "SimRank", step: Step) -> None:
-        """A leader sends a step: all members must be in the formation, and it must be wanted."""
+        """A leader sends a step: all members must be in the formation, and it must be wanted.
+
+        Or about to join it: what waits for the outcome of a move into it does.
+        """
         self._world.stats.steps += 1
         ranks = step.binding.group.ranks
         self._world.stats.reunited += leader.cohort > 0 and len(ranks) > 1
@@ -70,11 +75,15 @@ class OpenSteps:
             if process is None or process.incarnation != incarnations[rank]:
                 step.dead_since = self._world.now
                 continue
+            if _does_without(process, step.binding, incarnations):
+                # The leader is about to hear that the group is none any more.
+                step.dead_since = self._world.now
+                continue
             members.append(process)
             check(ranks not in process.closed, f"rank {rank} is in a group that it has closed")
             has_joined = (rank, process.incarnation) in self._world.memory.joined
             self._world.stats.rejoined += has_joined and len(ranks) > 1
-            if process.seat.binding != step.binding:
+            if not _is_in_or_comes(process, step.binding):
                 where = process.seat.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
         for other in self._world.alive:
@@ -104,3 +113,25 @@ class OpenSteps:
                 or step.dead_since is not None,
                 f"rank {follower.rank} left {binding} and its leader waits in a step",
             )
+
+
+def _is_in_or_comes(member: "SimRank", binding: Binding) -> bool:
+    """The rank is in the formation, or will hear that it is to join it."""
+    seat = member.seat
+    is_awaited = seat.target is not None and binding in seat.target.bindings
+    return seat.binding == binding or (is_awaited and not seat.may_drain)
+
+
+def _does_without(
+    member: "SimRank", binding: Binding, incarnations: Mapping[Rank, int | None]
+) -> bool:
+    """It does not come any more, as it has heard that a process of the group is cut out or dead."""
+    wanted = member.seat.wanted
+    present = dict(wanted.members) if wanted is not None else {}
+    is_whole = all(present.get(rank) == incarnations[rank] for rank in binding.group.ranks)
+    return not (_is_in_or_comes(member, binding) or is_whole)
+
+
+def _stays_away(member: "SimRank", step: Step) -> bool:
+    """It never came, as another member is cut out or dead; who is in the step is told of that."""
+    return member.rank not in step.arrived and not _is_in_or_comes(member, step.binding)

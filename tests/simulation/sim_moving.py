@@ -234,7 +234,8 @@ class SimMoving:
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
-            if resolve.directive.stage.epoch == resolve.epoch:
+            if resolve.is_joined:
+                stats.promised += resolve.directive.stage.epoch > resolve.epoch
                 return
             self._process.holdings.not_joined()
             stats.overtaken_moves += 1
@@ -259,6 +260,21 @@ class SimMoving:
         for binding in pending.plan.bindings:
             if self._process.rank in binding.group.ranks:
                 self._take_over(binding, pending.plan)
+
+    @property
+    def free_then(self) -> int:
+        """Pages that are free when the move that was carried out here is committed."""
+        if self.pending is None:
+            return 0
+        plan, now = self.pending.plan, self._process.holdings.pages.counts()
+        given = 0
+        if self.group is not None and len(self.group) == 1:
+            given = now.owned
+        elif self.group is not None and self.group in plan.left:
+            given = now.leased.get(self.group, 0)
+        rank = self._process.rank
+        mine = [each for each in plan.placed if rank in each.binding.group.ranks]
+        return now.free + given - sum(len(each.pages[rank]) for each in mine)
 
     def _hand_over(self, plan: Plan) -> None:
         group = self.group

@@ -1,6 +1,9 @@
 """A rank's process around the real `Seat` and the real `PagePool`; only the model is missing."""
 
+import dataclasses
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
@@ -161,6 +164,9 @@ class SimRank:
     def _make_moves(self) -> None:
         while not ((engine := self.holdings.engine) and engine.in_flight):
             move = self.seat.next_move(idle=engine is None or not engine.tasks)
+            if isinstance(move, Leave) and self._is_broken:
+                # Whatever the directive knows: what its last step wrote means nothing.
+                move = dataclasses.replace(move, group_lost=True)
             if move is None or not self._carry_out(move):
                 return
             self._made(move)
@@ -244,7 +250,11 @@ class SimRank:
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            told = move.grant_pages, move.kept, self.holdings.version_of(move.binding.group.ranks)
+            ranks = move.binding.group.ranks
+            kept = move.kept and replace(
+                move.kept, indices=tuple(self.holdings.table(ranks).intersection(move.kept.indices))
+            )
+            told = move.grant_pages, kept, self.holdings.version_of(ranks)
             begin = Begin(move.binding.born, *told)
             if not self._tell(move.binding, begin):
                 return False
@@ -298,7 +308,8 @@ class SimRank:
     def _follow(self) -> None:
         binding = self.seat.binding
         if binding is None:
-            self._drain()
+            if self.seat.may_drain:
+                self._drain()
             return
         if not self.seat.is_follower:
             return

@@ -80,4 +80,5 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
         told_in=told_in,
         probed=tuple(process.probed.values()),
         closed=tuple(sorted(process.closed)),
+        free_then=moving.free_then,
     )

@@ -32,6 +32,8 @@ class Stats:
     """Per rank, as the others."""
     overtaken_moves: int = 0
     """Committed, but the group was not joined."""
+    promised: int = 0
+    """Groups that were joined although another layout was wanted, as their leader might step."""
     spoiled_moves: int = 0
     held_tokens: int = 0
     """Tokens that came before an earlier one."""
