@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Adopted, RankHello, Report
+from coordinator.protocol.messages import Adopted, Binding, RankHello, Report
 
 COMMITTED_REMEMBERED = 1_024
 """Committed moves that are remembered: a rank that was cut out during one asks for it later."""
@@ -33,6 +33,10 @@ class Moves:
         """Let the parked ranks take part; False if there are none, so that nothing can move."""
         self.movers = tuple(each.rank for each in reports if each and each.binding is None)
         return bool(self.movers)
+
+    def cover(self, bindings: Iterable[Binding]) -> bool:
+        """Say whether all ranks of these groups take part."""
+        return all(set(each.group.ranks).issubset(self.movers) for each in bindings)
 
     def decide(self, epoch: int, reports: Iterable[Report | None]) -> bool:
         """Commit the move, unless a rank could not copy its share: then nobody gives anything up.

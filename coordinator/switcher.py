@@ -7,7 +7,6 @@ sends `directive_for` to each rank as the answer to its reports and whenever `ve
 """
 
 from collections.abc import Collection
-from itertools import chain
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.grants import Grants
@@ -336,9 +335,8 @@ class Switcher:
 
     def _complete(self, phase: Phase) -> None:
         """Go on from a phase that every rank acknowledged."""
-        movers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
-        is_parked = phase is Phase.PARK
-        if is_parked and self.carry is Carry.RESHARD and self._moves.start(movers):
+        peers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
+        if phase is Phase.PARK and self.carry is Carry.RESHARD and self._moves.start(peers):
             self.stage = Stage(self.epoch, Phase.MOVE)
         elif phase is Phase.SWAP or (phase is Phase.MOVE and self._decide_move()):
             self.stage = Stage(self.epoch, Phase.SERVE)
@@ -351,10 +349,10 @@ class Switcher:
         reports = map(self._roster.report_of, self._moves.movers)
         if not self._moves.decide(self.epoch, reports):
             return False
+        # Their ranks lease pages now, maybe before they are granted any.
         for binding in self.target.bindings:
-            self._kept.know(binding)  # Its ranks lease pages now, maybe before they are granted any.
-        forming = (each.group.ranks for each in self.target.bindings if each not in self._grants)
-        return set(self._moves.movers).issuperset(chain.from_iterable(forming))
+            self._kept.know(binding)
+        return self._moves.cover(each for each in self.target.bindings if each not in self._grants)
 
     def _grant(self) -> None:
         for binding in self.target.bindings:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry
-from coordinator.protocol.seat import Leave, Move
+from coordinator.protocol.seat_moves import Leave, Move
 from worker.board import Board
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from coordinator.protocol.messages import Binding, ReturnCause
-from coordinator.protocol.seat import Leave, Move, Seat
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave, Move
 from worker.member import Member
 
 T = TypeVar("T")

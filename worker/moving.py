@@ -23,7 +23,7 @@ from coordinator.protocol.messages import (
     ReturnCause,
     TaskId,
 )
-from coordinator.protocol.seat import Resolve
+from coordinator.protocol.seat_moves import Resolve
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask

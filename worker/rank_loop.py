@@ -26,18 +26,8 @@ from coordinator.protocol.messages import (
     Stop,
     TaskProgress,
 )
-from coordinator.protocol.seat import (
-    KEEPING,
-    Ack,
-    Join,
-    Leave,
-    Move,
-    Park,
-    Reshard,
-    Resolve,
-    Seat,
-    Serve,
-)
+from coordinator.protocol.seat import KEEPING, Seat
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
 from worker.hello import hello_of, is_paused
 from worker.lease_members import LeaseMembers
 from worker.leaving import Leaving

@@ -228,8 +228,9 @@ class Report(Message, frozen=True):
     `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
     the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
     the tasks that this rank goes on with if the move of this epoch is committed, `free_then` the
-    pages that it has free then; `has_failed` says that it could not copy its share. `moved` is the last committed move that this rank was
-    told of, in a directive of epoch `told_in`, whether it has acted on it or not.
+    pages that it has free then; `has_failed` says that it could not copy its share. `moved` is the
+    last committed move that this rank was told of, in a directive of epoch `told_in`, whether it
+    has acted on it or not.
     """
 
     rank: Rank

@@ -25,7 +25,6 @@ or the leader is known to be gone. Called by the rank's process, which carries o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from comm_pool.layout import Rank
@@ -34,11 +33,11 @@ from coordinator.protocol.messages import (
     Binding,
     Carry,
     Directive,
-    LeaseKept,
     Phase,
     Stage,
     Target,
 )
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
 
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
 """Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
@@ -48,82 +47,6 @@ Joined = tuple[Binding, Mapping[Rank, int | None]]
 
 KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
 """Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Leave the joined group; afterwards PARK is acknowledged.
-
-    A leader sends the leave message (`binding.born`) and applies the carry plan to its tasks; a
-    follower only unbinds. With `group_lost` a member's share of the KV is gone, or the followers
-    may be, so the tasks are returned for recompute whatever the plan.
-    """
-
-    binding: Binding
-    carry: Carry
-    is_leader: bool
-    group_lost: bool
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Park:
-    """Nothing is joined; acknowledge PARK."""
-
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Reshard:
-    """Copy this rank's share of the parked tasks' KV; nothing is given up before `Resolve`."""
-
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolve:
-    """The move of `epoch` is decided: go on with what was taken over, or with what was left.
-
-    With `is_joined` the prepared group is joined next. If not, as another layout is wanted by now,
-    the tasks stay where they are as long as the next move may take them (`is_kept`); otherwise the
-    plan of `directive` is applied to them now.
-    """
-
-    epoch: int
-    is_committed: bool
-    is_kept: bool
-    is_joined: bool
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Select the prepared objects of the group's mode and, as a follower, read its step queue."""
-
-    binding: Binding
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Serve:
-    """Reduce the group's lease to `kept`, add `grant_pages` pages to it (dp: own them), serve."""
-
-    binding: Binding
-    grant_pages: int
-    kept: LeaseKept | None
-    directive: Directive = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """The group does not change: adopt the stage without stopping."""
-
-    stage: Stage
-    directive: Directive = field(repr=False)
-
-
-Move = Leave | Park | Reshard | Resolve | Join | Serve | Ack
-"""What the shell is to do next; `directive` is the one that the move obeys."""
 
 
 class Seat:

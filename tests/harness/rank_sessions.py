@@ -20,7 +20,8 @@ from coordinator.protocol.messages import (
     Report,
     WidthTimes,
 )
-from coordinator.protocol.seat import Leave, Seat
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave
 
 PAGES = 64
 AIO: Any = grpc.aio

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from comm_pool.layout import Rank, parse_layout
 from coordinator.events import Event
 from coordinator.protocol.messages import Carry, Directive
-from coordinator.protocol.seat import Move
+from coordinator.protocol.seat_moves import Move
 from coordinator.settings import QueueBounds
 from tests.simulation.checkers import Violation, check
 from tests.simulation.faults import WIDTHS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank, step_name
 from coordinator.protocol.messages import Probed
-from coordinator.protocol.seat import Serve
+from coordinator.protocol.seat_moves import Serve
 from tests.simulation.checkers import check
 
 if TYPE_CHECKING:

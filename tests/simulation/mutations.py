@@ -23,7 +23,8 @@ from coordinator.protocol.messages import (
     TaskId,
     TaskReturned,
 )
-from coordinator.protocol.seat import Resolve, Seat
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Resolve
 from coordinator.roster import Arrival, Roster
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool

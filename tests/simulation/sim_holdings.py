@@ -6,6 +6,7 @@
 from collections.abc import Collection
 
 import numpy as np
+from msgspec.structs import replace
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
@@ -85,6 +86,13 @@ class Holdings:
         self.pages.lease(ranks, self.grant_of(begin))
         self._applied[ranks] = (binding.born, begin.version)
         self.kept.pop(ranks, None)
+
+    def kept_still(self, kept: LeaseKept | None) -> LeaseKept | None:
+        """What the coordinator says is kept of a lease, less what a move has given up since."""
+        if kept is None:
+            return None
+        held = self.table(kept.ranks).intersection(kept.indices)
+        return replace(kept, indices=tuple(sorted(held)))
 
     def version_of(self, ranks: Ranks) -> int:
         """The last word of this leader on what it keeps of a lease; -1 is none."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause, Target
-from coordinator.protocol.seat import Reshard, Resolve
+from coordinator.protocol.seat_moves import Reshard, Resolve
 from kvadaptor.pages import NULL_PAGE
 from tests.simulation.sim_engine import SimTask, slots_of
 from tests.simulation.sim_memory import SPOILED, Mark

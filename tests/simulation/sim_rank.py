@@ -3,8 +3,6 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
     Binding,
@@ -19,17 +17,8 @@ from coordinator.protocol.messages import (
     Stop,
     SwitchTimes,
 )
-from coordinator.protocol.seat import (
-    Ack,
-    Join,
-    Leave,
-    Move,
-    Park,
-    Reshard,
-    Resolve,
-    Seat,
-    Serve,
-)
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
 from tests.simulation.checkers import Violation, check_agreement, check_equal
 from tests.simulation.drift import Probes
 from tests.simulation.network import Session
@@ -250,11 +239,8 @@ class SimRank:
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            ranks = move.binding.group.ranks
-            kept = move.kept and replace(
-                move.kept, indices=tuple(self.holdings.table(ranks).intersection(move.kept.indices))
-            )
-            told = move.grant_pages, kept, self.holdings.version_of(ranks)
+            kept = self.holdings.kept_still(move.kept)
+            told = move.grant_pages, kept, self.holdings.version_of(move.binding.group.ranks)
             begin = Begin(move.binding.born, *told)
             if not self._tell(move.binding, begin):
                 return False

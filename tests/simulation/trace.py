@@ -22,16 +22,7 @@ from coordinator.protocol.messages import (
     Submit,
     TaskId,
 )
-from coordinator.protocol.seat import (
-    Ack,
-    Join,
-    Leave,
-    Move,
-    Park,
-    Reshard,
-    Resolve,
-    Serve,
-)
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
 
 LINE_CHARS = 200
 

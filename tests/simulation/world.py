@@ -41,7 +41,7 @@ from coordinator.protocol.messages import (
     Submit,
     Target,
 )
-from coordinator.protocol.seat import Move
+from coordinator.protocol.seat_moves import Move
 from tests.simulation.audit import QueueAudit, check_real_plan
 from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation

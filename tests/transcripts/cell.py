@@ -35,7 +35,8 @@ from coordinator.protocol.messages import (
     TaskProgress,
     TaskReturned,
 )
-from coordinator.protocol.seat import Leave, Seat, Serve
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave, Serve
 from coordinator.settings import CoreSettings
 
 WIDTHS = (1, 2, 4)

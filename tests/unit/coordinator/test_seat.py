@@ -4,7 +4,8 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Grant, LeaseKept, Phase, Stage, Target
-from coordinator.protocol.seat import Ack, Join, Leave, Park, Resolve, Seat, Serve
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Resolve, Serve
 from tests.unit.coordinator.builders import LEASE_MS, directive, target
 
 PARK, MOVE, SWAP, SERVE = Phase

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, Carry, Directive, Phase, Stage, Target
-from coordinator.protocol.seat import Leave, Park
+from coordinator.protocol.seat_moves import Leave, Park
 from worker.leaving import STEPS_MAX, Leaving, is_worth_a_step
 
 MS = 1_000_000

@@ -8,7 +8,8 @@ import pytest
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Phase, ReturnCause
-from coordinator.protocol.seat import Leave, Seat
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave
 from tests.unit.coordinator.builders import directive, target
 from worker.lost_group import LostGroup
 from worker.step_queue import LeaveGroup, send
