@@ -122,6 +122,7 @@ class ObedientRank:
             moved=self.seat.told[0],
             told_in=self.seat.told[1],
             closed=self.closed,
+            free_then=self.pages_free,
         )
 
 

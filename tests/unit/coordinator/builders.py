@@ -137,6 +137,7 @@ def report(
     told_in: int = 0,
     links: Sequence[LinkCut] = (),
     closed: Sequence[tuple[Rank, ...]] = (),
+    free_then: int = 0,
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -158,6 +159,7 @@ def report(
         told_in=told_in,
         links=tuple(links),
         closed=tuple(closed),
+        free_then=free_then,
     )
 
 

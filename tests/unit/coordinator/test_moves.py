@@ -5,7 +5,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Adopted, Carry, Phase, Stage, TaskId
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import layout, target
+from tests.unit.coordinator.builders import hello, layout, target
 from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell
 
 
@@ -53,7 +53,7 @@ def test_a_move_is_committed_when_all_have_their_share() -> None:
     ranks.acknowledge(1, 2)
     assert ranks.switcher.take_adopted() == []
     ranks.acknowledge(3)
-    assert ranks.switcher.stage == Stage(2, Phase.SWAP)
+    assert ranks.switcher.stage == Stage(2, Phase.SERVE), "its groups begin at once"
     assert ranks.switcher.take_adopted() == [(Rank(0), adopted)]
     assert ranks.switcher.take_adopted() == []
     directive = ranks.switcher.directive_for(Rank(0))
@@ -94,20 +94,61 @@ def test_a_rank_that_missed_a_commit_is_told_of_its_own_move() -> None:
     assert lost == (3,)
     for _ in range(3):
         ranks.acknowledge(0, 1, 2)
+    ranks.switcher.retarget(layout("tp2+dp1+off1"), Carry.RESHARD, "test", 0)
+    ranks.acknowledge(0, 1, 2)
+    ranks.acknowledge(0, 1, 2)
     late = ranks.switcher.directive_for(Rank(3))
     other = ranks.switcher.directive_for(Rank(0))
     assert late is not None
     assert other is not None
-    assert (late.moved, other.moved) == (2, 3)
+    assert (late.moved, other.moved) == (2, 4)
 
 
 def test_groups_that_a_move_prepared_are_formed_anew_if_it_is_overtaken() -> None:
     ranks = parked("tp2+tp2")
-    assert ranks.switcher.target == target("tp2+tp2", 1, 2)
+    served, new = ranks.switcher.target.bindings
+    assert (served.born, new.born) == (1, 2)
+    ranks.hear(0, Stage(2, Phase.MOVE), binding=served)
+    ranks.hear(1, Stage(2, Phase.MOVE), binding=served)
+    ranks.acknowledge(2, 3)
+    assert ranks.switcher.stage == Stage(2, Phase.SERVE)
+    ranks.hear(2, Stage(2, Phase.SERVE), binding=new)
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
+    assert ranks.switcher.target == target("dp2+tp2", 3), "one of its members has not told"
+
+
+def test_groups_that_all_have_joined_stay_if_another_layout_is_wanted() -> None:
+    ranks = parked("tp2+tp2")
+    for stage in (Stage(2, Phase.MOVE), Stage(2, Phase.SERVE)):
+        for rank in range(4):
+            binding = ranks.switcher.target.binding_of(Rank(rank))
+            is_in = rank < 2 or stage.phase is Phase.SERVE
+            ranks.hear(rank, stage, binding=binding if is_in else None)
+    assert ranks.switcher.is_serving
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
+    assert ranks.switcher.target == target("dp2+tp2", 3, 3, 2)
+
+
+def test_groups_are_granted_what_all_members_will_have_free() -> None:
+    ranks = parked()
+    for rank, free in enumerate((7, 5, 9, 8)):
+        ranks.acknowledge(rank, free=1, free_then=free)
+    directive = ranks.switcher.directive_for(Rank(2))
+    assert directive is not None
+    assert [grant.pages for grant in directive.grants] == [5]
+
+
+def test_who_takes_no_part_in_a_move_joins_before_groups_begin() -> None:
+    """Nobody knows what it will have free; and without peers it has nothing to share."""
+    ranks = Ranks().serve()
+    for rank in range(4):
+        ranks.roster[Rank(rank)].hello = hello(rank, widths=(1, 2, 4) if rank else (1,))
+    ranks.switcher.retarget(layout("dp4"), Carry.RESHARD, "test", 0)
+    ranks.acknowledge()
+    assert ranks.switcher.stage == Stage(2, Phase.MOVE)
+    assert ranks.switcher.directive_for(Rank(0)).movers == (1, 2, 3)  # type: ignore[union-attr]
     ranks.acknowledge()
     assert ranks.switcher.stage == Stage(2, Phase.SWAP)
-    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0)
-    assert ranks.switcher.target == target("dp2+tp2", 3)
 
 
 def test_a_member_of_a_prepared_group_hears_when_its_leader_is_lost() -> None:

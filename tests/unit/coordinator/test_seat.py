@@ -5,7 +5,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Grant, LeaseKept, Phase, Stage, Target
 from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Resolve, Serve
+from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Serve
 from tests.unit.coordinator.builders import LEASE_MS, directive, target
 
 PARK, MOVE, SWAP, SERVE = Phase
@@ -299,100 +299,3 @@ def test_ack_names_its_stage() -> None:
     move = seat.next_move(idle=False)
     assert isinstance(move, Ack)
     assert move.stage == Stage(2, SWAP)
-
-
-PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
-
-
-def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED) -> Seat:
-    """Rank 0 has left its group of one for a pair, with tasks that may move."""
-    seat = serving(0, ALONE)
-    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
-    return seat
-
-
-def moved(wanted: Target = PAIRED) -> Seat:
-    """The same, and it has copied its share."""
-    seat = left(wanted=wanted)
-    assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
-    assert (seat.stage, seat.is_moving) == (Stage(2, MOVE), True)
-    return seat
-
-
-def resolved(seat: Seat, order: Directive) -> Resolve:
-    """How the seat decides on its move when it reads this."""
-    seat.on_directive(order)
-    move = seat.next_move(idle=True)
-    assert isinstance(move, Resolve)
-    seat.made(move)
-    return move
-
-
-def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:
-    assert left().is_moving
-    for carry in (Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE):
-        assert not left(carry).is_moving
-    seat = serving(0, ALONE)
-    seat.lease_until = -1
-    assert obey(seat, directive(PAIRED, 2, PARK, carry=Carry.RESHARD)) == ["Leave"]
-    assert not seat.is_moving, "its lease was over, so it may have been given up"
-
-
-def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:
-    seat = left()
-    order = directive(PAIRED, 2, MOVE, carry=Carry.RESHARD, movers=[1])
-    assert obey(seat, order) == ["Ack"]
-    move = resolved(seat, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert not move.is_committed
-
-
-def test_a_committed_move_is_carried_out_before_its_group_is_joined() -> None:
-    seat = moved()
-    move = resolved(seat, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert (move.epoch, move.is_committed, move.is_kept) == (2, True, False)
-    assert not seat.is_moving
-    assert make_moves(seat) == ["Join"]
-
-
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_move_is_not_committed_by_an_older_one(told: int) -> None:
-    move = resolved(moved(), directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=told))
-    assert (move.is_committed, move.is_kept) == (False, False)
-
-
-def test_an_overtaken_rank_keeps_its_tasks_for_the_next_move() -> None:
-    wide = target("tp4", 3)
-    for seat in (left(), moved()):
-        move = resolved(seat, directive(wide, 3, PARK, carry=Carry.RESHARD))
-        assert (move.epoch, move.is_committed, move.is_kept) == (2, False, True)
-        assert seat.is_moving
-        assert make_moves(seat) == ["Park"]
-        order = directive(wide, 3, MOVE, carry=Carry.RESHARD)
-        assert obey(seat, order) == ["Reshard"]
-        assert resolved(seat, directive(wide, 3, SWAP, moved=3)).is_committed
-
-
-@pytest.mark.parametrize(("phase", "carry"), [(PARK, Carry.PAUSE), (SWAP, Carry.RESHARD)])
-def test_an_overtaken_rank_keeps_nothing_for_a_move_that_will_not_be(
-    phase: Phase, carry: Carry
-) -> None:
-    seat = moved()
-    move = resolved(seat, directive(target("tp4", 3), 3, phase, carry=carry))
-    assert not move.is_kept
-    assert not seat.is_moving
-
-
-def test_a_commit_that_was_overtaken_moves_on() -> None:
-    seat = moved()
-    order = directive(target("tp4", 3), 3, PARK, carry=Carry.RESHARD, moved=2)
-    move = resolved(seat, order)
-    assert (move.is_committed, move.is_kept) == (True, True)
-    assert seat.is_moving
-
-
-def test_a_rank_tells_what_it_was_told_before_it_acts_on_it() -> None:
-    seat = moved()
-    assert seat.told == (0, 2)
-    seat.on_directive(directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert (seat.stage, seat.told) == (Stage(2, MOVE), (2, 2))
-    assert Seat(Rank(0), 1).told == (0, 0)

@@ -87,6 +87,21 @@ def test_a_formation_is_void_when_its_leader_is_not_in_it() -> None:
     assert void_of(ranks, 2) == 0, "it is in no such formation"
 
 
+def test_a_formation_is_not_void_while_its_leader_may_begin_it_unheard() -> None:
+    """It was told that its move is committed, perhaps; then it leads at once."""
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("tp4"), Carry.RESHARD, "test", 0)
+    wide = ranks.switcher.target.bindings[0]
+    ranks.acknowledge()
+    ranks.acknowledge()
+    assert ranks.switcher.stage == Stage(2, Phase.SERVE)
+    ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
+    ranks.hear(1, Stage(2, Phase.SWAP), binding=wide)
+    assert void_of(ranks, 1) == 0
+    ranks.hear(0, Stage(3, Phase.PARK))
+    assert void_of(ranks, 1) == 2, "it has read of another layout, and does not lead this one"
+
+
 def void_of(ranks: Ranks, rank: int) -> int:
     directive = ranks.switcher.directive_for(Rank(rank))
     assert directive is not None

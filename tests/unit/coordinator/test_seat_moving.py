@@ -1,0 +1,184 @@
+"""The rank's side of a move of KV: what it keeps, what it goes on with, which groups it joins."""
+
+import pytest
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage, Target
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave, Resolve
+from tests.unit.coordinator.builders import directive, target
+from tests.unit.coordinator.test_seat import PAIR, make_moves, obey, serving
+
+PARK, MOVE, SWAP, SERVE = Phase
+
+PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
+
+
+def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> Seat:
+    """A rank has left its group of one for a pair, with tasks that may move."""
+    seat = serving(rank, ALONE)
+    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
+    return seat
+
+
+def moved(wanted: Target = PAIRED, rank: int = 0) -> Seat:
+    """The same, and it has copied its share."""
+    seat = left(wanted=wanted, rank=rank)
+    assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
+    assert (seat.stage, seat.is_moving) == (Stage(2, MOVE), True)
+    return seat
+
+
+def resolved(seat: Seat, order: Directive) -> Resolve:
+    """How the seat decides on its move when it reads this."""
+    seat.on_directive(order)
+    move = seat.next_move(idle=True)
+    assert isinstance(move, Resolve)
+    seat.made(move)
+    return move
+
+
+def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:
+    assert left().is_moving
+    for carry in (Carry.PAUSE, Carry.DRAIN, Carry.RECOMPUTE):
+        assert not left(carry).is_moving
+    seat = serving(0, ALONE)
+    seat.lease_until = -1
+    assert obey(seat, directive(PAIRED, 2, PARK, carry=Carry.RESHARD)) == ["Leave"]
+    assert not seat.is_moving, "its lease was over, so it may have been given up"
+
+
+def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:
+    seat = left()
+    order = directive(PAIRED, 2, MOVE, carry=Carry.RESHARD, movers=[1])
+    assert obey(seat, order) == ["Ack"]
+    move = resolved(seat, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
+    assert not move.is_committed
+
+
+def test_a_committed_move_is_carried_out_before_its_group_is_joined() -> None:
+    seat = moved()
+    move = resolved(seat, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
+    assert (move.epoch, move.is_committed, move.is_kept) == (2, True, False)
+    assert not seat.is_moving
+    assert make_moves(seat) == ["Join"]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_move_is_not_committed_by_an_older_one(told: int) -> None:
+    move = resolved(moved(), directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=told))
+    assert (move.is_committed, move.is_kept) == (False, False)
+
+
+def test_an_overtaken_rank_keeps_its_tasks_for_the_next_move() -> None:
+    wide = target("tp4", 3)
+    for seat in (left(), moved()):
+        move = resolved(seat, directive(wide, 3, PARK, carry=Carry.RESHARD))
+        assert (move.epoch, move.is_committed, move.is_kept) == (2, False, True)
+        assert seat.is_moving
+        assert make_moves(seat) == ["Park"]
+        order = directive(wide, 3, MOVE, carry=Carry.RESHARD)
+        assert obey(seat, order) == ["Reshard"]
+        assert resolved(seat, directive(wide, 3, SWAP, moved=3)).is_committed
+
+
+@pytest.mark.parametrize(("phase", "carry"), [(PARK, Carry.PAUSE), (SWAP, Carry.RESHARD)])
+def test_an_overtaken_rank_keeps_nothing_for_a_move_that_will_not_be(
+    phase: Phase, carry: Carry
+) -> None:
+    seat = moved()
+    move = resolved(seat, directive(target("tp4", 3), 3, phase, carry=carry))
+    assert not move.is_kept
+    assert not seat.is_moving
+
+
+def test_a_commit_that_was_overtaken_moves_on() -> None:
+    seat = moved()
+    order = directive(target("tp4", 3), 3, PARK, carry=Carry.RESHARD, moved=2)
+    move = resolved(seat, order)
+    assert (move.is_committed, move.is_kept) == (True, True)
+    assert seat.is_moving
+
+
+def test_a_rank_tells_what_it_was_told_before_it_acts_on_it() -> None:
+    seat = moved()
+    assert seat.told == (0, 2)
+    seat.on_directive(directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
+    assert (seat.stage, seat.told) == (Stage(2, MOVE), (2, 2))
+    assert Seat(Rank(0), 1).told == (0, 0)
+
+
+def granted() -> Directive:
+    """A committed move whose groups begin at once."""
+    grants = [Grant(binding.group.ranks, 5) for binding in PAIRED.bindings]
+    return directive(PAIRED, 2, SERVE, carry=Carry.RESHARD, moved=2, grants=grants)
+
+
+def test_groups_begin_behind_a_committed_move_without_another_round() -> None:
+    for rank in PAIR:
+        seat = moved(rank=rank)
+        assert obey(seat, granted()) == ["Resolve", "Join", "Serve"]
+        assert (seat.stage, seat.serving) == (Stage(2, SERVE), True)
+
+
+def overtaken(seat: Seat, *, moved: int = 2, **fields: object) -> Directive:
+    """Tell the seat that other groups are wanted than those of its move."""
+    order = directive(target("dp4", 3), 3, PARK, carry=Carry.RESHARD, moved=moved, **fields)  # type: ignore[arg-type]
+    seat.on_directive(order)
+    return order
+
+
+def test_a_follower_joins_the_group_that_its_leader_may_be_in_a_step_of() -> None:
+    seat = moved(rank=1)
+    overtaken(seat)
+    assert make_moves(seat) == ["Resolve", "Join"]
+    assert seat.binding == PAIRED.bindings[0]
+    assert (seat.stage, seat.target) == (Stage(2, SWAP), PAIRED), "that is what it acknowledges"
+    assert not seat.is_moving
+    assert make_moves(seat) == [], "its leader may be waiting for it"
+    seat.on_leave(2)
+    move = seat.next_move(idle=True)
+    assert isinstance(move, Leave)
+    assert (move.carry, move.group_lost) == (Carry.RESHARD, False)
+    seat.made(move)
+    assert (seat.stage, seat.is_moving) == (Stage(3, PARK), True)
+
+
+def test_it_leaves_that_group_again_if_nobody_will_lead_it() -> None:
+    seat = moved(rank=1)
+    overtaken(seat)
+    assert make_moves(seat) == ["Resolve", "Join"]
+    overtaken(seat, void=2)
+    assert make_moves(seat) == ["Leave"]
+
+
+def test_a_leader_does_not_begin_what_is_not_wanted_any_more() -> None:
+    seat = moved(rank=0)
+    overtaken(seat)
+    assert make_moves(seat) == ["Resolve", "Park"]
+    assert seat.is_moving, "what it has taken over may be moved on"
+
+
+def test_nobody_joins_what_was_not_committed() -> None:
+    seat = moved(rank=1)
+    overtaken(seat, moved=0)
+    assert make_moves(seat) == ["Resolve", "Park"]
+
+
+@pytest.mark.parametrize("changed", [{0: 2}, {1: 2}])
+def test_nobody_joins_a_group_that_has_lost_a_process(changed: dict[int, int]) -> None:
+    """Who is in a step with it is told of the loss, and gets out in another way."""
+    seat = moved(rank=1)
+    overtaken(seat, members=changed)
+    assert make_moves(seat) == ["Resolve", "Park"]
+
+
+def test_a_rank_drops_nothing_from_its_queues_until_it_hears_of_its_move() -> None:
+    seat = left(rank=1)
+    assert seat.may_drain
+    obey(seat, directive(PAIRED, 2, MOVE, carry=Carry.RESHARD))
+    assert not seat.may_drain, "its leader may have heard, and have begun"
+    overtaken(seat, moved=0)
+    make_moves(seat)
+    assert seat.may_drain
+    assert not serving(1, target("tp2+dp2", 1)).may_drain, "it reads what its leader sends"
