@@ -174,10 +174,9 @@ def test_nobody_joins_a_group_that_has_lost_a_process(changed: dict[int, int]) -
 
 
 def test_a_rank_drops_nothing_from_its_queues_until_it_hears_of_its_move() -> None:
-    seat = left(rank=1)
-    assert seat.may_drain
-    obey(seat, directive(PAIRED, 2, MOVE, carry=Carry.RESHARD))
-    assert not seat.may_drain, "its leader may have heard, and have begun"
+    assert left(rank=1).may_drain
+    assert not moved(rank=1).may_drain, "its leader may have heard, and have begun"
+    seat = moved(rank=1)
     overtaken(seat, moved=0)
     make_moves(seat)
     assert seat.may_drain

@@ -21,7 +21,8 @@ from coordinator.roster import Arrival
 from tests.transcripts.cell import Cell
 from tests.unit.coordinator.builders import directive, hello, layout, report, target
 from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell
-from tests.unit.coordinator.test_seat_moving import moved, resolved, serving
+from tests.unit.coordinator.test_seat import serving
+from tests.unit.coordinator.test_seat_moving import moved, resolved
 
 PAIR = (Rank(0), Rank(1))
 QUAD = (*PAIR, Rank(2), Rank(3))
