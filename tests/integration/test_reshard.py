@@ -80,6 +80,32 @@ async def test_running_tasks_go_on_in_every_other_layout(cell: BareCell) -> None
     assert sum(record["reshard_bytes"] for record in moved) > 0
 
 
+def pages_of_groups(cell: BareCell) -> list[int]:
+    return [group["pages_total"] for group in cell.get("/admin/layout")["groups"]]
+
+
+@pytest.mark.timeout(120)
+async def test_groups_have_all_pages_behind_a_move(cell: BareCell) -> None:
+    """They are granted what is free behind the move, as ranks foresee it before: no page less."""
+    wanted = {}
+    for layout in LAYOUTS:
+        cell.switch(layout, "recompute")
+        wanted[layout] = pages_of_groups(cell)
+    client, draw = TaskClient(), random.Random(5)
+    async with client.connected(cell):
+        for number in range(TASKS):
+            client.submit(f"page-{number}", draw.choices(range(10, 4000), k=90), max_tokens=900)
+        streams = list(client.streams.values())
+        while not all(stream.tokens for stream in streams):
+            await asyncio.sleep(0.01)
+        for layout in (*LAYOUTS, *reversed(LAYOUTS[:-1])):
+            await asyncio.to_thread(cell.switch, layout, "reshard")
+            assert pages_of_groups(cell) == wanted[layout], layout
+        assert not any(stream.finished for stream in streams), "nothing was moved in the end"
+        for name in client.streams:
+            client.cancel(name)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("origin", "wanted"), [("dp4", "tp4"), ("tp2+dp2", "tp4")])
 async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
