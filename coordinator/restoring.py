@@ -6,7 +6,7 @@ communicators with each other, and those that outlived a loss have closed theirs
 all be started again, which costs nobody anything while there is nothing to do.
 """
 
-from comm_pool.layout import Layout, format_layout
+from comm_pool.layout import Group, Layout, Mode, Rank, format_layout
 from coordinator.events import Effect, ToLauncher, note
 from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import Carry
@@ -86,7 +86,7 @@ class Restoring:
             # was to wait for each other.
             told = switcher.served_layout
             self._wanted = told if roster.serves_whole(told) else self._initial
-        wanted = self._wanted
+        wanted = _completed(self._wanted, self._initial, roster)
         has_left = switcher.is_serving and switcher.target.layout != wanted
         can_be = has_left and refuse(wanted, roster, switcher.alive) is None
         return wanted if self._possible.is_over(self._settled_ms, now_ms, is_true=can_be) else None
@@ -114,6 +114,21 @@ class Restoring:
         if self._is_fixed and self._wanted is not None:
             return not all(roster.can_form(group.ranks) for group in self._wanted.groups)
         return roster.has_closed or not roster.is_one_cohort(switcher.alive)
+
+
+def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
+    """Give groups to ranks that cannot serve alone, and were away when the layout was decided.
+
+    Those that they started with, where all of their ranks are free, else the narrowest.
+    """
+    if (width := roster.narrowest) == 1:
+        return layout
+    starts = range(0, roster.world, width)
+    blocks = (tuple(map(Rank, range(first, first + width))) for first in starts)
+    for group in (*initial.groups, *(Group(ranks, Mode.TP) for ranks in blocks)):
+        if set(layout.ranks).isdisjoint(group.ranks):
+            layout = Layout((*layout.groups, group))
+    return layout
 
 
 def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:

@@ -148,6 +148,10 @@ class Roster:
         """Return the ranks whose process lives as far as known and has reported, ascending."""
         return tuple(rank for rank in self if self[rank].report and not self[rank].has_exited)
 
+    def leases(self) -> dict[Rank, tuple[tuple[Rank, ...], ...]]:
+        """Return the groups that each living rank had pages for when its session began."""
+        return {rank: self[rank].hello.leases for rank in self.reported()}
+
     def silent_since(self, rank: Rank, now_ms: int) -> int:
         """Return for how long the rank was not heard, in milliseconds."""
         return now_ms - self._seen[rank].heard_at_ms

@@ -383,6 +383,7 @@ class Switcher:
         self.alive = resumed.target.layout.ranks
         self.served_layout = resumed.target.layout
         self.stage = resumed.stage
+        self._kept.recover(self._roster.leases(), resumed.stage.epoch)
         # A move that no rank was told of has not been carried out by any.
         self._moves.recover(resumed.moved)
         for binding in self.target.bindings:

@@ -1,8 +1,10 @@
 """What a rank says first in a session: who it is, what it has prepared, which tasks it holds."""
 
 import os
+from collections.abc import Sequence
 
-from coordinator.protocol.messages import PROTOCOL_VERSION, HeldTask, RankHello
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import PROTOCOL_VERSION, Drop, GiveBack, HeldTask, RankHello
 from coordinator.protocol.seat import Seat
 from worker.book import LedTask
 from worker.member import Member
@@ -11,8 +13,11 @@ from worker.step_times import told
 from worker.vllm_rank import RankEngine
 
 
-def hello_of(engine: RankEngine, member: Member, seat: Seat) -> RankHello:
-    """Describe a rank as it is now."""
+def hello_of(
+    engine: RankEngine, member: Member, seat: Seat, deferred: Sequence[Drop | GiveBack] = ()
+) -> RankHello:
+    """Describe a rank as it is now; what it has been told to drop is as good as gone."""
+    drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
         rank=engine.spec.rank,
@@ -28,6 +33,7 @@ def hello_of(engine: RankEngine, member: Member, seat: Seat) -> RankHello:
         held=tuple(
             HeldTask(led.header, led.attempt, led.group, led.emitted, is_paused(led, member, seat))
             for led in member.book
+            if led.attempt > drops.get(led.header.task, -1)
         ),
         adopted=member.moving.adopted if seat.is_moving else (),
         adopted_in=member.moving.epoch,
@@ -35,6 +41,7 @@ def hello_of(engine: RankEngine, member: Member, seat: Seat) -> RankHello:
         cohort=engine.spec.cohort,
         step_times=tuple(map(told, engine.step_times())),
         tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
+        leases=tuple(tuple(map(Rank, ranks)) for ranks in engine.pages.groups()),
     )
 
 

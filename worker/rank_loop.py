@@ -162,7 +162,8 @@ class RankLoop:
             case Drop() | GiveBack():
                 self._obey(item)
             case HelloWanted():
-                self._session.hello(hello_of(self._engine, self._member, self._seat))
+                told = self._engine, self._member, self._seat, self._deferred
+                self._session.hello(hello_of(*told))
                 self._changed = True
             case Stop(reason=reason):
                 self.stop_reason = reason

@@ -146,6 +146,8 @@ class RankHello(Message, frozen=True):
     tokens_per_step_max: int = 0
     """Most tokens that a step computes; 0 is unknown."""
     cohort: int = 0
+    leases: tuple[tuple[Rank, ...], ...] = ()
+    """The groups whose leases it has pages in; it may have given up those of a lost member."""
 
 
 class LeaseKept(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class SimRank:
         self.cohort = cohort
         # Those that start together map each other's boards, and no others.
         self.moving = SimMoving(self, {rank: Board()} if boards is None else boards)
-        self._deferred: list[Drop | GiveBack] = []
+        self.deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
         self.cut_out_at = -1
         """When the coordinator last had no place for this rank."""
@@ -165,7 +165,7 @@ class SimRank:
         self.world.note(self.rank, move)
         self._changed = True
         if isinstance(move, Resolve):
-            deferred, self._deferred = self._deferred, []
+            deferred, self.deferred = self.deferred, []
             for message in deferred:
                 self._obey(message)
 
@@ -339,7 +339,7 @@ class SimRank:
                 self.holdings.place(message)
             case Drop() | GiveBack():
                 if self.defers:
-                    self._deferred.append(message)
+                    self.deferred.append(message)
                 else:
                     self._obey(message)
             case Stop(reason):

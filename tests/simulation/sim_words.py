@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from comm_pool.layout import Rank
 from coordinator.protocol.messages import (
     PROTOCOL_VERSION,
+    Drop,
     HeldTask,
     RankHello,
     Report,
@@ -21,6 +23,7 @@ def hello_of(process: "SimRank") -> RankHello:
     """Who this is, what it holds, and what it goes on with if its move was committed."""
     moving = process.moving
     held = process.holdings.held(moving.group).values()
+    drops = {each.task: each.attempt for each in process.deferred if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
         rank=process.rank,
@@ -42,10 +45,12 @@ def hello_of(process: "SimRank") -> RankHello:
                 is_paused,
             )
             for task, ranks, is_paused in held
+            if task.attempt > drops.get(task.header.task, -1)
         ),
         adopted=moving.adopted,
         adopted_in=moving.adopted_in,
         cohort=process.cohort,
+        leases=tuple(tuple(map(Rank, ranks)) for ranks in process.holdings.pages.groups()),
     )
 
 

@@ -79,3 +79,28 @@ def test_a_rank_that_is_alone_leases_nothing() -> None:
     leases.bind(Binding(Group((ZERO,), Mode.DP), 1))
     leases.drop(ZERO, 1)
     assert leases.for_rank(ZERO) == ()
+
+
+def test_what_a_member_gave_up_under_an_earlier_coordinator_is_worth_nothing() -> None:
+    """It had heard that the leader was lost, which lives and tells what its tasks hold."""
+    leases = KeptLeases()
+    leases.recover({ZERO: (PAIR,), ONE: ()}, 4)
+    assert leases.for_rank(ZERO) == (kept(1, born=4),)
+    leases.on_report(ZERO, (kept(8, 5, born=2),))
+    assert leases.for_rank(ZERO) == (kept(1, born=4),), "formed before"
+    leases.on_report(ZERO, (kept(9, 5, born=5),))
+    assert leases.for_rank(ZERO) == (kept(9, 5, born=5),), "formed since"
+
+
+def test_what_all_members_have_is_kept_under_a_new_coordinator() -> None:
+    leases = KeptLeases()
+    leases.recover({ZERO: (PAIR,), ONE: (PAIR,)}, 4)
+    leases.on_report(ZERO, (kept(8, 5, born=2),))
+    assert leases.for_rank(ONE) == (kept(8, 5, born=2),)
+
+
+def test_a_member_that_was_not_heard_says_nothing_of_a_lease() -> None:
+    leases = KeptLeases()
+    leases.recover({ZERO: (PAIR,)}, 4)
+    leases.on_report(ZERO, (kept(8, 5, born=2),))
+    assert leases.for_rank(ONE) == (kept(8, 5, born=2),)

@@ -288,3 +288,22 @@ def test_a_coordinator_that_finds_them_waiting_wants_the_first_layout() -> None:
     cell.settle()
     pass_time(cell, 5_000)
     assert layout_of(cell) == "tp4"
+
+
+@pytest.mark.parametrize("first", ["tp2+tp2", "tp4"])
+def test_ranks_that_were_away_when_a_layout_was_decided_get_groups(first: str) -> None:
+    """With parts of the weights they could not serve alone, and nobody would ask again."""
+    cell = Cell(first, narrowest=2, settled_ms=0)
+    cell.serve()
+    for rank in (2, 3):
+        cell.event(RankExited(Rank(rank)))
+    cell.settle(0, 1)
+    cell.switch("tp2+off2")
+    cell.settle(0, 1)
+    assert layout_of(cell) == "tp2+off2"
+    for rank in (2, 3):
+        cell.ranks[Rank(rank)] = Joiner(Rank(rank), 2, WIDTHS)
+        cell.open(rank)
+        cell.settle()
+    pass_time(cell, 5_000)
+    assert layout_of(cell) == "tp2+tp2"

@@ -1,0 +1,65 @@
+"""What a rank says of what it holds when a session begins."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Group, Mode, Rank
+from coordinator.protocol.messages import Drop, RankHello, TaskHeader, TaskId, Tier
+from coordinator.protocol.seat import Seat
+from kvadaptor.pages import PagePool
+from worker.book import LedTask, TaskBook
+from worker.hello import hello_of
+
+PAIR = (Rank(0), Rank(1))
+
+
+def task(name: str, attempt: int) -> LedTask:
+    header = TaskHeader(TaskId(name), "g", "tcp://here", 3, 9, Tier.STANDARD)
+    return LedTask(header, attempt, Group(PAIR, Mode.TP), 2)
+
+
+def hello(*deferred: Drop) -> RankHello:
+    """Of a rank with two tasks, and pages in the lease of a pair."""
+    pages = PagePool(9)
+    pages.lease(PAIR, 3)
+    scheduling = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
+    engine = SimpleNamespace(
+        spec=SimpleNamespace(rank=Rank(0), cohort=0, parts=1, widths=(1, 2), widest=2),
+        device="cpu",
+        base=SimpleNamespace(
+            scheduler_config=scheduling, model_config=SimpleNamespace(max_model_len=128)
+        ),
+        kv=SimpleNamespace(
+            geometry=SimpleNamespace(tokens_per_slot=16, num_kv_heads=8), num_pages=9
+        ),
+        memory=tuple,
+        step_times=tuple,
+        pages=pages,
+    )
+    book = TaskBook()
+    for each in (task("a", 1), task("b", 2)):
+        book.open(each)
+    moving = SimpleNamespace(ranks=(), epoch=0, adopted=())
+    member = SimpleNamespace(book=book, moving=moving)
+    what: Any = engine, member, Seat(Rank(0), 1), deferred
+    return hello_of(*cast(Any, what))
+
+
+def held(told: RankHello) -> list[tuple[str, int]]:
+    return [(each.header.task, each.attempt) for each in told.held]
+
+
+def test_it_tells_its_tasks_and_whose_pages_it_has() -> None:
+    told = hello()
+    assert held(told) == [("a", 1), ("b", 2)]
+    assert told.leases == (PAIR,)
+
+
+def test_a_task_that_is_to_be_dropped_is_not_told() -> None:
+    """A coordinator that has just started would take it for one that runs."""
+    assert held(hello(Drop(TaskId("a"), 1))) == [("b", 2)]
+    assert held(hello(Drop(TaskId("b"), 1))) == [("a", 1), ("b", 2)], "that was another attempt"
