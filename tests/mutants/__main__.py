@@ -59,6 +59,7 @@ PARTS = {
         ),
         (
             UNIT + "coordinator/test_seat.py",
+            UNIT + "coordinator/test_seat_moving.py",
             UNIT + "coordinator/test_switcher.py",
             UNIT + "coordinator/test_moves.py",
             UNIT + "coordinator/test_core.py",
