@@ -317,7 +317,7 @@ class RankLoop:
         assert binding is not None
         message = self._lost.guarded(lambda: self._member.follow(binding, wait_s=wait_s))
         if isinstance(message, LeaveGroup):
-            self._seat.on_leave(message.born)
+            self._seat.on_leave(message.born, for_move=message.kept is None)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
         if message is not None and self._stepping.count > steps:

@@ -92,8 +92,9 @@ class Seat:
         self._members: dict[Rank, int | None] = {}
         """Incarnations of the binding's ranks when it was joined."""
         self._joined: Joined | None = None
-        self._leaves: set[int] = set()
-        """Formations (by `born`) whose leader has left; a rank is in one per epoch."""
+        self._leaves: dict[int, bool] = {}
+        """Formations (by `born`) whose leader has left, and whether it parked its tasks for a move;
+        a rank is in one per epoch."""
         self._moving: int | None = None
         """The epoch whose move takes, or may take, what this rank parked for it."""
         self._copied: Directive | None = None
@@ -158,14 +159,14 @@ class Seat:
         if held is None or _order(directive) >= _order(held):
             self.wanted = directive
 
-    def on_leave(self, born: int) -> None:
+    def on_leave(self, born: int, *, for_move: bool = False) -> None:
         """Take note that the leader left the formation `born`; older formations are ignored.
 
         A parked rank may hear it before the directive that would make it join; the note then lets
-        it leave again.
+        it leave again. `for_move`: the leader says that its tasks are parked for a move.
         """
         if self.binding is None or born >= self.binding.born:
-            self._leaves.add(born)
+            self._leaves[born] = for_move or self._leaves.get(born, False)
 
     def next_move(self, *, idle: bool) -> Move | None:
         """Return what to do at this safe point, if anything; changes nothing.
@@ -283,7 +284,11 @@ class Seat:
             may_leave = self._is_left(binding, gone) or wanted.void == binding.born
         if not may_leave:
             return None
-        return Leave(binding, wanted.carry, self.is_leader, is_lost, wanted)
+        carry = wanted.carry
+        if carry in MOVING and self._leaves.get(binding.born, False):
+            # The leader may have heard before this rank did that others have drained by now.
+            carry = Carry.RESHARD
+        return Leave(binding, carry, self.is_leader, is_lost, wanted)
 
     def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
         """The leader will send no further step of the formation."""
@@ -319,7 +324,8 @@ class Seat:
         self.serving = False
         self._members = {rank: members.get(rank) for rank in binding.group.ranks}
         self._joined = binding, self._members
-        self._leaves = {born for born in self._leaves if born >= binding.born}
+        leaves = self._leaves.items()
+        self._leaves = {born: for_move for born, for_move in leaves if born >= binding.born}
         self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
 
     def _acknowledge(self, stage: Stage, directive: Directive) -> None:

@@ -5,6 +5,7 @@ swallow what one of them says or hears. Times are printed; docs/faults.md has th
 """
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from tests.bench.servers import free_port
 from tests.harness.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.fault_proxy import DOWN, UP, FaultProxy
 from tests.harness.lost_ranks import (
+    TASKS,
     TOKENS,
     back,
     begun,
@@ -247,6 +249,21 @@ def ten_times_slower(pid: int) -> Iterator[None]:
         thread.join()
 
 
+async def kept_busy(client: TaskClient) -> None:
+    """Give all ranks something to do until this is cancelled: an idle one cannot be compared with.
+
+    How long it takes to find a slow rank does not depend on the pace of the machine; streams do.
+    """
+
+    async def one_after_the_other(place: int) -> None:
+        for turn in itertools.count():
+            name = f"busy-{place}-{turn}"
+            client.submit(name, [10 + place] * 20, max_tokens=900)
+            await client.finish(name)
+
+    await asyncio.gather(*map(one_after_the_other, range(TASKS)))
+
+
 async def test_a_rank_that_is_ten_times_slower(cell: BareCell, expected: list[list[int]]) -> None:
     """It is left out, alive, and its streams go on where steps take as long as they should.
 
@@ -257,12 +274,14 @@ async def test_a_rank_that_is_ten_times_slower(cell: BareCell, expected: list[li
     async with client.connected(cell):
         names = submit(client, "slow", tokens=900)
         await begun(client, names)
+        others = asyncio.create_task(kept_busy(client))
         with ten_times_slower(pid):
             took_s = await asyncio.to_thread(until, cell, "left out", lambda _: is_cut_out(cell, 2))
             while any(len(client.streams[name].tokens) < TOKENS for name in names):
                 assert not [each.failure for each in client.streams.values() if each.failure]
                 await asyncio.sleep(0.005)
-        for name in names:
+        others.cancel()
+        for name in client.streams:
             client.cancel(name)
     streams = [client.streams[name] for name in names]
     print(f"slow rank: left out after {took_s:.1f} s")

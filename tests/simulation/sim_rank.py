@@ -304,7 +304,7 @@ class SimRank:
             case None:
                 return
             case LeaveGroup(born, kept):
-                self.seat.on_leave(born)
+                self.seat.on_leave(born, for_move=kept is None)
                 if born == binding.born and kept is not None:
                     self.holdings.left(binding.group.ranks, kept)
             case Begin(born) if born == binding.born:

@@ -48,6 +48,27 @@ def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:
     assert not seat.is_moving, "its lease was over, so it may have been given up"
 
 
+@pytest.mark.parametrize(
+    ("carry", "for_move", "is_moving"),
+    [
+        (Carry.SPECULATE, True, True),
+        (Carry.SPECULATE, False, False),
+        (Carry.RESHARD, False, True),
+        (Carry.PAUSE, True, False),
+    ],
+)
+def test_a_follower_parks_for_a_move_with_its_leader(
+    carry: Carry, for_move: bool, is_moving: bool
+) -> None:
+    """The leader may have read the same directive when all had drained, and the follower before."""
+    seat = serving(1, target("tp2+dp2", 1))
+    seat.on_directive(directive(target("tp4", 2), 2, PARK, carry=carry))
+    seat.on_leave(1, for_move=for_move)
+    seat.on_leave(1)
+    assert make_moves(seat)[0] == "Leave"
+    assert seat.is_moving is is_moving
+
+
 def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:
     seat = left()
     order = directive(PAIRED, 2, MOVE, carry=Carry.RESHARD, movers=[1])
