@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,8 @@ CLIENTS = 4
 LEAVES_SHARE = 0.1
 ALL_TOKENS_LIMIT_S = 180.0
 SETTLE_S = 180.0
+QUIET_S = 10.0
+"""Behind a burst; servers and clients close connections that nobody uses after 5 s."""
 APART_S = 15.0
 """So long ranks of several cohorts serve as they are; then all are started again together."""
 WIDE_MODE = "tp" if RANKS > 1 else "dp"
@@ -74,11 +77,31 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     samples: dict[tuple[str, int], list[Sample]] = field(default_factory=dict)
+    asking: int = 0
+    """Requests that wait for an answer now."""
+    crowded_s: float = 0.0
+    """When more than the steady clients were asking last."""
     began_s: float = field(default_factory=time.monotonic)
 
     @property
     def now_s(self) -> float:
         return time.monotonic() - self.began_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """A burst's connections are open files; a leak is what stays when they are gone."""
+        return self.asking <= CLIENTS and self.now_s - self.crowded_s > QUIET_S
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request while it waits."""
+        self.asking += 1
+        try:
+            yield
+        finally:
+            if self.asking > CLIENTS:
+                self.crowded_s = self.now_s
+            self.asking -= 1
 
 
 async def answer_to(
@@ -105,8 +128,9 @@ async def one_request(soak: Soak, client: AsyncOpenAI) -> None:
     question = soak.draw.choice(QUESTIONS)
     leaves = soak.draw.randrange(1, TOKENS // 2) if soak.draw.random() < LEAVES_SHARE else None
     try:
-        async with asyncio.timeout(ALL_TOKENS_LIMIT_S):
-            answer = await answer_to(soak, client, question, leaves)
+        with soak.one_more():
+            async with asyncio.timeout(ALL_TOKENS_LIMIT_S):
+                answer = await answer_to(soak, client, question, leaves)
     except (OpenAIError, TimeoutError) as error:
         soak.counts["failed"] += 1
         soak.wrong.append(f"{soak.now_s:.0f} s: {type(error).__name__}: {error}"[:300])
@@ -197,9 +221,10 @@ def look(soak: Soak, root: psutil.Process) -> None:
 
 
 async def looks(soak: Soak, root: psutil.Process, until_s: float) -> None:
-    """Sample on a clock, and say how far the run is."""
+    """Sample on a clock unless a burst is being answered, and say how far the run is."""
     while soak.now_s < until_s:
-        await asyncio.to_thread(look, soak, root)
+        if soak.is_quiet:
+            await asyncio.to_thread(look, soak, root)
         done = ", ".join(f"{count} {name}" for name, count in sorted(soak.counts.items()))
         print(f"soak {soak.now_s / 60:6.1f} of {until_s / 60:.0f} min: {done}", flush=True)
         await asyncio.sleep(SAMPLE_S)
