@@ -50,7 +50,10 @@ def versions() -> dict[str, str]:
 def hardware(ranks: int) -> str:
     """The GPUs, or the cores of a dry run."""
     names = nvidia_smi("name")
-    return f"{ranks} x {names[0][0]}" if names else f"{os.cpu_count()} cores, no GPU"
+    if not names:
+        return f"{os.cpu_count()} cores, no GPU"
+    sharing = f", which {ranks} ranks share" if len(names) < ranks else ""
+    return f"{min(ranks, len(names))} x {names[0][0]}{sharing}"
 
 
 def default_ranks() -> int:

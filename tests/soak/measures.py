@@ -4,6 +4,7 @@ A process that was started again is another one: only what one process does over
 behind the first part of it, in which caches fill.
 """
 
+import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ JUDGED_S = 180.0
 OWN_MIB_PER_MINUTE_MAX = 1.0
 FILES_PER_MINUTE_MAX = 0.5
 THREADS_PER_MINUTE_MAX = 0.2
+POOLED_THREADS = (multiprocessing.cpu_count() + 1) // 2
+"""vLLM compiles grammars in a pool of so many threads, each of which begins when as many grammars
+are wanted at once for the first time: on many cores long behind the warm part."""
 SHARED_MEMORY = Path("/dev/shm")
 DEVICE_MIB_MAX = 256
 """What a GPU may have more in use than at the start: workspaces that came with first uses."""
@@ -51,7 +55,7 @@ class Slopes:
         limits = (
             ("memory", self.own_mib, OWN_MIB_PER_MINUTE_MAX),
             ("files", self.files, FILES_PER_MINUTE_MAX),
-            ("threads", self.threads, THREADS_PER_MINUTE_MAX),
+            ("threads", self.threads, max(THREADS_PER_MINUTE_MAX, POOLED_THREADS / self.minutes)),
         )
         return [name for name, slope, limit in limits if slope > limit]
 

@@ -1,10 +1,12 @@
 """When a soak finds a leak, and when it does not."""
 
 import os
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from tests.soak import measures
 from tests.soak.measures import JUDGED_S, MIB, WARM_S, Sample, pages_lost, sample, slopes
 
 STEP_S = 10.0
@@ -43,6 +45,21 @@ def test_files_and_threads_count_too() -> None:
     found = slopes(samples)
     assert found is not None
     assert found.leaks == ["files", "threads"]
+
+
+def test_threads_of_a_pool_that_fills_are_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "POOLED_THREADS", 8)
+    samples = life(WARM_S + JUDGED_S + 2 * STEP_S)
+
+    def growing(threads_each: int) -> list[str]:
+        found = slopes(
+            [replace(s, threads=9 + n // 8 * threads_each) for n, s in enumerate(samples)]
+        )
+        assert found is not None
+        return found.leaks
+
+    assert growing(2) == []
+    assert growing(5) == ["threads"]
 
 
 def test_a_short_life_is_not_judged() -> None:
