@@ -178,7 +178,7 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     asked_ms = context.clock()
     core = context.core
     layout, carry = _read_wanted(context, body)
-    if core.layout_view()["recovering"]:
+    if core.is_recovering:
         raise _AnswerError(503, "recovering", _sentence(core.refuse(layout) or "try again."))
     if (reason := core.refuse(layout)) is not None:
         raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
@@ -232,8 +232,7 @@ def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry
 
 
 def _require_target(core: Core, wanted: str) -> None:
-    target = core.layout_view()["target"]
-    if target != wanted:
+    if (target := core.target_name) != wanted:
         raise _AnswerError(
             409,
             "superseded",
@@ -244,9 +243,12 @@ def _require_target(core: Core, wanted: str) -> None:
 async def _until_serving(core: Core, wanted: str) -> None:
     try:
         async with asyncio.timeout(WAIT_LIMIT_S):
+            epoch = core.epoch
             while not core.is_serving:
                 await asyncio.sleep(WAIT_POLL_S)
-                _require_target(core, wanted)
+                if core.epoch != epoch:  # While a switch is made, looking must cost little.
+                    _require_target(core, wanted)
+                    epoch = core.epoch
     except TimeoutError:
         raise _AnswerError(
             504,

@@ -1,6 +1,6 @@
 """What a core shows of itself, as the admin API and metrics ask for it; the core inherits it."""
 
-from comm_pool.layout import Rank
+from comm_pool.layout import Rank, format_layout
 from coordinator import views
 from coordinator.records import DecisionLog
 from coordinator.roster import Roster
@@ -24,6 +24,11 @@ class Shown:
     def epoch(self) -> int:
         """The epoch of the target; 0 before the first one."""
         return self._switcher.epoch
+
+    @property
+    def target_name(self) -> str:
+        """The layout that is wanted, as people write it."""
+        return format_layout(self._switcher.target.layout, self._roster.world)
 
     @property
     def is_serving(self) -> bool:
