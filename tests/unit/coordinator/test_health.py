@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
+import pytest
 
 from comm_pool.layout import Mode, Rank
 from coordinator.health import (
@@ -19,7 +20,15 @@ from coordinator.health import (
     slow_ranks,
 )
 from coordinator.policy.step_line import sums_of
-from coordinator.protocol.messages import Binding, Phase, Report, ServedSteps, Stage, StepSums
+from coordinator.protocol.messages import (
+    Binding,
+    Carry,
+    Phase,
+    Report,
+    ServedSteps,
+    Stage,
+    StepSums,
+)
 from coordinator.switcher import Switcher
 from tests.unit.coordinator.builders import layout, report, target
 from tests.unit.coordinator.switchers import Ranks, settings
@@ -168,3 +177,18 @@ def test_a_switch_goes_on_without_a_late_rank_which_comes_back_later() -> None:
         ranks.tick(500)
     ranks.hear(3, served)
     assert ranks.switcher.alive == RANKS
+
+
+@pytest.mark.parametrize("carry", [Carry.DRAIN, Carry.SPECULATE])
+def test_who_waits_for_tasks_to_end_is_not_late(carry: Carry) -> None:
+    ranks = Ranks()
+    ranks.switcher = Switcher(settings(HealthSettings(stage_limit_ms=100)), ranks.roster, 0)
+    for rank in RANKS:
+        ranks.hear(rank, Stage(0, Phase.PARK))
+    ranks.serve()
+    ranks.switcher.retarget(layout("tp4"), carry, "operator", ranks.now_ms)
+    served = Stage(1, Phase.SERVE)
+    for _ in range(4):
+        ranks.acknowledge(0, 1, 2)
+        ranks.hear(3, served)
+        assert ranks.tick(100) == ()

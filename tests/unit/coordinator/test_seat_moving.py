@@ -80,7 +80,7 @@ def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:
 def test_a_committed_move_is_carried_out_before_its_group_is_joined() -> None:
     seat = moved()
     move = resolved(seat, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert (move.epoch, move.is_committed, move.is_kept) == (2, True, False)
+    assert (move.epoch, move.is_committed, move.is_kept, move.is_joined) == (2, True, False, True)
     assert not seat.is_moving
     assert make_moves(seat) == ["Join"]
 

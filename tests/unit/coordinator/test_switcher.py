@@ -189,6 +189,14 @@ def test_nothing_is_waited_for_behind_another_switch_or_when_ranks_go() -> None:
     assert not ranks.switcher.is_speculating
 
 
+def test_who_is_gone_cannot_be_lost_again() -> None:
+    ranks = Ranks().serve()
+    ranks.switcher.lose([Rank(3)], 0)
+    epoch = ranks.switcher.epoch
+    ranks.switcher.lose([Rank(3)], 0)
+    assert ranks.switcher.epoch == epoch
+
+
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
