@@ -24,6 +24,8 @@ def unrest_of(world: "World") -> str | None:
         if process is None or not (core.is_available(rank) or is_wrong):
             return f"rank {rank} is not there"
         if not core.is_available(rank):
+            if core._roster[rank].incarnation != process.incarnation:
+                return f"rank {rank} is not the process that computed wrongly, and was not heard"
             if held := process.holdings.held():
                 return f"rank {rank} computes wrongly and still holds {sorted(held)}"
             continue
