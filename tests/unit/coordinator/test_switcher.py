@@ -197,6 +197,24 @@ def test_who_is_gone_cannot_be_lost_again() -> None:
     assert ranks.switcher.epoch == epoch
 
 
+def test_who_moved_into_a_group_hears_of_a_lost_member_before_it_is_granted_pages() -> None:
+    """What it has leased for the group by then would be leased for ever."""
+    ranks = Ranks().serve()
+    ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
+    for _ in Phase:
+        ranks.acknowledge()
+    ranks.roster.on_hello(hello(0, 2, widths=(1,)), 0)
+    ranks.switcher.retarget(layout("dp2+tp2"), Carry.RESHARD, "test", 0, fresh=[Rank(0)])
+    for expected in (Phase.MOVE, Phase.SWAP):
+        for rank in range(4):
+            ranks.hear(rank, ranks.switcher.stage, incarnation=1 if rank else 2)
+        assert ranks.switcher.stage.phase is expected
+    ranks.switcher.lose([Rank(3)], 0)
+    directive = ranks.switcher.directive_for(Rank(2))
+    assert directive is not None
+    assert [(each.ranks, each.indices) for each in directive.kept] == [((2, 3), ())]
+
+
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
