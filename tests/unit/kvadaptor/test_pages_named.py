@@ -118,6 +118,11 @@ def test_an_index_between_those_in_use_cannot_be_kept() -> None:
     assert dict(pool.lease_table(PAIR)) == {2: 7, 5: 3}
 
 
+def test_a_page_that_is_named_twice_is_told_beside_the_null_page() -> None:
+    with pytest.raises(PageError, match="twice"):
+        busy_pool().return_own(pages(0, 1, 1))
+
+
 def test_different_numbers_come_once_and_in_order() -> None:
     assert distinct(pages(7, 1, 7, 0), 9).tolist() == [0, 1, 7]
     assert distinct(pages(), 9).tolist() == []
