@@ -50,7 +50,7 @@ class MovePlanning:
         epoch, target = wanted.stage.epoch, wanted.target
         if self._foreseen is not None and self._foreseen.epoch == epoch:
             return False
-        present = self._present(target.layout.ranks)
+        present = self.peers(wanted, target.layout.ranks)
         if any(self._boards[rank].epoch != epoch for rank in present):
             return True
         move = None
@@ -63,11 +63,11 @@ class MovePlanning:
         return False
 
     def plan(self, directive: Directive) -> Move:
-        """Plan the move of all movers that can be read, whose boards are of its epoch.
+        """Plan the move of all movers that are peers, whose boards are of its epoch.
 
-        Others cannot be in a group with this rank. Raises `ReshardError`.
+        Raises `ReshardError`.
         """
-        present = self._present(directive.movers)
+        present = self.peers(directive, directive.movers)
         foreseen, self._foreseen = self._foreseen, None
         if foreseen is not None and foreseen.move is not None:
             known = foreseen.epoch, foreseen.target, foreseen.ranks
@@ -75,8 +75,18 @@ class MovePlanning:
                 return foreseen.move
         return self._plan(present, directive.target)
 
-    def _present(self, ranks: Iterable[Rank]) -> frozenset[Rank]:
-        return frozenset(rank for rank in ranks if rank in self._boards)
+    def peers(self, directive: Directive, ranks: Iterable[Rank]) -> frozenset[Rank]:
+        """Return those of the ranks whose boards can be read; others share no group with this one.
+
+        In shared memory whoever takes a rank's place has its board. Elsewhere a process that was
+        started since has one of its own, and nobody writes on the board that is known here.
+        """
+        known = (rank for rank in ranks if rank in self._boards)
+        spec = self._engine.spec
+        if spec.memory is not None:
+            return frozenset(known)
+        now = dict(directive.members)
+        return frozenset(rank for rank in known if now.get(rank) == spec.together.get(rank))
 
     def _plan(self, ranks: Iterable[Rank], target: Target) -> Move:
         manifests: dict[int, Manifest] = {

@@ -205,7 +205,7 @@ class Moving:
         try:
             if own.epoch != epoch:
                 self.tell(epoch)
-            for rank in directive.movers:
+            for rank in sorted(self.planning.peers(directive, directive.movers)):
                 self._await_told(rank, epoch, overtaken)
             move = self.planning.plan(directive)
             self._pending = pending = Pending(epoch, move)
@@ -230,8 +230,8 @@ class Moving:
         self.adopted = ()
 
     def _await_told(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
-        if (board := self._boards.get(rank)) is not None:
-            self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        board = self._boards[rank]
+        self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
 
     def _restore(self, pending: Pending) -> None:
         """Build what this rank goes on with as a leader."""

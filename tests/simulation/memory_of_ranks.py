@@ -40,7 +40,7 @@ class MemoryOfRanks:
             self._join(ranks, incarnations)
             return Reach(self._cohort, self._widths, self.boards)
         self._cohort += 1
-        boards = {rank: Board() for rank in ranks}
+        boards = {rank: Board(owner=incarnations[rank]) for rank in ranks}
         inside = [group for group in self._plan if set(group) <= set(ranks)]
         self._queues |= {group: StepQueue(group) for group in inside}
         for rank in ranks:
@@ -54,7 +54,7 @@ class MemoryOfRanks:
         for rank in ranks:
             self.joined.add((rank, incarnations[rank]))
             # Those that live go on looking at the same board.
-            vars(self.boards[rank]).update(vars(Board()))
+            vars(self.boards[rank]).update(vars(Board(owner=incarnations[rank])))
             for queue in self._followed[rank]:
                 queue.skip(rank)
 

@@ -40,6 +40,8 @@ class Board:
     epoch: int = 0
     manifest: Manifest | None = None
     round: int = 0
+    owner: int = 1
+    """The incarnation of the process that writes there."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ class SimMoving:
         at = partial(self._process.world.point, self._process.rank)
         at("boards are read")
         manifests: dict[Rank, Manifest] = {}
-        movers = tuple(rank for rank in directive.movers if rank in self._boards)
+        movers = self._peers(directive)
         for rank in movers:
             board = self._boards[rank]
             yield from self._wait(partial(_tells, board, epoch), is_overtaken)
@@ -158,6 +160,12 @@ class SimMoving:
             self.pending.rounds_done = number
             at(f"round {number} is written")
             self._own_board.round = number + 1
+
+    def _peers(self, directive: Directive) -> Ranks:
+        """Movers on whose boards somebody writes: the processes that are meant still have them."""
+        shares, now = self._process.world.faults.shares_memory, dict(directive.members)
+        known = (rank for rank in directive.movers if rank in self._boards)
+        return tuple(rank for rank in known if shares or self._boards[rank].owner == now[rank])
 
     def _wait(
         self, condition: Callable[[], bool], is_overtaken: Callable[[], bool]

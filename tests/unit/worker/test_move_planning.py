@@ -15,6 +15,8 @@ from worker import move_planning
 from worker.move_planning import MovePlanning
 
 EPOCH = 7
+BORN = 1
+"""The incarnation of all ranks, where nothing else is said."""
 WANTED = target("tp4", EPOCH)
 
 
@@ -25,8 +27,9 @@ def told(
     wanted: Target = WANTED,
     carry: Carry = Carry.RESHARD,
     movers: tuple[int, ...] = (0, 1, 2, 3),
+    members: dict[int, int] | None = None,
 ) -> Directive:
-    return directive(wanted, epoch, phase, carry=carry, movers=movers)
+    return directive(wanted, epoch, phase, carry=carry, movers=movers, members=members)
 
 
 MOVE = told(Phase.MOVE)
@@ -44,7 +47,8 @@ class Desk:
         self.fails = False
         monkeypatch.setattr(move_planning, "plan_move", self._plan)
         kv = SimpleNamespace(geometry="geometry", num_pages=9)
-        engine = SimpleNamespace(kv=kv)
+        self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
+        engine = SimpleNamespace(kv=kv, spec=self.spec)
         self.planning = MovePlanning(cast(Any, engine), cast(Any, self.boards), Rank(1))
 
     def _plan(self, *given: Any) -> Any:
@@ -113,6 +117,24 @@ def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
     desk.planning.foresee(told())
     assert desk.made[0][1].keys() == {1, 2, 3}
     assert desk.plan() == desk.made[0]
+
+
+def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> None:
+    """It and who came with it have boards of their own: nobody writes on those that are known."""
+    anew = {2: BORN + 1, 3: BORN + 1}
+    for rank in anew:
+        desk.boards[Rank(rank)].epoch = EPOCH - 1
+    assert not desk.planning.foresee(told(members=anew))
+    assert desk.made[0][1].keys() == {0, 1}
+    assert desk.plan(told(Phase.MOVE, members=anew)) == desk.made[0]
+
+
+def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) -> None:
+    desk.spec.memory = object()
+    desk.boards[Rank(3)].epoch = EPOCH - 1
+    assert desk.planning.foresee(told(members={3: BORN + 1})), "it is awaited"
+    desk.boards[Rank(3)].epoch = EPOCH
+    assert desk.plan(told(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
