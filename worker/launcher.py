@@ -105,7 +105,13 @@ class Launcher:
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
         together_s = config.cell.stuck_after_ms / 1e3 + margin_s
         self._shares_memory = config.cell.device == "cpu"
-        self._restarts = Restarts(config.cell.ranks, together_s, shares_memory=self._shares_memory)
+        self._restarts = Restarts(
+            config.cell.ranks,
+            together_s,
+            shares_memory=self._shares_memory,
+            # With parts of the weights alone a rank is of no use; in shared memory it is joined.
+            block=1 if self._shares_memory else config.narrowest,
+        )
         self._memory: CellMemory | None = None
         """Of the cohort of all ranks that was started last."""
         self._cohort = 0
@@ -308,10 +314,9 @@ class Launcher:
         if cannot_start:
             self._stop()
         elif not (self._is_stopping or self._is_renewing):
-            for pid in [pid for pid, each in self._pids.items() if each in stuck]:
+            falling = {*stuck, *(self._restarts.fall_with(rank) if delay_s is not None else ())}
+            for pid in [pid for pid, each in self._pids.items() if each in falling]:
                 os.kill(pid, signal.SIGKILL)
-            if self._config.cell.weight_parts > 1 and not self._shares_memory:
-                self._renew("others hold only parts of the weights, and form no group without it")
         return cannot_start
 
 

@@ -2,7 +2,8 @@
 
 Where ranks share memory, each comes back alone and joins the others. Where they do not, those that
 start together share communicators, so those of one group, which end within a moment of each other,
-come back as a group. A rank is tried for ever: what kills it may pass, such as memory that another
+come back as a group; where ranks hold parts of the weights, all of a group end with one, and the
+other groups serve on. A rank is tried for ever: what kills it may pass, such as memory that another
 process took. It is tried less and less often, so that its building costs those that serve next to
 nothing.
 """
@@ -48,13 +49,18 @@ class Restarts:
 
     `together_s` is how long the first start waits: whoever ends within it, is started with it.
     With `shares_memory` a rank joins others in what they have prepared together; until they have,
-    all are started together.
+    all are started together. Aligned `block`s of ranks cannot serve without each other: when one
+    ends, the others are to be ended, and they start together.
     """
 
-    def __init__(self, world: int, together_s: float, *, shares_memory: bool = False) -> None:
+    def __init__(
+        self, world: int, together_s: float, *, shares_memory: bool = False, block: int = 1
+    ) -> None:
         self._world = world
         self._together_s = together_s
         self._shares_memory = shares_memory
+        self._block = block
+        self._running: set[Rank] = set()
         self._is_prepared = False
         """A rank was ready, and so all that it was started with have prepared what they share."""
         self._incarnations: dict[Rank, int] = {}
@@ -71,6 +77,7 @@ class Restarts:
         It grows with each process, also over restarts of the launcher.
         """
         self._due.pop(rank, None)
+        self._running.add(rank)
         self._is_prepared &= cohort.joins
         self._cohorts[rank] = cohort
         self._incarnations[rank] = max(wall_s, self._incarnations.get(rank, 0) + 1)
@@ -90,6 +97,7 @@ class Restarts:
     def left(self, rank: Rank) -> None:
         """The rank's process ended, and is not to be started again."""
         self._ended[rank] = self._incarnations[rank]
+        self._running.discard(rank)
         self._ready_at.pop(rank, None)
 
     def exited(self, rank: Rank, now_s: float) -> float:
@@ -100,8 +108,18 @@ class Restarts:
         failures = 1 if was_steady else self._failures.get(rank, 0) + 1
         self._failures[rank] = failures
         delay_s: float = min(LONGEST_DELAY_S, self._together_s * 2 ** min(failures - 1, 20))
-        self._due[rank] = now_s + delay_s
-        return delay_s
+        block = self._block_of(rank)
+        due_s = max(now_s + delay_s, *(self._due.get(each, 0.0) for each in block))
+        self._due |= dict.fromkeys(block, due_s)
+        return due_s - now_s
+
+    def _block_of(self, rank: Rank) -> tuple[Rank, ...]:
+        first = rank - rank % self._block
+        return tuple(map(Rank, range(first, first + self._block)))
+
+    def fall_with(self, rank: Rank) -> list[Rank]:
+        """Return the ranks that run, but cannot serve without this one, which has ended."""
+        return [each for each in self._block_of(rank) if each in self._running]
 
     def forgive(self) -> None:
         """All ranks are started again because someone asked for it: no end counts any more."""
@@ -120,13 +138,22 @@ class Restarts:
         due_s = self.next_due_s()
         if due_s is None or now_s < due_s:
             return []
-        return sorted(rank for rank, at_s in self._due.items() if now_s + self._together_s >= at_s)
+        soon_s = now_s + self._together_s
+        return sorted(rank for rank, at_s in self._startable().items() if soon_s >= at_s)
 
     def next_due_s(self) -> float | None:
         """Return when `take_due` has something to say; None if nothing waits."""
         if self._shares_memory and not self._is_prepared:
             return max(self._due.values()) if len(self._due) == self._world else None
-        return min(self._due.values(), default=None)
+        return min(self._startable().values(), default=None)
+
+    def _startable(self) -> dict[Rank, float]:
+        """When ranks are due whose blocks have ended."""
+        return {
+            rank: at_s
+            for rank, at_s in self._due.items()
+            if self._running.isdisjoint(self._block_of(rank))
+        }
 
     def newest(self) -> tuple[tuple[Rank, int], ...]:
         """Return the newest process of each rank, as (rank, incarnation)."""

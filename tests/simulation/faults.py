@@ -22,6 +22,10 @@ LAYOUTS_OF_PARTS = tuple(
     each for each in LAYOUTS if all(group.width >= NARROWEST_OF_PARTS for group in each.groups)
 )
 """Those that serve where ranks hold parts of the weights."""
+LAYOUTS_OF_BLOCKS = tuple(
+    each for each in LAYOUTS_OF_PARTS if all(g.width == NARROWEST_OF_PARTS for g in each.groups)
+)
+"""The same where those that are started again have no communicators with the others."""
 OFTEN = {
     Carry.RESHARD: 5,
     Carry.SPECULATE: 2,
@@ -75,9 +79,14 @@ class Faults:
         """An operator has all ranks started again."""
         self.shares_memory = not self.spins and own.random() < 0.5
         """Ranks that are started again join those that live."""
+        self.block = 1
+        """Aligned ranks of so many end together, and are started again together."""
         if parts:
-            # Elsewhere all ranks are started again when one is lost.
-            self.spins, self.shares_memory = False, True
+            self.spins = False
+            self.shares_memory = random.Random(f"{own.getstate()} parts").random() < 0.6
+        if parts and not self.shares_memory:
+            self.block = NARROWEST_OF_PARTS
+            self.layouts = LAYOUTS_OF_BLOCKS
         # Drawn apart, so that the faults of a seed stay what they are.
         self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
         """Those who are in such a collective are let out alive, and close their group for good."""
@@ -186,6 +195,16 @@ class Faults:
         if self.pairs and world.ranks[neighbour] is not None:
             self.kill(world, neighbour)
             self._restart_at[neighbour] = self._restart_at[rank]
+        self._fall(world, rank)
+
+    def _fall(self, world: "World", rank: Rank) -> None:
+        """End those that cannot serve without this one, as the launcher does."""
+        first = rank - rank % self.block
+        block = tuple(map(Rank, range(first, first + self.block)))
+        for mate in block:
+            if self.block > 1 and world.ranks[mate] is not None:
+                self.kill(world, mate)
+        self._restart_at |= dict.fromkeys(block, max(self._restart_at[each] for each in block))
 
     def kill(self, world: "World", rank: Rank) -> None:
         """End a rank's process, as its watchdog does, and let the launcher see it."""

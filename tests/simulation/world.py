@@ -47,7 +47,6 @@ from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation
 from tests.simulation.drift import Drift
 from tests.simulation.faults import (
-    LAYOUTS_OF_PARTS,
     NARROWEST_OF_PARTS,
     WIDTHS,
     Faults,
@@ -125,7 +124,7 @@ class World:
         """The sessions that the core has heard a hello of; its answers go there."""
         self.settings = self.trouble.policy(draw_settings(self.rng, WORLD))
         if parts:
-            layout = LAYOUTS_OF_PARTS[seed % len(LAYOUTS_OF_PARTS)]
+            layout = self.faults.layouts[seed % len(self.faults.layouts)]
             self.settings = replace(
                 self.settings, layout=layout, narrowest=NARROWEST_OF_PARTS, settled_ms=0
             )

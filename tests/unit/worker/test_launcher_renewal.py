@@ -15,35 +15,45 @@ from coordinator.protocol.config import check_config
 from worker.launcher import Launcher
 from worker.restarts import Cohort
 
-LOST, OTHER = Rank(0), Rank(1)
+LOST = Rank(0)
 
 
-def launcher(parts: int, other_pid: int) -> Launcher:
-    """Two ranks that have served, started together."""
-    cell = {"ranks": 2, "device": "cuda", "widths": [1, 2], "layout": "tp2", "weight_parts": parts}
-    made: Any = Launcher(check_config({"model": {"path": "a-model"}, "cell": cell}))
-    for rank in (LOST, OTHER):
-        made._restarts.started(rank, Cohort(1, (LOST, OTHER), 0), 1)
+def launcher(parts: int, pids: dict[int, Rank]) -> Launcher:
+    """Four ranks in pairs that have served, started together; these processes are still there."""
+    cell = {"ranks": 4, "device": "cuda", "widths": [1, 2], "layout": "tp2+tp2"}
+    config = {"model": {"path": "a-model"}, "cell": cell | {"weight_parts": parts}}
+    made: Any = Launcher(check_config(config))
+    ranks = tuple(map(Rank, range(4)))
+    for rank in ranks:
+        made._restarts.started(rank, Cohort(1, ranks, 0), 1)
         made._restarts.ready(rank, 0.0)
         made._ready[rank] = os.open(os.devnull, os.O_RDONLY)
-    made._pids = {other_pid: OTHER}
+    made._pids = pids
     result: Launcher = made
     return result
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_ranks_with_parts_of_the_weights_start_again_together(parts: int) -> None:
-    """One that holds all of them serves on alone."""
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def test_a_rank_that_cannot_serve_without_a_lost_one_ends_and_the_others_serve_on(
+    parts: int,
+) -> None:
+    """One that holds all weights serves on alone."""
+    code = "import time; time.sleep(60)"
+    others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     try:
-        made = launcher(parts, other.pid)
+        made: Any = launcher(parts, {each.pid: Rank(n) for n, each in enumerate(others, 1)})
         assert not made._rank_ended(LOST, 1, -signal.SIGKILL)
-        assert made._is_renewing is (parts > 1)
+        neighbour, *rest = others
         if parts > 1:
-            assert other.wait(10) == -signal.SIGTERM
-        else:
-            assert other.poll() is None
-            assert made._restarts.next_due_s() is not None
+            assert neighbour.wait(10) == -signal.SIGKILL
+            assert made._restarts.next_due_s() is None, "they start together"
+            del made._pids[neighbour.pid]
+            made._rank_ended(Rank(1), neighbour.pid, -signal.SIGKILL)
+        assert made._restarts.next_due_s() is not None
+        assert [each.poll() for each in rest] == [None, None]
+        due = made._restarts.take_due(float("inf"))
+        assert due == ([LOST, Rank(1)] if parts > 1 else [LOST])
     finally:
-        other.kill()
-        other.wait()
+        for each in others:
+            each.kill()
+            each.wait()

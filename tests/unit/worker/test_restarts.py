@@ -160,3 +160,43 @@ def test_all_that_start_anew_share_nothing_yet() -> None:
         made.started(rank, anew, 110)
     made.exited(Rank(2), 120.0)
     assert made.take_due(200.0) == []
+
+
+def in_blocks() -> Restarts:
+    """Four ranks that serve, of which two neighbours each hold the weights."""
+    made = Restarts(4, TOGETHER_S, block=2)
+    cohort = Cohort(1, ranks(0, 1, 2, 3), 0)
+    for rank in cohort.ranks:
+        made.started(rank, cohort, 100)
+        made.ready(rank, 0.0)
+    return made
+
+
+def test_who_cannot_serve_without_a_rank_ends_and_starts_with_it() -> None:
+    made = in_blocks()
+    assert made.exited(Rank(3), 10.0) == TOGETHER_S
+    assert made.fall_with(Rank(3)) == [2]
+    assert made.next_due_s() is None, "its neighbour has not ended"
+    assert made.take_due(100.0) == []
+    made.exited(Rank(2), 10.4)
+    assert made.fall_with(Rank(2)) == []
+    assert made.next_due_s() == 10.4 + TOGETHER_S
+    assert made.take_due(12.0) == [2, 3]
+    again = Cohort(2, ranks(2, 3), 0)
+    for rank in again.ranks:
+        made.started(rank, again, 110)
+    assert made.next_due_s() is None
+    made.exited(Rank(2), 20.0)
+    assert made.fall_with(Rank(2)) == [3]
+
+
+def test_a_block_waits_for_the_one_of_it_that_fails_most() -> None:
+    made = in_blocks()
+    alone = Cohort(2, ranks(0), 0)
+    for _ in range(3):
+        made.exited(Rank(0), 10.0)
+        made.started(Rank(0), alone, 110)
+    made.exited(Rank(0), 20.0)
+    assert made.exited(Rank(1), 20.1) == pytest.approx(8 * TOGETHER_S - 0.1)
+    assert made.take_due(20.0 + 7 * TOGETHER_S) == []
+    assert made.take_due(20.0 + 8 * TOGETHER_S) == [0, 1]
