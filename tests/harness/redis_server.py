@@ -10,17 +10,13 @@ from pathlib import Path
 
 import redis
 
-from tests.bench.servers import free_port
+from tests.bench.servers import ROOT, free_port
 
 START_S = 60
 SHARED_WAIT_S = 0.05
 """No request may wait longer for Redis, whatever that does."""
 IS_REAL = shutil.which("redis-server") is not None
 """Whether the server is the real one."""
-SERVER = """
-import sys, fakeredis
-fakeredis.TcpFakeServer(("127.0.0.1", int(sys.argv[1])), server_type="redis").serve_forever()
-"""
 
 
 class Redis:
@@ -37,12 +33,12 @@ class Redis:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-c", SERVER, str(self.port)]
+        command = [sys.executable, "-m", "tests.harness.fake_redis", str(self.port)]
         if (installed := shutil.which("redis-server")) is not None:
             quiet = ("--save", "", "--appendonly", "no", "--loglevel", "warning")
             where = ("--bind", "127.0.0.1", "--port", str(self.port))
             command = [installed, *where, *self._more, *quiet]
-        self.process = subprocess.Popen(command)
+        self.process = subprocess.Popen(command, cwd=ROOT)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             with closing(socket.socket()) as probe:

@@ -1,0 +1,118 @@
+"""A group is lost as a whole, and comes back on its own while the other one serves.
+
+On GPUs its members are started again together, and have boards, memory and communicators with each
+other alone. Needs four NVIDIA GPUs, or fewer and NCCL 2.30: `python -m pytest -m gpu tests/gpu`. On
+CPU, where who comes back joins all others, `make chaos` runs the same.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import devices
+from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.lost_ranks import (
+    TASKS,
+    all_serve,
+    back,
+    begun,
+    kill,
+    ranks_of,
+    submit,
+    tell_pauses,
+    until,
+)
+
+pytestmark = [pytest.mark.timeout(400)]
+
+CUDA_ENGINE = ["--max-model-len", "1024", "--max-num-seqs", "64"]
+CPU_ENGINE = ["--dtype", "float32", "--max-model-len", "1024"]
+RANKS = 4
+PAIRS = "tp2+tp2"
+TOKENS = 700
+PAUSE_LIMIT_S = 12.0
+"""The other group takes over all streams, and ranks share one device or two cores."""
+MOVE_LIMIT_S = 5.0
+"""Ranks wait for 20 s for one that tells nothing."""
+DEVICES = [
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.chaos),
+]
+
+
+@contextmanager
+def pairs(folder: Path, device: str, **limits: Any) -> Iterator[BareCell]:
+    """Four ranks, of which neighbours serve together."""
+    engine = CPU_ENGINE
+    if device == "cuda":
+        engine = [*CUDA_ENGINE, *devices.engine_args(RANKS)]
+        limits |= devices.limits(RANKS)
+    limits |= {"widths": [1, 2], "layout": PAIRS}
+    with bare_cell(folder, ranks=RANKS, engine_args=engine, device=device, limits=limits) as up:
+        until(up, "serving in pairs", in_pairs)
+        yield up
+
+
+def in_pairs(cell: BareCell) -> bool:
+    return all_serve(cell) and cell.get("/admin/layout")["layout"] == PAIRS
+
+
+def pids_of(cell: BareCell) -> dict[int, int]:
+    return {each["rank"]: int(each["pid"]) for each in ranks_of(cell)}
+
+
+async def lose(cell: BareCell, *ranks: int) -> dict[int, bool]:
+    """Kill these under load; all streams end whole. Returns which ranks are new when all serve."""
+    before, client, tag = pids_of(cell), TaskClient(), f"ranks {ranks}"
+    async with client.connected(cell):
+        names = submit(client, tag, TOKENS)
+        await begun(client, names)
+        for rank in ranks:
+            await asyncio.to_thread(kill, cell, rank, before[rank])
+        streams = await client.finish(*names)
+    assert [len(stream.tokens) for stream in streams] == [TOKENS] * TASKS
+    assert tell_pauses(tag, streams) < PAUSE_LIMIT_S
+    until(cell, "in pairs again", in_pairs)
+    back(cell, tag)
+    after = pids_of(cell)
+    return {rank: after[rank] != before[rank] for rank in before}
+
+
+async def move(cell: BareCell) -> None:
+    """Streams cross switches in which all ranks take part, each among those that it can reach."""
+    client = TaskClient()
+    async with client.connected(cell):
+        names = submit(client, "moved", TOKENS)
+        await begun(client, names)
+        for layout in ("dp4", PAIRS, "dp4", PAIRS):
+            began_s = time.monotonic()
+            record = (await asyncio.to_thread(cell.switch, layout, "reshard"))["switch"]
+            took_s = time.monotonic() - began_s
+            print(f"to {layout}: {took_s * 1e3:.0f} ms, {record['tasks']}")
+            assert took_s < MOVE_LIMIT_S
+            assert record["tasks"]["reshard"] > 0
+            assert record["tasks"]["recompute"] == 0
+        streams = await client.finish(*names)
+    assert [len(stream.tokens) for stream in streams] == [TOKENS] * TASKS
+    assert "move_failed" not in cell.log("worker")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pair_comes_back_together_and_all_move_tasks_again(device: str, tmp_path: Path) -> None:
+    with pairs(tmp_path, device) as cell:
+        is_new = asyncio.run(lose(cell, 0, 1))
+        assert is_new == {0: True, 1: True, 2: False, 3: False}
+        assert not any(rank["degraded"] for rank in ranks_of(cell))
+        asyncio.run(move(cell))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_halves_of_the_weights_the_other_pair_serves_on(device: str, tmp_path: Path) -> None:
+    with pairs(tmp_path, device, weight_parts=2) as cell:
+        is_new = asyncio.run(lose(cell, 1))
+        assert is_new == {0: device == "cuda", 1: True, 2: False, 3: False}
