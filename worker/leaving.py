@@ -44,6 +44,7 @@ class Leaving:
         self._rank = rank
         self._epoch = 0
         self._steps = 0
+        self._held_in = 0
 
     def is_put_off(self, move: Move | None) -> bool:
         """Whether another step comes before this move."""
@@ -65,6 +66,21 @@ class Leaving:
         )
         self._steps += worth
         return worth
+
+    def is_held_for(self, move: Leave) -> bool:
+        """Whether a last step is to be planned before this move, and held; once for each epoch."""
+        engine, stepping = self._member.engine, self._member.stepping
+        epoch = move.directive.stage.epoch
+        is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
+        if not (is_moved and engine.holds_steps) or self._held_in == epoch:
+            return False
+        mode = self._member.selected
+        if stepping.is_under_way or mode is None or mode.scheduler is None:
+            return False
+        if not (self._decodes_only and mode.scheduler.reads_no_prompt):
+            return False
+        self._held_in = epoch
+        return True
 
     @property
     def _decodes_only(self) -> bool:

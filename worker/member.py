@@ -40,7 +40,8 @@ from worker.step_queue import (
 )
 from worker.stepping import Stepping
 from worker.vllm_intake import Intake
-from worker.vllm_rank import PreparedMode, RankEngine
+from worker.vllm_mode import PreparedMode
+from worker.vllm_rank import RankEngine
 from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
@@ -325,6 +326,24 @@ class Member:
         is_under_way = self.stepping.is_under_way and not self.stepping.trails
         return is_under_way or bool(scheduler and scheduler.has_requests())
 
+    def hold_step(self, epoch: int) -> None:
+        """Plan the last step of the led group, for all to hold it; see `Stepping.hold`."""
+        mode, _ = self._joined()
+        assert self._binding is not None
+        self.stepping.hold(mode, self._binding, epoch)
+
+    def lose_last_step(self, group: Group) -> None:
+        """The last step of a group that was left will never be over: it lacks a member.
+
+        What was told of its tasks is not true, and they are computed again.
+        """
+        mode = self.mode_of(group)
+        mode.runner.forget_tasks()
+        self.moving.lose()
+        if mode.scheduler is not None:
+            mode.scheduler.forget_steps()
+            self.give_up(group, list(mode.scheduler.requests), ReturnCause.RECOMPUTE)
+
     def lead_step(self, epoch: int) -> int:
         """Launch one step of the led group; see `Stepping.lead`."""
         mode, _ = self._joined()
@@ -337,11 +356,13 @@ class Member:
         message = receive(mode.communicator.group.mq_broadcaster, wait_s)
         if message is None or message.born != binding.born:
             return message if isinstance(message, LeaveGroup) else None
+        if not isinstance(message, LeaveGroup):
+            self.stepping.catch_up()
         match message:
             case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
                 self.begin(pages, kept, version, meets=meets)
-            case Step(plan=plan):
-                self.stepping.follow(mode, plan, binding)
+            case Step():
+                self.stepping.follow(mode, message, binding)
             case LeaveGroup(kept=kept):
                 if kept is not None:
                     # The coordinator tells it too, but later.

@@ -27,7 +27,7 @@ from coordinator.protocol.seat_moves import Resolve
 from kvadaptor.reshard import ReshardError
 from worker.board import GAVE_UP, Board, BoardFullError
 from worker.book import LedTask
-from worker.manifest import Brought, Cargo, Ints, Manifest, Move, Ranks
+from worker.manifest import Brought, Ints, Move, Ranks
 from worker.move_planning import MovePlanning, tell_of_shortage
 from worker.move_rounds import (
     Meanwhile,
@@ -37,20 +37,15 @@ from worker.move_rounds import (
     Restored,
     Rounds,
 )
-from worker.vllm_handover import CachedChain, RunningState, go_on, prefixes_of, tokens_of
+from worker.told_manifest import manifest_of, nothing_of
+from worker.vllm_handover import RunningState, go_on, prefixes_of, tokens_of
 
 if TYPE_CHECKING:
     from worker.member import Member
-    from worker.vllm_rank import PreparedMode
+    from worker.vllm_mode import PreparedMode
     from worker.vllm_scheduler import ModeScheduler
 
 log = structlog.get_logger()
-
-CACHED_BYTES_MAX = 4 << 30
-"""KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""
-
-_NO_PAGES = np.zeros(0, dtype=np.int64)
-_NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 
 class Moving:
@@ -63,7 +58,7 @@ class Moving:
         self._group: Group | None = None
         self._born = -1
         self._pending: Pending | None = None
-        self._rounds = Rounds(member.engine, boards, rank, self.look)
+        self._rounds = Rounds(member.engine, boards, rank, self._press_on)
         self.planning = MovePlanning(member.engine, boards, rank)
         self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
         """What was told of tasks, and whose they are, until the last step is over."""
@@ -72,6 +67,8 @@ class Moving:
         self.cached: tuple[int, ...] = ()
         """Hashes of prompts' blocks that the last move brought, until they are reported."""
         self.has_failed = False
+        self._lost_in = 0
+        """The epoch for which something was told that is not true any more; 0 is none."""
         self._meets_in: Ranks = ()
         """The group whose members have copies under way when it is joined."""
 
@@ -122,14 +119,12 @@ class Moving:
         self.adopted = ()
         # Whoever has read it can copy from and to these pages.
         self._rounds.end()
-        manifest = self._manifest()
+        manifest = manifest_of(self._member, self._rank, self._group, self._born)
         try:
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except BoardFullError:
             log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
-            manifest = Manifest(
-                self._rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices
-            )
+            manifest = nothing_of(manifest)
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         scheduler = self._member.mode_of(self._group).scheduler if self._group else None
         self._told = scheduler, [each.state for each in manifest.cargo]
@@ -160,36 +155,28 @@ class Moving:
             log.warning("move_failed", epoch=board.epoch, reason=str(error))
             board.finish_round(GAVE_UP)
 
-    def _manifest(self) -> Manifest:
-        pool = self._member.engine.pages
-        free = pool.free_pages()
-        indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
-        group = self._group
-        if group is None:
-            return Manifest(self._rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices)
-        mode = self._member.mode_of(group)
-        pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
-        slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
-        cargo: tuple[Cargo, ...] = ()
-        chains: tuple[CachedChain, ...] = ()
-        written = _NO_PAGES
-        if mode.scheduler is not None:
-            page_bytes = self._member.engine.kv.geometry.page_bytes // group.width
-            states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
-            book = self._member.book
-            led = [(book.get(TaskId(state.task)), state) for state in states]
-            cargo = tuple(
-                Cargo(each.header, each.attempt, each.emitted, each.payload, state)
-                for each, state in led
-                if each is not None
-            )
-            chains = tuple(found)
-            written = mode.scheduler.written_blocks()
-        ranks = tuple(int(rank) for rank in group.ranks)
-        pages = np.sort(pages)
-        return Manifest(
-            self._rank, ranks, self._born, pages, slots, free, indices, cargo, chains, written
-        )
+    def prepare(self, wanted: Directive | None) -> bool:
+        """Plan the move of this directive, if there is one; returns whether others are awaited.
+
+        A step that is held is computed when that is done, or has taken too long.
+        """
+        stepping = self._member.stepping
+        is_awaited = stepping.is_held if wanted is None else self.planning.foresee(wanted)
+        if stepping.is_held and (stepping.is_late or not is_awaited):
+            stepping.catch_up()
+        return is_awaited
+
+    def _press_on(self) -> None:
+        """Let others wait for nothing that is to be done here."""
+        self._member.stepping.catch_up()
+        self.look()
+
+    def lose(self) -> None:
+        """What was told of tasks is not true: the move that is planned from it cannot be made."""
+        self._told = None
+        own = self._boards[self._rank]
+        self._lost_in = own.epoch
+        own.finish_round(GAVE_UP)
 
     # ------------------------------------------------------------------ the move
 
@@ -205,6 +192,8 @@ class Moving:
         try:
             if own.epoch != epoch:
                 self.tell(epoch)
+            if self._lost_in == epoch:
+                raise MoveFailedError("the last step of a group that was left lacks a member.")
             for rank in sorted(self.planning.peers(directive, directive.movers)):
                 self._await_told(rank, epoch, overtaken)
             move = self.planning.plan(directive)
@@ -292,6 +281,7 @@ class Moving:
         pending, self._pending = self._pending, None
         self._told = None
         self.adopted = ()
+        self._member.stepping.catch_up()
         self._member.stepping.settle()
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch

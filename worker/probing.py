@@ -17,7 +17,8 @@ from coordinator.protocol.messages import Binding, Directive, Probed
 from worker.member import Member
 from worker.probe import error_nats
 from worker.step_queue import Step
-from worker.vllm_rank import PreparedMode, RankEngine
+from worker.vllm_mode import PreparedMode
+from worker.vllm_rank import RankEngine
 from worker.vllm_step_plan import StepPlan
 
 log = structlog.get_logger()

@@ -102,6 +102,7 @@ class RankLoop:
             self._report_if_due()
             if not worked and self.stop_reason is None:
                 self._wait()
+        self._stepping.catch_up()  # The others wait in it.
 
     def _pass(self) -> bool:
         self._look_behind()
@@ -129,7 +130,8 @@ class RankLoop:
         if seat.serving or (seat.binding is None and not seat.is_moving):
             # A rank that moves or has joined a group is waited for.
             self._member.tidy()
-        looks_out = seat.is_moving and self._member.moving.planning.foresee(seat.wanted)
+        wanted = seat.wanted if seat.is_moving else None
+        looks_out = self._member.moving.prepare(wanted)
         try:
             item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
         except queue.Empty:
@@ -192,6 +194,8 @@ class RankLoop:
             move = self._lost.judged(self._seat.next_move(idle=not self._member.has_work))
             if move is None or self._leaving.is_put_off(move):
                 break
+            if isinstance(move, Leave) and self._holds_a_step(move):
+                continue  # It may turn out that the group is lost.
             started = time.perf_counter_ns()
             try:
                 self._carry_out(move)
@@ -205,6 +209,13 @@ class RankLoop:
             ended_ns = None if self._stepping.trails else self._stepping.ended_ns
             self._clock.made(move, took_us, ended_ns)
         return moved
+
+    def _holds_a_step(self, move: Leave) -> bool:
+        """Plan a last step before leaving where that may be; returns whether it was."""
+        is_held = self._seat.may_step(now_ms()) and self._leaving.is_held_for(move)
+        if is_held:
+            self._lost.guarded(lambda: self._member.hold_step(self._seat.stage.epoch))
+        return is_held
 
     def _carry_out(self, move: Move) -> None:
         member = self._member

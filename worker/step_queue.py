@@ -42,10 +42,11 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Execute this step plan."""
+    """Execute this step plan; one that is held, a little later (`worker.held_step`)."""
 
     born: int
     plan: Any
+    is_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,32 @@ there. Used by the rank's main loop alone, unless said otherwise.
 
 Where the members of an aborted formation are let out of its collectives, what its steps give is
 nothing. Whoever takes the tokens of one finds `PeerLostError` instead.
+
+On CPU a step trails in the same way if it is *held*: it is computed only when its tokens are asked
+for. Every member of the group holds it, so none may wait for another before it has caught up.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode
 from coordinator.protocol.messages import Binding, EndCause, TaskEnded, TokenBatch, TokenSpan
 from coordinator.protocol.seat import Joined
+from worker.held_step import HeldStep
 from worker.outlet import Outlet
 from worker.step_log import StepLog
 from worker.step_queue import Step
 from worker.under_way import POLL_S, UnderWay
-from worker.vllm_rank import PreparedMode
+from worker.vllm_mode import PreparedMode
 
 if TYPE_CHECKING:
     from worker.member import Member
+
+log = structlog.get_logger()
 
 
 class Stepping:
@@ -38,6 +46,7 @@ class Stepping:
         self._under_way: UnderWay | None = None
         self._behind: tuple[Joined, Callable[[], bool]] | None = None
         self._left_end_ns: int | None = None
+        self._held: HeldStep | None = None
         self.count = self.sp_count = 0
         self.log = StepLog()
         self.started_ns = 0
@@ -77,7 +86,9 @@ class Stepping:
 
     def left(self, joined: Joined | None) -> None:
         """The rank leaves this group; its last step may be under way."""
-        self._behind = (joined, self._member.engine.done()) if joined is not None else None
+        held = self._held
+        is_done = self._member.engine.done() if held is None else held.query
+        self._behind = (joined, is_done) if joined is not None else None
 
     def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
         """Launch one step of the led group, finish the one before; returns its microseconds.
@@ -86,11 +97,11 @@ class Stepping:
         """
         started = time.perf_counter_ns()
         assert mode.scheduler is not None
+        self.catch_up()
         if self._under_way is not None and self._under_way.goes_first():
             self.settle()
         if mode.scheduler.has_requests():
-            plan = mode.scheduler.plan_step(self.settle)
-            plan.mode = mode.mode_of_step(binding.group, plan.tokens)
+            plan = self._plan(mode, binding)
             if plan.is_empty:
                 # Only ids of ended tasks are in it: the tokens of the step under way go first.
                 self.settle()
@@ -113,6 +124,58 @@ class Stepping:
             self.settle()
         return (time.perf_counter_ns() - started) // 1000
 
+    def _plan(self, mode: PreparedMode, binding: Binding) -> Any:
+        assert mode.scheduler is not None
+        plan = mode.scheduler.plan_step(self.settle)
+        plan.mode = mode.mode_of_step(binding.group, plan.tokens)
+        return plan
+
+    def hold(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
+        """Plan the last step of the led group before it is left, send it, and hold it."""
+        plan = self._plan(mode, binding)
+        self._member.lead(Step(binding.born, plan, is_held=True))
+        held = self._hold(mode, plan, binding.group)
+        launched_ns, group = time.monotonic_ns(), binding.group
+        self._under_way = UnderWay(plan, held, launched_ns, mode, group, epoch, binding.born)
+
+    def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> HeldStep:
+        # The width stays selected until the next group is joined, and that comes behind it.
+        self._held = held = HeldStep(mode.ready(plan), group)
+        self._count(plan)
+        return held
+
+    @property
+    def is_held(self) -> bool:
+        """A step waits to be computed."""
+        return self._held is not None and not self._held.query()
+
+    @property
+    def is_late(self) -> bool:
+        """It has waited for long enough."""
+        return self._held is not None and self._held.is_late
+
+    def catch_up(self) -> None:
+        """Compute the step that is held, if there is one.
+
+        Raises `PeerLostError` if its formation was aborted and is not left yet.
+        """
+        held, self._held = self._held, None
+        under_way = self._under_way
+        if under_way is not None and under_way.result is held:
+            self.settle()
+        elif held is not None and not held.query():
+            try:
+                held.get_output()
+            except PeerLostError:
+                if self._member.selected is not None:
+                    raise
+                self._lose(held)
+
+    def _lose(self, held: HeldStep) -> None:
+        """The last step of a group that was left was not computed by all."""
+        log.warning("held_step_lost", group=held.group.name)
+        self._member.lose_last_step(held.group)
+
     def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
         """How long steps like this one have taken, or else took at start-up."""
         if plan.is_empty:
@@ -131,14 +194,22 @@ class Stepping:
     def execute(self, mode: PreparedMode, plan: Any) -> Any:
         """Launch a step that this rank or its leader has planned."""
         self.started_ns = time.monotonic_ns()
-        self.count += 1
-        self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
+        self._count(plan)
         return mode.execute(plan)
 
-    def follow(self, mode: PreparedMode, plan: Any, binding: Binding) -> None:
+    def _count(self, plan: Any) -> None:
+        self.count += 1
+        self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
+
+    def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
         """Launch a step that this rank's leader has planned, and will take the tokens of."""
+        plan = step.plan
         if self._is_lost(binding.group, binding.born):
             raise PeerLostError(binding.born)
+        if step.is_held:
+            self._hold(mode, plan, binding.group)
+            self.ended_ns = 0
+            return
         result = self.execute(mode, plan)
         # On CUDA a follower may have no result that could be asked.
         is_over = self._member.engine.is_synchronous and not UnderWay(plan, result).is_asynchronous
@@ -150,8 +221,15 @@ class Stepping:
         Raises `PeerLostError` if its formation was aborted; it is over even so.
         """
         under_way, self._under_way = self._under_way, None
-        if under_way is not None:
+        if under_way is None:
+            return
+        try:
             self._finish(under_way)
+        except PeerLostError:
+            held = under_way.result
+            if not isinstance(held, HeldStep) or self._member.selected is not None:
+                raise
+            self._lose(held)
 
     def drop(self, born: int) -> None:
         """Wait for what was launched in a formation; its step under way is not finished."""
@@ -159,6 +237,8 @@ class Stepping:
         if under_way is not None and under_way.born != born:
             self.settle()  # It trails, and is a step of another formation.
             under_way = None
+        if self.is_held:
+            self._held = under_way = None  # Nobody has begun to compute it.
         is_done = self._member.engine.done()
         # While the rank is joined to it, the watchdog lets what was launched run to its end.
         while not (is_done() and (under_way is None or under_way.is_ready())):
@@ -199,7 +279,7 @@ class Stepping:
             raise PeerLostError(step.born)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
-        self.log.ended(step.plan, step.mode.key.width, step.launched_ns, now_ns)
+        self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns)
         frees = scheduler.frees_behind
         outputs = scheduler.finish_step(step.plan, result)
         if outputs:

@@ -34,6 +34,11 @@ class UnderWay:
     """Its group's formation."""
 
     @property
+    def began_ns(self) -> int:
+        """When it was begun, as far as the host knows."""
+        return getattr(self.result, "began_ns", self.launched_ns)
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether tokens are still to be waited for."""
         return hasattr(self.result, "get_output")

@@ -9,7 +9,6 @@ mixed modes of a width share all but the tree, so they change from one step to t
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,11 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
-from comm_pool.layout import Group, Mode, Rank, StepMode
-from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
+from comm_pool.layout import Mode, Rank, StepMode
+from comm_pool.vllm_pool import CommunicatorPool, activate
 from kvadaptor.movers import Mover
 from kvadaptor.pages import PagePool
-from kvadaptor.vllm_translate import SlotTable, translate
+from kvadaptor.vllm_translate import SlotTable
 from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.board import Board
 from worker.measured import Measured, Probes
@@ -45,62 +44,16 @@ from worker.vllm_device import (
     used_bytes,
 )
 from worker.vllm_layers import ViewError
+from worker.vllm_mode import PreparedMode
 from worker.vllm_peers import gathered_peers, shared_peers, take_kv
 from worker.vllm_probe import ProbeBatch
 from worker.vllm_scheduler import AsyncModeScheduler, ModeScheduler
-from worker.vllm_step_plan import StepPlan
 from worker.vllm_trees import TreeBuilder
 
 log = structlog.get_logger()
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) while a rank starts."""
-
-
-@dataclass(slots=True)
-class PreparedMode:
-    """The ready objects of one width on this rank; `scheduler` only where this rank leads.
-
-    `key` names the mode that runner and configuration were made for: dp, or tp for wide groups.
-    """
-
-    key: ModeKey
-    communicator: Communicator
-    runner: Any
-    table: SlotTable | None
-    scheduler: ModeScheduler | None
-    config: VllmConfig
-    times: StepTimes
-    """How long steps take; a width that is not warm yet has none."""
-    _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
-
-    def calibrate(self, times: StepTimes) -> None:
-        """Choose by these times from now on."""
-        self.times = times
-        shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
-        self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank schedules for its group of this width."""
-        return self.communicator.rank_in_group == 0
-
-    def mode_of_step(self, group: Group, tokens: int) -> StepMode:
-        """How to compute a step of so many tokens in a group of this width."""
-        shared = group.mixed or Mode.SP
-        if group.mode is not Mode.SHIFT:
-            return shared if group.mode is Mode.SP else group.mode
-        start = self._from_tokens.get(shared)
-        return shared if start is not None and tokens >= start else Mode.TP
-
-    def execute(self, plan: StepPlan) -> Any:
-        """Run one step on this rank; the width must be selected.
-
-        On CUDA the result is still under way: `get_output` waits for it.
-        """
-        self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
-        output = plan.output if self.table is None else translate(plan.output, self.table)
-        return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
 
 
 def settle_environment() -> None:
@@ -252,6 +205,11 @@ class RankEngine:
         """A step is over when it was launched."""
         return self.device.type == "cpu"
 
+    @property
+    def holds_steps(self) -> bool:
+        """A group is left for a move with a held step instead of one that is under way."""
+        return self.is_synchronous
+
     def done(self) -> Callable[[], bool]:
         """Return what tells whether the device has done all that was launched until now."""
         if self.device.type != "cuda":
@@ -268,7 +226,7 @@ class RankEngine:
         event.record()
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
-    def meet(self, mode: "PreparedMode") -> None:
+    def meet(self, mode: PreparedMode) -> None:
         """What is launched from now on comes behind what all members of the group have launched."""
         mode.communicator.group.all_reduce(self._token)
 

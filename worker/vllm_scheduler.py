@@ -173,6 +173,11 @@ class ModeScheduler(Scheduler):
         known = len(self.requests) + len(self.finished_req_ids)
         return bool(known >= self.max_num_running_reqs)
 
+    @property
+    def reads_no_prompt(self) -> bool:
+        """Whether each task that runs computes its last token in the next step, and no other."""
+        return all(each.num_tokens - each.num_computed_tokens == 1 for each in self.running)
+
     def holding(self) -> list[str]:
         """Tasks that hold KV: these can pause, or move.
 

@@ -28,7 +28,8 @@ from kvadaptor.unit_copy import ArrayCopier
 from kvadaptor.unit_copy import Copies as Job
 from kvadaptor.vllm_translate import translate
 from worker.rank_loop import RankLoop
-from worker.vllm_rank import PreparedMode, RankEngine
+from worker.vllm_mode import PreparedMode
+from worker.vllm_rank import RankEngine
 
 LATE_S = 0.015
 """How long a step waits on the device before it is computed."""
@@ -166,6 +167,7 @@ def install() -> None:
         engine: Any = RankEngine
         engine.select = lambda _, width, born=0: device.select(width, born)
         engine.done = lambda _: device.done()
+        engine.holds_steps = False
         copies = Copies(self._engine.kv.geometry.num_layers)
         mover: Any = self._engine.mover
         mover._copier = copies

@@ -69,7 +69,7 @@ class Collector:
 def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
     """Do all runs as the group's leader, then let the followers go."""
     from worker.step_queue import Begin, LeaveGroup
-    from worker.vllm_rank import PreparedMode
+    from worker.vllm_mode import PreparedMode
 
     pages = member.engine.kv.num_pages - 1
     member.lead(Begin(BORN, (), pages))

@@ -31,11 +31,17 @@ class Stage0:
 
     def __init__(self, later_ms: int) -> None:
         self.counts = (3, 0)
-        self.scheduler: Any = SimpleNamespace(get_request_counts=lambda: self.counts)
-        self.stepping = SimpleNamespace(ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS)
+        self.scheduler: Any = SimpleNamespace(
+            get_request_counts=lambda: self.counts, reads_no_prompt=True
+        )
+        self.stepping = SimpleNamespace(
+            ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS, is_under_way=False
+        )
         # Rank 2 is not asked to be with us.
         ends = (0, self.stepping.ends_ns + later_ms * MS, self.stepping.ends_ns + HOUR_NS)
-        self.engine = SimpleNamespace(boards={Rank(r): Board(end) for r, end in enumerate(ends)})
+        self.engine = SimpleNamespace(
+            boards={Rank(r): Board(end) for r, end in enumerate(ends)}, holds_steps=True
+        )
         self.leaving = Leaving(cast(Any, self), Rank(0))
 
     @property
@@ -99,3 +105,36 @@ def test_other_moves_are_not_put_off() -> None:
     stage = Stage0(1_000)
     assert not stage.leaving.is_put_off(None)
     assert not stage.leaving.is_put_off(Park(leave().directive))
+
+
+def test_a_last_step_is_held_once_for_each_switch() -> None:
+    stage = Stage0(0)
+    epochs = (4, 4, 5, 5)
+    assert [stage.leaving.is_held_for(leave(epoch)) for epoch in epochs] == [True, False] * 2
+
+
+@pytest.mark.parametrize(
+    "changed", [{"is_leader": False}, {"group_lost": True}, {"carry": Carry.PAUSE}]
+)
+def test_only_a_leader_whose_tasks_move_holds_one(changed: dict[str, Any]) -> None:
+    stage = Stage0(0)
+    assert not stage.leaving.is_held_for(leave(**changed))
+    assert stage.leaving.is_held_for(leave())
+
+
+def test_none_is_held_that_takes_long_or_where_steps_are_under_way() -> None:
+    stage = Stage0(0)
+    for counts in ((0, 0), (0, 1), (3, 1)):
+        stage.counts = counts
+        assert not stage.leaving.is_held_for(leave()), counts
+    stage.counts = (3, 0)
+    stage.scheduler.reads_no_prompt = False
+    assert not stage.leaving.is_held_for(leave())
+    stage.scheduler.reads_no_prompt = True
+    stage.stepping.is_under_way = True
+    assert not stage.leaving.is_held_for(leave())
+    stage.stepping.is_under_way = False
+    stage.engine.holds_steps = False
+    assert not stage.leaving.is_held_for(leave()), "on CUDA"
+    stage.engine.holds_steps = True
+    assert stage.leaving.is_held_for(leave())

@@ -13,7 +13,7 @@ from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.mixed import Mixed
 from worker.step_times import StepCurve, StepTimes
 from worker.vllm_config import ModeKey
-from worker.vllm_rank import PreparedMode
+from worker.vllm_mode import PreparedMode
 from worker.vllm_step_plan import StepPlan
 
 TP = StepCurve(((1, 1_000), (100, 3_000)))

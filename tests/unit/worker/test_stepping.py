@@ -1,6 +1,7 @@
 """Steps under way when a group is left: whose tokens they are, and when they are taken."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, TaskEnded, TaskId
 from tests.unit.coordinator.builders import header
 from worker.book import LedTask, TaskBook
+from worker.step_queue import Step
 from worker.step_times import StepCurve, StepTimes
 from worker.stepping import Stepping
 
@@ -71,6 +73,7 @@ class PreparedMode:
         self.times = StepTimes(width, {Mode.DP: StepCurve(((1, 2_000),))})
         self.scheduler = Scheduler(name)
         self.results: list[Result] = []
+        self.computed = 0
 
     def mode_of_step(self, group: Group, _tokens: int) -> Any:
         return group.mode
@@ -78,6 +81,14 @@ class PreparedMode:
     def execute(self, _plan: Any) -> Result:
         self.results.append(Result())
         return self.results[-1]
+
+    def ready(self, _plan: Any) -> Callable[[], str]:
+        return self.compute
+
+    def compute(self) -> str:
+        """A step at once, as on CPU."""
+        self.computed += 1
+        return "tokens"
 
 
 class Stage:
@@ -92,6 +103,7 @@ class Stage:
         self.book = TaskBook()
         self.ended: list[TaskEnded] = []
         self.freed_groups: list[Group] = []
+        self.lost_groups: list[Group] = []
         self.engine = SimpleNamespace(
             spec=SimpleNamespace(rank=Rank(0)),
             done=lambda: lambda: self.device_done,
@@ -120,6 +132,9 @@ class Stage:
 
     def freed(self, group: Group) -> None:
         self.freed_groups.append(group)
+
+    def lose_last_step(self, group: Group) -> None:
+        self.lost_groups.append(group)
 
     def push(self, _reply_to: str, header: Any, batch: list[Any]) -> None:
         self.pushed.append((header.epoch, [each.request_id for each in batch]))
@@ -202,16 +217,21 @@ def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> Non
     assert seen == [None, (DP, {Rank(0): 1}), None, None], "once is enough"
 
 
+def follow(stage: Stage, mode: PreparedMode, binding: Binding, *, is_held: bool = False) -> None:
+    step = Step(binding.born, mode.scheduler.plan_step(None), is_held)
+    stage.stepping.follow(cast(Any, mode), step, binding)
+
+
 def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:
     stage = Stage()
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
+    follow(stage, stage.dp, DP)
     assert stage.stepping.ended_ns == 0
     stage.dp.execute = lambda _plan: cast(Any, "output")  # type: ignore[method-assign]
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
+    follow(stage, stage.dp, DP)
     assert stage.stepping.ended_ns >= stage.stepping.started_ns > 0
     stage.engine.is_synchronous = False
     stage.dp.execute = lambda _plan: cast(Any, None)  # type: ignore[method-assign]
-    stage.stepping.follow(cast(Any, stage.dp), stage.dp.scheduler.plan_step(None), DP)
+    follow(stage, stage.dp, DP)
     assert stage.stepping.ended_ns == 0, "a follower on CUDA may get nothing, and has to wait"
 
 
@@ -269,7 +289,7 @@ def test_a_follower_launches_no_step_of_an_aborted_formation() -> None:
     stage = Stage()
     lose(stage, lets_out=False)
     with pytest.raises(PeerLostError):
-        stage.stepping.follow(cast(Any, stage.tp), stage.tp.scheduler.plan_step(None), TP)
+        follow(stage, stage.tp, TP)
     assert not stage.tp.results
 
 

@@ -1,0 +1,188 @@
+"""A step that is planned before a group is left, and computed when the switch has time for it."""
+
+import time
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Group, Mode, Rank
+from tests.unit.worker.test_stepping import DP, TP, PreparedMode, Stage, follow
+from worker import held_step
+from worker.held_step import HeldStep
+from worker.step_queue import Step
+
+JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
+
+
+def hold(stage: Stage) -> None:
+    stage.selected = stage.tp
+    stage.device_done = True  # Nothing is ever under way on CPU.
+    stage.stepping.hold(cast(Any, stage.tp), TP, 4)
+
+
+def leave(stage: Stage) -> None:
+    stage.stepping.left(JOINED)
+    stage.selected = None
+
+
+def is_lost(mode: PreparedMode) -> Any:
+    def compute() -> str:
+        raise PeerLostError(TP.born)
+
+    mode.compute = compute  # type: ignore[method-assign]
+
+
+def test_it_is_sent_when_it_is_planned_and_computed_when_asked_for() -> None:
+    stage = Stage()
+    hold(stage)
+    (sent,) = stage.sent
+    assert (type(sent), sent.born, sent.is_held) == (Step, TP.born, True)
+    leave(stage)
+    stage.stepping.settle_if_ready()
+    assert (stage.stepping.is_held, stage.stepping.trails) == (True, True)
+    assert (stage.tp.computed, stage.pushed) == (0, [])
+    stage.stepping.catch_up()
+    assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])]), "in the epoch of its group"
+    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
+    assert stage.stepping.take_left_end() == stage.stepping.ended_ns
+    stage.stepping.catch_up()
+    assert stage.tp.computed == 1, "once"
+
+
+def test_whoever_needs_its_tokens_computes_it() -> None:
+    stage = Stage()
+    hold(stage)
+    leave(stage)
+    stage.stepping.settle()
+    assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
+    assert not stage.stepping.is_held
+    stage.stepping.catch_up()
+    assert stage.tp.computed == 1
+
+
+def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
+    stage = Stage()
+    hold(stage)
+    leave(stage)
+    assert stage.stepping.behind == JOINED
+    stage.stepping.catch_up()
+    assert stage.stepping.behind is None
+
+
+def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
+    stage = Stage()
+    told: list[tuple[int, int]] = []
+    log: Any = stage.stepping.log
+    log.ended = lambda _plan, _width, began_ns, ended_ns: told.append((began_ns, ended_ns))
+    hold(stage)
+    leave(stage)
+    time.sleep(0.02)
+    caught_up_ns = time.monotonic_ns()
+    stage.stepping.catch_up()
+    ((began_ns, ended_ns),) = told
+    assert caught_up_ns <= began_ns <= ended_ns
+    assert stage.expected == [], "others leave when it is planned, not when it is over"
+
+
+def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    assert not stage.stepping.is_late
+    hold(stage)
+    assert not stage.stepping.is_late
+    monkeypatch.setattr(held_step, "HOLD_LIMIT_S", -1.0)
+    assert stage.stepping.is_late
+    stage.stepping.catch_up()
+    assert not stage.stepping.is_late
+
+
+def test_a_leader_that_stays_computes_it_before_it_plans_another() -> None:
+    stage = Stage()
+    hold(stage)
+    stage.step(stage.tp, TP, 4)
+    assert stage.tp.computed == 1
+    assert stage.tp.scheduler.events == ["plan", "finish", "plan"]
+    assert stage.pushed == [(4, ["tp task"])]
+
+
+def test_a_follower_computes_it_when_asked() -> None:
+    stage = Stage()
+    stage.selected, stage.device_done = stage.tp, True
+    follow(stage, stage.tp, TP, is_held=True)
+    leave(stage)
+    assert (stage.tp.computed, stage.stepping.is_held, stage.stepping.ended_ns) == (0, True, 0)
+    assert stage.stepping.behind == JOINED
+    assert not stage.stepping.trails, "it has no tokens to take"
+    stage.stepping.catch_up()
+    assert (stage.tp.computed, stage.stepping.is_held) == (1, False)
+    assert (stage.stepping.behind, stage.pushed, stage.lost_groups) == (None, [], [])
+
+
+@pytest.mark.parametrize(
+    ("leads", "asks"), [(True, "catch_up"), (True, "settle"), (False, "catch_up")]
+)
+def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool, asks: str) -> None:
+    stage = Stage()
+    is_lost(stage.tp)
+    if leads:
+        hold(stage)
+    else:
+        stage.selected, stage.device_done = stage.tp, True
+        follow(stage, stage.tp, TP, is_held=True)
+    leave(stage)
+    getattr(stage.stepping, asks)()
+    assert stage.lost_groups == [TP.group]
+    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
+    assert (stage.stepping.behind, stage.pushed) == (None, [])
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> None:
+    stage = Stage()
+    is_lost(stage.tp)
+    if leads:
+        hold(stage)
+    else:
+        stage.selected = stage.tp
+        follow(stage, stage.tp, TP, is_held=True)
+    with pytest.raises(PeerLostError):
+        stage.stepping.catch_up()
+    assert stage.lost_groups == []
+    assert not stage.stepping.is_under_way
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_one_of_a_formation_that_is_dropped_is_never_computed(leads: bool) -> None:
+    stage = Stage()
+    if leads:
+        hold(stage)
+    else:
+        stage.selected, stage.device_done = stage.tp, True
+        follow(stage, stage.tp, TP, is_held=True)
+    stage.stepping.drop(TP.born)
+    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
+    stage.stepping.catch_up()
+    stage.stepping.settle()
+    assert (stage.tp.computed, stage.pushed) == (0, [])
+
+
+def test_one_that_trails_is_computed_though_another_formation_is_dropped() -> None:
+    stage = Stage()
+    hold(stage)
+    leave(stage)
+    stage.selected = stage.dp
+    stage.stepping.drop(DP.born)
+    assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
+
+
+def test_it_is_over_even_if_it_fails() -> None:
+    def compute() -> None:
+        raise PeerLostError(3)
+
+    step = HeldStep(compute, Group((Rank(0),), Mode.DP))
+    assert not step.query()
+    with pytest.raises(PeerLostError):
+        step.get_output()
+    assert step.query()
