@@ -13,8 +13,8 @@ from typing import Any
 
 from comm_pool.layout import Group
 
-HOLD_LIMIT_S = 0.005
-"""How long a step may wait to be computed: about what it takes to tell and plan a move."""
+HOLD_LIMIT_S = 0.01
+"""How long a step may wait to be computed: for others that leave, and for the plan of the move."""
 
 
 class HeldStep:

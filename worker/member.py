@@ -89,6 +89,7 @@ class Member:
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
+        self.stepping.catch_up()  # What is held belongs to what is selected until now.
         self._mode = self.engine.select(binding.group.width, binding.born)
         self._binding = binding
         self._formed[binding.group.ranks] = binding.born
@@ -354,6 +355,8 @@ class Member:
         """Read one message of the joined group and obey it; leave messages are the caller's."""
         mode, _ = self._joined()
         message = receive(mode.communicator.group.mq_broadcaster, wait_s)
+        if message is None and self.stepping.is_late:
+            self.stepping.catch_up()  # Its leader has not left after all, and waits in it.
         if message is None or message.born != binding.born:
             return message if isinstance(message, LeaveGroup) else None
         if not isinstance(message, LeaveGroup):

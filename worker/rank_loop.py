@@ -192,7 +192,7 @@ class RankLoop:
         moved: list[Move] = []
         while self.stop_reason is None:
             move = self._lost.judged(self._seat.next_move(idle=not self._member.has_work))
-            if move is None or self._leaving.is_put_off(move):
+            if move is None or (not self._stepping.is_held and self._leaving.is_put_off(move)):
                 break
             if isinstance(move, Leave) and self._holds_a_step(move):
                 continue  # It may turn out that the group is lost.

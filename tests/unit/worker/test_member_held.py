@@ -1,0 +1,170 @@
+"""When a step that is held has to be computed, and what becomes of a move that it fails."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Directive, Phase
+from tests.unit.coordinator.builders import directive, target
+from tests.unit.worker.test_begin import ALONE, WIDE, Stage
+from worker.board import GAVE_UP
+from worker.move_rounds import OvertakenError
+from worker.moving import Moving
+from worker.step_queue import Begin, Step
+
+EPOCH = 7
+
+
+class Held:
+    """What a rank's stepping does, in order."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
+        self.is_held = self.is_late = True
+        self.is_under_way = self.trails = False
+        self.behind = None
+
+    def catch_up(self) -> None:
+        self.done.append("catch up")
+        self.is_held = self.is_late = False
+
+    def follow(self, _mode: Any, step: Step, _binding: Any) -> None:
+        self.done.append(f"step {step.plan}")
+
+    def settle_if_ready(self) -> None:
+        """Nothing trails."""
+
+
+def follower(*told: Any) -> tuple[Stage, Held]:
+    stage = Stage()
+    messages = iter(told)
+
+    def dequeue(timeout: float) -> Any:
+        if (message := next(messages, None)) is None:
+            raise TimeoutError
+        return message
+
+    queue = SimpleNamespace(dequeue=dequeue)
+    stage.modes[2].communicator.group.mq_broadcaster = queue
+    stage.modes[2].scheduler = None
+    stage.member.join(WIDE)
+    held = Held(stage.done)
+    cast(Any, stage.member).stepping = held
+    return stage, held
+
+
+def test_it_comes_before_another_width_is_selected() -> None:
+    stage = Stage()
+    cast(Any, stage.member).stepping = Held(stage.done)
+    select = stage.member.engine.select
+
+    def told(width: int, born: int) -> Any:
+        stage.done.append("select")
+        return select(width, born)
+
+    cast(Any, stage.member.engine).select = told
+    stage.member.join(ALONE)
+    assert stage.done == ["catch up", "select"]
+
+
+@pytest.mark.parametrize(
+    ("message", "then"), [(Step(WIDE.born, 5), ["step 5"]), (Begin(WIDE.born, (), 1), ["end_all"])]
+)
+def test_a_follower_computes_it_before_it_obeys_what_comes_behind(
+    message: Any, then: list[str]
+) -> None:
+    stage, _ = follower(message)
+    stage.member.follow(WIDE)
+    assert stage.done == ["catch up", *then]
+
+
+def test_a_follower_whose_leader_stays_computes_it_after_a_while() -> None:
+    stage, held = follower(None, None)
+    held.is_late = False
+    assert stage.member.follow(WIDE) is None
+    assert stage.done == [], "the leader is about to leave"
+    held.is_late = True
+    assert stage.member.follow(WIDE) is None
+    assert stage.done == ["catch up"]
+
+
+class Board:
+    def __init__(self) -> None:
+        self.epoch, self.round = EPOCH, 0
+
+    def finish_round(self, number: int) -> None:
+        self.round = number
+
+
+class Desk:
+    """A rank's moving, with a plan that is foreseen when `awaits` is over."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.held = Held(self.done)
+        self.board = Board()
+        engine = SimpleNamespace(
+            spec=SimpleNamespace(memory=object()), is_synchronous=True, copy_aside=None
+        )
+        member = SimpleNamespace(engine=engine, stepping=self.held)
+        self.moving = Moving(cast(Any, member), cast(Any, {Rank(0): self.board}), Rank(0))
+        self.awaits = True
+        cast(Any, self.moving.planning).foresee = self._foresee
+
+    def _foresee(self, _wanted: Any) -> bool:
+        self.done.append("foresee")
+        return self.awaits
+
+
+def asked(phase: Phase) -> Directive:
+    return directive(target("dp4", EPOCH), EPOCH, phase)
+
+
+def test_it_is_computed_when_the_move_is_planned() -> None:
+    desk = Desk()
+    desk.held.is_late = False
+    assert desk.moving.prepare(asked(Phase.PARK))
+    assert desk.done == ["foresee"], "others have not told yet"
+    desk.awaits = False
+    assert not desk.moving.prepare(asked(Phase.PARK))
+    assert desk.done == ["foresee", "foresee", "catch up"]
+
+
+@pytest.mark.parametrize("wanted", [None, asked(Phase.PARK)])
+def test_it_waits_for_others_no_longer_than_it_may(wanted: Directive | None) -> None:
+    desk = Desk()
+    desk.held.is_late = False
+    assert desk.moving.prepare(wanted), "what is held is to be looked for again soon"
+    assert "catch up" not in desk.done
+    desk.held.is_late = True
+    desk.moving.prepare(wanted)
+    assert desk.done[-1] == "catch up"
+
+
+def test_nothing_is_looked_for_where_nothing_is_held_or_moved() -> None:
+    desk = Desk()
+    desk.held.is_held = desk.held.is_late = False
+    assert not desk.moving.prepare(None)
+    assert desk.done == []
+
+
+def test_whoever_waits_in_a_move_computes_it_first() -> None:
+    desk = Desk()
+    with pytest.raises(OvertakenError):
+        desk.moving._rounds.wait(lambda: False, lambda: True, "nobody comes")
+    assert desk.done == ["catch up"]
+
+
+def test_a_move_that_was_planned_from_what_is_not_true_fails() -> None:
+    desk = Desk()
+    desk.moving.lose()
+    assert desk.board.round == GAVE_UP, "others hear of it at once"
+    assert not desk.moving.is_settling
+    desk.board.round = 0
+    desk.moving.move(asked(Phase.MOVE), lambda: False)
+    assert (desk.moving.has_failed, desk.board.round) == (True, GAVE_UP)
+    assert desk.moving.adopted == ()
