@@ -20,9 +20,8 @@ pytestmark = pytest.mark.slow
 ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "1024")
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""
-PAUSE_TYPICAL_MAX = 6
-"""The same in the median of all rounds, so that a switch cannot become slow unseen."""
-PAUSE_ROUNDS = 90
+PAUSE_ROUNDS_MIN, PAUSE_ROUNDS = 5, 60
+"""Rounds whose median counts: other work on this machine makes it measure for longer."""
 PAUSE_SWITCHES = 4
 STREAMS = 8
 SCARCE_PAGES = 48
@@ -175,18 +174,23 @@ class Pause:
 async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
     """The step is measured in the same round, as the median over both layouts.
 
-    What else this machine does only adds to a pause, so the calmest round counts.
+    What else this machine does only adds to a pause, so the calmest rounds in a row count.
     """
     rounds: list[Pause] = []
     for number in range(PAUSE_ROUNDS):
         rounds.append(await pauses(pair, f"round-{number}"))
         print(f"\n{rounds[-1]}", end="")
-        if rounds[-1].in_steps <= PAUSE_STEPS_MAX:
+        last = rounds[-PAUSE_ROUNDS_MIN:]
+        if len(last) == PAUSE_ROUNDS_MIN and typical(last) <= PAUSE_STEPS_MAX:
             break
-    calmest = min(rounds, key=lambda each: each.in_steps)
-    assert calmest.in_steps <= PAUSE_STEPS_MAX, calmest
-    assert statistics.median(each.in_steps for each in rounds) <= PAUSE_TYPICAL_MAX, rounds
+    assert typical(last) <= PAUSE_STEPS_MAX, rounds
+    calmest = min(last, key=lambda each: each.in_steps)
     assert max(calmest.pauses) <= 4 * PAUSE_STEPS_MAX * statistics.median(calmest.steps), calmest
+
+
+def typical(rounds: list[Pause]) -> float:
+    """The longest client pause per switch, in decode steps; the median of these rounds."""
+    return statistics.median(each.in_steps for each in rounds)
 
 
 async def pauses(cell: BareCell, tag: str) -> Pause:
