@@ -75,6 +75,8 @@ class SharedPlane:
             self._rehearses = False
             self._use(self._memory)
 
+    # Members meet outside of steps, too, where tensors that steps made could not be written.
+    @torch.inference_mode(mode=False)
     def _use(self, memory: mmap.mmap) -> None:
         width, place = self._width, self._place
         others = () if self._rehearses else range(width)
@@ -165,6 +167,7 @@ class SharedPlane:
             self._check()
             at += count
 
+    @torch.inference_mode(mode=False)
     def _slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         found = self._typed.get(dtype)
         if found is None:

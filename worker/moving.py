@@ -199,8 +199,8 @@ class Moving:
             move = self.planning.plan(directive)
             self._pending = pending = Pending(epoch, move)
             restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
-            self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
             tell_of_shortage(epoch, self._rank, move)
+            self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
         except OvertakenError:
             own.finish_round(GAVE_UP)
             self.adopted = ()

@@ -6,6 +6,7 @@ ours (ADR 0009), are what the same cell makes of it without switches.
 """
 
 import asyncio
+import json
 import os
 import random
 import time
@@ -55,8 +56,6 @@ def cases() -> list[Case]:
 @pytest.fixture(scope="module")
 def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What plain vLLM generates for the greedy ones, and the log-probabilities of it."""
-    import json
-
     greedy = [case for case in cases if case.is_greedy]
     spec = {
         "model": str(MODEL),
@@ -199,6 +198,13 @@ def settle(cell: BareCell) -> list[dict[str, int]]:
     return cell.pages()
 
 
+def epochs_of_several_rounds(cell: BareCell) -> set[int]:
+    """The moves whose copies, for want of pages, come one behind the other."""
+    lines = cell.log("worker").splitlines()
+    told = [json.loads(line) for line in lines if '"move_short_of_pages"' in line]
+    return {each["epoch"] for each in told if each["rounds"] > 1}
+
+
 @pytest.mark.timeout(300)
 async def test_streams_are_exact_and_nothing_is_recomputed(
     cell: BareCell, cases: list[Case], static: dict[int, Any]
@@ -293,12 +299,15 @@ async def test_streams_are_exact_where_groups_are_left_in_mid_step(
     worst = compare(mine, streams, static, reference)
     moved = sum(record["tasks"]["reshard"] for record in records)
     paused = sum(record["tasks"]["pause"] for record in records)
-    several = cell.log("worker").count("move_short_of_pages")
+    several = epochs_of_several_rounds(cell)
+    # A later round writes where an earlier one has read, so that there is no way back to it.
+    spoiled = several & {each["epoch"] for each in records if each["outcome"] == "superseded"}
     print(f"\n{len(records)} switches: {moved} moved, {paused} paused, within {worst:.1e};")
-    print(f"several rounds {several} times")
-    assert several > 0 or len(mine) < SEEDS / 16
+    print(f"several rounds {len(several)} times, of which {len(spoiled)} were overtaken")
+    assert several or len(mine) < SEEDS / 16
     assert min(moved, paused) > len(mine) / 8 or len(mine) < SEEDS / 16
     for record in records:
-        assert record["tasks"]["recompute"] == 0, record
+        is_behind = record["epoch"] - 1 in spoiled
+        assert is_behind or record["tasks"]["recompute"] == 0, record
     assert settle(cell) == before
     assert "Traceback" not in Path(cell.folder / "worker.log").read_text()

@@ -101,6 +101,18 @@ def _sum(plane: SharedPlane, part: Any) -> Any:
     return tensor
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_members_whose_first_collective_is_in_a_step_meet_outside_of_steps(width: int) -> None:
+    members = Members(width)
+
+    def in_a_step(place: int, plane: SharedPlane) -> Any:
+        with torch.inference_mode():
+            return reduced(place, plane)
+
+    for do in (in_a_step, reduced, in_a_step):
+        assert [float(each[0, 0]) for each in members.together(do)] == [2.0**width - 1] * width
+
+
 def test_what_is_longer_than_the_memory_goes_in_pieces() -> None:
     count = 2 * HALF_BYTES // 4 + 1234
     parts = [torch.arange(count) * (place + 1.0) for place in range(2)]
