@@ -75,8 +75,6 @@ class SharedPlane:
             self._rehearses = False
             self._use(self._memory)
 
-    # Members meet outside of steps, too, where tensors that steps made could not be written.
-    @torch.inference_mode(mode=False)
     def _use(self, memory: mmap.mmap) -> None:
         width, place = self._width, self._place
         others = () if self._rehearses else range(width)
@@ -87,8 +85,10 @@ class SharedPlane:
         self._aborts = words[width : 2 * width]
         """One more than the formation that each member aborted last; 0 is none."""
         self._words[place] = self._aborts[place] = 0
-        raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
-        self._raw = raw.view(2, width, HALF_BYTES)
+        # Members meet outside of steps, too, where tensors that steps made could not be written.
+        with torch.inference_mode(mode=False):
+            raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
+            self._raw = raw.view(2, width, HALF_BYTES)
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._born = -1
         self._sequence = 0
@@ -167,11 +167,11 @@ class SharedPlane:
             self._check()
             at += count
 
-    @torch.inference_mode(mode=False)
     def _slots(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         found = self._typed.get(dtype)
         if found is None:
-            found = [[part.view(dtype) for part in half] for half in self._raw]
+            with torch.inference_mode(mode=False):
+                found = [[part.view(dtype) for part in half] for half in self._raw]
             self._typed[dtype] = found
         return found
 

@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.errors import ApiError, api_error
 from gateway.grammar_check import check_grammar
+from gateway.large_bytes import breathe, contains, count, matches
 from gateway.media import check_media
 
 JSON_DEPTH_MAX = 64
@@ -64,6 +65,8 @@ The last ones are the Responses API's stored state: nothing is stored, whatever 
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
+_SURROGATES_BYTES = 12
+"""Of a pair in escapes; the pattern looks at no more."""
 _FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
 _STRUCTURE = frozenset(b'"{}[],:')
 _NOT_STRUCTURE = bytes(set(range(256)) - _STRUCTURE)
@@ -147,25 +150,35 @@ def _check_shape(body: bytes) -> ApiError | None:
         body.decode()
     except UnicodeDecodeError:
         return api_error("invalid_json", "The request's body is not valid UTF-8.")
-    if b"\\u" in body and _LONE_SURROGATE.search(body):
+    if contains(body, b"\\u") and matches(_LONE_SURROGATE, body, _SURROGATES_BYTES):
         return api_error("invalid_json", "A \\u escape in the body is half of a character.")
-    brackets = body.count(b"{") + body.count(b"[")
-    values, keys = brackets + body.count(b","), body.count(b":")
+    brackets = count(body, b"{") + count(body, b"[")
+    values, keys = brackets + count(body, b","), count(body, b":")
     if brackets <= JSON_DEPTH_MAX and values <= JSON_VALUES_MAX and keys <= JSON_KEYS_MAX:
         return None
     # Too much at first sight, but strings may hold such characters: look outside of them.
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NOT_STRUCTURE)
-    if plain.count(b'"') > 2 * (JSON_VALUES_MAX + JSON_KEYS_MAX):
+    plain = _structure(body)
+    if count(plain, b'"') > 2 * (JSON_VALUES_MAX + JSON_KEYS_MAX):
         return _too_many(f"more than {JSON_VALUES_MAX} values")
     outside = b"".join(plain.split(b'"')[::2])
-    brackets = outside.count(b"{") + outside.count(b"[")
-    if brackets + outside.count(b",") > JSON_VALUES_MAX:
+    brackets = count(outside, b"{") + count(outside, b"[")
+    if brackets + count(outside, b",") > JSON_VALUES_MAX:
         return _too_many(f"more than {JSON_VALUES_MAX} values")
-    if outside.count(b":") > JSON_KEYS_MAX:
+    if count(outside, b":") > JSON_KEYS_MAX:
         return _too_many(f"more than {JSON_KEYS_MAX} members in objects")
     if brackets > JSON_DEPTH_MAX and _depth(outside) > JSON_DEPTH_MAX:
         return _too_many(f"more than {JSON_DEPTH_MAX} levels of nesting")
     return None
+
+
+def _structure(body: bytes) -> bytes:
+    """What JSON's structure is made of, with quotes but not with escaped ones."""
+    for escape in (b"\\\\", b'\\"'):
+        body = body.replace(escape, b"")
+        breathe(body)
+    body = body.translate(None, _NOT_STRUCTURE)
+    breathe(body)
+    return body
 
 
 def _depth(outside: bytes) -> int:

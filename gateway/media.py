@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from gateway.errors import ApiError, api_error
+from gateway.large_bytes import contains
 
 _MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", "file", "file_url"})
 _MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
@@ -30,7 +31,7 @@ def check_media(
     messages: bytes, domains: frozenset[str], param: str = "messages"
 ) -> ApiError | None:
     """Return what is wrong with the media that messages name; `param` is where they stand."""
-    if not any(mark in messages for mark in _MARKS):
+    if not any(contains(messages, mark) for mark in _MARKS):
         return None
     for url in _urls(msgspec.json.decode(messages)):
         if not _is_allowed(url, domains):
