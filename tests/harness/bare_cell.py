@@ -44,6 +44,7 @@ from tests.harness.engine_request import encoded_request
 from tests.harness.fault_proxy import FaultProxy
 from tests.harness.logit_rows import rows_of
 from tests.harness.not_started import NotStartedError
+from tests.harness.warm import start_module
 
 TOKEN = "a-secret-for-tests-only"
 START_LIMIT_S = 180
@@ -103,15 +104,23 @@ class BareCell:
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""
-        command = ["-m", self.worker if name == "worker" else name, "--config"]
+        module = self.worker if name == "worker" else name
+        arguments = ["--config", str(self._config_of(name))]
+        env = {**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, *command, str(self._config_of(name))],
-                cwd=ROOT,
-                env={**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+            # What is imported for CPU may open a device, which no process could use behind a fork.
+            if name == "worker" and self.config.cell.device == "cpu":
+                self.processes[name] = start_module(
+                    "worker", module, arguments, env=env, stdout=log, stderr=subprocess.STDOUT
+                )
+            else:
+                self.processes[name] = subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    cwd=ROOT,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
 
     def _config_of(self, name: str) -> Path:
         own = self.folder / f"{name}.yaml"

@@ -57,7 +57,7 @@ def scores_of(folder: Path, texts: Sequence[list[int]], *, tp: int, **spec: Any)
         **spec,
     }
     out = folder / f"static-{tp}-{given['dtype']}.npz"
-    run_static("tests.harness.static_vllm", given, out)
+    run_static("tests.harness.static_vllm", given, out, on_cuda=True)
     with np.load(out) as arrays:
         return [arrays[f"scores_{number}"] for number in range(len(texts))]
 

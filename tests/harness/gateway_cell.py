@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -39,6 +38,7 @@ from coordinator.protocol.messages import (
     TokenSpan,
     Welcome,
 )
+from tests.harness.warm import start_module
 
 Result = TypeVar("Result")
 Seen = TypeVar("Seen", bound=Message)
@@ -313,11 +313,13 @@ class GatewayProcess:
         path = folder / "gateway.yaml"
         path.write_text(yaml.safe_dump(config))
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(path)],
+            self.process = start_module(
+                "gateway",
+                module,
+                ["--config", str(path)],
+                env={**os.environ, "AILERON_TOKEN": TOKEN},
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "AILERON_TOKEN": TOKEN},
             )
         # What the leader needs takes seconds to import; the gateway starts meanwhile.
         importlib.import_module("vllm.v1.serial_utils")

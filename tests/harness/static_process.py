@@ -2,31 +2,23 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.bench.servers import ROOT
+from tests.harness.warm import run_module
 
 SHARED_MEMORY = Path("/dev/shm")
 TIME_LIMIT_S = 300
 
 
-def run_static(module: str, spec: dict[str, Any], out: Path) -> None:
+def run_static(module: str, spec: dict[str, Any], out: Path, *, on_cuda: bool = False) -> None:
     """Run `python -m MODULE SPEC.json OUT`; plain vLLM leaves nothing behind here."""
     given = out.with_suffix(".spec.json")
     given.write_text(json.dumps(spec))
     before = set(SHARED_MEMORY.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(given), str(out)],
-        cwd=ROOT,
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-    )
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    kind = None if on_cuda else "plain"
+    code, said = run_module(kind, module, [str(given), str(out)], env=env, limit_s=TIME_LIMIT_S)
     for segment in set(SHARED_MEMORY.glob("vllm_dist_*")) - before:
         segment.unlink(missing_ok=True)  # Plain vLLM leaves its own behind.
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert code == 0, said[-3000:]

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,10 +24,11 @@ from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.mixed import read_mixed
 from coordinator.protocol.config import Config, check_config
 from coordinator.protocol.messages import Binding, Place, Tier
-from tests.bench.servers import ROOT, free_port
+from tests.bench.servers import free_port
 from tests.harness.bare_cell import Stream, search_path, take
 from tests.harness.engine_request import encoded_request
 from tests.harness.reshard_cases import vllm_settings
+from tests.harness.warm import run_module
 from worker.launcher import fork_rank, memory_of
 
 Choice = Callable[[int], StepMode]
@@ -139,16 +139,14 @@ def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
     """Run the ranks of SPEC; returns what stands in OUT, or fails with what they said."""
     given, out = folder / "steps.json", folder / "steps.pkl"
     given.write_text(json.dumps(spec))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.harness.step_ranks", str(given), str(out)],
-        cwd=ROOT,
+    code, said = run_module(
+        "worker",
+        "tests.harness.step_ranks",
+        [str(given), str(out)],
         env={**os.environ, "PYTHONPATH": search_path()},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
+        limit_s=TIME_LIMIT_S,
     )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert code == 0, said[-6000:]
     return pickle.loads(out.read_bytes())
 
 

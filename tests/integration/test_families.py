@@ -1,7 +1,6 @@
 """Qwen2 and Qwen3 beside Llama: dp and tp logits equal transformers'; others are refused."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.bench.servers import MODEL, ROOT
+from tests.bench.servers import MODEL
 from tests.harness.bare_cell import TaskClient, bare_cell
+from tests.harness.warm import run_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
@@ -82,16 +82,10 @@ def start(folder: Path, model: Path, *, ranks: int, engine_args: list[str]) -> s
         "cell": {"ranks": ranks, "layout": f"dp{ranks}", "widths": [1, ranks]},
     }
     (folder / "cell.yaml").write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        [sys.executable, "-m", "worker", "doctor", "--config", str(folder / "cell.yaml")],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0
-    return done.stdout + done.stderr
+    arguments = ["doctor", "--config", str(folder / "cell.yaml")]
+    code, said = run_module("worker", "worker", arguments, env=os.environ, limit_s=120)
+    assert code != 0
+    return said
 
 
 @pytest.mark.timeout(200)
