@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -107,20 +106,13 @@ class BareCell:
         module = self.worker if name == "worker" else name
         arguments = ["--config", str(self._config_of(name))]
         env = {**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()}
+        # What is imported for CPU may open a device, which no process could use behind a fork.
+        warm = name == "worker" and self.config.cell.device == "cpu"
+        kind = "worker" if warm else None
         with (self.folder / f"{name}.log").open("ab") as log:
-            # What is imported for CPU may open a device, which no process could use behind a fork.
-            if name == "worker" and self.config.cell.device == "cpu":
-                self.processes[name] = start_module(
-                    "worker", module, arguments, env=env, stdout=log, stderr=subprocess.STDOUT
-                )
-            else:
-                self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", module, *arguments],
-                    cwd=ROOT,
-                    env=env,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
+            self.processes[name] = start_module(
+                kind, module, arguments, env=env, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def _config_of(self, name: str) -> Path:
         own = self.folder / f"{name}.yaml"
