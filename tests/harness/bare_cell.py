@@ -107,8 +107,7 @@ class BareCell:
         arguments = ["--config", str(self._config_of(name))]
         env = {**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()}
         # What is imported for CPU may open a device, which no process could use behind a fork.
-        warm = name == "worker" and self.config.cell.device == "cpu"
-        kind = "worker" if warm else None
+        kind = "worker" if (name, self.config.cell.device) == ("worker", "cpu") else None
         with (self.folder / f"{name}.log").open("ab") as log:
             self.processes[name] = start_module(
                 kind, module, arguments, env=env, stdout=log, stderr=subprocess.STDOUT
