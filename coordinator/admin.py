@@ -15,10 +15,10 @@ import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, StrictStr
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
 
-from comm_pool.layout import Layout, LayoutError, format_layout, parse_layout
+from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
 from coordinator.admin_guard import AdminGuard, error_answer
 from coordinator.core import OPERATOR, Core
 from coordinator.events import PutBack, RenewalWanted, SwitchWanted
@@ -65,6 +65,14 @@ class SwitchBody(BaseModel):
     carry: StrictStr | None = None
 
 
+class RenewBody(BaseModel):
+    """Body of `POST /admin/renew`; without ranks all are meant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ranks: list[StrictInt] = []
+
+
 class PutBackBody(BaseModel):
     """Body of `POST /admin/put-back`."""
 
@@ -98,8 +106,8 @@ def build_admin(context: AdminContext, key: str) -> AdminGuard:
         return await _put_back(context, body.mode)
 
     @app.post("/admin/renew")
-    async def renew() -> dict[str, Any]:
-        return await _renew(context)
+    async def renew(body: RenewBody | None = None) -> dict[str, Any]:
+        return await _renew(context, body or RenewBody())
 
     return AdminGuard(app, key)
 
@@ -202,12 +210,25 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
     return context.core.layout_view()
 
 
-async def _renew(context: AdminContext) -> dict[str, Any]:
+async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
+    ranks = tuple(map(Rank, sorted(body.ranks)))
+    if ranks and ranks not in _groups(context):
+        text = "ranks must be those of one group, such as [0, 1] for a tp2, or left out for all."
+        raise _AnswerError(400, "invalid_value", text, "ranks")
     if not context.owner.launcher_outboxes:
         text = "No launcher of ranks is connected: see whether `aileron rank` runs, and try again."
         raise _AnswerError(503, "no_launcher", text)
-    await context.owner.post(RenewalWanted())
+    await context.owner.post(RenewalWanted(ranks))
     return context.core.layout_view()
+
+
+def _groups(context: AdminContext) -> list[tuple[Rank, ...]]:
+    """All groups that there may be."""
+    return [
+        tuple(map(Rank, range(first, first + width)))
+        for width in {1, *context.widths}
+        for first in range(0, context.world, width)
+    ]
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.records import Decision, DecisionLog
 from coordinator.refusal import refuse
-from coordinator.restoring import RESTORED, Restoring, renewal, restored
+from coordinator.restoring import RESTORED, RenewalTimes, Restoring, renewal, restored
 from coordinator.roster import Arrival, Roster
 from coordinator.settings import CoreSettings, PoolLimits
 from coordinator.shown import Shown
@@ -110,7 +110,7 @@ class Core(Shown):
         self._restoring = Restoring(
             settings.layout,
             settings.settled_ms,
-            settings.renew_idle_ms,
+            RenewalTimes(settings.renew_idle_ms, settings.renew_busy_ms),
             is_fixed=settings.policy is None,
         )
         self._teller = CellTeller(settings.world, in_fleet=settings.in_fleet)
@@ -269,8 +269,8 @@ class Core(Shown):
         match order:
             case PutBack(mode):
                 return put_back(self._roster, mode)
-            case RenewalWanted():
-                return renewal(self._roster, OPERATOR)
+            case RenewalWanted(ranks):
+                return renewal(self._roster, ranks or tuple(self._roster), OPERATOR)
             case CellDrains():
                 self._teller.is_draining = True
                 return [note("cell_drains")]
@@ -299,9 +299,8 @@ class Core(Shown):
             wanted = SwitchWanted(layout, carry, RESTORED)
             return self._switch_wanted(wanted, now_ms, restored(layout, carry, now_ms))
         is_idle = not len(self._pool.tasks)
-        if self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle):
-            return renewal(self._roster, "idle")
-        return []
+        due = self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle)
+        return renewal(self._roster, due, "idle" if is_idle else "busy") if due else []
 
     def _steer(self, steering: Steering, now_ms: int) -> list[Effect]:
         """Ask the policy, and carry out what it says."""

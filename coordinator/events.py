@@ -95,7 +95,9 @@ class PutBack:
 
 @dataclass(frozen=True, slots=True)
 class RenewalWanted:
-    """An operator wants all ranks to be started again, together."""
+    """An operator wants these ranks to be started again, together; none means all."""
+
+    ranks: tuple[Rank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,12 @@
 A lost rank comes back in dp. Two things may stand between that and the layout that was served
 before: somebody must want it again, and, on CUDA, ranks that were not started together have no
 communicators with each other, and those that outlived a loss have closed theirs, so that they must
-all be started again, which costs nobody anything while there is nothing to do.
+all be started again, which costs nobody anything while there is nothing to do. Where there always
+is, a group that is only a part of the cell is started again while the others serve.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from comm_pool.layout import Group, Layout, Mode, Rank, format_layout
 from coordinator.events import Effect, ToLauncher, note
@@ -40,37 +44,49 @@ class _Lasting:
         return now_ms - self._since_ms >= limit_ms
 
 
+@dataclass(frozen=True, slots=True)
+class RenewalTimes:
+    """For how long groups have been lacking before ranks are started again for them; 0 is never."""
+
+    idle_ms: int
+    """All ranks, when the cell has had no task for so long."""
+    busy_ms: int
+    """The ranks of one group, whatever there is to do."""
+
+
 class Restoring:
     """The layout that was decided last, and what is to be done to have it again.
 
     Where a policy decides, it finds out by itself what can be formed (`is_fixed` is False), and
     only the ranks' renewal is asked for. A layout is restored when it could have been for
-    `settled_ms`, as ranks come back one by one, and some are soon lost again. Ranks are started
-    again when the cell has had no task for `renew_idle_ms`; 0 is never.
+    `settled_ms`, as ranks come back one by one, and some are soon lost again.
     """
 
     __slots__ = (
         "_initial",
         "_is_fixed",
         "_lacking",
+        "_lacking_idle",
         "_possible",
-        "_renew_idle_ms",
-        "_renewed_ms",
+        "_renew",
+        "_renewed",
         "_settled_ms",
         "_wanted",
     )
 
     def __init__(
-        self, initial: Layout, settled_ms: int, renew_idle_ms: int, *, is_fixed: bool
+        self, initial: Layout, settled_ms: int, renew: RenewalTimes, *, is_fixed: bool
     ) -> None:
         self._initial = initial
         self._wanted: Layout | None = None
         self._settled_ms = settled_ms
-        self._renew_idle_ms = renew_idle_ms
-        self._renewed_ms: int | None = None
+        self._renew = renew
+        self._renewed: dict[tuple[Rank, ...], int] = {}
+        """When these were started again last."""
         self._is_fixed = is_fixed
         self._possible = _Lasting()
         self._lacking = _Lasting()
+        self._lacking_idle = _Lasting()
 
     def decided(self, layout: Layout) -> None:
         """Somebody wants this layout from now on."""
@@ -93,27 +109,50 @@ class Restoring:
 
     def renewal_due(
         self, switcher: Switcher, roster: Roster, now_ms: int, *, is_idle: bool
-    ) -> bool:
-        """Say whether all ranks should be started again together.
+    ) -> tuple[Rank, ...]:
+        """Return the ranks that should be started again together; empty if none should.
 
-        They are there, serve, have nothing to do, and cannot form all groups that are wanted.
+        All ranks are there and serve, and cannot form a group that is wanted.
         """
-        if not self._renew_idle_ms or switcher.recovering:
-            return False
-        renewed_ms = self._renewed_ms
-        if renewed_ms is not None and now_ms - renewed_ms < RENEWALS_APART_MS:
-            return False
-        is_calm = is_idle and switcher.is_serving and len(switcher.alive) == roster.world
-        lacks = is_calm and self._lacks_groups(switcher, roster)
-        if not self._lacking.is_over(self._renew_idle_ms, now_ms, is_true=lacks):
-            return False
-        self._renewed_ms = now_ms
-        return True
+        if switcher.recovering:
+            return ()
+        serves_whole = switcher.is_serving and len(switcher.alive) == roster.world
+        lacking = self._lacking_groups(switcher, roster) if serves_whole else []
+        parts = [each for each in lacking if len(each) < roster.world]
+        idle_ms, busy_ms = self._renew.idle_ms, self._renew.busy_ms
+        is_idle = self._lacking_idle.is_over(idle_ms, now_ms, is_true=is_idle and bool(lacking))
+        is_busy = self._lacking.is_over(busy_ms, now_ms, is_true=bool(parts))
+        wanted = [tuple(roster)] if idle_ms and is_idle else parts if busy_ms and is_busy else []
+        due = next((each for each in wanted if self._may_renew(each, now_ms)), ())
+        if due:
+            self._renewed[due] = now_ms
+            self._lacking, self._lacking_idle = _Lasting(), _Lasting()  # One after the other.
+        return due
 
-    def _lacks_groups(self, switcher: Switcher, roster: Roster) -> bool:
+    def _may_renew(self, ranks: tuple[Rank, ...], now_ms: int) -> bool:
+        last_ms = self._renewed.get(ranks)
+        return last_ms is None or now_ms - last_ms >= RENEWALS_APART_MS
+
+    def _lacking_groups(self, switcher: Switcher, roster: Roster) -> list[tuple[Rank, ...]]:
+        """Return who cannot form a group that is wanted, or that the policy may want."""
         if self._is_fixed and self._wanted is not None:
-            return not all(roster.can_form(group.ranks) for group in self._wanted.groups)
-        return roster.has_closed or not roster.is_one_cohort(switcher.alive)
+            groups: Iterable[tuple[Rank, ...]] = (each.ranks for each in self._wanted.groups)
+        elif roster.has_closed or not roster.is_one_cohort(switcher.alive):
+            groups = _blocks(roster)
+        else:
+            groups = ()
+        return [ranks for ranks in groups if not roster.can_form(ranks)]
+
+
+def _blocks(roster: Roster) -> list[tuple[Rank, ...]]:
+    """Return the ranks of all groups that there may be in the cell, narrow ones first."""
+    widths = sorted({*(w for rank in roster for w in roster[rank].hello.widths), roster.widest})
+    return [
+        tuple(map(Rank, range(first, first + width)))
+        for width in widths
+        if width > 1
+        for first in range(0, roster.world, width)
+    ]
 
 
 def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
@@ -137,7 +176,8 @@ def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:
     return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORED)
 
 
-def renewal(roster: Roster, cause: str) -> list[Effect]:
-    """Ask for all processes that are known to be started again, together."""
-    ranks = tuple((rank, roster[rank].incarnation) for rank in roster)
-    return [note("renewal_wanted", cause=cause), ToLauncher(RenewRanks(ranks))]
+def renewal(roster: Roster, ranks: Iterable[Rank], cause: str) -> list[Effect]:
+    """Ask for the processes of these ranks to be started again, together."""
+    known = tuple((rank, roster[rank].incarnation) for rank in ranks if rank in roster)
+    told = note("renewal_wanted", ranks=[rank for rank, _ in known], cause=cause)
+    return [told, ToLauncher(RenewRanks(known))]

@@ -58,14 +58,14 @@ class Roster:
     one of its members has closed, to get out of it alive, is closed as long as that process lives.
     """
 
-    __slots__ = ("_seen", "_widest", "guard", "narrowest", "world")
+    __slots__ = ("_seen", "guard", "narrowest", "widest", "world")
 
     def __init__(self, world: int, narrowest: int = 1) -> None:
         self.world = world
         self.narrowest = narrowest
         """The narrowest groups that can serve; ranks in narrower ones wait for others."""
         self._seen: dict[Rank, Seen] = {}
-        self._widest = 1
+        self.widest = 1
         """The widest group that any process could be in."""
         self.guard = Guard()
         """What their modes' probes gave."""
@@ -89,7 +89,7 @@ class Roster:
     def on_hello(self, hello: RankHello, now_ms: int) -> Arrival:
         """Take a session's first message."""
         seen = self._seen.get(hello.rank)
-        self._widest = max(self._widest, *hello.widths)
+        self.widest = max(self.widest, *hello.widths)
         if seen is None:
             self._seen[hello.rank] = Seen(hello, now_ms)
             return Arrival.FIRST
@@ -178,7 +178,7 @@ class Roster:
 
     def is_degraded(self, rank: Rank) -> bool:
         """Say whether the rank may only serve alone: it has no peers, or closed its groups."""
-        return self._widest > 1 and not self.has_peers(rank)
+        return self.widest > 1 and not self.has_peers(rank)
 
     def has_peers(self, rank: Rank) -> bool:
         """Say whether the rank can be in a wide group, and so share KV with others."""

@@ -105,6 +105,9 @@ class CoreSettings:
     renew_idle_ms: int = 0
     """Ranks that cannot form the groups that are wanted are started again after so long without any
     task; 0 is never."""
+    renew_busy_ms: int = 0
+    """Those of one group are, while the others serve, when it could not be formed for so long; 0 is
+    never."""
     health: HealthSettings = field(default_factory=HealthSettings)
     """When living ranks that hold the others up are taken out."""
 
@@ -149,6 +152,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         in_fleet=config.fleet.is_on,
         policy=_policy(config, step_times or {}),
         renew_idle_ms=coordinator.renew_idle_ms,
+        renew_busy_ms=coordinator.renew_busy_ms,
         health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
     )
 

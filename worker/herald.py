@@ -1,4 +1,4 @@
-"""Tells the coordinator which ranks have ended, and the launcher when all are to start again.
+"""Tells the coordinator which ranks have ended, and the launcher which are to start again.
 
 The launcher forks ranks again and again, so it must not have the threads of a gRPC client. It
 writes what it saw into a pipe; this process holds the session, and says everything again whenever
@@ -60,16 +60,41 @@ class HeraldPipe:
         os.close(self.writer)
 
 
-def run_herald(target: str, token: str, reader: int, renew: Callable[[], None]) -> None:
-    """Hold a session with the coordinator at `target` until the pipe ends.
+class OrderPipe:
+    """Says which ranks are to start again; the herald writes, and sends the launcher SIGUSR1."""
 
-    `renew` is called when all ranks are to be started again.
-    """
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+
+    def order(self, ranks: tuple[Rank, ...]) -> None:
+        """Never blocks for long: the launcher reads what is there at each signal."""
+        os.write(self.writer, msgspec.json.encode(ranks) + b"\n")
+
+    def take(self) -> list[tuple[Rank, ...]]:
+        """Return what was ordered since the last call."""
+        with suppress(BlockingIOError):
+            lines = os.read(self.reader, PIPE_BYTES).splitlines()
+            return [msgspec.json.decode(line, type=tuple[Rank, ...]) for line in lines]
+        return []
+
+    def close(self) -> None:
+        """Close both ends in this process."""
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+Renew = Callable[[tuple[Rank, ...]], None]
+"""Lets these ranks be started again together."""
+
+
+def run_herald(target: str, token: str, reader: int, renew: Renew) -> None:
+    """Hold a session with the coordinator at `target` until the pipe ends."""
     asyncio.run(_Herald(target, token, reader, renew).run())
 
 
 class _Herald:
-    def __init__(self, target: str, token: str, reader: int, renew: Callable[[], None]) -> None:
+    def __init__(self, target: str, token: str, reader: int, renew: Renew) -> None:
         self._target = target
         self._token = token
         self._reader = reader
@@ -109,8 +134,8 @@ class _Herald:
 
     def _hear(self, wanted: RenewRanks) -> None:
         """Let ranks be started again, unless that has been done since it was wanted."""
-        if dict(wanted.ranks) == dict(self._told.newest):
-            self._renew()
+        if wanted.ranks and set(wanted.ranks) <= set(self._told.newest):
+            self._renew(tuple(sorted(rank for rank, _ in wanted.ranks)))
 
     async def _words(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:

@@ -4,7 +4,8 @@ A fork costs milliseconds where an import costs seconds. The launcher itself nev
 thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
 coordinator know through the herald, and starts the rank again; only a rank that fails before the
 whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
-together; the herald sends it where the coordinator asks for that.
+together; the herald sends it where the coordinator asks for that, or for those of one group, and
+says for which.
 
 On CPU the launcher also makes the memory that ranks share (`comm_pool.cell_memory`), so that one
 that is started again joins those that live. On CUDA groups that had a lost member can only be
@@ -27,7 +28,7 @@ from comm_pool.cell_memory import CellMemory, cell_memory
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
-from worker.herald import HeraldPipe, Told, run_herald
+from worker.herald import HeraldPipe, OrderPipe, Told, run_herald
 from worker.pulse import Pulse
 from worker.rank_process import announce, build_engine, serve_rank
 from worker.rank_spec import everyone, rank_spec
@@ -117,12 +118,13 @@ class Launcher:
         self._cohort = 0
         """Its number."""
         self._pipe = HeraldPipe()
+        self._orders = OrderPipe()
         self._herald = 0
         self._is_stopping = False
         self._is_renewing = False
         """All ranks are to end, and to start again together."""
-        self._kill_at_s: float | None = None
-        """When ranks are killed that were told to end; None while they are kept up."""
+        self._kill_at_s: dict[int, float] = {}
+        """When processes are killed that were told to end."""
 
     def run(self) -> int:
         """Start all ranks and keep them up until a signal; returns the exit code."""
@@ -145,11 +147,15 @@ class Launcher:
 
         launcher = os.getpid()
 
+        def order(ranks: tuple[Rank, ...]) -> None:
+            self._orders.order(ranks)
+            os.kill(launcher, signal.SIGUSR1)
+
         def run() -> None:
             os.close(self._pipe.writer)
             if self._memory is not None:
                 self._memory.close()
-            run_herald(listen, token, self._pipe.reader, lambda: os.kill(launcher, signal.SIGUSR1))
+            run_herald(listen, token, self._pipe.reader, order)
 
         self._herald = _fork(run, lambda _: None)
         self._tell_herald()
@@ -188,6 +194,7 @@ class Launcher:
 
         def run() -> None:
             self._pipe.close()
+            self._orders.close()
             spec = rank_spec(self._config, rank, cohort, self._memory, together)
             serve_rank(self._config, base, spec, incarnation, is_ready, pulse.beat)
 
@@ -223,7 +230,7 @@ class Launcher:
         if self._is_renewing:
             due = [] if self._pids else list(everyone(self._config))
         if due:
-            self._is_renewing, self._kill_at_s = False, None
+            self._is_renewing = False
         # Where memory is shared nobody needs others that start.
         for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
             # If it is taken meanwhile, the start is tried again.
@@ -239,30 +246,35 @@ class Launcher:
             return
         if taken.si_signo != signal.SIGUSR1:
             self._stop()
-        elif self._restarts.all_were_ready and not (self._is_stopping or self._is_renewing):
-            self._renew("SIGUSR1")
+            return
+        orders = self._orders.take() or [everyone(self._config)]
+        if self._restarts.all_were_ready and not (self._is_stopping or self._is_renewing):
+            for ranks in orders:
+                self._renew(ranks)
 
-    def _renew(self, reason: str) -> None:
-        log.info("ranks_renewed", reason=reason)
-        self._is_renewing = True
-        self._restarts.forgive()
-        self._end_all()
+    def _renew(self, ranks: tuple[Rank, ...]) -> None:
+        log.info("ranks_renewed", ranks=ranks)
+        if len(ranks) == self._config.cell.ranks:
+            self._is_renewing = True
+            self._restarts.forgive()
+        else:
+            self._restarts.renew(ranks, time.monotonic())
+        self._end(ranks)
 
     def _stop(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            self._end_all()
+            self._end(everyone(self._config))
 
-    def _end_all(self) -> None:
-        self._kill_at_s = time.monotonic() + STOP_LIMIT_S
-        for pid in self._pids:
+    def _end(self, ranks: tuple[Rank, ...]) -> None:
+        for pid in [pid for pid, rank in self._pids.items() if rank in ranks]:
+            self._kill_at_s[pid] = time.monotonic() + STOP_LIMIT_S
             os.kill(pid, signal.SIGTERM)
 
     def _kill_late(self, now_s: float) -> None:
-        if self._kill_at_s is None or now_s < self._kill_at_s:
-            return
-        for pid, rank in self._pids.items():
-            log.warning("rank_killed", rank=rank, reason=f"it ran on for {STOP_LIMIT_S} s")
+        for pid in [pid for pid, at_s in self._kill_at_s.items() if now_s >= at_s]:
+            reason = f"it ran on for {STOP_LIMIT_S} s"
+            log.warning("rank_killed", rank=self._pids[pid], reason=reason)
             os.kill(pid, signal.SIGKILL)
 
     def _kill_still(self, now_s: float) -> None:
@@ -302,6 +314,7 @@ class Launcher:
     def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
         os.close(self._ready.pop(rank))
         self._drop_pulse(pid)
+        self._kill_at_s.pop(pid, None)
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
         stuck = self._restarts.waits_for(rank) if code else []
         delay_s = None

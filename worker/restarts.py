@@ -70,6 +70,8 @@ class Restarts:
         self._ready_at: dict[Rank, float] = {}
         self._were_ready: set[Rank] = set()
         self._due: dict[Rank, float] = {}
+        self._renewed: dict[Rank, tuple[Rank, ...]] = {}
+        """Ranks that are ended to start together, until they do."""
 
     def started(self, rank: Rank, cohort: Cohort, wall_s: int) -> int:
         """Return the incarnation of a process that is started at this wall time, in seconds.
@@ -77,6 +79,7 @@ class Restarts:
         It grows with each process, also over restarts of the launcher.
         """
         self._due.pop(rank, None)
+        self._renewed.pop(rank, None)
         self._running.add(rank)
         self._is_prepared &= cohort.joins
         self._cohorts[rank] = cohort
@@ -113,7 +116,16 @@ class Restarts:
         self._due |= dict.fromkeys(block, due_s)
         return due_s - now_s
 
+    def renew(self, ranks: tuple[Rank, ...], now_s: float) -> None:
+        """These are ended because someone asked for it: they start together when all have ended."""
+        for rank in ranks:
+            self._failures.pop(rank, None)
+            self._renewed[rank] = ranks
+            self._due[rank] = now_s
+
     def _block_of(self, rank: Rank) -> tuple[Rank, ...]:
+        if (renewed := self._renewed.get(rank)) is not None:
+            return renewed
         first = rank - rank % self._block
         return tuple(map(Rank, range(first, first + self._block)))
 
@@ -125,6 +137,7 @@ class Restarts:
         """All ranks are started again because someone asked for it: no end counts any more."""
         self._failures.clear()
         self._due.clear()
+        self._renewed.clear()
 
     def waits_for(self, rank: Rank) -> list[Rank]:
         """Return the ranks that cannot become ready, as they were started with this one."""

@@ -138,6 +138,7 @@ def _add_operator_commands(commands: "Commands") -> None:
     put_back.add_argument("mode", metavar="MODE", help="such as tp2; see aileron status")
     put_back.set_defaults(command=_put_back)
     renew = commands.add_parser("renew", help="start all ranks again, so that all groups can be")
+    renew.add_argument("ranks", nargs="*", type=int, metavar="RANK", help="those of one group only")
     renew.set_defaults(command=_renew)
     explain = commands.add_parser("explain", help="why the layout is what it is")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")

@@ -86,11 +86,15 @@ def run_put_back(options: argparse.Namespace) -> int:
 
 
 def run_renew(options: argparse.Namespace) -> int:
-    """Start all ranks again together."""
+    """Start ranks again together: all of them, or those of a group while the others serve."""
     client = AdminClient(find_admin_url(options.admin_url))
-    answer = client.post("/admin/renew", {})
+    answer = client.post("/admin/renew", {"ranks": options.ranks})
     if options.json:
         return _print_json(answer)
+    if options.ranks:
+        names = ", ".join(map(str, sorted(options.ranks)))
+        print(f"Ranks {names} are started again together, while the others serve.")
+        return 0
     print("All ranks are started again; requests wait until they serve: see `aileron status`.")
     return 0
 

@@ -127,6 +127,9 @@ class CoordinatorConfig(_Frozen):
     renew_idle_ms: int = Field(default=60_000, ge=0)
     """Where a CUDA rank was lost, so that groups that are wanted lack communicators, all ranks are
     started again together once the cell has had no request for so long; 0: never."""
+    renew_busy_ms: int = Field(default=120_000, ge=0)
+    """Where there is never such a pause, the ranks of one group that has lacked communicators for
+    so long are started again together, while all other ranks serve; 0: never."""
 
 
 class GatewayConfig(_Frozen):

@@ -21,10 +21,11 @@ class RanksEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenewRanks(Message, frozen=True):
-    """All ranks are to be started again together, so that groups of all widths can be formed.
+    """These ranks are to be started again together, so that they have communicators again.
 
-    `ranks` has the process of each, as (rank, incarnation), that the coordinator knows: where newer
-    ones have been started since, there is nothing to do.
+    All of them, for groups of all widths, or those of one group while the others serve. `ranks` has
+    the process of each, as (rank, incarnation), that the coordinator knows: where newer ones have
+    been started since, there is nothing to do.
     """
 
     ranks: tuple[tuple[Rank, int], ...]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness import devices
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.lost_ranks import (
     TASKS,
     all_serve,
@@ -46,14 +46,23 @@ DEVICES = [
 
 
 @contextmanager
-def pairs(folder: Path, device: str, **limits: Any) -> Iterator[BareCell]:
+def pairs(
+    folder: Path, device: str, *, renew_busy_ms: int = 0, **limits: Any
+) -> Iterator[BareCell]:
     """Four ranks, of which neighbours serve together."""
     engine = CPU_ENGINE
     if device == "cuda":
         engine = [*CUDA_ENGINE, *devices.engine_args(RANKS)]
         limits |= devices.limits(RANKS)
     limits |= {"widths": [1, 2], "layout": PAIRS}
-    with bare_cell(folder, ranks=RANKS, engine_args=engine, device=device, limits=limits) as up:
+    with bare_cell(
+        folder,
+        ranks=RANKS,
+        engine_args=engine,
+        device=device,
+        limits=limits,
+        renew_busy_ms=renew_busy_ms,
+    ) as up:
         until(up, "serving in pairs", in_pairs)
         yield up
 
@@ -100,6 +109,42 @@ async def move(cell: BareCell) -> None:
         streams = await client.finish(*names)
     assert [len(stream.tokens) for stream in streams] == [TOKENS] * TASKS
     assert "move_failed" not in cell.log("worker")
+
+
+async def serve_until_in_pairs(cell: BareCell, lost: int) -> list[Stream]:
+    """Lose a rank, and keep the cell busy until the layout is as it was."""
+    client, tag = TaskClient(), f"rank {lost} under load"
+    streams: list[Stream] = []
+    async with client.connected(cell):
+        waves = [submit(client, f"{tag} 0", TOKENS)]
+        await begun(client, waves[0])
+        await asyncio.to_thread(kill, cell, lost, pids_of(cell)[lost])
+        began_s, again_s = time.monotonic(), 0.0
+        while waves:
+            if not again_s and await asyncio.to_thread(in_pairs, cell):
+                again_s = time.monotonic() - began_s
+            elif not again_s:
+                # The next ones begin in the middle of these: the cell has always something to do.
+                waves.append(submit(client, f"{tag} {len(streams) + len(waves)}", TOKENS))
+                await begun(client, waves[-1])
+            streams += await client.finish(*waves.pop(0))
+    print(f"{tag}: in pairs again {again_s:.1f} s after the loss was known")
+    tell_pauses(tag, streams)
+    return streams
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pair_whose_other_member_lives_comes_back_under_load(device: str, tmp_path: Path) -> None:
+    """On GPUs a member that outlived the other has no communicators with the new one."""
+    with pairs(tmp_path, device, renew_busy_ms=2_000) as cell:
+        before = pids_of(cell)
+        streams = asyncio.run(serve_until_in_pairs(cell, 1))
+        assert {len(stream.tokens) for stream in streams} == {TOKENS}
+        back(cell, "under load")
+        after = pids_of(cell)
+        is_new = {rank: after[rank] != before[rank] for rank in before}
+        assert is_new == {0: device == "cuda", 1: True, 2: False, 3: False}
+        asyncio.run(move(cell))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.lost_ranks import (
     back,
@@ -22,6 +23,7 @@ from tests.harness.lost_ranks import (
     submit,
     tell_pauses,
     tokens_of,
+    until,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -119,3 +121,33 @@ async def test_members_of_wide_groups_outlive_each_other(
     streams = await streams_through_loss(whole, "leader in tp2", 0)
     assert tokens_of(streams) == expected
     back(whole, "leader in tp2")
+
+
+async def test_ranks_of_one_group_start_again_while_the_others_serve(
+    whole: BareCell, expected: list[list[int]]
+) -> None:
+    whole.switch("tp2+tp2", "reshard")
+    born = whole.get("/admin/layout")["groups"][1]["born"]
+    before, client = pids_of(whole), TaskClient()
+    async with client.connected(whole):
+        names = submit(client, "one group renewed")
+        await begun(client, names)
+        status, answer = await asyncio.to_thread(
+            post, whole.admin + "/admin/renew", {"ranks": [0, 1]}
+        )
+        assert status == 200, answer
+        streams = await client.finish(*names)
+    assert tell_pauses("one group renewed", streams) < PAUSE_LIMIT_S
+    assert tokens_of(streams) == expected
+
+    def is_as_before(_: BareCell) -> bool:
+        view, pids = whole.get("/admin/layout"), pids_of(whole)
+        are_new = all(pids[rank] != before[rank] for rank in (0, 1))
+        return are_new and view["serving"] and view["layout"] == "tp2+tp2"
+
+    until(whole, "as before", is_as_before)
+    back(whole, "one group renewed")
+    groups = whole.get("/admin/layout")["groups"]
+    assert groups[1]["born"] == born, "the other group served on"
+    assert [pids_of(whole)[rank] == before[rank] for rank in (2, 3)] == [True, True]
+    assert "rank_killed" not in whole.log("worker")

@@ -213,10 +213,13 @@ class Faults:
         self._exit_at[rank] = world.now + 2
 
     def renew(self, world: "World", known: dict[Rank, int]) -> None:
-        """Start all ranks again, as the launcher does, unless newer ones were started since."""
-        if known == world.incarnations and all(world.ranks.values()):
-            world.say("all ranks are renewed")
-            world.stats.renewed += 1
+        """Start ranks again, as the launcher does, unless newer ones were started since."""
+        are_up = all(world.ranks[rank] for rank in known)
+        if are_up and known.items() <= world.incarnations.items():
+            is_all = len(known) == len(world.ranks)
+            world.say("all ranks are renewed" if is_all else f"ranks {sorted(known)} are renewed")
+            world.stats.renewed += is_all
+            world.stats.renewed_parts += not is_all
             for rank in known:
                 self.kill(world, rank)
 
@@ -272,6 +275,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         gateway_gone_ms=400,
         settled_ms=own.choice((50, 300, 3_000)),
         renew_idle_ms=own.choice((0, 10, 40)),
+        renew_busy_ms=random.Random(f"{rng.getstate()} busy").choice((0, 0, 100, 400)),
         answer_ms=own.choice((0, 10, 30)),
     )
 

@@ -52,6 +52,8 @@ class Stats:
     """Switches back to what was wanted before a loss."""
     renewed: int = 0
     """How often all ranks were started again to form one cohort."""
+    renewed_parts: int = 0
+    """How often those of one group were."""
     ends: dict[str, int] = field(default_factory=dict)
 
     def saw_switch(self, cause: str) -> None:

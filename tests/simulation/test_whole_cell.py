@@ -49,6 +49,7 @@ def test_all_parts_and_faults_take_part(runs: list[Stats]) -> None:
         "left_out": 5,
         "restored": 1,
         "renewed": 5,
+        "renewed_parts": 1,
     }.items():
         assert sum(getattr(run, what) for run in runs) >= least, what
 

@@ -313,4 +313,13 @@ async def test_ranks_are_renewed_through_their_launcher(cell: Cell) -> None:
         said = await launcher.take()
         assert isinstance(said, RenewRanks)
         ranks: Any = cell.context.core.ranks_view(monotonic_ms())["ranks"]
-        assert said.ranks == tuple((each["rank"], each["incarnation"]) for each in ranks)
+        known = tuple((each["rank"], each["incarnation"]) for each in ranks)
+        assert said.ranks == known
+        answer = await cell.http.post("/admin/renew", json={"ranks": [3, 2]})
+        assert answer.status_code == 200
+        said = await launcher.take()
+        assert isinstance(said, RenewRanks)
+        assert said.ranks == known[2:]
+        for wrong in ([1, 2], [0, 1, 2], [4], [0, 0], [-1], ["0"], 0):
+            answer = await cell.http.post("/admin/renew", json={"ranks": wrong})
+            assert answer.status_code in (400, 422), wrong

@@ -15,6 +15,7 @@ from tests.unit.coordinator.builders import submit
 
 SETTLED_MS = 3_000
 IDLE_MS = 60_000
+BUSY_MS = 120_000
 
 
 def cell_of(layout: str, **settings: object) -> Cell:
@@ -243,6 +244,73 @@ def test_an_operator_can_ask_for_it_at_any_time() -> None:
     cell = cell_of("dp4")
     cell.event(RenewalWanted())
     assert renewals(cell.take()) == [tuple((rank, 1) for rank in range(4))]
+    cell.event(RenewalWanted((Rank(2), Rank(3))))
+    assert renewals(cell.take()) == [((2, 1), (3, 1))]
+
+
+# Starting the ranks of one group again, while the others serve
+
+
+def test_under_load_the_ranks_of_one_group_start_again_and_it_comes_back() -> None:
+    cell = cell_of("tp2+tp2", renew_idle_ms=IDLE_MS, renew_busy_ms=BUSY_MS)
+    cell.gateway()
+    cell.say(submit("long"))
+    lose(cell, 1)
+    pass_time(cell, BUSY_MS - 5_000)
+    assert not renewals(cell.take())
+    assert layout_of(cell) == "dp2+tp2"
+    pass_time(cell, 10_000)
+    assert renewals(cell.take()) == [((0, 1), (1, 2))], "the other group serves on"
+    start_together(cell, 0, 1)
+    pass_time(cell, SETTLED_MS + 2_000)
+    assert layout_of(cell) == "tp2+tp2"
+    pass_time(cell, RENEWALS_APART_MS + BUSY_MS)
+    assert not renewals(cell.take()), "nothing is missed any more"
+
+
+def test_a_group_of_all_ranks_waits_for_a_pause_as_nobody_would_serve() -> None:
+    cell = cell_of("tp4", renew_idle_ms=IDLE_MS, renew_busy_ms=BUSY_MS)
+    cell.gateway()
+    cell.say(submit("long"))
+    lose(cell, 1)
+    pass_time(cell, 3 * BUSY_MS)
+    assert not renewals(cell.take())
+
+
+def test_two_groups_are_not_started_again_at_once() -> None:
+    cell = cell_of("tp2+tp2", renew_busy_ms=BUSY_MS)
+    lose(cell, 1, 2)
+    pass_time(cell, BUSY_MS + 5_000)
+    assert renewals(cell.take()) == [((0, 1), (1, 2))]
+    start_together(cell, 0, 1)
+    pass_time(cell, BUSY_MS - 5_000)
+    assert not renewals(cell.take()), "one after the other"
+    pass_time(cell, 10_000)
+    assert renewals(cell.take()) == [((2, 2), (3, 1))]
+    start_together(cell, 2, 3)
+    pass_time(cell, SETTLED_MS + 2_000)
+    assert layout_of(cell) == "tp2+tp2"
+
+
+def test_a_group_that_cannot_be_had_is_not_tried_all_the_time() -> None:
+    cell = cell_of("tp2+tp2", renew_busy_ms=BUSY_MS)
+    lose(cell, 1)
+    pass_time(cell, BUSY_MS + RENEWALS_APART_MS - 10_000)
+    assert len(renewals(cell.take())) == 1
+    pass_time(cell, 20_000)
+    assert len(renewals(cell.take())) == 1
+
+
+def test_a_group_that_lacks_nothing_for_long_is_left_alone() -> None:
+    """It was closed, and its members were started again for another reason."""
+    cell = cell_of("tp2+tp2", renew_busy_ms=BUSY_MS)
+    for _ in range(4):
+        lose(cell, 1)
+        pass_time(cell, BUSY_MS // 2)
+        start_together(cell, 0, 1)
+        pass_time(cell, BUSY_MS)
+        assert layout_of(cell) == "tp2+tp2"
+    assert not renewals(cell.take())
 
 
 class Joiner(ObedientRank):

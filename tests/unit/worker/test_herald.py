@@ -64,9 +64,9 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
     coordinator: Coordinator,
 ) -> None:
-    pipe, renewed = HeraldPipe(), asyncio.Queue[str]()
+    pipe, renewed = HeraldPipe(), asyncio.Queue[tuple[Rank, ...]]()
     target = f"127.0.0.1:{coordinator.port}"
-    herald = _Herald(target, TOKEN, pipe.reader, lambda: renewed.put_nowait("all"))
+    herald = _Herald(target, TOKEN, pipe.reader, renewed.put_nowait)
     running = asyncio.create_task(herald.run())
     pipe.tell(Told(newest=NEWEST))
     while (await coordinator.next()).ended:
@@ -76,10 +76,12 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
         pass
     assert said.ended == ((1, 6),)
     await coordinator.say(RenewRanks(((Rank(0), 4), (Rank(1), 6))))
-    await coordinator.say(RenewRanks(((Rank(0), 4),)))
+    await coordinator.say(RenewRanks(()))
+    await coordinator.say(RenewRanks(NEWEST[:1]))
     await coordinator.say(RenewRanks(tuple(reversed(NEWEST))))
     async with asyncio.timeout(LIMIT_S):
-        await renewed.get()
+        assert await renewed.get() == (0,), "those of a group"
+        assert await renewed.get() == (0, 1)
     await asyncio.sleep(0.1)
     assert renewed.empty(), "only the processes that run now were meant"
     os.close(pipe.writer)

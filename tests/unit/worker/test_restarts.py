@@ -200,3 +200,28 @@ def test_a_block_waits_for_the_one_of_it_that_fails_most() -> None:
     assert made.exited(Rank(1), 20.1) == pytest.approx(8 * TOGETHER_S - 0.1)
     assert made.take_due(20.0 + 7 * TOGETHER_S) == []
     assert made.take_due(20.0 + 8 * TOGETHER_S) == [0, 1]
+
+
+def test_ranks_that_are_ended_on_demand_start_together_when_all_have_ended() -> None:
+    made = started()
+    made.renew(ranks(0, 1), 10.0)
+    assert made.take_due(10.0) == []
+    assert made.next_due_s() is None
+    made.left(Rank(1))
+    assert made.take_due(11.0) == []
+    made.left(Rank(0))
+    assert made.take_due(11.0) == [0, 1], "the others serve on"
+    for rank in ranks(0, 1):
+        made.started(rank, Cohort(2, ranks(0, 1), 0), 111)
+    assert made.next_due_s() is None
+    assert made.exited(Rank(0), 200.0) == TOGETHER_S, "alone, as any other"
+    assert made.take_due(300.0) == [0]
+
+
+def test_one_that_was_lost_meanwhile_is_waited_for_by_who_is_ended_on_demand() -> None:
+    made = started()
+    delay_s = made.exited(Rank(1), 10.0)
+    made.renew(ranks(0, 1), 10.0)
+    assert made.take_due(10.0 + delay_s) == []
+    made.left(Rank(0))
+    assert made.take_due(10.0 + delay_s) == [0, 1]
