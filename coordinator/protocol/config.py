@@ -128,8 +128,7 @@ class CoordinatorConfig(_Frozen):
     """Where a CUDA rank was lost, so that groups that are wanted lack communicators, all ranks are
     started again together once the cell has had no request for so long; 0: never."""
     renew_busy_ms: int = Field(default=120_000, ge=0)
-    """Where there is never such a pause, the ranks of one group that has lacked communicators for
-    so long are started again together, while all other ranks serve; 0: never."""
+    """The ranks of one such group are started again, while all others serve, after so long."""
 
 
 class GatewayConfig(_Frozen):
