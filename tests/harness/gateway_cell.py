@@ -296,8 +296,10 @@ class GatewayProcess:
         *,
         module: str = "gateway",
         fleet: dict[str, Any] | None = None,
+        warm: bool = True,
         **gateway: Any,
     ) -> None:
+        """Where its memory is measured it is not `warm`: a forked one's heap is another's."""
         self.log = folder / "gateway.log"
         config = {
             "model": {
@@ -314,7 +316,7 @@ class GatewayProcess:
         path.write_text(yaml.safe_dump(config))
         with self.log.open("wb") as log:
             self.process = start_module(
-                "gateway",
+                "gateway" if warm else None,
                 module,
                 ["--config", str(path)],
                 env={**os.environ, "AILERON_TOKEN": TOKEN},

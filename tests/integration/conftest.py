@@ -30,9 +30,12 @@ def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
 
 @pytest.fixture(scope="module")
 def gateway(
-    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    shared_cell: FakeCell,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), MODEL_DIR, shared_cell)
+    folder, warm = tmp_path_factory.mktemp("gateway"), not hasattr(request.module, "rss_mib")
+    process = GatewayProcess(folder, MODEL_DIR, shared_cell, warm=warm)
     yield process
     process.close()
 
