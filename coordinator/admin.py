@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
 
 from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
+from comm_pool.plan import communicator_plan
 from coordinator.admin_guard import AdminGuard, error_answer
 from coordinator.core import OPERATOR, Core
 from coordinator.events import PutBack, RenewalWanted, SwitchWanted
@@ -212,7 +213,8 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
 
 async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
     ranks = tuple(map(Rank, sorted(body.ranks)))
-    if ranks and ranks not in _groups(context):
+    groups = communicator_plan(context.world, context.widths)
+    if ranks and ranks not in (*groups, *zip(range(context.world), strict=True)):
         text = "ranks must be those of one group, such as [0, 1] for a tp2, or left out for all."
         raise _AnswerError(400, "invalid_value", text, "ranks")
     if not context.owner.launcher_outboxes:
@@ -220,15 +222,6 @@ async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
         raise _AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
     return context.core.layout_view()
-
-
-def _groups(context: AdminContext) -> list[tuple[Rank, ...]]:
-    """All groups that there may be."""
-    return [
-        tuple(map(Rank, range(first, first + width)))
-        for width in {1, *context.widths}
-        for first in range(0, context.world, width)
-    ]
 
 
 def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from comm_pool.layout import Group, Layout, Mode, Rank, format_layout
+from comm_pool.plan import communicator_plan
 from coordinator.events import Effect, ToLauncher, note
 from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import Carry
@@ -114,12 +115,12 @@ class Restoring:
 
         All ranks are there and serve, and cannot form a group that is wanted.
         """
-        if switcher.recovering:
+        idle_ms, busy_ms = self._renew.idle_ms, self._renew.busy_ms
+        if switcher.recovering or not (idle_ms or busy_ms):
             return ()
         serves_whole = switcher.is_serving and len(switcher.alive) == roster.world
         lacking = self._lacking_groups(switcher, roster) if serves_whole else []
         parts = [each for each in lacking if len(each) < roster.world]
-        idle_ms, busy_ms = self._renew.idle_ms, self._renew.busy_ms
         is_idle = self._lacking_idle.is_over(idle_ms, now_ms, is_true=is_idle and bool(lacking))
         is_busy = self._lacking.is_over(busy_ms, now_ms, is_true=bool(parts))
         wanted = [tuple(roster)] if idle_ms and is_idle else parts if busy_ms and is_busy else []
@@ -138,21 +139,13 @@ class Restoring:
         if self._is_fixed and self._wanted is not None:
             groups: Iterable[tuple[Rank, ...]] = (each.ranks for each in self._wanted.groups)
         elif roster.has_closed or not roster.is_one_cohort(switcher.alive):
-            groups = _blocks(roster)
+            widths = {*(w for rank in roster for w in roster[rank].hello.widths), roster.widest}
+            groups = communicator_plan(
+                roster.world, [width for width in widths if roster.world % width == 0]
+            )
         else:
             groups = ()
         return [ranks for ranks in groups if not roster.can_form(ranks)]
-
-
-def _blocks(roster: Roster) -> list[tuple[Rank, ...]]:
-    """Return the ranks of all groups that there may be in the cell, narrow ones first."""
-    widths = sorted({*(w for rank in roster for w in roster[rank].hello.widths), roster.widest})
-    return [
-        tuple(map(Rank, range(first, first + width)))
-        for width in widths
-        if width > 1
-        for first in range(0, roster.world, width)
-    ]
 
 
 def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
@@ -162,8 +155,7 @@ def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
     """
     if (width := roster.narrowest) == 1:
         return layout
-    starts = range(0, roster.world, width)
-    blocks = (tuple(map(Rank, range(first, first + width))) for first in starts)
+    blocks = communicator_plan(roster.world, (width,))
     for group in (*initial.groups, *(Group(ranks, Mode.TP) for ranks in blocks)):
         if set(layout.ranks).isdisjoint(group.ranks):
             layout = Layout((*layout.groups, group))

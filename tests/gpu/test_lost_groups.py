@@ -31,7 +31,6 @@ from tests.harness.lost_ranks import (
 pytestmark = [pytest.mark.timeout(400)]
 
 CUDA_ENGINE = ["--max-model-len", "1024", "--max-num-seqs", "64"]
-CPU_ENGINE = ["--dtype", "float32", "--max-model-len", "1024"]
 RANKS = 4
 PAIRS = "tp2+tp2"
 TOKENS = 700
@@ -50,11 +49,8 @@ def pairs(
     folder: Path, device: str, *, renew_busy_ms: int = 0, **limits: Any
 ) -> Iterator[BareCell]:
     """Four ranks, of which neighbours serve together."""
-    engine = CPU_ENGINE
-    if device == "cuda":
-        engine = [*CUDA_ENGINE, *devices.engine_args(RANKS)]
-        limits |= devices.limits(RANKS)
-    limits |= {"widths": [1, 2], "layout": PAIRS}
+    engine, shared = devices.cell_on(device, RANKS, CUDA_ENGINE)
+    limits |= {**shared, "widths": [1, 2], "layout": PAIRS}
     with bare_cell(
         folder,
         ranks=RANKS,

@@ -22,7 +22,6 @@ from tests.harness.lost_ranks import back, is_cut_out, kill, ranks_of, renew, te
 pytestmark = [pytest.mark.timeout(400)]
 
 CUDA_ENGINE = ["--max-model-len", "1024", "--gpu-memory-utilization", "0.3", "--max-num-seqs", "64"]
-CPU_ENGINE = ["--dtype", "float32", "--max-model-len", "1024"]
 RANKS = 2
 STREAMS = 16
 TOKENS = 300
@@ -46,9 +45,7 @@ def cell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BareCell]:
     device = request.param
-    engine, limits = CPU_ENGINE, {}
-    if device == "cuda":
-        engine, limits = [*CUDA_ENGINE, *devices.engine_args(RANKS)], devices.limits(RANKS)
+    engine, limits = devices.cell_on(device, RANKS, CUDA_ENGINE)
     folder = tmp_path_factory.mktemp("lost")
     with bare_cell(
         folder,

@@ -1,8 +1,11 @@
 """How many ranks share a device where a test wants more of them than the machine has GPUs."""
 
+from collections.abc import Sequence
+
 import torch
 
 KV_BYTES = 512 << 20
+CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 
 
 def ranks_per_device(ranks: int) -> int:
@@ -19,3 +22,12 @@ def limits(ranks: int) -> dict[str, int]:
 def engine_args(ranks: int) -> list[str]:
     """How much memory a rank takes for KV where it cannot measure what is left."""
     return ["--kv-cache-memory-bytes", str(KV_BYTES)] if ranks_per_device(ranks) > 1 else []
+
+
+def cell_on(
+    device: str, ranks: int, cuda_engine: Sequence[str]
+) -> tuple[list[str], dict[str, int]]:
+    """Return the engine's options and the `cell` limits of what runs on GPUs and on CPU alike."""
+    if device == "cuda":
+        return [*cuda_engine, *engine_args(ranks)], limits(ranks)
+    return list(CPU_ENGINE), {}
