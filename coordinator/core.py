@@ -5,6 +5,7 @@ decides opens and closes groups for tasks, and a lost rank's tasks go back to th
 shell gives it events with its clock's time, one at a time, and carries out the effects in order.
 """
 
+from collections.abc import Iterable
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
@@ -180,10 +181,11 @@ class Core(Shown):
     def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
         if not self._roster.on_report(report, now_ms):
             return []
-        self._switcher.on_report(report, now_ms)
+        cut_out = self._switcher.on_report(report, now_ms)
         if self._steering is not None:
             self._steering.on_report(report, self._pool.tasks)
         effects = [each for ended in report.ended for each in self._task_ended(report.rank, ended)]
+        effects += self._lost(cut_out, now_ms)
         self._pool.tasks.loads.homes.cached(report.rank, report.cached)
         for returned in report.returned:
             effects += self._pool.returned(report.rank, returned, now_ms)
@@ -209,7 +211,7 @@ class Core(Shown):
 
     def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
         self._roster.on_exited(rank)
-        self._switcher.on_exited(rank, now_ms)
+        self._switcher.lose((rank,), now_ms)
         return [warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
 
     def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
@@ -275,11 +277,15 @@ class Core(Shown):
                 self._teller.is_draining = True
                 return [note("cell_drains")]
 
+    def _lost(self, ranks: Iterable[Rank], now_ms: int) -> list[Effect]:
+        effects: list[Effect] = []
+        for rank in ranks:
+            effects += [warning("rank_lost", rank=rank), *self._pool.lost(rank, now_ms)]
+        return effects
+
     def _tick(self, now_ms: int) -> list[Effect]:
         effects: list[Effect] = []
-        for rank in self._switcher.on_tick(now_ms):
-            effects.append(warning("rank_lost", rank=rank))
-            effects += self._pool.lost(rank, now_ms)
+        effects += self._lost(self._switcher.on_tick(now_ms), now_ms)
         if self._switcher.is_speculating:
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():

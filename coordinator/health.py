@@ -1,6 +1,7 @@
-"""Which living ranks hold the others up: late in a switch, or far slower than the rest. Pure.
+"""Which living ranks are better left out for a while. Pure.
 
-Such a rank is left out of the layout for a while, its tasks go on elsewhere, and its process is let
+They are late in a switch, far slower than the rest, or had no room on their device for a step. Such
+a rank is left out of the layout for a while, its tasks go on elsewhere, and its process is let
 alone: nobody can tell from here whether it is the device, a neighbour or the moment. It comes back
 when its time is over, sooner after the first time than after the third. At most half of the ranks
 are left out, as most of them cannot be the exception. Source: outlier detection in Envoy. Called by
@@ -8,7 +9,7 @@ the switcher.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from comm_pool.layout import Mode, Rank
@@ -31,6 +32,10 @@ LATE_OUT_MS = (5_000, 5_000, 60_000)
 SLOW_OUT_MS = (30_000, 60_000)
 """Time out after the first, second ... time; doubled each time behind the last."""
 
+BRIEF_OUT_MS = 1_000
+"""Time out of a rank that had no room and cannot be spared: the others hear of it and come out of
+the step that it was in."""
+
 OUT_MS_MAX = 960_000
 FORGIVEN_AFTER_MS = 1_800_000
 """A rank that was not taken out for so long counts as one that never was."""
@@ -38,10 +43,15 @@ FORGIVEN_AFTER_MS = 1_800_000
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out."""
+    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out.
+
+    `late_out_ms` are the times out of ranks that were late, or had no room: after the first, second
+    … time, and twice as long each behind the last.
+    """
 
     stage_limit_ms: int = 10_000
     slow_factor: float = 5.0
+    late_out_ms: tuple[int, ...] = LATE_OUT_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +66,21 @@ class Outcast:
 class Health:
     """What was seen of the ranks' pace and promptness; times are milliseconds of one clock."""
 
-    __slots__ = ("_outs", "_settings", "_since_ms", "_slow", "_stage", "_sums", "_window_ms")
+    __slots__ = (
+        "_no_room",
+        "_outs",
+        "_settings",
+        "_since_ms",
+        "_slow",
+        "_stage",
+        "_sums",
+        "_window_ms",
+        "_world",
+    )
 
-    def __init__(self, settings: HealthSettings) -> None:
+    def __init__(self, settings: HealthSettings, world: int) -> None:
         self._settings = settings
+        self._world = world
         self._stage: object = None
         self._since_ms = 0
         self._sums: dict[Rank, StepSums] = {}
@@ -68,16 +89,30 @@ class Health:
         """In how many windows in a row each rank was slow."""
         self._outs: dict[Rank, tuple[int, int]] = {}
         """How often each rank was taken out, and when last."""
+        self._no_room: dict[Rank, int] = {}
+        """The formation in which a step of each rank found no room last."""
 
-    def on_report(self, report: Report) -> None:
-        """Take the steps that a rank served alone; those of groups say nothing of one rank."""
+    def on_report(self, report: Report, serving: Collection[Rank], now_ms: int) -> list[Outcast]:
+        """Take the steps that a rank served alone; those of groups say nothing of one rank.
+
+        Return it, for once, if a step of it found no room: all its group came out of that step and
+        waits for another layout, so it is always left out.
+        """
         for served in report.served:
             if served.mode is Mode.DP:
                 before = self._sums.get(report.rank, StepSums())
                 self._sums[report.rank] = plus(before, served.sums)
+        if report.no_room <= self._no_room.get(report.rank, 0):
+            return []
+        self._no_room[report.rank] = report.no_room
+        if report.rank not in serving:
+            return []
+        out = self._out(report.rank, self._settings.late_out_ms, "had no room for a step", now_ms)
+        is_spared = self._spared(serving) > 0
+        return [out if is_spared else replace(out, out_ms=BRIEF_OUT_MS)]
 
-    def slow(self, serving: Collection[Rank], world: int, now_ms: int) -> list[Outcast]:
-        """Judge a window that is over: `serving` are the ranks that serve now, of `world`."""
+    def slow(self, serving: Collection[Rank], now_ms: int) -> list[Outcast]:
+        """Judge a window that is over: `serving` are the ranks that serve now."""
         if now_ms - self._window_ms < WINDOW_MS:
             return []
         self._window_ms = now_ms
@@ -88,8 +123,8 @@ class Health:
         outliers = slow_ranks(paces, self._settings.slow_factor)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in outliers}
         found = [rank for rank, windows in self._slow.items() if windows >= WINDOWS]
-        room = world // 2 - (world - len(serving))
-        worst = sorted(found, key=paces.__getitem__, reverse=True)[: max(0, room)]
+        spared = max(0, self._spared(serving))
+        worst = sorted(found, key=paces.__getitem__, reverse=True)[:spared]
         return [self._out(rank, SLOW_OUT_MS, "slow", now_ms) for rank in worst]
 
     def late(
@@ -118,7 +153,7 @@ class Health:
         ]
         if len(blamed) > len(alive) // 2:
             return []
-        return [self._out(rank, LATE_OUT_MS, "late", now_ms) for rank in blamed]
+        return [self._out(rank, self._settings.late_out_ms, "late", now_ms) for rank in blamed]
 
     def forgive(self, stall_ms: int, now_ms: int) -> None:
         """Let the stage under way have begun later: nobody listened for this long."""
@@ -129,6 +164,11 @@ class Health:
         self._slow.pop(rank, None)
         self._sums.pop(rank, None)
         self._outs.pop(rank, None)
+        self._no_room.pop(rank, None)
+
+    def _spared(self, serving: Collection[Rank]) -> int:
+        """How many of these may be left out, if no more than half of all are to be out."""
+        return self._world // 2 - (self._world - len(serving))
 
     def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Outcast:
         before, last_ms = self._outs.get(rank, (0, now_ms))

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.grants import Grants
-from coordinator.health import Health
+from coordinator.health import Health, Outcast
 from coordinator.kept import KeptLeases
 from coordinator.moves import Moves
 from coordinator.protocol.messages import (
@@ -71,7 +71,7 @@ class Switcher:
         self._settings = settings
         self._roster = roster
         self._grants = Grants(roster)
-        self._health = Health(settings.health)
+        self._health = Health(settings.health, roster.world)
         self._kept = KeptLeases()
         self._moves = Moves()
         self._drain_until_ms = 0
@@ -128,14 +128,14 @@ class Switcher:
             self._kept.drop(rank, self.epoch)
             self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
 
-    def on_report(self, report: Report, now_ms: int) -> None:
-        """Take a report that the roster counted."""
+    def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
+        """Take a report that the roster counted; return its rank if it is cut out."""
         if self._kept.on_report(report.rank, report.kept):
             self.version += 1
         if self.recovering:
-            return
-        self._health.on_report(report)
+            return ()
         rank = report.rank
+        cut_out = self._leave_out(self._health.on_report(report, self.alive, now_ms), now_ms)
         newest = self._roster.report_of(rank)
         if newest is not None and is_foreign(newest, self.target, self.epoch):
             # An earlier coordinator got further than the ranks that were heard at the start knew.
@@ -143,10 +143,7 @@ class Switcher:
         elif rank not in self.alive and not (self.alive and self._roster.is_out(rank, now_ms)):
             self._change(self.target.layout.plus((rank,)), f"rank {rank} is back", now_ms)
         self._advance(now_ms)
-
-    def on_exited(self, rank: Rank, now_ms: int) -> None:
-        """Cut out a rank whose process ended, without waiting for its lease."""
-        self.lose((rank,), now_ms)
+        return cut_out
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
         """Let time pass; return the ranks that are cut out: silent, late in a switch, or slow."""
@@ -178,7 +175,7 @@ class Switcher:
             self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
 
     def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
-        """Go on without these ranks, for a cause that needs no lease to end."""
+        """Go on without these ranks, for a cause that needs no lease to end, as a process's end."""
         lost = [rank for rank in ranks if rank in self.alive and not self.recovering]
         for rank in lost:
             self._kept.drop(rank, self.epoch)
@@ -310,10 +307,13 @@ class Switcher:
     def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
         """Go on without ranks that hold the others up, for a while."""
         if self.is_serving:
-            outcasts = self._health.slow(self.alive, self._roster.world, now_ms)
+            outcasts = self._health.slow(self.alive, now_ms)
         else:
             late = {} if self.is_draining or self.is_speculating else self._late()
             outcasts = self._health.late(self.stage, late, self.alive, now_ms)
+        return self._leave_out(outcasts, now_ms)
+
+    def _leave_out(self, outcasts: Collection[Outcast], now_ms: int) -> tuple[Rank, ...]:
         for each in outcasts:
             self._roster[each.rank].out_until_ms = now_ms + each.out_ms
             self.lose((each.rank,), now_ms, each.cause)

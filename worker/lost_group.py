@@ -3,6 +3,9 @@
 The step that was under way does not count. A leader gives its tasks back at once, with the tokens
 that were delivered, and plans no further step; a follower follows none. Both wait for the directive
 that forms the group anew without whoever was lost: they have all weights, so they serve on alone.
+
+A rank whose step finds no room on its device does the same, also if it is alone: it calls the
+others out, tells of it in its reports, and is left out for a while as the process that it is.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from coordinator.protocol.messages import Binding, ReturnCause
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Leave, Move
 from worker.member import Member
+from worker.no_room import NoRoomError
 
 T = TypeVar("T")
 
@@ -29,14 +33,22 @@ class LostGroup:
         self._seat = seat
         self._member = member
         self._communicators = member.engine.communicators
+        self._no_room = 0
+
+    @property
+    def no_room(self) -> int:
+        """The formation (`born`) in which a step found no room, until another is joined; or 0."""
+        binding = self._seat.binding
+        return self._no_room if binding is None or binding.born <= self._no_room else 0
 
     @property
     def is_joined(self) -> bool:
-        """The rank is joined to a formation that was aborted: no step of it can succeed."""
+        """The rank is joined to a formation that was aborted: no step of it counts any more."""
         binding = self._seat.binding
-        return binding is not None and self._communicators.is_aborted(
-            binding.group.ranks, binding.born
-        )
+        if binding is None:
+            return False
+        is_aborted = self._communicators.is_aborted(binding.group.ranks, binding.born)
+        return is_aborted or binding.born == self._no_room
 
     def is_noticed(self) -> bool:
         """Look whether `is_joined`; a follower need not hear from its leader then."""
@@ -58,15 +70,27 @@ class LostGroup:
             if binding is None or binding.born != error.born:
                 raise
             log.warning("step_aborted", group=binding.group.name, reason=str(error))
-            # Its mark is for all of them, who may not have heard of the loss.
-            self._communicators.abort(binding.group.ranks, binding.born)
-            self._forget_steps(binding)
-            if self._seat.is_leader:
-                scheduler = self._member.mode_of(binding.group).scheduler
-                assert scheduler is not None
-                tasks = list(scheduler.requests)
-                self._member.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
-            return None
+        except NoRoomError as error:
+            binding = self._seat.binding
+            if binding is None:
+                raise
+            advice = "the rank is left out for a while; see what else takes the device's memory"
+            log.warning(
+                "step_without_room", group=binding.group.name, reason=str(error), advice=advice
+            )
+            self._no_room = binding.born
+        self._give_up(binding)
+        return None
+
+    def _give_up(self, binding: Binding) -> None:
+        # Its mark is for all of them, who may not have heard of the loss.
+        self._communicators.abort(binding.group.ranks, binding.born)
+        self._forget_steps(binding)
+        if self._seat.is_leader:
+            scheduler = self._member.mode_of(binding.group).scheduler
+            assert scheduler is not None
+            tasks = list(scheduler.requests)
+            self._member.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
 
     def judged(self, move: Move | None) -> Move | None:
         """Leaving an aborted formation is leaving a lost one, whatever the directive knows."""

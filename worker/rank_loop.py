@@ -173,11 +173,10 @@ class RankLoop:
                 assert_never(item)
 
     def _obey(self, item: Drop | GiveBack) -> None:
-        match item:
-            case Drop(task=task, attempt=attempt):
-                self._lost.guarded(lambda: self._member.drop(task, attempt))
-            case GiveBack(task=task):
-                self._lost.guarded(lambda: self._member.give_back(task))
+        if isinstance(item, Drop):
+            self._lost.guarded(lambda: self._member.drop(item.task, item.attempt))
+        else:
+            self._lost.guarded(lambda: self._member.give_back(item.task))
         self._changed = True
 
     def _forget_lost(self, present: dict[Rank, int]) -> None:
@@ -390,6 +389,7 @@ class RankLoop:
             probed=self._probing.results,
             closed=self._engine.communicators.closed,
             free_then=member.moving.free_then,
+            no_room=self._lost.no_room,
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:

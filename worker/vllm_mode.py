@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 
 from comm_pool.layout import Group, Mode, StepMode
 from comm_pool.vllm_pool import Communicator
 from kvadaptor.vllm_translate import SlotTable, translate
+from worker.no_room import NoRoomError
 from worker.step_times import StepTimes
 from worker.vllm_config import ModeKey
 from worker.vllm_scheduler import ModeScheduler
@@ -54,7 +56,7 @@ class PreparedMode:
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.
 
-        On CUDA the result is still under way: `get_output` waits for it.
+        On CUDA the result is still under way: `get_output` waits for it. Raises `NoRoomError`.
         """
         return self.ready(plan)()
 
@@ -64,6 +66,9 @@ class PreparedMode:
 
         def run() -> Any:
             self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
-            return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
+            try:
+                return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
+            except torch.OutOfMemoryError as error:
+                raise NoRoomError(str(error)) from None
 
         return run

@@ -269,6 +269,9 @@ class Report(Message, frozen=True):
     closed: tuple[tuple[Rank, ...], ...] = ()
     """Groups that this process can never form again: it got out of their collectives by force."""
     free_then: int = 0
+    no_room: int = 0
+    """The formation (`born`) in which a step of this rank found no room on its device; 0 is none.
+    It is told until the rank has joined another one."""
 
 
 class Grant(msgspec.Struct, frozen=True):

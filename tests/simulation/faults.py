@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.events import RenewalWanted
+from coordinator.health import HealthSettings
 from coordinator.protocol.messages import Carry, Phase, Tier
 from coordinator.settings import CoreSettings, QueueBounds, TierBounds
 from coordinator.targets import have_joined
@@ -90,6 +91,9 @@ class Faults:
         # Drawn apart, so that the faults of a seed stay what they are.
         self.drains = self.spins and random.Random(f"{rng.getstate()} drains").random() < 0.5
         """Those who are in such a collective are let out alive, and close their group for good."""
+        self._rooms = random.Random(f"{rng.getstate()} rooms")
+        self.no_room = self._rooms.choice((0.0, 0.0, 0.0, 0.05))
+        """A rank in a step finds no room on its device."""
         self._own = own
         self._core_at = 0
         self._now = 0
@@ -123,6 +127,9 @@ class Faults:
             self._crash_core(world)
         if self._own.random() < self.renewal and world.core is not None:
             world.core_event(RenewalWanted())
+        if self._rooms.random() < self.no_room:
+            process = world.ranks[Rank(self._rooms.randrange(8))]
+            world.stats.without_room += process is not None and process.room.run_out()
         if (phase := moving_phase(world)) is not None and chance() < self.meddle:
             self._meddle(world, is_told=phase is not Phase.MOVE)
 
@@ -136,6 +143,10 @@ class Faults:
         self.gateway_returns = 1.0
         for process in world.alive:
             process.stopped_until = 0
+        roster = world.core._roster if world.core is not None else None
+        for each in roster or ():
+            assert roster is not None
+            roster[each].out_until_ms = 0
         for rank, there in world.ranks.items():
             if there is None:
                 self._restart_at[rank] = world.now
@@ -277,6 +288,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         renew_idle_ms=own.choice((0, 10, 40)),
         renew_busy_ms=random.Random(f"{rng.getstate()} busy").choice((0, 0, 100, 400)),
         answer_ms=own.choice((0, 10, 30)),
+        health=HealthSettings(late_out_ms=(200, 100, 600)),
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from comm_pool.layout import Rank
 from coordinator import switcher
 from coordinator.events import Effect
+from coordinator.health import Health
 from coordinator.moves import Moves
 from coordinator.protocol.messages import (
     Adopted,
@@ -102,6 +103,13 @@ _on_hello = Switcher.on_hello
 def _ignores_restarts(self: Switcher, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
     if arrival is not Arrival.RESTARTED:
         _on_hello(self, hello, arrival, now_ms)
+
+
+_on_report = Health.on_report
+
+
+def _hears_of_no_room(self: Health, report: Report, *args: Any) -> Any:
+    return _on_report(self, msgspec.structs.replace(report, no_room=0), *args)
 
 
 def _no_patience(self: Switcher, rank: Rank) -> Any:
@@ -209,6 +217,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale attempts": ((TaskTable, "current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
+    "who had no room stays in": ((Health, "on_report", _hears_of_no_room),),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
     "commit although a rank failed": ((Moves, "decide", _commits_all_the_same),),
     "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),

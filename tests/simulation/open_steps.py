@@ -26,7 +26,7 @@ class OpenSteps:
         for step, members in self._open:
             if step.is_over:
                 continue
-            if any(self._is_lost(member) or _stays_away(member, step) for member in members):
+            if any(self._does_not_come(member, step) for member in members):
                 since = step.dead_since if step.dead_since is not None else self._world.now
                 step.dead_since = since
                 step.failed = self._world.now - since >= ABORT_AFTER_TICKS
@@ -37,26 +37,46 @@ class OpenSteps:
             open_steps.append((step, members))
         self._open = open_steps
 
+    def forsake(self, step: Step) -> None:
+        """A member has come out of it, as it had no room for it."""
+        if step.dead_since is None:
+            step.dead_since = self._world.now
+
+    def _does_not_come(self, member: "SimRank", step: Step) -> bool:
+        return self._is_lost(member) or self._forsakes(member, step) or _stays_away(member, step)
+
+    def _forsakes(self, member: "SimRank", step: Step) -> bool:
+        """It had no room for the step; where they are let out, the others are told of that."""
+        return member.room.lacked_in == step.born and self._is_told_of(member)
+
+    def _is_told_of(self, member: "SimRank") -> bool:
+        core = self._world.core
+        is_cut_out = core is not None and not (core.is_recovering or core.is_available(member.rank))
+        return is_cut_out or not self._world.faults.drains
+
     def _is_lost(self, member: "SimRank") -> bool:
         """It is dead; or it stands still, and the others are told to do without it."""
         if self._world.ranks[member.rank] is not member:
             return True
         stands_still = self._world.now < member.stopped_until
-        core = self._world.core
-        is_cut_out = core is not None and not (core.is_recovering or core.is_available(member.rank))
-        return self._world.faults.drains and stands_still and is_cut_out
+        return self._world.faults.drains and stands_still and self._is_told_of(member)
 
     def _let_out(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Those inside come out of the step, which does not count, and of their group for good."""
         for member in members:
-            if member.rank in step.arrived and not self._is_lost(member):
+            if member.rank in step.arrived and not self._does_not_come(member, step):
                 self._world.stats.closed += 1
                 member.closed.add(step.binding.group.ranks)
 
     def _kill_stuck(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Collectives with a dead peer never end: the watchdogs of those inside end them."""
         for member in members:
-            if member.rank in step.arrived and self._world.ranks[member.rank] is member:
+            is_out = member.room.lacked_in == step.born
+            if (
+                member.rank in step.arrived
+                and self._world.ranks[member.rank] is member
+                and not is_out
+            ):
                 self._world.stats.stuck += 1
                 self._world.faults.kill(self._world, member.rank)
 

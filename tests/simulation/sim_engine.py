@@ -99,6 +99,11 @@ class SimEngine:
             task.ahead -= 1
             task.computed = min(task.computed, computed[task.header.task])
 
+    def drop_steps(self) -> None:
+        """None of those that are under way will be completed."""
+        while self.in_flight:
+            self.give_up(self.in_flight.popleft())
+
     def complete(self, step: Step, draw: int) -> list[Token]:
         """Draw a token for every task of a completed step; finished tasks are removed."""
         tokens: list[Token] = []

@@ -25,6 +25,7 @@ from tests.simulation.network import Session
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_holdings import Holdings, Ranks
 from tests.simulation.sim_moving import Board, Overtaken, SimMoving
+from tests.simulation.sim_room import Room
 from tests.simulation.sim_words import hello_of, report_of
 from tests.simulation.stepping import Begin, LeaveGroup, QueueMessage, Step, StepQueue
 
@@ -68,11 +69,12 @@ class SimRank:
         """What arrived while the process stood still."""
         self.widths = widths
         self._tokens_out = Session()
-        self._step: Step | None = None
+        self.step: Step | None = None
         """The step that this follower is in."""
         self._blocked: Step | None = None
         """The step that this leader has no room for in its queue."""
         self._broken_born = -1
+        self.room = Room(self)
         self._times: list[SwitchTimes] = []
         self._report_due = 0
         self._changed = False
@@ -99,7 +101,7 @@ class SimRank:
             self._unblock(self._blocked)
         if self.moving.under_way is not None:
             self._move_on()
-        if self._blocked is None and self._step is None and self.moving.under_way is None:
+        if self._blocked is None and self.step is None and self.moving.under_way is None:
             self._make_moves()
             self._lead()
             self._follow()
@@ -115,22 +117,21 @@ class SimRank:
             self._handle(message)
 
     def _settle(self) -> None:
-        if self._step is not None and self._step.is_over:
-            if self._step.failed:
-                self._break(self._step.born)
-            self._step = None
+        if self.step is not None and self.step.is_over:
+            if self.step.failed:
+                self.come_out(self.step.born)
+            self.step = None
         engine = self.holdings.engine
         while engine is not None and engine.in_flight and engine.in_flight[0].is_over:
             step = engine.in_flight.popleft()
             if step.failed:
                 engine.give_up(step)
-                while engine.in_flight:
-                    engine.give_up(engine.in_flight.popleft())
-                self._break(step.born)
+                engine.drop_steps()
+                self.come_out(step.born)
             else:
                 self._push(engine.complete(step, self.world.rng.getrandbits(30)))
 
-    def _break(self, born: int) -> None:
+    def come_out(self, born: int) -> None:
         """A step failed because a member died: no step of this formation can succeed any more."""
         self._broken_born = max(self._broken_born, born)
         self.seat.on_leave(born)
@@ -316,7 +317,7 @@ class SimRank:
                 check_equal(f"lease indices in {ranks}", self.holdings.table(ranks), message.table)
                 self.holdings.execute(message)
                 message.arrived.add(self.rank)
-                self._step = message
+                self.step = message
 
     def _drain(self) -> None:
         """Joined to nothing: read and drop what is left on the queues of all groups."""

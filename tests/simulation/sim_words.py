@@ -86,4 +86,5 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
         probed=tuple(process.probed.values()),
         closed=tuple(sorted(process.closed)),
         free_then=moving.free_then,
+        no_room=process.room.lacked_in,
     )

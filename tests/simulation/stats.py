@@ -20,6 +20,8 @@ class Stats:
     blocked: int = 0
     stuck: int = 0
     """Ranks that were ended because a peer had died in their step."""
+    without_room: int = 0
+    """Ranks that found no room for a step."""
     closed: int = 0
     """Groups that ranks have closed to get out of a step alive, per rank."""
     reunited: int = 0

@@ -76,6 +76,7 @@ def test_simulations_reach_what_they_are_for() -> None:
     assert sum(run.switches for run in runs) > 200
     assert sum(run.crashes for run in runs) > 10
     assert World(SEED_OF_STUCK).run().stuck > 0, "nobody was stuck with a dead peer"
+    assert sum(run.without_room for run in runs) > 10, "no step found no room"
     assert sum(run.closed for run in runs) > 0, "nobody got out of a step by closing its group"
     assert sum(run.reunited for run in runs) > 0, "no group was started again together"
     assert sum(run.rejoined for run in runs) > 50, "no rank joined the others again"

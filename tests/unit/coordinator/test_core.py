@@ -20,6 +20,7 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
+from coordinator.health import LATE_OUT_MS
 from coordinator.protocol.config import CellConfig, Config, CoordinatorConfig, ModelConfig
 from coordinator.protocol.messages import (
     Cancel,
@@ -29,6 +30,7 @@ from coordinator.protocol.messages import (
     GatewayHello,
     Phase,
     Report,
+    Resubmit,
     Stage,
     StreamGap,
     SwitchTimes,
@@ -248,3 +250,25 @@ def test_a_refused_switch_changes_nothing(text: str) -> None:
     assert cell.core.refuse(cell.layout(text))
     cell.switch(text)
     assert (cell.core.epoch, cell.core.decisions_view(9)) == (1, {"decisions": []})
+
+
+def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -> None:
+    cell = serving("dp4")
+    for number in range(4):
+        cell.say(submit(str(number)))
+    cell.take()
+    told = cell.ranks[Rank(1)]
+    born = told.seat.binding.born if told.seat.binding is not None else 0
+    short = msgspec.structs.replace(told.report(cell.now_ms), no_room=born)
+    cell.event(RankSaid(Rank(1), short))
+    asked = [each.message for each in cell.take() if isinstance(each, ToGateway)]
+    assert len([each for each in asked if isinstance(each, Resubmit)]) == 1
+    cell.event(RankSaid(Rank(1), short))
+    cell.settle()
+    assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 had no room for a step"]
+    assert not cell.core.is_available(Rank(1))
+    assert told.seat.binding is None, "it is told to leave its group"
+    for _ in range(LATE_OUT_MS[0] // 500 + 1):
+        cell.tick(500)
+    cell.settle()
+    assert cell.core.is_available(Rank(1))

@@ -7,6 +7,7 @@ import pytest
 
 from comm_pool.layout import Mode, Rank
 from coordinator.health import (
+    BRIEF_OUT_MS,
     FORGIVEN_AFTER_MS,
     LATE_OUT_MS,
     OUT_MS_MAX,
@@ -53,20 +54,20 @@ def windows(
     found = []
     for number in range(1, count + 1):
         for rank, each in enumerate(seconds):
-            health.on_report(told(rank, steps(each)))
-        outcasts = health.slow(RANKS, 4, start_ms + number * WINDOW_MS)
+            health.on_report(told(rank, steps(each)), RANKS, 0)
+        outcasts = health.slow(RANKS, start_ms + number * WINDOW_MS)
         found += [each.rank for each in outcasts]
     return found
 
 
 def test_a_rank_that_is_ten_times_slower_for_some_windows_is_taken_out() -> None:
-    health = Health(HealthSettings())
+    health = Health(HealthSettings(), 4)
     assert windows(health, (0.01, 0.01, 0.1, 0.012), WINDOWS - 1) == []
     assert windows(health, (0.01, 0.01, 0.1, 0.012), 1, 9_000) == [2]
 
 
 def test_a_moment_or_what_all_suffer_from_takes_nobody_out() -> None:
-    health = Health(HealthSettings())
+    health = Health(HealthSettings(), 4)
     for round_ in range(4):
         start_ms = round_ * 20_000
         assert windows(health, (0.01, 0.01, 0.1, 0.01), WINDOWS - 1, start_ms) == []
@@ -86,31 +87,31 @@ def test_larger_steps_are_not_slow_ones() -> None:
 def test_few_steps_or_few_ranks_judge_nobody() -> None:
     assert paces_of({Rank(0): steps(0.1, count=2)}) == {}
     assert slow_ranks({Rank(0): 1.0, Rank(1): 90.0}, 5.0) == []
-    health = Health(HealthSettings())
+    health = Health(HealthSettings(), 4)
     for _ in range(9):
-        health.on_report(told(0, steps(9.0), Mode.TP))
-    assert health.slow(RANKS, 4, WINDOW_MS) == []
+        health.on_report(told(0, steps(9.0), Mode.TP), RANKS, 0)
+    assert health.slow(RANKS, WINDOW_MS) == []
 
 
 def test_at_most_half_of_the_ranks_are_out() -> None:
     assert len(slow_ranks(dict(zip(RANKS, (1.0, 1.0, 90.0, 95.0), strict=True)), 5.0)) <= 2
-    health = Health(HealthSettings())
+    health = Health(HealthSettings(), 6)
     for number in range(1, WINDOWS + 1):
         for rank, each in enumerate((0.01, 0.01, 0.1)):
-            health.on_report(told(rank, steps(each)))
+            health.on_report(told(rank, steps(each)), RANKS[:3], 0)
         # Of six ranks three are out already.
-        assert health.slow(RANKS[:3], 6, number * WINDOW_MS) == []
+        assert health.slow(RANKS[:3], number * WINDOW_MS) == []
 
 
 def test_a_factor_of_zero_takes_nobody_out() -> None:
-    assert windows(Health(HealthSettings(slow_factor=0)), (0.01, 0.01, 9.0, 0.01), 9) == []
+    assert windows(Health(HealthSettings(slow_factor=0), 4), (0.01, 0.01, 9.0, 0.01), 9) == []
 
 
 def test_each_further_time_is_longer_and_old_ones_are_forgiven() -> None:
     times = [out_ms(LATE_OUT_MS, count) for count in range(1, 20)]
     assert times[:5] == [5_000, 5_000, 60_000, 120_000, 240_000]
     assert times[-1] == OUT_MS_MAX
-    health, waits = Health(HealthSettings(stage_limit_ms=100)), {Rank(1): None}
+    health, waits = Health(HealthSettings(stage_limit_ms=100), 4), {Rank(1): None}
 
     def late(at_ms: int) -> int:
         assert health.late(at_ms, waits, RANKS, at_ms) == []
@@ -124,8 +125,34 @@ def test_each_further_time_is_longer_and_old_ones_are_forgiven() -> None:
     assert SLOW_OUT_MS[0] >= 10 * WINDOW_MS
 
 
+def short(rank: int, born: int) -> Report:
+    """A report that tells of a step without room in the formation `born`."""
+    return msgspec.structs.replace(report(rank, Stage(1, Phase.SERVE)), no_room=born)
+
+
+def test_a_rank_whose_step_had_no_room_is_left_out_once_for_each_formation() -> None:
+    health = Health(HealthSettings(), 4)
+    assert health.on_report(short(1, 0), RANKS, 0) == []
+    (out,) = health.on_report(short(1, 3), RANKS, 0)
+    assert (out.rank, out.out_ms) == (1, LATE_OUT_MS[0])
+    assert health.on_report(short(1, 3), RANKS, 10) == [], "it is told again and again"
+    assert health.on_report(short(1, 3), (Rank(0), Rank(2), Rank(3)), 20) == []
+    outs = [health.on_report(short(1, born), RANKS, born)[0].out_ms for born in (4, 5)]
+    assert outs == [*LATE_OUT_MS[1:]], "longer each time"
+    health.renewed(Rank(1))
+    assert health.on_report(short(1, 2), RANKS, 30)[0].out_ms == LATE_OUT_MS[0]
+
+
+def test_who_cannot_be_spared_is_left_out_for_a_moment() -> None:
+    """Its group waits for another layout, so it is never let off."""
+    health = Health(HealthSettings(), 4)
+    (out,) = health.on_report(short(1, 3), (Rank(0), Rank(1)), 0)
+    assert out.out_ms == BRIEF_OUT_MS
+    assert health.on_report(short(2, 3), (Rank(0), Rank(1)), 0) == [], "it is out already"
+
+
 def test_who_is_late_is_blamed_and_who_waits_with_it_is_not() -> None:
-    health = Health(HealthSettings(stage_limit_ms=LIMIT_MS))
+    health = Health(HealthSettings(stage_limit_ms=LIMIT_MS), 4)
     joined: Binding = target("tp2+dp2", 1).bindings[0]
     waits = {Rank(0): joined, Rank(1): joined}
     stage = Stage(3, Phase.PARK)

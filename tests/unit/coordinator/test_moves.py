@@ -154,7 +154,7 @@ def test_who_takes_no_part_in_a_move_joins_before_groups_begin() -> None:
 def test_a_member_of_a_prepared_group_hears_when_its_leader_is_lost() -> None:
     ranks = parked()
     ranks.acknowledge()
-    ranks.switcher.on_exited(Rank(0), 0)
+    ranks.switcher.lose((Rank(0),), 0)
     directive = ranks.switcher.directive_for(Rank(1))
     assert directive is not None
     assert [(kept.ranks, kept.indices) for kept in directive.kept] == [

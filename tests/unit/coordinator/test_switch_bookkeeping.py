@@ -102,7 +102,7 @@ def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
     ranks = Ranks().serve()
     if is_known_to_be_gone:
         ranks.roster.on_exited(Rank(3))
-        ranks.switcher.on_exited(Rank(3), 0)
+        ranks.switcher.lose((Rank(3),), 0)
     arrival = ranks.roster.on_hello(hello(3, 2), 0)
     ranks.switcher.on_hello(hello(3, 2), arrival, 0)
     assert ranks.switcher.log.last(1)[-1].cause == f"rank 3 {cause}"

@@ -128,7 +128,7 @@ def test_a_coordinator_that_stood_still_blames_nobody() -> None:
 
 def test_a_rank_that_comes_anew_serves_alone() -> None:
     ranks = Ranks().serve()
-    ranks.switcher.on_exited(Rank(1), 0)
+    ranks.switcher.lose((Rank(1),), 0)
     assert ranks.switcher.target.layout == layout("dp1+off1+dp2")
     ranks.roster.on_hello(hello(1, 2), 0)
     ranks.switcher.on_hello(hello(1, 2), Arrival.RESTARTED, 0)
@@ -184,7 +184,7 @@ def test_nothing_is_waited_for_behind_another_switch_or_when_ranks_go() -> None:
     assert ranks.switcher.carry is Carry.RESHARD
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.SPECULATE, "test", 0)
-    ranks.switcher.on_exited(Rank(3), 0)
+    ranks.switcher.lose((Rank(3),), 0)
     assert ranks.switcher.carry is Carry.RESHARD
     assert not ranks.switcher.is_speculating
 

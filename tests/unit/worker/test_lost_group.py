@@ -12,6 +12,7 @@ from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Leave
 from tests.unit.coordinator.builders import directive, target
 from worker.lost_group import LostGroup
+from worker.no_room import NoRoomError
 from worker.step_queue import LeaveGroup, send
 
 TP2 = target("tp2+dp2", 1)
@@ -72,6 +73,9 @@ class Stage:
 
     def fail(self, born: int = 1) -> None:
         raise PeerLostError(born)
+
+    def run_out(self) -> None:
+        raise NoRoomError("CUDA out of memory.")
 
     def leave(self, carry: Carry) -> Any:
         self.seat.on_leave(1)
@@ -140,6 +144,40 @@ def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() ->
     assert move.group_lost
     stage.seat.made(move)
     assert not stage.lost.is_noticed()
+
+
+def told(stage: Stage) -> tuple[int, bool]:
+    """The formation in which there was no room, and whether the rank is still in a lost one."""
+    return stage.lost.no_room, stage.lost.is_joined
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_who_finds_no_room_calls_the_others_out_and_tells_of_it(rank: int) -> None:
+    """Also one that is alone, rank 2: what its step left is not to be trusted."""
+    stage = Stage(rank)
+    assert told(stage) == (0, False)
+    assert stage.lost.guarded(stage.run_out) is None
+    assert told(stage) == (1, True)
+    assert stage.lost.is_noticed()
+    ranks = (0, 1) if rank < 2 else (2,)
+    assert stage.member.engine.communicators.aborted == {(ranks, 1)}
+    assert stage.member.given_up == ([] if rank == 1 else [(NAMES, ReturnCause.RECOMPUTE)])
+    move = stage.leave(Carry.RESHARD)
+    assert isinstance(move, Leave)
+    assert move.group_lost
+    stage.seat.made(move)
+    assert told(stage) == (1, False), "it is told until another formation is joined"
+    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.SWAP))
+    while (then := stage.seat.next_move(idle=True)) is not None:
+        stage.seat.made(then)
+    assert told(stage) == (0, False)
+
+
+def test_who_is_in_no_group_does_not_come_out_of_one() -> None:
+    stage = Stage(0)
+    stage.seat.made(stage.leave(Carry.PAUSE))
+    with pytest.raises(NoRoomError):
+        stage.lost.guarded(stage.run_out)
 
 
 def test_what_else_goes_wrong_is_not_caught() -> None:
