@@ -33,6 +33,10 @@ REPEATED_MAX = 5
 REASON_CHARS = 600
 """Of what the first attempt said, at the end of a run."""
 
+# Some tests have gRPC servers in this process. A child that is forked while they are at work loads
+# another program at once; what gRPC does for other children has aborted it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 hypothesis.settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
