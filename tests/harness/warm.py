@@ -30,7 +30,12 @@ _READ_AT_IMPORT = (
     *("AILERON_", "CUDA", "GLOO", "HF_", "KMP_", "LD_", "MKL_", "NCCL", "OMP_", "PYTHON"),
     *("TOKENIZERS", "TORCH", "TRANSFORMERS", "TRITON", "VLLM_"),
 )
-_TOLD_LATER = ("AILERON_TOKEN",)
+_TOLD_LATER = ("AILERON_TOKEN", "AILERON_TEST_")
+_SET_BY_IMPORTS = (
+    *("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"),
+    "TRITON_CACHE_AUTOTUNING",
+)
+"""Here too, once a test has imported vLLM; those who are forked have imported it as well."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -101,7 +106,8 @@ def _server(kind: str | None, env: Mapping[str, str]) -> _Server | None:
     read = {
         name: value
         for name, value in env.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _TOLD_LATER
+        if name.startswith(_READ_AT_IMPORT)
+        and not name.startswith((*_TOLD_LATER, *_SET_BY_IMPORTS))
     }
     key = kind, frozenset(read.items())
     with _servers_lock:
