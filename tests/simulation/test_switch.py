@@ -10,7 +10,8 @@ import pytest
 
 from tests.simulation.__main__ import replay_of
 from tests.simulation.mutations import MUTATIONS, mutated
-from tests.simulation.world import FAILURES, Stats, World
+from tests.simulation.stats import Stats
+from tests.simulation.world import FAILURES, World
 
 SEEDS = 500
 SEEDS_OF_PARTS = 100
