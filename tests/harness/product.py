@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_MODEL, DEMO_NAME
 from tests.bench.servers import ROOT, free_port
 from tests.harness.admin import get_json, switch
 from tests.harness.not_started import NotStartedError
+from tests.harness.warm import is_wanted, start_module
 
 START_LIMIT_S = 180
 MODEL_NAME = DEMO_NAME
@@ -66,7 +66,8 @@ class Product:
             if not entry.name.isdigit():
                 continue
             try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
+                # Of a forked one it is a single text.
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").split()
                 parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
             except (OSError, IndexError, ValueError):
                 continue
@@ -82,8 +83,13 @@ def product(
     ranks: int,
     engine_args: list[str] | None = None,
     settings: dict[str, Any] | None = None,
+    warm: bool = True,
 ) -> Iterator[Product]:
-    """Run `aileron up` with the demo model for the length of the block."""
+    """Run `aileron up` with the demo model for the length of the block.
+
+    Where it is not `warm`, its processes import all by themselves.
+    """
+    warm = warm and is_wanted()
     port, admin_port = free_port(), free_port()
     config: dict[str, Any] = {
         "model": {
@@ -98,22 +104,19 @@ def product(
         **config.get("coordinator", {}),
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(config))
-    command = [
-        *(sys.executable, "-m", "coordinator.cli", "up", "--config", str(folder / "base.yaml")),
+    words = [
+        *("up", "--config", str(folder / "base.yaml")),
         *("--ranks", str(ranks), "--device", "cpu", "--verbose"),
         *("--port", str(port), "--admin-port", str(admin_port), "--", *(engine_args or [])),
     ]
+    own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(folder))
     log_file = folder / "up.log"
     with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "XDG_RUNTIME_DIR": str(folder),
-                "XDG_STATE_HOME": str(folder),
-            },
+        process = start_module(
+            "product" if warm else None,
+            "tests.harness.warm_up" if warm else "coordinator.cli",
+            words,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **own},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

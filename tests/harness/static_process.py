@@ -17,6 +17,9 @@ def run_static(module: str, spec: dict[str, Any], out: Path, *, on_cuda: bool = 
     given.write_text(json.dumps(spec))
     before = set(SHARED_MEMORY.iterdir())
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    if not on_cuda:
+        # Else the engine is a process of its own, and a worker one below that: both import anew.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     kind = None if on_cuda else "plain"
     code, said = run_module(kind, module, [str(given), str(out)], env=env, limit_s=TIME_LIMIT_S)
     for segment in set(SHARED_MEMORY.glob("vllm_dist_*")) - before:

@@ -6,6 +6,7 @@ and the texts (token ids) to score. Nothing of ours is imported.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -25,10 +26,20 @@ def full_row(by_token: dict[int, Any], vocab_size: int) -> np.ndarray:
     return row
 
 
+def fork_workers() -> None:
+    """Let vLLM's workers be forked where it is on CPU: each imports for ten seconds otherwise."""
+    from vllm.platforms import current_platform
+    from vllm.v1.executor import multiproc_executor
+
+    if current_platform.is_cpu():
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def main() -> None:
     """Generate and score, then save arrays named after the prompts' numbers."""
     from vllm import LLM, SamplingParams
 
+    fork_workers()
     spec = json.loads(Path(sys.argv[1]).read_text())
     llm = LLM(
         model=spec["model"],

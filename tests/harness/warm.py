@@ -1,8 +1,8 @@
 """Starts processes of ours that import vLLM in milliseconds instead of ten seconds.
 
 One process per kind and environment imports, and forks the others. They are children like those of
-`subprocess`, and run the same modules: what is left out is the import alone, which the tests that
-start all by `aileron up` make. AILERON_TESTS_COLD=1 starts every process from nothing.
+`subprocess`, and run the same modules: what is left out is the import alone, which the tests of
+`aileron up` itself make. AILERON_TESTS_COLD=1 starts every process from nothing.
 """
 
 import ctypes
@@ -23,14 +23,19 @@ from tests.harness.warm_server import MESSAGE_BYTES_MAX
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120.0
 """How long the imports may take."""
-SERVERS_MAX = 5
+SERVERS_MAX = 6
 """More environments than these are too rare to be kept ready for."""
 
 _READ_AT_IMPORT = (
     *("AILERON_", "CUDA", "GLOO", "HF_", "KMP_", "LD_", "MKL_", "NCCL", "OMP_", "PYTHON"),
     *("TOKENIZERS", "TORCH", "TRANSFORMERS", "TRITON", "VLLM_"),
 )
-_TOLD_LATER = ("AILERON_TOKEN",)
+_TOLD_LATER = ("AILERON_TOKEN", "AILERON_TEST_")
+_SET_BY_IMPORTS = (
+    *("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"),
+    "TRITON_CACHE_AUTOTUNING",
+)
+"""Here too, once a test has imported vLLM; those who are forked have imported it as well."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -52,23 +57,31 @@ class WarmProcess(subprocess.Popen[bytes]):
         own.text_mode = False
 
 
-class _Server:
-    """Forks processes of one kind, in one environment as far as it matters to imports."""
+class Server:
+    """Asks a process that has imported what others need to fork them, as children of this one."""
 
-    def __init__(self, kind: str, env: Mapping[str, str]) -> None:
+    def __init__(self, asked: socket.socket) -> None:
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = asked
         self._socket.settimeout(START_LIMIT_S)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def of_kind(cls, kind: str, env: Mapping[str, str]) -> "Server":
+        """Start one for a kind, in one environment as far as it matters to imports."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made = cls(ours)
         with theirs:
             command = ["-m", "tests.harness.warm_server", kind, str(theirs.fileno())]
-            self._process = subprocess.Popen(
+            made.process = subprocess.Popen(
                 [sys.executable, *command],
                 cwd=ROOT,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        assert self._socket.recv(32) == b"ready", f"what {kind} imports cannot be imported"
+        assert ours.recv(32) == b"ready", f"what {kind} imports cannot be imported"
+        return made
 
     def start(self, message: bytes, descriptors: Sequence[int]) -> int:
         """Return the pid of a new child."""
@@ -86,27 +99,29 @@ def _reap(*, orphans: bool) -> None:
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0) == 0
 
 
-_servers: dict[tuple[str, frozenset[tuple[str, str]]], _Server] = {}
+_servers: dict[tuple[str, frozenset[tuple[str, str]]], Server] = {}
 _servers_lock = threading.Lock()
 
 
 @functools.cache
-def _is_wanted() -> bool:
+def is_wanted() -> bool:
+    """Whether processes are forked at all."""
     return not os.environ.get("AILERON_TESTS_COLD")
 
 
-def _server(kind: str | None, env: Mapping[str, str]) -> _Server | None:
-    if kind is None or not _is_wanted():
+def _server(kind: str | None, env: Mapping[str, str]) -> Server | None:
+    if kind is None or not is_wanted():
         return None
     read = {
         name: value
         for name, value in env.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _TOLD_LATER
+        if name.startswith(_READ_AT_IMPORT)
+        and not name.startswith((*_TOLD_LATER, *_SET_BY_IMPORTS))
     }
     key = kind, frozenset(read.items())
     with _servers_lock:
         if key not in _servers and len(_servers) < SERVERS_MAX:
-            _servers[key] = _Server(kind, env)
+            _servers[key] = Server.of_kind(kind, env)
         return _servers.get(key)
 
 
@@ -128,9 +143,30 @@ def start_module(
     server = _server(kind, env)
     if server is None:
         return subprocess.Popen(command, cwd=ROOT, env=dict(env), stdout=stdout, stderr=stderr)
-    request = {"module": module, "arguments": list(arguments), "cwd": str(ROOT), "env": dict(env)}
+    return fork_module(server, module, arguments, env=env, stdout=stdout, stderr=stderr)
+
+
+def fork_module(
+    server: Server,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdout: IO[bytes] | int,
+    stderr: IO[bytes] | int,
+    dies_with_parent: bool = False,
+) -> WarmProcess:
+    """Let this server do it."""
+    request = {
+        "module": module,
+        "arguments": list(arguments),
+        "cwd": str(ROOT),
+        "env": dict(env),
+        "dies_with_parent": dies_with_parent,
+    }
     message = json.dumps(request).encode()
     assert len(message) <= MESSAGE_BYTES_MAX, "the environment is too large"
+    command = [sys.executable, "-m", module, *arguments]
     if stdout != subprocess.PIPE:
         out = _number(stdout, 1)
         return WarmProcess(server.start(message, [out, _number(stderr, out)]), command)

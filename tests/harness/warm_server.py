@@ -5,15 +5,19 @@ what it writes to. The process that is forked runs the module as `python -m` wou
 whoever asked as a child: the process between the two ends, and who asked is a reaper meanwhile.
 """
 
+import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
 from typing import Any
+
+import setproctitle
 
 MESSAGE_BYTES_MAX = 1 << 17
 """Largest request; an environment is most of it."""
@@ -26,16 +30,27 @@ IMPORTS = {
         "vllm.model_executor.models.llama",
     ),
     "gateway": ("gateway.process",),
+    "product": (
+        "worker.launcher",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama",
+        "gateway.process",
+    ),
     "plain": ("vllm", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.llama"),
 }
-"""What each kind of process takes seconds to import."""
+"""What each kind of process takes seconds to import; `product` is one that forks the others."""
+PACKAGES = {"worker": ("worker",), "gateway": ("gateway",), "product": ("worker",), "plain": ()}
+"""Whose environment it is imported in."""
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve until the socket is closed; in a forked process, run its module."""
     kind, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    if kind != "plain":
-        given = importlib.import_module(f"{kind}.__main__")
+    setproctitle.getproctitle()  # It finds its memory only where the environment is as it was.
+    for package in PACKAGES[kind]:
+        given = importlib.import_module(f"{package}.__main__")
         os.environ.update({**given.VLLM_ENVIRONMENT, **os.environ, **given.FIXED_ENVIRONMENT})
         del sys.modules[given.__name__]  # It is run as another module.
     for name in IMPORTS[kind]:
@@ -84,7 +99,10 @@ def become(request: dict[str, Any], descriptors: list[int]) -> str:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if request["dies_with_parent"]:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     module: str = request["module"]
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", module, *request["arguments"]]))
     sys.argv = [module, *request["arguments"]]
     return module
 

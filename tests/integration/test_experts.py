@@ -13,10 +13,10 @@ from tests.integration.test_numerics import (
     FP32_TOLERANCE,
     LOGITS_ARGS,
     largest_difference,
-    prompts_and_text,
     run_all,
+    static,
 )
-from tests.integration.test_sp import MOE, static
+from tests.integration.test_sp import MOE
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
@@ -40,7 +40,7 @@ def cell(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare
 
 @pytest.mark.timeout(400)
 async def test_every_mode_equals_static_vllm(cell: BareCell, model: Path, tmp_path: Path) -> None:
-    reference = static(tmp_path, *prompts_and_text(), model)
+    reference = static(tmp_path, model)
     for layout in ("dp4", "tp2+sp2", "sp4", "tp4"):
         cell.switch(layout)
         streams, scores = await run_all(cell, layout)

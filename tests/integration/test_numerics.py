@@ -4,6 +4,7 @@ The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must ag
 must be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ NEW_TOKENS = 12
 SCORED_TOKENS = 600
 LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
 FP32_TOLERANCE = 1e-4
+REFERENCES: dict[tuple[str, str, int], dict[str, Any]] = {}
+"""What plain vLLM has computed so far, by the model's name, the dtype and its tp."""
 LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "1024"]
 
 
+@functools.cache
 def prompts_and_text() -> tuple[list[list[int]], list[int]]:
     """Prompts of 5 to 400 tokens and a stretch to score, all held-out text, none overlapping."""
     from transformers import AutoTokenizer
@@ -38,11 +42,16 @@ def prompts_and_text() -> tuple[list[list[int]], list[int]]:
     return prompts, ids[start : start + SCORED_TOKENS]
 
 
-def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
-    """Run plain vLLM and load what it computed."""
+def static(
+    folder: Path, model: Path = MODEL, dtype: str = "float32", tp: int = 1
+) -> dict[str, Any]:
+    """What plain vLLM computes, once for all modules of a run; models of one name are equal."""
+    key = model.name, dtype, tp
+    if (known := REFERENCES.get(key)) is not None:
+        return known
     prompts, text = prompts_and_text()
     spec = {
-        "model": str(MODEL),
+        "model": str(model),
         "dtype": dtype,
         "tp": tp,
         "max_model_len": 1024,
@@ -53,7 +62,8 @@ def static(folder: Path, dtype: str, tp: int) -> dict[str, Any]:
     out = folder / f"static-{dtype}-{tp}.npz"
     run_static("tests.harness.static_vllm", spec, out)
     with np.load(out) as arrays:
-        return dict(arrays)
+        REFERENCES[key] = dict(arrays)
+    return REFERENCES[key]
 
 
 async def run_all(cell: BareCell, tag: str) -> tuple[list[Stream], np.ndarray]:
@@ -96,7 +106,7 @@ def fp32_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
 def fp32_static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """Static vLLM in fp32, by tp size."""
     folder = tmp_path_factory.mktemp("static")
-    return {tp: static(folder, "float32", tp) for tp in (1, 2)}
+    return {tp: static(folder, tp=tp) for tp in (1, 2)}
 
 
 @pytest.mark.timeout(600)
@@ -143,7 +153,7 @@ async def test_prefix_cache_hits_change_nothing(
 
 @pytest.mark.timeout(600)
 async def test_bf16_is_as_close_to_static_dp_as_static_tp_is(tmp_path: Path) -> None:
-    references = {tp: static(tmp_path, "bfloat16", tp) for tp in (1, 2)}
+    references = {tp: static(tmp_path, dtype="bfloat16", tp=tp) for tp in (1, 2)}
     dp = references[1]
     tp_error = np.abs(references[2]["scores_0"] - dp["scores_0"])
     folder = tmp_path / "cell"

@@ -46,7 +46,7 @@ def started() -> float:
 def running(started: float, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
     """Two bf16 ranks, as `make up` starts them."""
     settings = {"batches": {"lines_at_once": 4, "lease_ms": 2_000}}
-    with product(tmp_path_factory.mktemp("openai"), ranks=2, settings=settings) as up:
+    with product(tmp_path_factory.mktemp("openai"), ranks=2, settings=settings, warm=False) as up:
         up.log_file.with_name("seconds").write_text(str(time.monotonic() - started))
         yield up
 

@@ -14,7 +14,6 @@ from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.bench.servers import MODEL
 from tests.harness.reshard_cases import draw_case
-from tests.harness.static_process import run_static
 from tests.harness.step_ranks import run_steps
 from tests.integration.test_families import SIZES, make_model
 from tests.integration.test_numerics import (
@@ -23,6 +22,7 @@ from tests.integration.test_numerics import (
     NEW_TOKENS,
     largest_difference,
     prompts_and_text,
+    static,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
@@ -34,32 +34,8 @@ MIXED: dict[str, Any] = {
     "runs": ("sp2tp2", *RUNS),
 }
 """What is given for four ranks."""
-REFERENCES: dict[str, dict[str, Any]] = {}
-"""What plain vLLM has computed so far, by the model's name: it takes 15 to 30 s."""
 CHUNKS = ["--max-num-batched-tokens", "256"]
 """Prefills go in chunks, and most steps mix them with decodes."""
-
-
-def static(
-    folder: Path, prompts: list[list[int]], text: list[int], model: Path = MODEL
-) -> dict[str, Any]:
-    """What plain vLLM computes for a model in fp32; models of one name are equal."""
-    if (known := REFERENCES.get(model.name)) is not None:
-        return known
-    spec = {
-        "model": str(model),
-        "dtype": "float32",
-        "tp": 1,
-        "max_model_len": 1024,
-        "max_tokens": NEW_TOKENS,
-        "prompts": prompts,
-        "texts": [text],
-    }
-    out = folder / "static.npz"
-    run_static("tests.harness.static_vllm", spec, out)
-    with np.load(out) as arrays:
-        REFERENCES[model.name] = dict(arrays)
-    return REFERENCES[model.name]
 
 
 def check_runs(
@@ -108,7 +84,7 @@ def check_runs(
 @pytest.mark.timeout(900)
 def test_steps_of_the_demo_model(tmp_path: Path) -> None:
     """Four KV heads: two for each of two ranks, one for each of four, who exchange in parts."""
-    reference = static(tmp_path, *prompts_and_text())
+    reference = static(tmp_path)
     check_runs(tmp_path, 2, reference, MODEL)
     check_runs(tmp_path, 4, reference, MODEL, **MIXED, exchange_parts=[1, 4])
 
@@ -118,7 +94,7 @@ def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(tmp_path: Path) -> None
     sizes = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 1024}
     model = tmp_path / "one-kv-head"
     make_model(model, Qwen3Config(**sizes, head_dim=32, initializer_range=0.05))
-    reference = static(tmp_path, *prompts_and_text(), model)
+    reference = static(tmp_path, model)
     # Trees of two ranks hold two copies of the head, those of four hold one.
     check_runs(tmp_path, 4, reference, model, **MIXED)
 
@@ -179,5 +155,5 @@ def test_steps_of_models_with_experts(family: str, ranks: int, tmp_path: Path) -
     """
     model = tmp_path / family
     make_model(model, MOE[family])
-    reference = static(tmp_path, *prompts_and_text(), model)
+    reference = static(tmp_path, model)
     check_runs(tmp_path, ranks, reference, model, **(MIXED if ranks == 4 else {}))

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -40,12 +41,31 @@ TOKENS = 600
 """Of each choice: enough for all streams to be in their middle at the same time."""
 ENDS_WITHIN_S = 120.0
 BEGINS_WITHIN_S = 60.0
+WHOLE_AGAIN_WITHIN_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    with product(tmp_path_factory.mktemp("up"), ranks=2) as up:
+        yield up
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Product]:
-    with product(tmp_path, ranks=2) as up:
-        yield up
+def running(shared: Product) -> Product:
+    """The product, whole again where another test has killed a part of it."""
+    deadline = time.monotonic() + WHOLE_AGAIN_WITHIN_S
+    while not is_whole(shared):
+        assert time.monotonic() < deadline, shared.log()[-4000:]
+        time.sleep(0.1)
+    return shared
+
+
+def is_whole(running: Product) -> bool:
+    try:
+        status, ready = running.get("/admin/status"), httpx.get(f"{running.url}/ready", timeout=5)
+    except (OSError, httpx.TransportError):
+        return False
+    return bool(status["serving"] and status["gateways"] == 1 and ready.status_code == 200)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.lost_ranks import back, kill, ranks_of, tell_pauses
 from tests.integration.test_families import SIZES, make_model
-from tests.integration.test_numerics import prompts_and_text
-from tests.integration.test_sp import MOE, check_runs, static
+from tests.integration.test_numerics import static
+from tests.integration.test_sp import MOE, check_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact, pytest.mark.timeout(600)]
 
@@ -46,7 +46,7 @@ def weights_of(model: Path) -> int:
 
 def test_halves_and_quarters_of_the_demo_model(tmp_path: Path) -> None:
     """Embeddings, which the output shares, are whole on all ranks; all else is one part."""
-    reference = static(tmp_path, *prompts_and_text())
+    reference = static(tmp_path)
     halves = check_runs(tmp_path, RANKS, reference, MODEL, **HALVES)
     quarters = check_runs(tmp_path, RANKS, reference, MODEL, **QUARTERS)
     print("bytes of weights: halves", halves, "quarters", quarters)
@@ -57,7 +57,7 @@ def test_halves_and_quarters_of_the_demo_model(tmp_path: Path) -> None:
 def test_halves_of_other_models(name: str, tmp_path: Path) -> None:
     model = tmp_path / name
     make_model(model, MODELS[name])
-    reference = static(tmp_path, *prompts_and_text(), model)
+    reference = static(tmp_path, model)
     held = check_runs(tmp_path, RANKS, reference, model, **HALVES)
     total, embeddings = weights_of(model), 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
     print(name, "bytes of weights", held, "of", total, "embeddings", embeddings)

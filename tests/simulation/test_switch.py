@@ -1,11 +1,16 @@
-"""Random faults, many seeds: the invariants hold; and with a bug put in, some seed finds it."""
+"""Random faults, many seeds: the invariants hold; and with a bug put in, some seed finds it.
 
+`make chaos` has the second half of the seeds.
+"""
+
+import functools
 from itertools import chain
 
 import pytest
 
 from tests.simulation.__main__ import replay_of
 from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.stats import Stats
 from tests.simulation.world import FAILURES, World
 
 SEEDS = 500
@@ -28,13 +33,34 @@ FOUND_BY = {
     "accept stale attempts": 31,
     "lease longer than patience": 29,
     "defer no command": 22,
+    "no lease": 12,
+    "follower leaves without its leader": 2,
+    "followers wait for a leader that never came": 4,
+    "followers do not wait for their leader's last step": 2,
+    "grants not equal": 2,
+    "gateway ignores fences": 10,
+    "commit although a rank failed": 17,
+    "adopt without a new attempt": 4,
+    "take any commit for one's own": 4,
+    "pool keeps the old leader": 45,
 }
 """Seeds that found bugs which few find; they are tried first, as long as they do."""
 
 
-def failure_of(seed: int, meddle: float | None = None, *, parts: bool = False) -> str | None:
+@functools.cache
+def unmeddled(seed: int) -> Stats:
+    """What a simulation came to, run once for all who ask; no bug may be put in."""
+    return World(seed).run()
+
+
+def failure_of(
+    seed: int, meddle: float | None = None, *, parts: bool = False, is_known: bool = False
+) -> str | None:
     try:
-        World(seed, meddle=meddle, parts=parts).run()
+        if is_known:
+            unmeddled(seed)
+        else:
+            World(seed, meddle=meddle, parts=parts).run()
     except FAILURES as error:
         return f"{replay_of(seed, parts=parts)}    {error}"
     return None
@@ -48,9 +74,16 @@ def test_they_hold_where_ranks_hold_parts_of_the_weights(first: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, SEEDS // 2, CHUNK),
+        *(pytest.param(n, marks=pytest.mark.chaos) for n in range(SEEDS // 2, SEEDS, CHUNK)),
+    ],
+)
 def test_invariants_hold_under_faults(first: int) -> None:
-    failures = [failure for seed in range(first, first + CHUNK) if (failure := failure_of(seed))]
+    seeds = range(first, first + CHUNK)
+    failures = [failure for seed in seeds if (failure := failure_of(seed, is_known=True))]
     assert not failures, "\n".join(failures)
 
 
@@ -71,7 +104,7 @@ def test_a_seed_can_be_replayed() -> None:
 
 
 def test_simulations_reach_what_they_are_for() -> None:
-    runs = [World(seed).run() for seed in range(120)]
+    runs = [unmeddled(seed) for seed in range(120)]
     assert sum(run.steps for run in runs) > 5_000
     assert sum(run.switches for run in runs) > 200
     assert sum(run.crashes for run in runs) > 10

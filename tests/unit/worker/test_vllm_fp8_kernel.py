@@ -1,7 +1,9 @@
 """The fp8 GEMM of few tokens: its choice of tilings, and its results in Triton's interpreter."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,10 +75,22 @@ def test_the_benchmark_tries_what_can_run_and_prints_what_can_be_pasted() -> Non
     assert pasted["TUNED"][BUCKETS[-1], outputs, inputs] == tuned[-1]["tiling"]
 
 
+def compiled() -> Iterator[Any]:
+    """Every bucket's tiling; those that differ from it of the smallest and the largest bucket.
+
+    The others' are compiled by `make chaos`.
+    """
+    for bucket in BUCKETS:
+        yield bucket, {}
+        ends = bucket in (BUCKETS[0], BUCKETS[-1])
+        for change in ({"bulk": False}, {"split": 1, "early": True}):
+            yield pytest.param(bucket, change, marks=[] if ends else [pytest.mark.chaos])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bucket", BUCKETS)
+@pytest.mark.parametrize(("bucket", "change"), [*compiled()])
 def test_it_compiles_for_hopper(
-    bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: int, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton brings NVIDIA's assembler along, so no GPU is needed to see what it makes."""
     from triton.backends.compiler import GPUTarget
@@ -85,51 +99,50 @@ def test_it_compiles_for_hopper(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # What it is by default, without a warning.
-    split = default_tiling(bucket, 4096, 14336)
-    for tiling in {split, replace(split, bulk=False), replace(split, split=1, early=True)}:
-        constants = {
-            "block_m": tiling.block_m,
-            "block_n": tiling.block_n,
-            "block_k": tiling.block_k,
-            "is_split": tiling.split > 1,
-            "has_bias": True,
-            "even": tiling.bulk,
-            "bulk": tiling.bulk,
-            "early": tiling.early,
-        }
-        a, w = (
-            f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" if tiling.bulk else "*fp8e4nv"
-            for rows in (tiling.block_m, tiling.block_n)
-        )
-        kinds = {"a": a, "w": w, "out": "*bf16", "arrivals": "*i32"}
-        kinds |= dict.fromkeys(("scale_a", "scale_w", "bias", "partials"), "*fp32")
-        kernel = vllm_fp8_kernel._few_tokens
-        source = ASTSource(
-            fn=kernel,
-            signature={
-                name: "constexpr" if name in constants else kinds.get(name, "i32")
-                for name in kernel.arg_names
-            },
-            constexprs=constants,
-            attrs={
-                (number,): [["tt.divisibility", 16]]
-                for number, name in enumerate(kernel.arg_names)
-                if name in ("inputs", "outputs", "a_row", "w_row")
-                or (name in ("a", "w") and not tiling.bulk)
-            },
-        )
-        made = compile_for(
-            source,
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": tiling.warps, "num_stages": tiling.stages},
-        )
-        text = made.asm["ptx"]
-        assert "wgmma.mma_async.sync.aligned.m64" in text, tiling
-        assert ("cp.async.bulk.tensor" in text) is tiling.bulk, tiling
-        assert ("cp.async.cg" in text) is not tiling.bulk, tiling
-        assert ("atom.global.gpu.acq_rel" in text) is (tiling.split > 1), tiling
-        assert ("griddepcontrol.wait" in text) is tiling.early, tiling
-        assert made.metadata.shared <= SHARED_BYTES, tiling
+    tiling = replace(default_tiling(bucket, 4096, 14336), **change)
+    constants = {
+        "block_m": tiling.block_m,
+        "block_n": tiling.block_n,
+        "block_k": tiling.block_k,
+        "is_split": tiling.split > 1,
+        "has_bias": True,
+        "even": tiling.bulk,
+        "bulk": tiling.bulk,
+        "early": tiling.early,
+    }
+    a, w = (
+        f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" if tiling.bulk else "*fp8e4nv"
+        for rows in (tiling.block_m, tiling.block_n)
+    )
+    kinds = {"a": a, "w": w, "out": "*bf16", "arrivals": "*i32"}
+    kinds |= dict.fromkeys(("scale_a", "scale_w", "bias", "partials"), "*fp32")
+    kernel = vllm_fp8_kernel._few_tokens
+    source = ASTSource(
+        fn=kernel,
+        signature={
+            name: "constexpr" if name in constants else kinds.get(name, "i32")
+            for name in kernel.arg_names
+        },
+        constexprs=constants,
+        attrs={
+            (number,): [["tt.divisibility", 16]]
+            for number, name in enumerate(kernel.arg_names)
+            if name in ("inputs", "outputs", "a_row", "w_row")
+            or (name in ("a", "w") and not tiling.bulk)
+        },
+    )
+    made = compile_for(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tiling.warps, "num_stages": tiling.stages},
+    )
+    text = made.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64" in text, tiling
+    assert ("cp.async.bulk.tensor" in text) is tiling.bulk, tiling
+    assert ("cp.async.cg" in text) is not tiling.bulk, tiling
+    assert ("atom.global.gpu.acq_rel" in text) is (tiling.split > 1), tiling
+    assert ("griddepcontrol.wait" in text) is tiling.early, tiling
+    assert made.metadata.shared <= SHARED_BYTES, tiling
 
 
 def test_the_shapes_of_70b_fill_an_h200_without_parts() -> None:
