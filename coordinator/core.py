@@ -284,8 +284,7 @@ class Core(Shown):
         return effects
 
     def _tick(self, now_ms: int) -> list[Effect]:
-        effects: list[Effect] = []
-        effects += self._lost(self._switcher.on_tick(now_ms), now_ms)
+        effects = self._lost(self._switcher.on_tick(now_ms), now_ms)
         if self._switcher.is_speculating:
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():

@@ -108,8 +108,7 @@ class Health:
         if report.rank not in serving:
             return []
         out = self._out(report.rank, self._settings.late_out_ms, "had no room for a step", now_ms)
-        is_spared = self._spared(serving) > 0
-        return [out if is_spared else replace(out, out_ms=BRIEF_OUT_MS)]
+        return [out if self._spared(serving) else replace(out, out_ms=BRIEF_OUT_MS)]
 
     def slow(self, serving: Collection[Rank], now_ms: int) -> list[Outcast]:
         """Judge a window that is over: `serving` are the ranks that serve now."""
@@ -123,8 +122,7 @@ class Health:
         outliers = slow_ranks(paces, self._settings.slow_factor)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in outliers}
         found = [rank for rank, windows in self._slow.items() if windows >= WINDOWS]
-        spared = max(0, self._spared(serving))
-        worst = sorted(found, key=paces.__getitem__, reverse=True)[:spared]
+        worst = sorted(found, key=paces.__getitem__, reverse=True)[: self._spared(serving)]
         return [self._out(rank, SLOW_OUT_MS, "slow", now_ms) for rank in worst]
 
     def late(
@@ -168,7 +166,7 @@ class Health:
 
     def _spared(self, serving: Collection[Rank]) -> int:
         """How many of these may be left out, if no more than half of all are to be out."""
-        return self._world // 2 - (self._world - len(serving))
+        return max(0, self._world // 2 - (self._world - len(serving)))
 
     def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Outcast:
         before, last_ms = self._outs.get(rank, (0, now_ms))

@@ -22,6 +22,7 @@ from tests.harness.lost_ranks import (
     back,
     begun,
     kill,
+    pids_of,
     ranks_of,
     submit,
     tell_pauses,
@@ -38,10 +39,6 @@ PAUSE_LIMIT_S = 12.0
 """The other group takes over all streams, and ranks share one device or two cores."""
 MOVE_LIMIT_S = 5.0
 """Ranks wait for 20 s for one that tells nothing."""
-DEVICES = [
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("cpu", marks=pytest.mark.chaos),
-]
 
 
 @contextmanager
@@ -65,10 +62,6 @@ def pairs(
 
 def in_pairs(cell: BareCell) -> bool:
     return all_serve(cell) and cell.get("/admin/layout")["layout"] == PAIRS
-
-
-def pids_of(cell: BareCell) -> dict[int, int]:
-    return {each["rank"]: int(each["pid"]) for each in ranks_of(cell)}
 
 
 async def lose(cell: BareCell, *ranks: int) -> dict[int, bool]:
@@ -129,7 +122,7 @@ async def serve_until_in_pairs(cell: BareCell, lost: int) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", devices.BOTH)
 def test_a_pair_whose_other_member_lives_comes_back_under_load(device: str, tmp_path: Path) -> None:
     """On GPUs a member that outlived the other has no communicators with the new one."""
     with pairs(tmp_path, device, renew_busy_ms=2_000) as cell:
@@ -143,7 +136,7 @@ def test_a_pair_whose_other_member_lives_comes_back_under_load(device: str, tmp_
         asyncio.run(move(cell))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", devices.BOTH)
 def test_a_pair_comes_back_together_and_all_move_tasks_again(device: str, tmp_path: Path) -> None:
     with pairs(tmp_path, device) as cell:
         is_new = asyncio.run(lose(cell, 0, 1))
@@ -152,7 +145,7 @@ def test_a_pair_comes_back_together_and_all_move_tasks_again(device: str, tmp_pa
         asyncio.run(move(cell))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", devices.BOTH)
 def test_with_halves_of_the_weights_the_other_pair_serves_on(device: str, tmp_path: Path) -> None:
     with pairs(tmp_path, device, weight_parts=2) as cell:
         is_new = asyncio.run(lose(cell, 1))

@@ -17,7 +17,16 @@ import pytest
 from tests.harness import devices
 from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.lost_ranks import back, is_cut_out, kill, ranks_of, renew, tell_pauses, until
+from tests.harness.lost_ranks import (
+    back,
+    is_cut_out,
+    kill,
+    pids_of,
+    ranks_of,
+    renew,
+    tell_pauses,
+    until,
+)
 
 pytestmark = [pytest.mark.timeout(400)]
 
@@ -36,10 +45,7 @@ PAUSE_LIMIT_S = {"cuda": 3.0, "cpu": 12.0}
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.chaos),
-    ],
+    params=devices.BOTH,
 )
 def cell(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -107,10 +113,6 @@ async def lose(
     assert after[rank] != before[rank]
     assert "rank_stuck" not in cell.log("worker")
     assert "not_let_out" not in cell.log("worker")
-
-
-def pids_of(cell: BareCell) -> dict[int, int]:
-    return {each["rank"]: int(each["pid"]) for each in ranks_of(cell)}
 
 
 async def pause_in(

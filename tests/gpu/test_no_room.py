@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.harness import devices
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.bare_cell import BareCell, bare_cell
 from tests.harness.lost_ranks import (
     all_serve,
     back,
-    begun,
-    is_cut_out,
+    pids_of,
     ranks_of,
     renew,
-    submit,
+    run_out_of_room,
     tell_pauses,
     until,
 )
@@ -40,10 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param("cuda", marks=pytest.mark.gpu),
-        pytest.param("cpu", marks=pytest.mark.chaos),
-    ],
+    params=devices.BOTH,
 )
 def cell(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
@@ -69,7 +65,8 @@ async def test_no_process_ends(cell: BareCell, folder: Path, layout: str, rank: 
     await asyncio.to_thread(until, cell, "all there", all_serve)
     await asyncio.to_thread(cell.switch, layout, "recompute")
     before = pids_of(cell)
-    streams = await run_out(cell, folder, layout, rank)
+    wanted = folder / f"{STEP}-{rank}"
+    streams = await run_out_of_room(cell, wanted, rank, layout, TOKENS)
     assert {len(stream.tokens) for stream in streams} == {TOKENS}
     assert tell_pauses(f"no room for a step of rank {rank} in {layout}", streams) < PAUSE_LIMIT_S
     assert pids_of(cell) == before, "a process ended"
@@ -79,20 +76,3 @@ async def test_no_process_ends(cell: BareCell, folder: Path, layout: str, rank: 
     assert "CUDA out of memory" in told
     assert "rank_stuck" not in told
     assert "not_let_out" not in told
-
-
-async def run_out(cell: BareCell, folder: Path, layout: str, rank: int) -> list[Stream]:
-    """Let a step find no room under load; returns the streams when all are over."""
-    client, wanted = TaskClient(), folder / f"{STEP}-{rank}"
-    async with client.connected(cell):
-        names = submit(client, f"{layout}-{rank}", TOKENS)
-        await begun(client, names)
-        wanted.touch()
-        await asyncio.to_thread(until, cell, "left out", lambda _: is_cut_out(cell, rank))
-        streams = await client.finish(*names)
-    assert not wanted.exists(), "it did not run out of memory."
-    return streams
-
-
-def pids_of(cell: BareCell) -> list[int]:
-    return [rank["pid"] for rank in ranks_of(cell)]

@@ -2,8 +2,14 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
+BOTH = (
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("cpu", marks=pytest.mark.chaos),
+)
+"""Where a test of GPUs runs: on CPU by `make chaos`, which shows that it can be trusted."""
 KV_BYTES = 512 << 20
 CPU_ENGINE = ("--dtype", "float32", "--max-model-len", "1024")
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from coordinator.health import LATE_OUT_MS
 from tests.harness.admin import post
 from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
 
@@ -54,6 +55,10 @@ async def calm_tokens(cell: BareCell) -> list[list[int]]:
 
 def ranks_of(cell: BareCell) -> list[dict[str, Any]]:
     return list(cell.get("/admin/ranks")["ranks"])
+
+
+def pids_of(cell: BareCell) -> dict[int, int]:
+    return {rank["rank"]: int(rank["pid"]) for rank in ranks_of(cell)}
 
 
 def until(cell: BareCell, what: str, condition: Any) -> float:
@@ -114,6 +119,23 @@ async def begun(client: TaskClient, names: list[str]) -> None:
         assert not any(failures), failures
         await asyncio.sleep(0.005)
     assert not all(client.streams[name].finished for name in names)
+
+
+async def run_out_of_room(
+    cell: BareCell, wanted: Path, rank: int, tag: str, tokens: int = TOKENS
+) -> list[Stream]:
+    """Let a step find no room under load, by the file `wanted`; returns the streams' ends."""
+    client = TaskClient()
+    async with client.connected(cell):
+        names = submit(client, tag, tokens)
+        await begun(client, names)
+        wanted.touch()
+        out_s = await asyncio.to_thread(until, cell, "left out", lambda _: is_cut_out(cell, rank))
+        print(f"no room for a step of rank {rank} in {tag}: left out {out_s * 1e3:.0f} ms later")
+        assert ranks_of(cell)[rank]["out_ms"] <= LATE_OUT_MS[0]
+        streams = await client.finish(*names)
+    assert not wanted.exists(), "it did not run out of memory."
+    return streams
 
 
 def tell_pauses(tag: str, streams: list[Stream]) -> float:

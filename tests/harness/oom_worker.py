@@ -21,8 +21,6 @@ from worker.rank_loop import RankLoop
 
 FOLDER = "OOM_FOLDER"
 STEP, COPIES = "step", "copies"
-
-
 TOO_MUCH_BYTES = 1 << 50
 
 

@@ -18,8 +18,8 @@ from tests.harness.lost_ranks import (
     back,
     begun,
     calm_tokens,
-    is_cut_out,
     ranks_of,
+    run_out_of_room,
     submit,
     tell_pauses,
     tokens_of,
@@ -30,8 +30,6 @@ from tests.harness.oom_worker import COPIES, FOLDER, STEP
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PAUSE_LIMIT_S = 3.0
-OUT_S = 5.0
-"""How long a rank is left out after the first two times."""
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +61,10 @@ async def test_a_step_without_room_ends_no_process(
     until(cell, "all there", all_serve)
     expected = await calm_tokens(cell)
     cell.switch(layout, "reshard")
-    client, before, wanted = TaskClient(), processes(cell), folder / f"{STEP}-{rank}"
-    async with client.connected(cell):
-        names = submit(client, layout)
-        await begun(client, names)
-        wanted.touch()
-        left_out_s = await asyncio.to_thread(
-            until, cell, "left out", lambda _: is_cut_out(cell, rank)
-        )
-        assert ranks_of(cell)[rank]["out_ms"] <= OUT_S * 1e3
-        streams = await client.finish(*names)
-    assert not wanted.exists(), "it did not run out of memory."
+    before, wanted = processes(cell), folder / f"{STEP}-{rank}"
+    streams = await run_out_of_room(cell, wanted, rank, layout)
     assert tokens_of(streams) == expected
     what = f"no room for a step of rank {rank} in {layout}"
-    print(f"{what}: left out {left_out_s * 1e3:.0f} ms later")
     assert tell_pauses(what, streams) < PAUSE_LIMIT_S
     back(cell, what)
     assert processes(cell) == before, "a process ended"

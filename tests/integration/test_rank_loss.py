@@ -18,6 +18,7 @@ from tests.harness.lost_ranks import (
     calm_tokens,
     four_ranks,
     kill,
+    pids_of,
     ranks_of,
     renew,
     submit,
@@ -50,10 +51,6 @@ def whole(cell: BareCell) -> BareCell:
     """The cell, which can form groups of all widths whatever an earlier test has done to it."""
     assert not any(rank["degraded"] for rank in ranks_of(cell))
     return cell
-
-
-def pids_of(cell: BareCell) -> dict[int, int]:
-    return {rank["rank"]: int(rank["pid"]) for rank in ranks_of(cell)}
 
 
 async def streams_through_loss(

@@ -143,10 +143,9 @@ class Faults:
         self.gateway_returns = 1.0
         for process in world.alive:
             process.stopped_until = 0
-        roster = world.core._roster if world.core is not None else None
-        for each in roster or ():
-            assert roster is not None
-            roster[each].out_until_ms = 0
+        if world.core is not None:
+            for rank in world.core._roster:
+                world.core._roster[rank].out_until_ms = 0
         for rank, there in world.ranks.items():
             if there is None:
                 self._restart_at[rank] = world.now

@@ -47,7 +47,7 @@ class OpenSteps:
 
     def _forsakes(self, member: "SimRank", step: Step) -> bool:
         """It had no room for the step; where they are let out, the others are told of that."""
-        return member.room.lacked_in == step.born and self._is_told_of(member)
+        return _had_no_room(member, step) and self._is_told_of(member)
 
     def _is_told_of(self, member: "SimRank") -> bool:
         core = self._world.core
@@ -71,12 +71,8 @@ class OpenSteps:
     def _kill_stuck(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Collectives with a dead peer never end: the watchdogs of those inside end them."""
         for member in members:
-            is_out = member.room.lacked_in == step.born
-            if (
-                member.rank in step.arrived
-                and self._world.ranks[member.rank] is member
-                and not is_out
-            ):
+            is_inside = member.rank in step.arrived and not _had_no_room(member, step)
+            if is_inside and self._world.ranks[member.rank] is member:
                 self._world.stats.stuck += 1
                 self._world.faults.kill(self._world, member.rank)
 
@@ -150,6 +146,10 @@ def _does_without(
     present = dict(wanted.members) if wanted is not None else {}
     is_whole = all(present.get(rank) == incarnations[rank] for rank in binding.group.ranks)
     return not (_is_in_or_comes(member, binding) or is_whole)
+
+
+def _had_no_room(member: "SimRank", step: Step) -> bool:
+    return member.room.lacked_in == step.born
 
 
 def _stays_away(member: "SimRank", step: Step) -> bool:
