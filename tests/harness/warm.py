@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120.0
 """How long the imports may take."""
 SERVERS_MAX = 6
-"""More environments than these are too rare to be kept ready for."""
+"""How many are kept; the one that was asked last the longest ago ends for the next."""
 
 _READ_AT_IMPORT = (
     *("AILERON_", "CUDA", "GLOO", "HF_", "KMP_", "LD_", "MKL_", "NCCL", "OMP_", "PYTHON"),
@@ -83,6 +83,12 @@ class Server:
         assert ours.recv(32) == b"ready", f"what {kind} imports cannot be imported"
         return made
 
+    def close(self) -> None:
+        """End it; whom it has forked lives on."""
+        self._socket.close()
+        if self.process is not None:
+            self.process.wait(START_LIMIT_S)
+
     def start(self, message: bytes, descriptors: Sequence[int]) -> int:
         """Return the pid of a new child."""
         with self._lock:
@@ -100,7 +106,9 @@ def _reap(*, orphans: bool) -> None:
 
 
 _servers: dict[tuple[str, frozenset[tuple[str, str]]], Server] = {}
+"""By kind and environment; last the one that was asked last."""
 _servers_lock = threading.Lock()
+"""Held until a server has forked, so that nobody else ends it meanwhile."""
 
 
 @functools.cache
@@ -109,9 +117,7 @@ def is_wanted() -> bool:
     return not os.environ.get("AILERON_TESTS_COLD")
 
 
-def _server(kind: str | None, env: Mapping[str, str]) -> Server | None:
-    if kind is None or not is_wanted():
-        return None
+def _server(kind: str, env: Mapping[str, str]) -> Server:
     read = {
         name: value
         for name, value in env.items()
@@ -119,10 +125,13 @@ def _server(kind: str | None, env: Mapping[str, str]) -> Server | None:
         and not name.startswith((*_TOLD_LATER, *_SET_BY_IMPORTS))
     }
     key = kind, frozenset(read.items())
-    with _servers_lock:
-        if key not in _servers and len(_servers) < SERVERS_MAX:
-            _servers[key] = Server.of_kind(kind, env)
-        return _servers.get(key)
+    found = _servers.pop(key, None)
+    if found is None:
+        if len(_servers) >= SERVERS_MAX:
+            _servers.pop(next(iter(_servers))).close()
+        found = Server.of_kind(kind, env)
+    _servers[key] = found
+    return found
 
 
 def start_module(
@@ -139,11 +148,12 @@ def start_module(
     `kind` is what it imports (`warm_server.IMPORTS`); with None it is started from nothing.
     `stdout` and `stderr` are as for `Popen`; both may be one file. PIPE is for stdout alone.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    server = _server(kind, env)
-    if server is None:
+    if kind is None or not is_wanted():
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(command, cwd=ROOT, env=dict(env), stdout=stdout, stderr=stderr)
-    return fork_module(server, module, arguments, env=env, stdout=stdout, stderr=stderr)
+    with _servers_lock:
+        server = _server(kind, env)
+        return fork_module(server, module, arguments, env=env, stdout=stdout, stderr=stderr)
 
 
 def fork_module(
