@@ -13,9 +13,9 @@ import hypothesis
 import pytest
 import structlog
 
-from tests.harness.browser import find_browser
-from tests.harness.not_started import NotStartedError
-from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.browser.browser import find_browser
+from tests.harness.cells.not_started import NotStartedError
+from tests.harness.redis.redis_server import IS_REAL, Redis
 
 REQUIRE_TOOLS_ENV = "AILERON_REQUIRE_TOOLS"
 """Where it is set, a run without one of these tools fails at once instead of testing less."""

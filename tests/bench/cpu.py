@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.provenance import commit, cpu_name, today
-from tests.bench.servers import (
+from tests.harness.cells.servers import (
     COMPUTE_THREADS,
     ROOT,
     aileron_command,

@@ -33,8 +33,8 @@ from coordinator.settings import PoolLimits, QueueBounds
 from coordinator.task_pool import TaskPool
 from gateway.cells.placement import Needs
 from gateway.cells.roster import CellRoster
-from tests.harness.redis_server import Redis
-from tests.unit.coordinator.pools import group
+from tests.harness.coordinator.pools import group
+from tests.harness.redis.redis_server import Redis
 
 ROUNDS = 5
 CELLS = (1, 10, 100, 1_000)

@@ -15,8 +15,8 @@ from coordinator.protocol import wire
 from coordinator.protocol.messages import Cancel, Submit, TaskFailed, TaskId, Tier
 from tests.bench.gpu_load import GREEDY, MEASURES, LoadClient, calm_collector, merged
 from tests.bench.gpu_servers import LOG_CHARS, ServerError
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.engine_request import encoded_request
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.vllm.engine_request import encoded_request
 
 PAUSE_LIMIT_MS = 600_000
 """Longer than any run, so that paused tasks stay paused."""

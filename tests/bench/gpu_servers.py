@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.bench.gpu_load import merged
-from tests.bench.servers import ROOT
+from tests.harness.cells.servers import ROOT
 
 LOAD_LIMIT_S = 120
 """For the imports of a child."""

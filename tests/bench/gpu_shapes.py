@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.servers import MODEL
+from tests.harness.cells.servers import MODEL
 
 COMPILATION = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Of aileron and, on equal terms, of static vLLM: full CUDA graphs for decode, no torch.compile."""

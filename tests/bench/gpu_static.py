@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import psutil
 
 from tests.bench.gpu_load import GREEDY, MEASURES, LoadClient, calm_collector
-from tests.harness.engine_request import engine_request
+from tests.harness.vllm.engine_request import engine_request
 
 
 class EngineClient(LoadClient):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.bench.servers import free_port
+from tests.harness.cells.servers import free_port
 
 SIZES_MIB = (1, 8, 32, 64, 128)
 REPEATS = 20

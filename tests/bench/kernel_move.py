@@ -21,7 +21,7 @@ from kvadaptor.geometry import PageGeometry
 from kvadaptor.movers import ExchangeMover, Mover, PeerMover, Round
 from kvadaptor.peers import allocate, map_peers
 from kvadaptor.unit_copy import KernelCopier
-from tests.harness.mover_ranks import World, run_ranks
+from tests.harness.vllm.mover_ranks import World, run_ranks
 
 LAYERS = 80
 WARM_MOVES = 2

@@ -28,7 +28,7 @@ import psutil
 
 from tests.bench.cpu import OPTIONS, UNPACKED
 from tests.bench.provenance import commit, cpu_name, today
-from tests.bench.servers import (
+from tests.harness.cells.servers import (
     ROOT,
     aileron_command,
     environment,

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from tests.bench.servers import MODEL
+from tests.harness.cells.servers import MODEL
 
 
 async def ask(llm: Any, name: str, prompt: list[int], tokens: int) -> list[float]:

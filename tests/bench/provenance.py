@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from tests.bench.servers import ROOT
+from tests.harness.cells.servers import ROOT
 
 
 def today() -> str:

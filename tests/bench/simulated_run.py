@@ -27,8 +27,8 @@ from coordinator.policy.log import CostsSeen, costs_of, decode, settings_of
 from coordinator.protocol.messages import Tier
 from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 from tests.bench.provenance import commit, cpu_name, today
-from tests.bench.servers import MODEL, ROOT, free_port, running
-from tests.harness.admin import switch
+from tests.harness.cells.admin import switch
+from tests.harness.cells.servers import MODEL, ROOT, free_port, running
 
 ADAPTIVE = "adaptive"
 LOAD_LIMIT_S = 900

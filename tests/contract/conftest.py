@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture(scope="module")
 def base() -> Any:
     """Configuration of the demo model."""
-    from tests.harness.mode_schedulers import base_config
+    from tests.harness.vllm.mode_schedulers import base_config
 
     return base_config()
 
@@ -16,6 +16,6 @@ def base() -> Any:
 @pytest.fixture
 def hasher(base: Any) -> Any:
     """What computes block hashes."""
-    from tests.harness.mode_schedulers import hasher_of
+    from tests.harness.vllm.mode_schedulers import hasher_of
 
     return hasher_of(base)

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import dispatcher
 
 from coordinator.protocol.config import check_config
-from tests.bench.servers import MODEL
+from tests.harness.cells.servers import MODEL
 from worker import vllm_device
 from worker.vllm_config import EngineConfigError, replica_config
 

@@ -10,7 +10,7 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from coordinator.protocol.prefixes import prefix_hashes
-from tests.harness.mode_schedulers import (
+from tests.harness.vllm.mode_schedulers import (
     BLOCK,
     BUDGET,
     PROMPT,

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 import numpy as np
 from vllm.config import VllmConfig
 
-from tests.harness.mode_schedulers import (
+from tests.harness.vllm.mode_schedulers import (
     BLOCK,
     BUDGET,
     PROMPT,

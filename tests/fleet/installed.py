@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.bench.servers import ROOT, free_port
+from tests.harness.cells.servers import ROOT, free_port
 from tests.helm.charts import (
     NAMESPACE,
     Object,

@@ -18,7 +18,7 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from tests.fleet.installed import Installed, Process, wait_until
-from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.redis.redis_server import IS_REAL, Redis
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(2_400)]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness import devices
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cuda_scores import ENGINE, moved_logits, score, scored, static_scores
+from tests.harness.cells import devices
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.vllm.cuda_scores import ENGINE, moved_logits, score, scored, static_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from comm_pool.exchange import HeadExchange
-from tests.harness.mover_ranks import World, run_ranks
+from tests.harness.vllm.mover_ranks import World, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

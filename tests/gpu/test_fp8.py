@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness import cuda_scores
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.vllm import cuda_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.harness import devices
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.lost_ranks import (
+from tests.harness.cells import devices
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import (
     TASKS,
     all_serve,
     back,

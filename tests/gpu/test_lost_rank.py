@@ -14,10 +14,10 @@ from contextlib import suppress
 
 import pytest
 
-from tests.harness import devices
-from tests.harness.admin import post
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.lost_ranks import (
+from tests.harness.cells import devices
+from tests.harness.cells.admin import post
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import (
     back,
     is_cut_out,
     kill,

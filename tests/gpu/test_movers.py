@@ -6,7 +6,7 @@ Needs two NVIDIA GPUs with peer-to-peer access, torch and Triton, no vLLM.
 import pytest
 import torch
 
-from tests.harness.mover_ranks import move_both_ways, move_often, run_ranks
+from tests.harness.vllm.mover_ranks import move_both_ways, move_often, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

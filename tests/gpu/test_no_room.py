@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import devices
-from tests.harness.bare_cell import BareCell, bare_cell
-from tests.harness.lost_ranks import (
+from tests.harness.cells import devices
+from tests.harness.cells.bare_cell import BareCell, bare_cell
+from tests.harness.cells.lost_ranks import (
     all_serve,
     back,
     pids_of,
@@ -22,7 +22,7 @@ from tests.harness.lost_ranks import (
     tell_pauses,
     until,
 )
-from tests.harness.oom_worker import FOLDER, STEP
+from tests.harness.faults.oom_worker import FOLDER, STEP
 
 pytestmark = [pytest.mark.timeout(400)]
 
@@ -53,7 +53,7 @@ def cell(
             engine_args=engine,
             device=request.param,
             limits=limits,
-            worker="tests.harness.oom_worker",
+            worker="tests.harness.faults.oom_worker",
         ) as running:
             yield running
 

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from tests.bench.servers import ROOT, free_port
-from tests.harness.bare_cell import search_path
+from tests.harness.cells.bare_cell import search_path
+from tests.harness.cells.servers import ROOT, free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -25,7 +25,7 @@ LIMIT_S = 90
 def started(rank: int, port: int) -> Iterator[subprocess.Popen[str]]:
     """One of the two ranks; it is killed in the end."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.harness.way_out_rank", str(rank), str(port)],
+        [sys.executable, "-m", "tests.harness.faults.way_out_rank", str(rank), str(port)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": search_path(), "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
         stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ from coordinator.protocol.config import (
     shared_token,
 )
 from coordinator.protocol.keys import load_keys
-from tests.bench.servers import free_port
+from tests.harness.cells.servers import free_port
 from tests.helm.charts import (
     CHART,
     NAMESPACE,

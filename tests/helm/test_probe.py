@@ -12,8 +12,8 @@ from threading import Thread
 
 import pytest
 
-from tests.bench.servers import free_port
-from tests.harness.coordinator_process import Coordinator
+from tests.harness.cells.coordinator_process import Coordinator
+from tests.harness.cells.servers import free_port
 from tests.helm.charts import CHART
 
 KEY = "an-admin-key-for-tests"

@@ -19,9 +19,9 @@ from openai.types import Batch
 from gateway.batches.content import Content
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.terms import Status
-from tests.harness.batch_killer import TENANT
-from tests.harness.batch_process import OWN_MOUNTS, ROOT, BatchProcess
-from tests.harness.redis_server import Redis
+from tests.harness.cells.batch_process import OWN_MOUNTS, ROOT, BatchProcess
+from tests.harness.faults.batch_killer import TENANT
+from tests.harness.redis.redis_server import Redis
 
 LIMIT_S = 90.0
 DISK_WAIT_MS, SLOW_LINES = 50, 12
@@ -35,7 +35,7 @@ def ids_of(lines: list[bytes]) -> list[str]:
 @pytest.mark.timeout(300)
 def test_a_hundred_kills_lose_and_repeat_nothing(tmp_path: Path) -> None:
     began = time.monotonic()
-    words = ("-m", "tests.harness.batch_killer", str(tmp_path), str(KILLS), "4711")
+    words = ("-m", "tests.harness.faults.batch_killer", str(tmp_path), str(KILLS), "4711")
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

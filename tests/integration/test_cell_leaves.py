@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 from coordinator.protocol.registry import RedisRegistry
-from tests.harness.coordinator_process import Coordinator
-from tests.harness.redis_server import Redis
+from tests.harness.cells.coordinator_process import Coordinator
+from tests.harness.redis.redis_server import Redis
 
 SEEN_S = 60
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -27,8 +27,8 @@ from coordinator.protocol.messages import (
     TaskId,
     Tier,
 )
-from tests.harness.coordinator_process import START_LIMIT_S, TOKEN, Coordinator
-from tests.harness.rank_sessions import RankSessions
+from tests.harness.cells.coordinator_process import START_LIMIT_S, TOKEN, Coordinator
+from tests.harness.cells.rank_sessions import RankSessions
 
 AIO: Any = grpc.aio
 SCRAPES_PER_S = 100

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.harness.bare_cell import BareCell, bare_cell
+from tests.harness.cells.bare_cell import BareCell, bare_cell
 from tests.integration.test_families import make_model
 from tests.integration.test_four_ranks import run
 from tests.integration.test_numerics import (

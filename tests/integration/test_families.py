@@ -16,9 +16,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.bench.servers import MODEL
-from tests.harness.bare_cell import TaskClient, bare_cell
-from tests.harness.warm import run_module
+from tests.harness.cells.bare_cell import TaskClient, bare_cell
+from tests.harness.cells.servers import MODEL
+from tests.harness.cells.warm import run_module
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 

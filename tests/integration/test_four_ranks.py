@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 
 pytestmark = pytest.mark.slow
 

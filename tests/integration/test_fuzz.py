@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.routes import VLLM_ROUTES
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from coordinator.protocol.messages import Cancel, Done, Submit, TaskFailed, Tier
 from gateway.admission import REFUSAL_HOLDS_S
-from tests.harness.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)

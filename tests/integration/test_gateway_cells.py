@@ -36,10 +36,10 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
-from tests.harness.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
-from tests.harness.redis_server import Redis
-from tests.harness.tcp_proxy import TcpProxy
-from tests.harness.told import Told
+from tests.harness.cells.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
+from tests.harness.cells.told import Told
+from tests.harness.faults.tcp_proxy import TcpProxy
+from tests.harness.redis.redis_server import Redis
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from coordinator.protocol.messages import Cancel, Submit
-from tests.harness.counted_gateway import TASKS_FILE
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.harness.tcp_proxy import TcpProxy
+from tests.harness.cells.counted_gateway import TASKS_FILE
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.faults.tcp_proxy import TcpProxy
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
@@ -58,7 +58,7 @@ def starts(
                 folder,
                 MODEL_DIR,
                 shared_cell,
-                module="tests.harness.counted_gateway",
+                module="tests.harness.cells.counted_gateway",
                 requests_max=2 * WAITING,
             )
         )

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
-from tests.harness.flood_client import Flood
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.flood_client import Flood
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

@@ -24,7 +24,7 @@ from coordinator.protocol.messages import (
 )
 from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
 from gateway.answer import KEEP_ALIVE, KEEP_ALIVE_S
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)

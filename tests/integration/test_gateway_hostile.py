@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from coordinator.protocol.messages import Submit, TaskFailed
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.integration.hostile_requests import (
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.gateway.hostile_requests import (
     BODIES,
     BODY_OUTCOMES,
     CANARY,

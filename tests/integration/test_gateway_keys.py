@@ -17,9 +17,9 @@ import pytest
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
 from coordinator.protocol.messages import Submit, TaskFailed, Tier
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.harness.redis_server import SHARED_WAIT_S, Redis
-from tests.harness.told import Told
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.told import Told
+from tests.harness.redis.redis_server import SHARED_WAIT_S, Redis
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

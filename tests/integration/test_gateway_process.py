@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from coordinator.protocol.messages import Submit
-from tests.harness import hasty_gateway
-from tests.harness.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
+from tests.harness.cells import hasty_gateway
+from tests.harness.cells.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)

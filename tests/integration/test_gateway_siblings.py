@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from coordinator.protocol.messages import GatewayHello, Submit
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

@@ -17,10 +17,10 @@ import pytest
 from coordinator.protocol.messages import Cancel, Done, Submit
 from gateway.connection import HEADER_WAIT_S
 from gateway.tasks import UNREAD_TOKENS_MAX
-from tests.harness import hasty_gateway
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.harness.paced_leader import PacedLeader
-from tests.integration.hostile_requests import CHAT
+from tests.harness.cells import hasty_gateway
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.paced_leader import PacedLeader
+from tests.harness.gateway.hostile_requests import CHAT
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.admin import post
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.lost_ranks import ranks_of, until
-from tests.harness.spoiled import spoiled, weight
+from tests.harness.cells.admin import post
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import ranks_of, until
+from tests.harness.faults.spoiled import spoiled, weight
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.bare_cell import BareCell
-from tests.harness.holding_worker import WAIT_S
-from tests.harness.lost_ranks import back, calm_tokens, four_ranks, tokens_of
+from tests.harness.cells.bare_cell import BareCell
+from tests.harness.cells.lost_ranks import back, calm_tokens, four_ranks, tokens_of
+from tests.harness.faults.holding_worker import WAIT_S
 from tests.integration.test_rank_chaos import streams_through_kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact, pytest.mark.timeout(300)]
@@ -21,7 +21,7 @@ LOST = '"event": "held_step_lost"'
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     folder = tmp_path_factory.mktemp("held")
-    with four_ranks(folder, worker="tests.harness.holding_worker") as running:
+    with four_ranks(folder, worker="tests.harness.faults.holding_worker") as running:
         yield running
 
 

@@ -10,8 +10,8 @@ import openai
 import psutil
 import pytest
 
-from tests.harness.product import MODEL_NAME, Product, product
-from tests.integration.hostile_requests import BODIES, CANARY, CHAT, PARAMETERS, PROMPTS
+from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.gateway.hostile_requests import BODIES, CANARY, CHAT, PARAMETERS, PROMPTS
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product, product
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 

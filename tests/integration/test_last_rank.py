@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product, product
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -20,9 +20,9 @@ from coordinator.protocol.messages import (
     TaskId,
     Tier,
 )
-from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
-from tests.harness.coordinator_process import TOKEN, Coordinator
-from tests.harness.rank_sessions import PAGES, RankSessions
+from tests.harness.browser.browser import NO_BROWSER, Page, browser, find_browser
+from tests.harness.cells.coordinator_process import TOKEN, Coordinator
+from tests.harness.cells.rank_sessions import PAGES, RankSessions
 
 AIO: Any = grpc.aio
 BROWSER = find_browser()

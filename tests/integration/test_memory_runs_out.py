@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.lost_ranks import (
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import (
     all_serve,
     back,
     begun,
@@ -25,7 +25,7 @@ from tests.harness.lost_ranks import (
     tokens_of,
     until,
 )
-from tests.harness.oom_worker import COPIES, FOLDER, STEP
+from tests.harness.faults.oom_worker import COPIES, FOLDER, STEP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,7 +45,7 @@ def cell(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bar
             tmp_path_factory.mktemp("cell"),
             ranks=2,
             engine_args=["--dtype", "float32", "--max-model-len", "1024"],
-            worker="tests.harness.oom_worker",
+            worker="tests.harness.faults.oom_worker",
         ) as running:
             yield running
 

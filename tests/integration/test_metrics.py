@@ -26,10 +26,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.engine_measures import LEFT_OUT
-from tests.harness.admin import get_json
-from tests.harness.browser import NO_BROWSER, Page, browser, find_browser
-from tests.harness.busy_client import CHAT, BusyClients, post
-from tests.harness.dashboards import (
+from tests.harness.browser.browser import NO_BROWSER, Page, browser, find_browser
+from tests.harness.cells.admin import get_json
+from tests.harness.cells.busy_client import CHAT, BusyClients, post
+from tests.harness.cells.dashboards import (
     ROOT,
     RULES,
     filled,
@@ -39,8 +39,8 @@ from tests.harness.dashboards import (
     rules,
     variables,
 )
-from tests.harness.product import MODEL_NAME, Product, product
-from tests.harness.prometheus import answer_of, needs_prometheus, prometheus, values_of
+from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.prometheus import answer_of, needs_prometheus, prometheus, values_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

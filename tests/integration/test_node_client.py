@@ -1,6 +1,6 @@
 """OpenAI's Node client against a real gateway: whole answers, streams, errors and retries.
 
-Node comes with the test packages of this project; see `tests.harness.node_client` for the client.
+Node comes with the test packages of this project (see `tests.harness.browser`).
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.messages import Submit, TaskFailed
-from tests.harness import node_client
-from tests.harness.batch_process import BatchProcess
-from tests.harness.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.browser import node_client
+from tests.harness.cells.batch_process import BatchProcess
+from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]

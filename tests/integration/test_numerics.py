@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.bench.servers import MODEL
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.static_process import run_static
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.static_process import run_static
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
@@ -60,7 +60,7 @@ def static(
         "texts": [text],
     }
     out = folder / f"static-{dtype}-{tp}.npz"
-    run_static("tests.harness.static_vllm", spec, out)
+    run_static("tests.harness.vllm.static_vllm", spec, out)
     with np.load(out) as arrays:
         REFERENCES[key] = dict(arrays)
     return REFERENCES[key]

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from tests.harness.listening import is_loopback, listening
-from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.cells.listening import is_loopback, listening
+from tests.harness.cells.product import MODEL_NAME, Product, product
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product, product
 
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(300), pytest.mark.slow]
 

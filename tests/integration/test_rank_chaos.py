@@ -12,9 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, Stream, TaskClient
-from tests.harness.frozen import frozen_main_thread
-from tests.harness.lost_ranks import (
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.cells.lost_ranks import (
     BACK_LIMIT_S,
     all_serve,
     back,
@@ -28,6 +27,7 @@ from tests.harness.lost_ranks import (
     tokens_of,
     until,
 )
+from tests.harness.faults.frozen import frozen_main_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(900)]
 

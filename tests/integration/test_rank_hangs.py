@@ -15,10 +15,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.bench.servers import free_port
-from tests.harness.bare_cell import BareCell, Stream, TaskClient
-from tests.harness.fault_proxy import DOWN, UP, FaultProxy
-from tests.harness.lost_ranks import (
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.cells.lost_ranks import (
     TASKS,
     TOKENS,
     back,
@@ -32,6 +30,8 @@ from tests.harness.lost_ranks import (
     tokens_of,
     until,
 )
+from tests.harness.cells.servers import free_port
+from tests.harness.faults.fault_proxy import DOWN, UP, FaultProxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

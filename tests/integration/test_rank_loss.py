@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.admin import post
-from tests.harness.bare_cell import BareCell, Stream, TaskClient
-from tests.harness.lost_ranks import (
+from tests.harness.cells.admin import post
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.cells.lost_ranks import (
     back,
     begun,
     calm_tokens,

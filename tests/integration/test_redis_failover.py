@@ -17,10 +17,10 @@ from gateway.keyring import KeyRing
 from gateway.rates import RateLimits
 from gateway.shared_replays import SharedReplays
 from gateway.shared_storage import STORAGE_RETRY_S, STORAGE_WAIT_S, SharedStorage, WaitBudget
-from tests.harness.redis_pair import RedisPair
-from tests.harness.redis_server import IS_REAL, SHARED_WAIT_S, Redis
-from tests.harness.tcp_proxy import TcpProxy
-from tests.unit.gateway.edge_app import CHAT, application
+from tests.harness.faults.tcp_proxy import TcpProxy
+from tests.harness.gateway.edge_app import CHAT, application
+from tests.harness.redis.redis_pair import RedisPair
+from tests.harness.redis.redis_server import IS_REAL, SHARED_WAIT_S, Redis
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.timing]
 

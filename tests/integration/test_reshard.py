@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from coordinator.protocol.messages import Tier
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.integration.test_four_ranks import LAYOUTS, TASKS, run
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 
 pytestmark = pytest.mark.slow
 

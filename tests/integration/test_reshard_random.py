@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.bench.servers import MODEL
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.reshard_cases import Case, draw_case, vllm_settings
-from tests.harness.static_process import SHARED_MEMORY, run_static
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.reshard_cases import Case, draw_case, vllm_settings
+from tests.harness.vllm.static_process import SHARED_MEMORY, run_static
 from tests.integration.test_four_ranks import LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
@@ -62,7 +62,7 @@ def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[
         "cases": [{"prompt": case.prompt, "params": case.params} for case in greedy],
     }
     out = tmp_path_factory.mktemp("static") / "static.json"
-    run_static("tests.harness.static_cases", spec, out)
+    run_static("tests.harness.vllm.static_cases", spec, out)
     answers = json.loads(out.read_text())
     return {case.seed: answer for case, answer in zip(greedy, answers, strict=True)}
 
@@ -88,7 +88,7 @@ def late_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         tmp_path_factory.mktemp("late"),
         ranks=2,
         engine_args=[*ENGINE_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
-        worker="tests.harness.late_worker",
+        worker="tests.harness.faults.late_worker",
         pause_limit_ms=2_000,
     ) as running:
         yield running

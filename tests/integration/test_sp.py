@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
-from tests.bench.servers import MODEL
-from tests.harness.reshard_cases import draw_case
-from tests.harness.step_ranks import run_steps
+from tests.harness.cells.servers import MODEL
+from tests.harness.cells.step_ranks import run_steps
+from tests.harness.vllm.reshard_cases import draw_case
 from tests.integration.test_families import SIZES, make_model
 from tests.integration.test_numerics import (
     FP32_TOLERANCE,

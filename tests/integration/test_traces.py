@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.bench.servers import ROOT
-from tests.harness.busy_client import CHAT, TEXT, post
-from tests.harness.collector import Collector, Seen, collector
-from tests.harness.product import MODEL_NAME, Product, product
+from tests.harness.cells.busy_client import CHAT, TEXT, post
+from tests.harness.cells.collector import Collector, Seen, collector
+from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.servers import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -18,9 +18,9 @@ import httpx
 import openai
 import pytest
 
-from tests.harness import node_client
-from tests.harness.product import MODEL_NAME, Product, product
-from tests.harness.read_streams import (
+from tests.harness.browser import node_client
+from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.read_streams import (
     CHOICES,
     PATHS,
     SILENT,

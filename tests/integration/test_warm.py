@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import warm
+from tests.harness.cells import warm
 
 WORDS = ["0", "--bind", "127.0.0.1"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from tests.bench.servers import MODEL
-from tests.harness.admin import post
-from tests.harness.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.lost_ranks import back, kill, ranks_of, tell_pauses
+from tests.harness.cells.admin import post
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import back, kill, ranks_of, tell_pauses
+from tests.harness.cells.servers import MODEL
 from tests.integration.test_families import SIZES, make_model
 from tests.integration.test_numerics import static
 from tests.integration.test_sp import MOE, check_runs

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.lost_ranks import (
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.lost_ranks import (
     STARTED,
     back,
     begun,

@@ -40,7 +40,7 @@ from gateway.cells.roster import CellRoster
 from gateway.cells.spread import Spread, needs_of
 from gateway.tasks import Task, TaskBook
 from gateway.token_stream import Trim, Verdict
-from tests.unit.coordinator.pools import ZERO, group
+from tests.harness.coordinator.pools import ZERO, group
 
 NAMES = ("a", "b", "c")
 LENGTH = 6

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard import ReshardPlan, bytes_moved, plan_reshard
-from tests.harness.reshard_inputs import Shape, Tiling, draw_input
-from tests.harness.reshard_model import check_plan
+from tests.harness.kv.reshard_inputs import Shape, Tiling, draw_input
+from tests.harness.kv.reshard_model import check_plan
 
 
 @st.composite

@@ -10,7 +10,7 @@ import promql_parser
 import pytest
 import yaml
 
-from tests.harness.dashboards import (
+from tests.harness.cells.dashboards import (
     DASHBOARDS,
     ROOT,
     RULES,
@@ -21,7 +21,7 @@ from tests.harness.dashboards import (
     selectors_in,
     variables,
 )
-from tests.harness.prometheus import TARGET_LABELS, needs_prometheus
+from tests.harness.cells.prometheus import TARGET_LABELS, needs_prometheus
 
 CHOSEN = 'namespace=~"$namespace",instance=~"$cell"'
 OF_GATEWAYS = (

@@ -20,7 +20,7 @@ from coordinator.protocol.messages import Submit, Target, Tier
 from coordinator.settings import QueueBounds
 from kvadaptor.reshard import Chain, NewGroup, OldGroup, ReshardInput, plan_reshard
 from kvadaptor.reshard_terms import Ints
-from tests.harness.reshard_model import check_plan
+from tests.harness.kv.reshard_model import check_plan
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import slots_of
 from tests.simulation.sim_plan import Cargo, Manifest, Ranks, tasks_of, whole_groups

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loadgen.cli import main
-from tests.integration.loadgen.loadgen_server import FakeServer, serve
+from tests.harness.loadgen.loadgen_server import FakeServer, serve
 
 
 @pytest.fixture

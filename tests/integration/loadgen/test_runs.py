@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loadgen.cli import main
-from tests.integration.loadgen.loadgen_server import FIRST_TOKEN_S, GAP_S, PAUSE_S, FakeServer
+from tests.harness.loadgen.loadgen_server import FIRST_TOKEN_S, GAP_S, PAUSE_S, FakeServer
 
 pytestmark = pytest.mark.timing
 

@@ -12,7 +12,7 @@ from coordinator.records import SwitchRecord
 from coordinator.views import switch_view
 from loadgen import runner
 from loadgen.cli import main
-from tests.integration.loadgen.loadgen_server import PAUSE_S, FakeServer
+from tests.harness.loadgen.loadgen_server import PAUSE_S, FakeServer
 
 Load = Callable[..., dict[str, Any]]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.bench.servers import ROOT
 from tests.bench.simulated_gpu import compare, plan_of, table
+from tests.harness.cells.servers import ROOT
 
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 POLICY = BENCHMARKS / "2026-11-22-gpu-policy-llama-3-70b-fp8-2.json"

@@ -1,14 +1,12 @@
 """The kernel that drains, under Triton's interpreter, chosen before triton's first import."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.harness.interpreted import run_cases
+from tests.harness.vllm.interpreted import HARNESS, run_cases
 
 pytest.importorskip("vllm")
 
-CASES = Path(__file__).with_name("drain_cases.py")
+CASES = HARNESS / "drain_cases.py"
 FEWEST = 4
 """Cases that must have passed: an empty run proves nothing."""
 

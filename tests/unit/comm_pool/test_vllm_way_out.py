@@ -27,7 +27,7 @@ from comm_pool.vllm_way_out import (
     signal_bytes,
     undivided,
 )
-from tests.harness.emulated_reduce import Gpu, let_through_in_torch, signal_type
+from tests.harness.faults.emulated_reduce import Gpu, let_through_in_torch, signal_type
 
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0

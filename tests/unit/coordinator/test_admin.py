@@ -26,7 +26,7 @@ from coordinator.protocol.launch_words import RenewRanks
 from coordinator.protocol.messages import Carry
 from coordinator.server import CellServer
 from coordinator.settings import CoreSettings
-from tests.harness.rank_sessions import RankSessions
+from tests.harness.cells.rank_sessions import RankSessions
 
 TOKEN = "a-shared-secret-of-the-test"
 KEY = "an-admin-key-of-the-test"

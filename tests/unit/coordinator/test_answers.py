@@ -8,7 +8,7 @@ import msgspec
 from comm_pool.layout import Rank
 from coordinator.answers import Answers
 from coordinator.protocol.messages import Directive, Phase
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 
 INTERVAL_MS = 100
 PARK = directive(target("dp4", 1), 2, Phase.PARK)

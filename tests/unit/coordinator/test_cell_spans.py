@@ -24,7 +24,7 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.tracing import Tracing, start_tracing
 from coordinator.records import Outcome, SwitchRecord
 from coordinator.watching import SETTLE_MS
-from tests.harness.collector import Collector, collector
+from tests.harness.cells.collector import Collector, collector
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

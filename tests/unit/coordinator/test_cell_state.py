@@ -6,8 +6,8 @@ import pytest
 from coordinator.events import Tick, ToGateway
 from coordinator.protocol.messages import GatewayToCore, PrefixesHeld
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
+from tests.harness.coordinator.builders import submit
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import submit
 
 COMMON = prefix_hashes(range(2 * BLOCK_TOKENS))
 LONGER = prefix_hashes(range(3 * BLOCK_TOKENS))

@@ -38,8 +38,8 @@ from coordinator.protocol.messages import (
 )
 from coordinator.records import Outcome
 from coordinator.settings import CoreSettings, QueueBounds, core_settings
+from tests.harness.coordinator.builders import hello, layout, report, submit
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import hello, layout, report, submit
 
 
 def serving(text: str = "dp2", **settings: object) -> Cell:

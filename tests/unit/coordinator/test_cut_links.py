@@ -18,9 +18,9 @@ from coordinator.protocol.messages import (
 from coordinator.roster import Roster
 from coordinator.task_pool import TaskPool
 from coordinator.tasks import LOSSES_MAX, State
-from tests.unit.coordinator import builders
-from tests.unit.coordinator.builders import hello, submit
-from tests.unit.coordinator.pools import TWO, ZERO, A, B, ended, group, messages, pool, state
+from tests.harness.coordinator import builders
+from tests.harness.coordinator.builders import hello, submit
+from tests.harness.coordinator.pools import TWO, ZERO, A, B, ended, group, messages, pool, state
 
 HERE, THERE = "tcp://here", "tcp://there"
 

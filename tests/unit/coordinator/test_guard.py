@@ -12,9 +12,9 @@ from coordinator.guard import Guard
 from coordinator.policy.knowledge import Knowledge
 from coordinator.policy.step_line import StepLine
 from coordinator.protocol.messages import Probed
+from tests.harness.coordinator.builders import width_times
+from tests.harness.coordinator.switchers import serving_cell
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import width_times
-from tests.unit.coordinator.switchers import serving_cell
 
 LIMIT = 0.25
 

@@ -31,8 +31,8 @@ from coordinator.protocol.messages import (
     StepSums,
 )
 from coordinator.switcher import Switcher
-from tests.unit.coordinator.builders import layout, report, target
-from tests.unit.coordinator.switchers import Ranks, settings
+from tests.harness.coordinator.builders import layout, report, target
+from tests.harness.coordinator.switchers import Ranks, settings
 
 RANKS = tuple(map(Rank, range(4)))
 LIMIT_MS = 10_000

@@ -4,9 +4,9 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Adopted, Carry, Phase, Stage, TaskId
+from tests.harness.coordinator.builders import hello, layout, target
+from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import hello, layout, target
-from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell
 
 
 def parked(text: str = "tp4", carry: Carry = Carry.RESHARD) -> Ranks:

@@ -4,8 +4,8 @@ from comm_pool.layout import Rank
 from coordinator.placement import Loads, max_context_tokens
 from coordinator.protocol.messages import Phase, TaskId
 from coordinator.roster import Roster
+from tests.harness.coordinator.builders import hello, submit
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import hello, submit
 
 EVERYONE = tuple(map(Rank, range(4)))
 

@@ -7,8 +7,8 @@ from coordinator.prefix_homes import PrefixHomes
 from coordinator.protocol.messages import Adopted, Binding, TaskId
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 from coordinator.task_pool import TaskPool
-from tests.unit.coordinator.builders import submit
-from tests.unit.coordinator.pools import LIMITS, ended
+from tests.harness.coordinator.builders import submit
+from tests.harness.coordinator.pools import LIMITS, ended
 
 AGENT, OTHER = tuple(range(10, 16)), tuple(range(20, 26))
 KNOWN_TOKENS = len(AGENT) * BLOCK_TOKENS

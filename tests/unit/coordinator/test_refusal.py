@@ -6,7 +6,7 @@ from comm_pool.layout import Layout, Rank, parse_layout
 from coordinator.protocol.messages import Phase, Stage
 from coordinator.refusal import refuse
 from coordinator.roster import Roster
-from tests.unit.coordinator.builders import hello, report
+from tests.harness.coordinator.builders import hello, report
 
 EVERYONE = tuple(map(Rank, range(4)))
 

@@ -13,7 +13,7 @@ from coordinator.protocol.registry import (
     RedisRegistry,
     RegistryAwayError,
 )
-from tests.harness.redis_server import Redis
+from tests.harness.redis.redis_server import Redis
 
 LEASE_MS = 300
 SEEN_S = 30.0

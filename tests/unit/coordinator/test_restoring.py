@@ -10,8 +10,8 @@ from comm_pool.layout import Rank
 from coordinator.events import Effect, RankExited, RenewalWanted, ToLauncher
 from coordinator.protocol.messages import Cancel, HeldTask, RankHello, TaskId
 from coordinator.restoring import RENEWALS_APART_MS
+from tests.harness.coordinator.builders import submit
 from tests.transcripts.cell import WIDTHS, Cell, ObedientRank
-from tests.unit.coordinator.builders import submit
 
 SETTLED_MS = 3_000
 IDLE_MS = 60_000

@@ -3,7 +3,7 @@
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Phase, Stage
 from coordinator.roster import Arrival, Roster
-from tests.unit.coordinator.builders import hello, report
+from tests.harness.coordinator.builders import hello, report
 
 ONE = Rank(1)
 

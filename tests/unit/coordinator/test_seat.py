@@ -6,7 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Grant, LeaseKept, Phase, Stage, Target
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Serve
-from tests.unit.coordinator.builders import LEASE_MS, directive, target
+from tests.harness.coordinator.builders import LEASE_MS, directive, target
 
 PARK, MOVE, SWAP, SERVE = Phase
 PAIR = (Rank(0), Rank(1))

@@ -6,7 +6,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage, Target
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Leave, Resolve
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 from tests.unit.coordinator.test_seat import PAIR, make_moves, obey, serving
 
 PARK, MOVE, SWAP, SERVE = Phase

@@ -7,8 +7,8 @@ from coordinator.protocol.messages import TaskFailed, TaskId, Tier
 from coordinator.settings import PoolLimits, QueueBounds, TierBounds
 from coordinator.shedding import RETRY_AFTER_MAX_S, RETRY_AFTER_STALLED_S
 from coordinator.task_pool import TaskPool
-from tests.unit.coordinator.builders import submit
-from tests.unit.coordinator.pools import group
+from tests.harness.coordinator.builders import submit
+from tests.harness.coordinator.pools import group
 
 BOUNDS = QueueBounds(
     8,

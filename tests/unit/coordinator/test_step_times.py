@@ -7,7 +7,7 @@ from comm_pool.mixed import Mixed
 from coordinator.cli.operate import step_times_text
 from coordinator.roster import Roster
 from coordinator.views import step_times_view
-from tests.unit.coordinator.builders import hello
+from tests.harness.coordinator.builders import hello
 
 SHAPE = Mixed(2, 2)
 

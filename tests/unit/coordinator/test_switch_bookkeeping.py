@@ -18,9 +18,9 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.seat import Seat
 from coordinator.roster import Arrival
+from tests.harness.coordinator.builders import directive, hello, layout, report, target
+from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import directive, hello, layout, report, target
-from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.unit.coordinator.test_seat import serving
 from tests.unit.coordinator.test_seat_moving import moved, resolved
 

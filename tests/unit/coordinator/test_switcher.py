@@ -6,9 +6,9 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, LeaseKept, Phase, Stage
 from coordinator.records import Outcome
 from coordinator.roster import Arrival
+from tests.harness.coordinator.builders import hello, layout, report, target
+from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell, settings
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.builders import hello, layout, report, target
-from tests.unit.coordinator.switchers import Ranks, restarted, serving_cell, settings
 
 
 def test_times_that_let_two_layouts_overlap_are_refused() -> None:

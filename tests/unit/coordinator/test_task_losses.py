@@ -6,8 +6,8 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.events import ToGateway, ToRank
 from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit, TaskFailed
 from coordinator.tasks import ATTEMPTS_APART, LOSSES_MAX, State
-from tests.unit.coordinator.builders import header, hello, submit
-from tests.unit.coordinator.pools import (
+from tests.harness.coordinator.builders import header, hello, submit
+from tests.harness.coordinator.pools import (
     TWO,
     ZERO,
     A,

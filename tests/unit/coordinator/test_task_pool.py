@@ -20,8 +20,8 @@ from coordinator.protocol.messages import (
     Tier,
 )
 from coordinator.tasks import ATTEMPTS_APART, FAILURES, State
-from tests.unit.coordinator.builders import header, submit
-from tests.unit.coordinator.pools import (
+from tests.harness.coordinator.builders import header, submit
+from tests.harness.coordinator.pools import (
     TWO,
     ZERO,
     A,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from coordinator.protocol.messages import TaskId, Tier
 from coordinator.task_queue import LINES_KEPT_MAX, PLACEMENTS_PER_PROMOTION, TaskQueue
 from coordinator.tasks import State, Task
-from tests.unit.coordinator.builders import header
+from tests.harness.coordinator.builders import header
 
 AGEING_MS = 100
 

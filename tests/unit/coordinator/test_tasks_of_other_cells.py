@@ -10,8 +10,8 @@ from coordinator.protocol.messages import (
     Withdrawn,
 )
 from coordinator.tasks import State
-from tests.unit.coordinator.builders import submit
-from tests.unit.coordinator.pools import A, B, group, messages, placed, pool, state
+from tests.harness.coordinator.builders import submit
+from tests.harness.coordinator.pools import A, B, group, messages, placed, pool, state
 
 
 def test_a_queued_task_is_given_up_for_another_cell() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.cli.watch import mode_of, render, sparkline
-from tests.harness.admin import switch
-from tests.harness.coordinator_process import TOKEN, Coordinator
-from tests.harness.rank_sessions import RankSessions
+from tests.harness.cells.admin import switch
+from tests.harness.cells.coordinator_process import TOKEN, Coordinator
+from tests.harness.cells.rank_sessions import RankSessions
 
 SHOWN_LIMIT_S = 60
 

@@ -18,7 +18,7 @@ from gateway.admission import (
 )
 from gateway.edge import Edge
 from gateway.errors import ApiError, api_error
-from tests.unit.gateway.edge_app import CHAT, application, error_of
+from tests.harness.gateway.edge_app import CHAT, application, error_of
 
 FULL = api_error("queue_full", "Full.", retry_after_s=7)
 

@@ -16,7 +16,7 @@ from gateway.edge import Edge, EdgeLimits
 from gateway.errors import current_request
 from gateway.keyring import KeyRing
 from gateway.measuring import RequestMeter
-from tests.unit.gateway.edge_app import CHAT, Browser, application, error_of
+from tests.harness.gateway.edge_app import CHAT, Browser, application, error_of
 
 
 @pytest.fixture

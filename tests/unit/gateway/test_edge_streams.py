@@ -13,7 +13,7 @@ from gateway import answer
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import RequestState, current_request
 from gateway.stream_forms import STREAM_END
-from tests.unit.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
+from tests.harness.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 
 pytestmark = pytest.mark.timing
 

@@ -6,7 +6,7 @@ import pytest
 from gateway.edge import Edge
 from gateway.errors import RETRY_AFTER_MAX_S, api_error
 from gateway.jitter import MOST, with_jitter
-from tests.unit.gateway.edge_app import CHAT, application, error_of
+from tests.harness.gateway.edge_app import CHAT, application, error_of
 
 REFUSALS = 50
 DISTINCT_MIN = 10

@@ -15,7 +15,7 @@ from gateway.errors import ApiError
 from gateway.rates import RateLimits, duration
 from gateway.shared_replays import SharedReplays
 from gateway.shared_storage import SharedStorage, WaitBudget
-from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.redis.redis_server import IS_REAL, Redis
 
 
 def key(name: str = "a", requests: int = 0, tokens: int = 0) -> ApiKey:

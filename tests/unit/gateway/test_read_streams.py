@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.harness.read_streams import SILENT, TOLD, WHOLE, Reading, asked, read_raw
+from tests.harness.cells.read_streams import SILENT, TOLD, WHOLE, Reading, asked, read_raw
 
 TOKENS = 3
 

@@ -14,7 +14,7 @@ from gateway import replays
 from gateway.edge import Edge
 from gateway.errors import ApiError
 from gateway.replays import KEPT_S, KeptAnswer, Replays
-from tests.unit.gateway.edge_app import CHAT, error_of
+from tests.harness.gateway.edge_app import CHAT, error_of
 
 ANSWER = KeptAnswer(200, [], b"x" * 10)
 

@@ -16,7 +16,7 @@ from coordinator.protocol.messages import (
 )
 from gateway import session as session_module
 from gateway.session import CoordinatorSession
-from tests.harness.gateway_cell import SERVING, TOKEN, FakeCell
+from tests.harness.cells.gateway_cell import SERVING, TOKEN, FakeCell
 
 
 class Log:

@@ -12,8 +12,8 @@ from gateway.errors import ApiError
 from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
 from gateway.shared_replays import CLAIM_S, SharedReplays
 from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
-from tests.harness.redis_server import IS_REAL, Redis
-from tests.harness.tcp_proxy import TcpProxy
+from tests.harness.faults.tcp_proxy import TcpProxy
+from tests.harness.redis.redis_server import IS_REAL, Redis
 
 ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.bench.servers import ROOT
+from tests.harness.cells.servers import ROOT
 
 PARENT = """
 import signal, sys, time

@@ -15,8 +15,8 @@ from gateway.edge import Edge
 from gateway.errors import ApiError, RequestState, current_request
 from gateway.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
 from gateway.tasks import GapMeter, TaskBook
-from tests.harness.collector import Collector, Seen, collector
-from tests.unit.gateway.edge_app import Browser
+from tests.harness.cells.collector import Collector, Seen, collector
+from tests.harness.gateway.edge_app import Browser
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

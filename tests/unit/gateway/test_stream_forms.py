@@ -14,7 +14,7 @@ from gateway import answer
 from gateway.edge import Edge
 from gateway.errors import RequestState, api_error
 from gateway.stream_forms import CompletionForm, ResponsesForm, StreamForm, stream_form
-from tests.unit.gateway.edge_app import FAILURE, Browser, application
+from tests.harness.gateway.edge_app import FAILURE, Browser, application
 
 PATH = "/v1/responses"
 

@@ -12,7 +12,7 @@ import torch
 from kvadaptor.movers import ExchangeMover, MoveError, MoveStats, PeerMover, Round, by_source
 from kvadaptor.peers import allocate
 from kvadaptor.unit_copy import ArrayCopier, Copies, KernelCopier
-from tests.harness.mover_ranks import (
+from tests.harness.vllm.mover_ranks import (
     GEOMETRY,
     UNITS,
     content,

@@ -18,7 +18,7 @@ import torch
 
 from kvadaptor import peers
 from kvadaptor.peers import CudaHandle, PeerMappingError, allocate, export_handle, open_peer
-from tests.harness.mover_ranks import map_with_one_blind, map_with_one_private, run_ranks
+from tests.harness.vllm.mover_ranks import map_with_one_blind, map_with_one_private, run_ranks
 
 CPU = torch.device("cpu")
 

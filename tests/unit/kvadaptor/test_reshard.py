@@ -21,7 +21,7 @@ from kvadaptor.reshard import (
     bytes_moved,
     plan_reshard,
 )
-from tests.harness.reshard_model import check_plan
+from tests.harness.kv.reshard_model import check_plan
 
 KEY = b"the same"
 

@@ -10,7 +10,7 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Phase, ReturnCause
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Leave
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 from worker.lost_group import LostGroup
 from worker.no_room import NoRoomError
 from worker.step_queue import LeaveGroup, send

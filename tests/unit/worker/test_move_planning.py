@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Directive, Phase, Target
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 from worker import move_planning
 from worker.move_planning import MovePlanning
 

@@ -3,7 +3,7 @@
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Phase, Stop, Target
 from coordinator.protocol.seat import Seat
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 from worker.peer_loss import PeerLoss
 
 TP2 = target("tp2+dp2", 1)

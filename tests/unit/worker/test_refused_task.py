@@ -15,7 +15,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.config import TOKEN_ENV
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.messages import Binding, EndCause, Place, TaskEnded
-from tests.unit.coordinator.builders import header
+from tests.harness.coordinator.builders import header
 from worker import __main__ as command
 from worker import launcher
 from worker import member as member_module

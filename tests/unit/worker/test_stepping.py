@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages import Binding, TaskEnded, TaskId
-from tests.unit.coordinator.builders import header
+from tests.harness.coordinator.builders import header
 from worker.book import LedTask, TaskBook
 from worker.step_queue import Step
 from worker.step_times import StepCurve, StepTimes

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.online.base import (
     OnlineQuantizationConfig,
 )
 
-from tests.harness.trees import (
+from tests.harness.vllm.trees import (
     CPU,
     FP8,
     HIDDEN,

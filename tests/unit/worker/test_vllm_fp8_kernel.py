@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.interpreted import run_cases
+from tests.harness.vllm.interpreted import HARNESS, run_cases
 
 pytest.importorskip("vllm")
 
@@ -18,7 +18,7 @@ from tests.bench.kernel_fp8_tilings import SHAPES, tilings
 from worker import vllm_fp8, vllm_fp8_kernel
 from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
 
-CASES = Path(__file__).with_name("fp8_cases.py")
+CASES = HARNESS / "fp8_cases.py"
 FEWEST = 80
 """Cases that must have passed: an empty run proves nothing."""
 SHARED_BYTES = 227 * 1024

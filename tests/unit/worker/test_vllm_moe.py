@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm.distributed import parallel_state
 
-from tests.harness.trees import CPU, Trees, tree_process
+from tests.harness.vllm.trees import CPU, Trees, tree_process
 from worker.vllm_layers import ViewError
 from worker.vllm_moe import experts_of, prove_experts
 from worker.vllm_selftest import prove_tree

@@ -1,14 +1,12 @@
 """The fused RoPE under Triton's interpreter, which must be chosen before triton's first import."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.harness.interpreted import run_cases
+from tests.harness.vllm.interpreted import HARNESS, run_cases
 
 pytest.importorskip("vllm")
 
-CASES = Path(__file__).with_name("rope_cases.py")
+CASES = HARNESS / "rope_cases.py"
 FEWEST = 40
 """Cases that must have passed: an empty run proves nothing."""
 

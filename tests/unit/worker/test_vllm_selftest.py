@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from torch import nn
 
-from tests.harness.trees import CPU, SHARDS, Trees, tree_process, write_and_name
+from tests.harness.vllm.trees import CPU, SHARDS, Trees, tree_process, write_and_name
 from worker import vllm_fp8
 from worker.vllm_layers import ShardPlan, ViewError
 from worker.vllm_selftest import column_error, prove_tree, stored_rows

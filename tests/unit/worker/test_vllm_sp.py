@@ -17,7 +17,7 @@ from vllm.distributed import parallel_state
 from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator
-from tests.harness.mover_ranks import World, run_ranks
+from tests.harness.vllm.mover_ranks import World, run_ranks
 
 PLAN = HeadExchange(heads=8, kv_heads=2, width=2)
 PART_FAULTS = ("no fault in parts", "left out", "order")

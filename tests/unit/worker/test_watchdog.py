@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Carry, Phase
 from coordinator.protocol.seat import Seat
-from tests.unit.coordinator.builders import directive, target
+from tests.harness.coordinator.builders import directive, target
 from worker.peer_loss import GRACE_S, PeerLoss
 from worker.watchdog import POLL_S, Progress, call_out
 

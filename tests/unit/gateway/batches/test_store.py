@@ -31,7 +31,7 @@ from gateway.batches.terms import (
     ended,
     validated,
 )
-from tests.harness.redis_server import IS_REAL, Redis
+from tests.harness.redis.redis_server import IS_REAL, Redis
 
 
 @pytest.fixture(params=["sqlite", "redis"])

@@ -1,0 +1,166 @@
+"""What tests of lost, stuck and slow ranks share: exact streams as load, waiting for views."""
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from coordinator.health import LATE_OUT_MS
+from tests.harness.cells.admin import post
+from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+
+TASKS = 8
+TOKENS = 240
+BEGUN_TOKENS = 20
+"""All streams have so many when something is broken."""
+BACK_LIMIT_S = 120.0
+SHARED_MEMORY = Path("/dev/shm")
+STARTED = '"event": "rank_started"'
+
+
+@contextmanager
+def four_ranks(
+    folder: Path, *, engine_args: tuple[str, ...] = (), **options: Any
+) -> Iterator[BareCell]:
+    """Four ranks in fp32, so that tokens must be identical; nothing is left of them."""
+    with bare_cell(
+        folder,
+        ranks=4,
+        engine_args=["--dtype", "float32", "--max-model-len", "1024", *engine_args],
+        **options,
+    ) as running:
+        yield running
+    started = [json.loads(line) for line in running.log("worker").splitlines() if STARTED in line]
+    assert len(started) >= 4
+    assert [each for each in started if Path(f"/proc/{each['pid']}").exists()] == []
+    names = [path.name for path in SHARED_MEMORY.iterdir()]
+    for each in started:
+        own = tuple(f"aileron-{kind}-{each['pid']}-" for kind in ("board", "plane"))
+        assert not [name for name in names if name.startswith(own)]
+
+
+async def calm_tokens(cell: BareCell) -> list[list[int]]:
+    """Each task's tokens when nothing goes wrong."""
+    client = TaskClient()
+    async with client.connected(cell):
+        return tokens_of(await client.finish(*submit(client, "calm")))
+
+
+def ranks_of(cell: BareCell) -> list[dict[str, Any]]:
+    return list(cell.get("/admin/ranks")["ranks"])
+
+
+def pids_of(cell: BareCell) -> dict[int, int]:
+    return {rank["rank"]: int(rank["pid"]) for rank in ranks_of(cell)}
+
+
+def until(cell: BareCell, what: str, condition: Any) -> float:
+    """Wait until the coordinator's views satisfy the condition; returns the seconds."""
+    started = time.monotonic()
+    while not condition(cell):
+        views = cell.get("/admin/layout"), ranks_of(cell)
+        assert time.monotonic() - started < BACK_LIMIT_S, f"not {what}: {views}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def all_serve(cell: BareCell) -> bool:
+    layout = cell.get("/admin/layout")
+    return bool(layout["serving"]) and "off" not in layout["layout"]
+
+
+def renew(cell: BareCell) -> None:
+    """Start all ranks again, together."""
+    before = {rank["incarnation"] for rank in ranks_of(cell)}
+    status, answer = post(cell.admin + "/admin/renew", {})
+    assert status == 200, answer
+    until(cell, "all new", lambda _: before.isdisjoint(r["incarnation"] for r in ranks_of(cell)))
+    until(cell, "serving", all_serve)
+
+
+def submit(client: TaskClient, tag: str, tokens: int = TOKENS) -> list[str]:
+    """Ask for all streams; longer ones begin with the same tokens."""
+    names = [f"{tag}-{number}" for number in range(TASKS)]
+    for number, name in enumerate(names):
+        prompt = [10 + (number * 37 + place) % 4000 for place in range(20 + 7 * number)]
+        temperature = 0.8 if number % 2 else 0.0
+        client.submit(name, prompt, max_tokens=tokens, temperature=temperature, seed=number)
+    return names
+
+
+def is_cut_out(cell: BareCell, rank: int) -> bool:
+    """The layout has no place for the rank, which has not ended as far as is known."""
+    groups = cell.get("/admin/layout")["groups"]
+    return rank not in [each for group in groups for each in group["ranks"]]
+
+
+def kill(cell: BareCell, rank: int, pid: int) -> float:
+    """SIGKILL a rank and wait until the coordinator knows; returns the seconds.
+
+    By the rank's silence alone it would know after `lost_after_ms`.
+    """
+    os.kill(pid, signal.SIGKILL)
+    seen_s = until(cell, "seen", lambda _: ranks_of(cell)[rank]["exited"])
+    assert seen_s < cell.config.coordinator.lost_after_ms / 1e3
+    return seen_s
+
+
+async def begun(client: TaskClient, names: list[str]) -> None:
+    """Wait until all streams have begun, and see that some are not over."""
+    while any(len(client.streams[name].tokens) < BEGUN_TOKENS for name in names):
+        failures = [client.streams[name].failure for name in names]
+        assert not any(failures), failures
+        await asyncio.sleep(0.005)
+    assert not all(client.streams[name].finished for name in names)
+
+
+async def run_out_of_room(
+    cell: BareCell, wanted: Path, rank: int, tag: str, tokens: int = TOKENS
+) -> list[Stream]:
+    """Let a step find no room under load, by the file `wanted`; returns the streams' ends."""
+    client = TaskClient()
+    async with client.connected(cell):
+        names = submit(client, tag, tokens)
+        await begun(client, names)
+        wanted.touch()
+        out_s = await asyncio.to_thread(until, cell, "left out", lambda _: is_cut_out(cell, rank))
+        print(f"no room for a step of rank {rank} in {tag}: left out {out_s * 1e3:.0f} ms later")
+        assert ranks_of(cell)[rank]["out_ms"] <= LATE_OUT_MS[0]
+        streams = await client.finish(*names)
+    assert not wanted.exists(), "it did not run out of memory."
+    return streams
+
+
+def tell_pauses(tag: str, streams: list[Stream]) -> float:
+    """Print the pauses of these streams; returns the longest, in seconds."""
+    pauses = [max(b - a for a, b in pairwise(stream.times)) for stream in streams]
+    print(
+        f"{tag}: longest pause of a stream {max(pauses) * 1e3:.0f} ms, median "
+        f"{statistics.median(pauses) * 1e3:.0f} ms, "
+        f"submitted again {sum(stream.resumed for stream in streams)}"
+    )
+    return max(pauses)
+
+
+def back(cell: BareCell, tag: str) -> None:
+    """All ranks serve again, and their pages add up with nothing held."""
+    took_s = until(cell, "back", all_serve)
+    print(f"{tag}: all ranks serve {took_s:.1f} s after the last stream ended")
+
+    def is_full(_: BareCell) -> bool:
+        groups = cell.get("/admin/layout")["groups"]
+        return all(group["pages_free"] == group["pages_total"] > 0 for group in groups)
+
+    until(cell, "idle with all pages", is_full)
+    cell.pages()
+
+
+def tokens_of(streams: list[Stream]) -> list[list[int]]:
+    return [stream.tokens for stream in streams]

@@ -1,0 +1,192 @@
+"""Ranks of one group without a cell, whose leader lets a test choose how each step is computed.
+
+Run in processes: `tests.harness.cells.step_ranks SPEC.json OUT.pkl`. SPEC has the
+model folder, the number of ranks, engine arguments, `requests` (prompts and the parameters of
+`reshard_cases`) and `runs`: names of choosers; `parts`, if each rank holds one of several parts of
+the weights. Every run does all requests; OUT has {run: {"streams": [...], "modes": {mode: steps},
+"weights": bytes}}. Only the choice of each step's mode is replaced; the rest is the product.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from comm_pool.layout import Group, Mode, Rank, StepMode
+from comm_pool.mixed import read_mixed
+from coordinator.protocol.config import Config, check_config
+from coordinator.protocol.messages import Binding, Place, Tier
+from tests.harness.cells.bare_cell import Stream, search_path, take
+from tests.harness.cells.servers import free_port
+from tests.harness.cells.warm import run_module
+from tests.harness.vllm.engine_request import encoded_request
+from tests.harness.vllm.reshard_cases import vllm_settings
+from worker.launcher import fork_rank, memory_of
+
+Choice = Callable[[int], StepMode]
+"""Tokens of a step -> how to compute it."""
+
+TIME_LIMIT_S = 450
+BORN = 1
+
+
+def chooser(run: str, mixed: Sequence[str], parts: int = 1) -> Choice:
+    """`tp`, `sp`, a mixed shape, or `random-SEED`: any of them for each step by chance.
+
+    Ranks that hold one of several `parts` of the weights have no sp.
+    """
+    word, _, seed = run.partition("-")
+    shapes = [read_mixed(each) for each in mixed]
+    if word in mixed:
+        return lambda _tokens: read_mixed(word)
+    if word != "random":
+        return lambda _tokens: Mode(word)
+    draw = random.Random(seed)
+    modes: list[StepMode] = [Mode.TP, *([Mode.SP] if parts == 1 else []), *shapes]
+    return lambda _tokens: draw.choice(modes)
+
+
+class Collector:
+    """Stands where the outlet sends to gateways from."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, Stream] = {}
+
+    def push(self, _reply_to: str, header: Any, outputs: Any) -> None:
+        """Add what the leader says to the streams."""
+        for span, output in zip(header.spans, outputs, strict=True):
+            take(self.streams[span.task], span, output)
+
+
+def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
+    """Do all runs as the group's leader, then let the followers go."""
+    from worker.step_queue import Begin, LeaveGroup
+    from worker.vllm_mode import PreparedMode
+
+    pages = member.engine.kv.num_pages - 1
+    member.lead(Begin(BORN, (), pages))
+    member.begin(pages, (), -1)
+    scheduler = member.mode_of(binding.group).scheduler
+    results = {}
+    for run in spec["runs"]:
+        choose = chooser(run, spec.get("mixed", ()), spec.get("parts", 1))
+        modes = Counter[str]()
+
+        def mode_of_step(
+            _self: Any, _group: Group, tokens: int, choose: Choice = choose, modes: Any = modes
+        ) -> StepMode:
+            mode = choose(tokens)
+            modes[str(mode)] += tokens > 0
+            return mode
+
+        PreparedMode.mode_of_step = mode_of_step  # type: ignore[method-assign, assignment]
+        for number, request in enumerate(spec["requests"]):
+            name = f"{run}-{number}"
+            collector.streams[name] = Stream()
+            settings = vllm_settings(request["params"])
+            header, payload = encoded_request(name, request["prompt"], "", Tier.STANDARD, settings)
+            member.place(Place(header, 1, binding, payload), binding)
+        while member.has_work:
+            member.lead_step(1)
+        streams = [collector.streams.pop(f"{run}-{n}") for n in range(len(spec["requests"]))]
+        results[run] = {
+            "streams": streams,
+            "modes": dict(modes),
+            "weights": member.engine.replica_bytes,
+        }
+        if not spec.get("keeps_cache"):
+            assert scheduler.reset_prefix_cache()
+    member.lead(LeaveGroup(BORN, None))
+    return results
+
+
+def serve(
+    config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
+) -> None:
+    """Build one rank and do its part."""
+    from worker.member import Member
+    from worker.rank_process import build_engine
+    from worker.rank_spec import everyone, rank_spec
+    from worker.restarts import Cohort
+    from worker.step_queue import LeaveGroup
+
+    cohort = Cohort(0, everyone(config), config.cell.dist_port)
+    own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1))
+    engine = build_engine(base, own)
+    collector = Collector()
+    member = Member(engine, 1, collector)  # type: ignore[arg-type]
+    group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)
+    binding = Binding(group, BORN)
+    member.join(binding)
+    if rank == group.leader:
+        results = lead(member, binding, collector, spec)
+        out.write_bytes(pickle.dumps(results))
+    else:
+        while not isinstance(member.follow(binding, wait_s=1.0), LeaveGroup):
+            pass
+    engine.communicators.of_width(group.width).group.barrier()
+
+
+def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
+    """Run the ranks of SPEC; returns what stands in OUT, or fails with what they said."""
+    given, out = folder / "steps.json", folder / "steps.pkl"
+    given.write_text(json.dumps(spec))
+    code, said = run_module(
+        "worker",
+        "tests.harness.cells.step_ranks",
+        [str(given), str(out)],
+        env={**os.environ, "PYTHONPATH": search_path()},
+        limit_s=TIME_LIMIT_S,
+    )
+    assert code == 0, said[-6000:]
+    return pickle.loads(out.read_bytes())
+
+
+def main() -> int:
+    """Start all ranks and wait for them."""
+    from worker.vllm_config import replica_config
+    from worker.vllm_device import prepare_launcher
+
+    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    ranks = spec["ranks"]
+    config = check_config(
+        {
+            "model": {
+                "path": spec["model"],
+                "served_name": "demo",
+                "engine_args": spec["engine_args"],
+            },
+            "cell": {
+                "ranks": ranks,
+                "device": spec.get("device", "cpu"),
+                "layout": f"dp{ranks}",
+                "widths": spec.get("widths", [1, ranks]),
+                "mixed": spec.get("mixed", []),
+                "exchange_parts": spec.get("exchange_parts", [1]),
+                "dist_port": free_port(),
+            },
+            "run_dir": str(out.parent),
+        }
+    )
+    base = replica_config(config)
+    prepare_launcher(base)
+    memory = memory_of(config) if config.cell.device == "cpu" else None
+    pids = [
+        fork_rank(Rank(each), functools.partial(serve, config, base, Rank(each), memory, spec, out))
+        for each in range(ranks)
+    ]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return 1 if any(codes) else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

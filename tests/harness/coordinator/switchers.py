@@ -1,0 +1,73 @@
+"""Switchers and cells in the states that their tests start from."""
+
+from comm_pool.layout import Rank
+from coordinator.health import HealthSettings
+from coordinator.protocol.messages import Carry, Phase, Stage
+from coordinator.roster import Roster
+from coordinator.settings import SwitchSettings
+from coordinator.switcher import Switcher
+from tests.harness.coordinator.builders import hello, layout, report
+from tests.transcripts.cell import Cell
+
+
+def settings(health: HealthSettings | None = None, **changes: int) -> SwitchSettings:
+    times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
+    return SwitchSettings(
+        initial=layout("tp2+dp2"),
+        drain_limit_ms=500,
+        records_max=3,
+        default_carry=Carry.RECOMPUTE,
+        health=health or HealthSettings(),
+        **times,
+    )
+
+
+class Ranks:
+    """Four ranks that report whatever the test wants."""
+
+    def __init__(self) -> None:
+        self.roster = Roster(4)
+        self.switcher = Switcher(settings(), self.roster, 0)
+        self.now_ms = 0
+        for rank in range(4):
+            self.hear(rank, Stage(0, Phase.PARK))
+
+    def hear(self, rank: int, stage: Stage, **fields: object) -> None:
+        if Rank(rank) not in self.roster:
+            self.roster.on_hello(hello(rank), self.now_ms)
+        wanted = self.switcher.target if stage.epoch else None
+        said = report(rank, stage, sent_at_ms=self.now_ms, target=wanted, **fields)  # type: ignore[arg-type]
+        assert self.roster.on_report(said, self.now_ms)
+        self.switcher.on_report(said, self.now_ms)
+
+    def acknowledge(self, *ranks: int, **fields: object) -> None:
+        stage = self.switcher.stage
+        for rank in ranks or range(4):
+            self.hear(rank, stage, **fields)
+
+    def tick(self, passed_ms: int = 0) -> tuple[Rank, ...]:
+        self.now_ms += passed_ms
+        return self.switcher.on_tick(self.now_ms)
+
+    def serve(self) -> "Ranks":
+        self.tick()
+        for _ in Phase:
+            self.acknowledge()
+        assert self.switcher.is_serving
+        return self
+
+
+def restarted(cell: Cell, *ranks: int) -> Cell:
+    """Replace the coordinator; these ranks (all, if none is named) are heard."""
+    cell.start()
+    for rank in ranks or cell.ranks:
+        cell.open(rank)
+        cell.report(rank)
+    cell.take()
+    return cell
+
+
+def serving_cell(text: str, **changes: object) -> Cell:
+    cell = Cell(text, **changes)
+    cell.serve()
+    return cell
