@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from tests.harness.cells.client_streams import STREAMS, TOKENS, Heard, all_streams, stream
 from tests.harness.cells.product import Product, product
-from tests.integration.test_switch_under_load import STREAMS, TOKENS, Heard, all_streams, stream
 
 pytestmark = pytest.mark.slow
 

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, bare_cell
-from tests.integration.test_families import make_model
-from tests.integration.test_four_ranks import run
-from tests.integration.test_numerics import (
+from tests.harness.cells.crossing import run
+from tests.harness.vllm.references import (
     FP32_TOLERANCE,
     LOGITS_ARGS,
     largest_difference,
     run_all,
     static,
 )
-from tests.integration.test_sp import MOE
+from tests.harness.vllm.tiny_models import MOE, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 

@@ -2,15 +2,12 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -19,38 +16,16 @@ from transformers import (
 from tests.harness.cells.bare_cell import TaskClient, bare_cell
 from tests.harness.cells.servers import MODEL
 from tests.harness.cells.warm import run_module
+from tests.harness.vllm.tiny_models import SIZES, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 3,
-}
 FAMILIES = {
     "qwen2": Qwen2Config(**SIZES, initializer_range=0.05),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True, initializer_range=0.05),
 }
 LOGITS_ARGS = ["--logprobs-mode", "raw_logits", "--max-logprobs", "-1", "--max-model-len", "256"]
 PROMPT = list(range(40, 115))
-
-
-def make_model(folder: Path, config: Any) -> Any:
-    """A random model whose biases and norms are not trivial, with the demo model's tokenizer."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += torch.randn_like(parameter) * 0.1
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
-    return model
 
 
 @pytest.mark.timeout(180)

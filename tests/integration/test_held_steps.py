@@ -9,9 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell
-from tests.harness.cells.lost_ranks import back, calm_tokens, four_ranks, tokens_of
+from tests.harness.cells.lost_ranks import (
+    back,
+    calm_tokens,
+    four_ranks,
+    streams_through_kill,
+    tokens_of,
+)
 from tests.harness.faults.holding_worker import WAIT_S
-from tests.integration.test_rank_chaos import streams_through_kill
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
+from tests.harness.cells.bare_cell import BareCell, TaskClient
 from tests.harness.cells.lost_ranks import (
     BACK_LIMIT_S,
     all_serve,
@@ -21,7 +21,9 @@ from tests.harness.cells.lost_ranks import (
     calm_tokens,
     four_ranks,
     kill,
+    pid_of,
     ranks_of,
+    streams_through_kill,
     submit,
     tell_pauses,
     tokens_of,
@@ -59,35 +61,6 @@ def whole(cell: BareCell) -> BareCell:
     until(cell, "all serve", all_serve)
     assert not any(rank["degraded"] for rank in ranks_of(cell))
     return cell
-
-
-def pid_of(cell: BareCell, rank: int) -> int:
-    return int(ranks_of(cell)[rank]["pid"])
-
-
-async def streams_through_kill(
-    cell: BareCell, tag: str, rank: int, switch_to: str = "", after_s: float = 0.0
-) -> list[Stream]:
-    """Kill a rank in the middle of all streams, or so long after a switch was asked for.
-
-    All others live on, wherever they were.
-    """
-    client, pid = TaskClient(), pid_of(cell, rank)
-    others = [each["pid"] for each in ranks_of(cell) if each["rank"] != rank]
-    async with client.connected(cell):
-        names = submit(client, tag)
-        await begun(client, names)
-        if switch_to:
-            await asyncio.to_thread(cell.ask, switch_to, "reshard")
-            await asyncio.sleep(after_s)
-            phases = [each["phase"] for each in ranks_of(cell)]
-            tag = f"{tag} after {after_s * 1e3:.0f} ms, ranks at {' '.join(phases)}"
-        seen_s = await asyncio.to_thread(kill, cell, rank, pid)
-        streams = await client.finish(*names)
-    print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
-    tell_pauses(tag, streams)
-    assert [each["pid"] for each in ranks_of(cell) if each["rank"] != rank] == others
-    return streams
 
 
 @pytest.mark.parametrize("layout", ["tp4", "sp4", "sp2+sp2", "dp4"])

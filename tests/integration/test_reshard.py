@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.protocol.messages import Tier
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.integration.test_four_ranks import LAYOUTS, TASKS, run
+from tests.harness.cells.crossing import LAYOUTS, TASKS, run
 
 pytestmark = pytest.mark.slow
 

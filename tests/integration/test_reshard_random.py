@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.crossing import LAYOUTS
 from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.reshard_cases import Case, draw_case, vllm_settings
 from tests.harness.vllm.static_process import SHARED_MEMORY, run_static
-from tests.integration.test_four_ranks import LAYOUTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, bare_cell
-from tests.integration.test_four_ranks import TASKS, prompt, run
+from tests.harness.cells.crossing import TASKS, prompt, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 

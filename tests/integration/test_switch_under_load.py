@@ -6,21 +6,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.client_streams import TOKENS, Heard, all_streams
+from tests.harness.cells.product import Product, product
 
 pytestmark = pytest.mark.slow
 
-STREAMS = 50
 SWITCHES = 20
-TOKENS = 400
-"""Of each stream: enough for streams to run through all switches on a fast machine."""
 READY_EVERY_S = 0.02
 RESHARD = (("tp2", "reshard"), ("dp2", "reshard"))
 EVERY_PLAN = (
@@ -28,51 +24,6 @@ EVERY_PLAN = (
     *(("tp2", "recompute"), ("dp2", "drain")),
 )
 Cycle = tuple[tuple[str, str], ...]
-WORDS = ("def", "class", "import", "return", "with", "open", "the", "file", "and", "strings")
-
-
-@dataclass
-class Heard:
-    """One stream as its client saw it."""
-
-    text: list[str] = field(default_factory=list)
-    tokens: int = 0
-    finish_reason: str | None = None
-
-
-def prompt(number: int) -> str:
-    """A prompt of 10 to 60 words, different for each stream."""
-    words = itertools.islice(itertools.cycle(WORDS[number % 7 :] + WORDS), 10 + number)
-    return f"# {number}\n" + " ".join(words)
-
-
-async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
-    """Half of the streams sample, half are greedy; all have seeds."""
-    heard = Heard()
-    chunks = await client.completions.create(
-        model=MODEL_NAME,
-        prompt=prompt(number),
-        max_tokens=TOKENS,
-        temperature=0.9 if number % 2 else 0.0,
-        seed=number,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    async for chunk in chunks:
-        for choice in chunk.choices:
-            heard.text.append(choice.text)
-            if choice.finish_reason is not None:
-                heard.finish_reason = choice.finish_reason
-        if chunk.usage is not None:
-            heard.tokens = chunk.usage.completion_tokens
-    return heard
-
-
-async def all_streams(url: str) -> list[Heard]:
-    """Run them at once and wait for all."""
-    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
-        return await asyncio.gather(*(stream(client, number) for number in range(STREAMS)))
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.lost_ranks import back, kill, ranks_of, tell_pauses
 from tests.harness.cells.servers import MODEL
-from tests.integration.test_families import SIZES, make_model
-from tests.integration.test_numerics import static
-from tests.integration.test_sp import MOE, check_runs
+from tests.harness.vllm.references import static
+from tests.harness.vllm.step_checks import check_runs
+from tests.harness.vllm.tiny_models import MOE, SIZES, make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact, pytest.mark.timeout(600)]
 

@@ -164,3 +164,32 @@ def back(cell: BareCell, tag: str) -> None:
 
 def tokens_of(streams: list[Stream]) -> list[list[int]]:
     return [stream.tokens for stream in streams]
+
+
+def pid_of(cell: BareCell, rank: int) -> int:
+    return int(ranks_of(cell)[rank]["pid"])
+
+
+async def streams_through_kill(
+    cell: BareCell, tag: str, rank: int, switch_to: str = "", after_s: float = 0.0
+) -> list[Stream]:
+    """Kill a rank in the middle of all streams, or so long after a switch was asked for.
+
+    All others live on, wherever they were.
+    """
+    client, pid = TaskClient(), pid_of(cell, rank)
+    others = [each["pid"] for each in ranks_of(cell) if each["rank"] != rank]
+    async with client.connected(cell):
+        names = submit(client, tag)
+        await begun(client, names)
+        if switch_to:
+            await asyncio.to_thread(cell.ask, switch_to, "reshard")
+            await asyncio.sleep(after_s)
+            phases = [each["phase"] for each in ranks_of(cell)]
+            tag = f"{tag} after {after_s * 1e3:.0f} ms, ranks at {' '.join(phases)}"
+        seen_s = await asyncio.to_thread(kill, cell, rank, pid)
+        streams = await client.finish(*names)
+    print(f"{tag}: exit seen after {seen_s * 1e3:.0f} ms")
+    tell_pauses(tag, streams)
+    assert [each["pid"] for each in ranks_of(cell) if each["rank"] != rank] == others
+    return streams

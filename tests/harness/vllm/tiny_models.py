@@ -1,0 +1,55 @@
+"""Tiny random checkpoints of the families that tests serve."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
+
+from tests.harness.cells.servers import MODEL
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 3,
+}
+
+
+def make_model(folder: Path, config: Any) -> Any:
+    """A random model whose biases and norms are not trivial, with the demo model's tokenizer."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return model
+
+
+MOE_SIZES: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+MOE = {
+    "qwen3-moe": Qwen3MoeConfig(
+        **MOE_SIZES,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        initializer_range=0.05,
+    ),
+    "mixtral": MixtralConfig(
+        **MOE_SIZES, num_local_experts=8, num_experts_per_tok=2, initializer_range=0.05
+    ),
+}
