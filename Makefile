@@ -6,9 +6,11 @@ MODEL  ?=
 DEVICE ?= cpu
 SEED   ?= 1
 BIN    := .venv/bin
-TESTS  := $(BIN)/python -m pytest -m "not gpu and not chaos and not fleet"
+PYTEST := $(BIN)/python -m pytest
+SHORT  := -m "not gpu and not chaos and not long and not fleet"
+LANES  := -n 2 --dist loadgroup
 
-.PHONY: up demo test test-fleet setup check chaos soak sim mutants bench gpu-bench screenshot
+.PHONY: up demo test test-long test-fleet references coverage setup check chaos soak sim mutants bench gpu-bench screenshot
 
 up: setup  ## serve on 127.0.0.1:$(PORT) until Ctrl-C
 	@$(BIN)/aileron up --port $(PORT) --device $(DEVICE) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model $(MODEL))
@@ -17,8 +19,16 @@ demo: setup  ## watch streams live through dp2 -> tp2 -> dp2
 	@$(BIN)/python -m tests.demo.run_demo --device $(DEVICE) $(if $(MODEL),--model $(MODEL))
 
 test: check  ## lint, types, import contracts and every CPU test
-	$(TESTS) tests --ignore=tests/integration
-	$(TESTS) -p no:randomly tests/integration
+	$(PYTEST) $(SHORT) $(LANES) --durations=10 tests
+
+test-long: setup  ## hours, or a quiet machine: timing, fuzzing, all seeds, chaos; leaves a record
+	$(PYTEST) -m "(long or chaos) and not gpu and not fleet" -p no:randomly --record tests
+
+references: setup  ## static vLLM's results anew, which make test compares with
+	$(BIN)/python -m tests.harness.vllm.make_references
+
+coverage: setup  ## lines of the product that make test runs, in all its processes
+	$(BIN)/python -m tests.harness.runs.coverage_run $(PYTEST) $(SHORT) $(LANES) tests
 
 test-fleet: setup  ## what the chart installs for many cells, as processes here; takes minutes
 	$(BIN)/python -m pytest -s -p no:randomly tests/fleet
@@ -48,7 +58,7 @@ bench: setup  ## CPU benchmarks; leaves JSON and a table under docs/benchmarks/
 	@$(BIN)/python -m tests.bench.cpu
 
 screenshot: setup  ## docs/live-page.png anew, of a cell of four ranks under load; needs a Chromium
-	@AILERON_KEEP_SCREENSHOT=1 $(TESTS) -p no:randomly tests/integration/test_metrics.py -k live_page
+	@AILERON_KEEP_SCREENSHOT=1 $(PYTEST) -p no:randomly tests/integration/test_metrics.py -k live_page
 
 gpu-bench: DEVICE = cuda
 gpu-bench: setup  ## against static vLLM on the GPUs here: make gpu-bench [RANKS=4] [SHAPE=llama-3-8b,qwen3-32b]

@@ -1,8 +1,4 @@
-"""Which tests may be repeated, how often, and that every repeat is reported and counted.
-
-Real processes on a machine that others use too meet moments that no test foresaw. One such moment
-must not fail a run of half an hour, and a run with many of them must not pass: they are counted.
-"""
+"""How the suite runs: which tests wait for `make test-long`, in which order, on which worker."""
 
 import logging
 import os
@@ -14,24 +10,20 @@ import pytest
 import structlog
 
 from tests.harness.browser.browser import find_browser
-from tests.harness.cells.not_started import NotStartedError
 from tests.harness.redis.redis_server import IS_REAL, Redis
+from tests.harness.runs.lanes import RANKS, LaneScheduling
+from tests.harness.runs.record import Record
 
 REQUIRE_TOOLS_ENV = "AILERON_REQUIRE_TOOLS"
 """Where it is set, a run without one of these tools fails at once instead of testing less."""
 TOOLS = ("redis-server", "prometheus", "promtool", "node")
 PACKAGES = "redis-server prometheus chromium nodejs"
 
-TIMING_REPEATS = 2
-"""For tests marked `timing`: a time that is really too long fails three times in a row."""
-PROCESS_REPEATS = 1
-"""For other tests under integration/, except those of these marks, which are repeated only where
-their servers did not start:"""
-COMPARING = frozenset({"exact", "chaos"})
-REPEATED_MAX = 5
-"""Repeats in one run; with more of them it fails, whatever the repeats said."""
-REASON_CHARS = 600
-"""Of what the first attempt said, at the end of a run."""
+LONG_MARKS = ("long", "chaos")
+"""Tests of these marks run only where they are asked for by name: `make test-long`."""
+SUMMARY = "summary"
+"""A test's `record_property(SUMMARY, line)` prints the line at the end of the run."""
+POSITION = pytest.StashKey[int]()
 
 # Some tests have gRPC servers in this process. A child that is forked while they are at work loads
 # another program at once; what gRPC does for other children has aborted it.
@@ -44,39 +36,66 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `make test-long` asks for."""
+    parser.addoption("--record", action="store_true", help="leave a page under docs/benchmarks")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin the count of this run, if all tools are there that it is to have."""
+    """Refuse a run that lacks a tool which it must have, and take what tests want to be said."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     missing += [] if find_browser() else ["chromium"]
     if missing and os.environ.get(REQUIRE_TOOLS_ENV):
         text = f"{', '.join(missing)} not found; on Debian: apt-get install {PACKAGES}"
         raise pytest.UsageError(f"{REQUIRE_TOOLS_ENV} is set, but {text}.")
-    config.pluginmanager.register(Repeats(), "aileron-repeats")
+    config.pluginmanager.register(Summary(), "aileron-summary")
+    if config.getoption("record"):
+        config.pluginmanager.register(Record(), "aileron-record")
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LaneScheduling:
+    """Give the first worker the tests that start ranks."""
+    return LaneScheduling(config, log)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Remember where a test stands in its file."""
+    item.stash[POSITION] = next(_positions)
+
+
+def _count() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+_positions = _count()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Pure tests and comparisons of numbers are never repeated: they must pass the first time.
+    """Leave out the long tests, run integration tests first and as written, and group them.
 
-    The long fault tests run where they are asked for by their mark.
+    Pure tests stay in pytest-randomly's order. Integration tests share processes whose state
+    later tests build on, so theirs is that of the file.
     """
-    if "chaos" not in config.option.markexpr:
-        long = [item for item in items if item.get_closest_marker("chaos")]
-        items[:] = [item for item in items if item not in long]
+    unwanted = [mark for mark in LONG_MARKS if mark not in config.option.markexpr]
+    long = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    if long:
         config.hook.pytest_deselected(items=long)
-    for item in items:
-        if item.get_closest_marker("timing"):
-            item.add_marker(pytest.mark.flaky(reruns=TIMING_REPEATS, reruns_delay=2))
-        elif "integration" in item.path.parts:
-            compares = COMPARING.intersection(mark.name for mark in item.iter_markers())
-            only = [NotStartedError.__name__] if compares else None
-            item.add_marker(
-                pytest.mark.flaky(reruns=PROCESS_REPEATS, reruns_delay=2, only_rerun=only)
-            )
+    left = [item for item in items if item not in set(long)]
+    real = [item for item in left if "integration" in item.path.parts]
+    pure = [item for item in left if "integration" not in item.path.parts]
+    items[:] = sorted(real, key=lambda item: item.stash[POSITION]) + pure
+    for item in real:
+        if item.get_closest_marker("ranks") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(f"{RANKS}-{item.path.stem}"))
 
 
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
-    """Logging as it was, behind a test that sets up a process' own."""
+    """Logging as it was, after a test that sets up a process' own."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -100,40 +119,26 @@ def fresh_redis(redis: Redis) -> Iterator[Redis]:
     redis.limit_memory("0")
 
 
-class Repeats:
-    """Counts the repeats of a run and fails it when they are too many."""
+class Summary:
+    """Says at the end of a run what its tests have drawn, and what was tested with less."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
-        self._reasons: list[str] = []
+        self._lines: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a test that failed and will be repeated."""
-        outcome: str = report.outcome
-        if outcome == "rerun":
-            self._names.append(report.nodeid)
-            crash = getattr(report.longrepr, "reprcrash", None)
-            said = str(crash or report.longreprtext)[:REASON_CHARS]
-            self._reasons.append(f"{report.nodeid} was repeated behind: {said}")
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Turn a run with too many repeats into a failed one."""
-        if len(self._names) > REPEATED_MAX and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        """Take the lines of one test."""
+        if report.when == "call":
+            self._lines += [str(line) for name, line in report.user_properties if name == SUMMARY]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say how many there were, and what was tested with less than the real thing."""
+        """Print them."""
+        if self._lines:
+            terminalreporter.section("what this run has drawn")
+        for line in self._lines:
+            terminalreporter.write_line(line)
         if not IS_REAL:
             terminalreporter.write_line(
                 "NOT TESTED with a real Redis: servers that speak its protocol took its place, and "
                 "what they cannot do was skipped (Debian: apt-get install redis-server).",
                 yellow=True,
             )
-        if self._names:
-            terminalreporter.write_line(
-                f"repeated {len(self._names)} times, at most {REPEATED_MAX} allowed: "
-                + ", ".join(self._names)
-            )
-            for reason in self._reasons:
-                terminalreporter.write_line(reason)

@@ -25,7 +25,7 @@ from tests.bench.gpu_shapes import (
     write_shape,
 )
 from tests.bench.gpu_switches import SwitchRun
-from tests.bench.provenance import commit, today
+from tests.harness.runs.provenance import commit, today
 
 SHAPES = "1024/1073741824/8,4096/16/32,4096/64/32,2048/132/16,4096/132/32"
 COLUMNS = ("park_ms", "reshard_ms", "cut_over_ms", "stall_ms", "total_ms", "gap_p50", "gap_max")

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.bench.provenance import commit, cpu_name, today
 from tests.harness.cells.servers import (
     COMPUTE_THREADS,
     ROOT,
@@ -25,6 +24,7 @@ from tests.harness.cells.servers import (
     running,
     vllm_command,
 )
+from tests.harness.runs.provenance import commit, cpu_name, today
 
 OPTIONS = [
     *("--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "32"),

@@ -27,8 +27,8 @@ from tests.bench.gpu_report import write_report
 from tests.bench.gpu_run import MODES, PARTS, Run, Setup, prepare_environment
 from tests.bench.gpu_servers import nvidia_smi
 from tests.bench.gpu_shapes import DEMO, SHAPES, plan_for
-from tests.bench.provenance import commit, today
 from tests.harness.cells.servers import ROOT
+from tests.harness.runs.provenance import commit, today
 
 STOP_LIMIT_S = 25
 """Kept of `--limit-s` for stopping servers and writing the report."""

@@ -21,8 +21,8 @@ from tests.bench.gpu import hardware, versions
 from tests.bench.gpu_policy_report import write_policy_report
 from tests.bench.gpu_servers import gpu_memory_mib, wait_gpus_free
 from tests.bench.gpu_shapes import COMPILATION, DEMO, as_arguments, engine_options, write_shape
-from tests.bench.provenance import commit, today
 from tests.harness.cells.servers import MODEL, ROOT, environment, free_port, running
+from tests.harness.runs.provenance import commit, today
 
 LOAD_LIMIT_S = 900
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -27,7 +27,6 @@ import aiohttp
 import psutil
 
 from tests.bench.cpu import OPTIONS, UNPACKED
-from tests.bench.provenance import commit, cpu_name, today
 from tests.harness.cells.servers import (
     ROOT,
     aileron_command,
@@ -36,6 +35,7 @@ from tests.harness.cells.servers import (
     running,
     vllm_command,
 )
+from tests.harness.runs.provenance import commit, cpu_name, today
 
 PROMPT_TOKENS = 128
 VOCABULARY = 4_000

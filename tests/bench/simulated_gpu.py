@@ -25,9 +25,9 @@ from loadgen.options import build_parser
 from loadgen.plan import PlannedRequest
 from loadgen.runner import planned_run
 from loadgen.stats import summarise
-from tests.bench.provenance import commit, today
 from tests.bench.simulated_run import TAIL_S, tier_of
 from tests.harness.cells.servers import ROOT
+from tests.harness.runs.provenance import commit, today
 
 PROMPT_TOKENS_MAX = 8_192
 """Longer prompts take several steps, whose times were not measured one by one."""

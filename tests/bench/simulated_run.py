@@ -26,9 +26,9 @@ from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.log import CostsSeen, costs_of, decode, settings_of
 from coordinator.protocol.messages import Tier
 from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
-from tests.bench.provenance import commit, cpu_name, today
 from tests.harness.cells.admin import switch
 from tests.harness.cells.servers import MODEL, ROOT, free_port, running
+from tests.harness.runs.provenance import commit, cpu_name, today
 
 ADAPTIVE = "adaptive"
 LOAD_LIMIT_S = 900

@@ -24,10 +24,10 @@ from openai.types import Completion
 from comm_pool.layout import Mode, format_layout, supported_layouts
 from tests.bench import gpu
 from tests.bench.gpu_servers import gpu_memory_mib
-from tests.bench.provenance import commit, cpu_name, today
 from tests.harness.cells.admin import ask, get_json, post, switch
 from tests.harness.cells.devices import ranks_per_device
 from tests.harness.cells.servers import MODEL, ROOT, environment, free_port, running
+from tests.harness.runs.provenance import commit, cpu_name, today
 from tests.soak.asked import TOKENS, Answer, Question, is_right, questions
 from tests.soak.measures import (
     Sample,
