@@ -26,8 +26,9 @@ from tests.harness.vllm.references import FP32_TOLERANCE, NEW_TOKENS
 from tests.harness.vllm.tiny_models import VOCABULARY, model_of
 
 DAY_ENV = "AILERON_REFERENCE_DAY"
-FRESH_TOLERANCE = 1e-5
-"""Of what the same vLLM computes; another CPU's instructions round in another way."""
+FRESH_TOLERANCE = 5e-5
+"""Half of what cells are given. The CPU that made a reference computes the same values to the bit;
+without AVX-512 they differ by up to 3.6e-5, sums included."""
 
 
 def drawn() -> Entry:
