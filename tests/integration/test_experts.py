@@ -3,29 +3,21 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, bare_cell
 from tests.harness.cells.crossing import run
-from tests.harness.vllm.references import (
-    FP32_TOLERANCE,
-    LOGITS_ARGS,
-    largest_difference,
-    run_all,
-    static,
-)
-from tests.harness.vllm.tiny_models import MOE, make_model
+from tests.harness.vllm.reference_files import reference
+from tests.harness.vllm.references import FP32_TOLERANCE, LOGITS_ARGS, run_all
+from tests.harness.vllm.tiny_models import model_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3-MoE with 16 experts and 2 KV heads."""
-    folder = tmp_path_factory.mktemp("experts") / "qwen3-moe"
-    make_model(folder, MOE["qwen3-moe"])
-    return folder
+    return model_of("qwen3-moe", tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +30,12 @@ def cell(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bare
 
 
 @pytest.mark.timeout(400)
-async def test_every_mode_equals_static_vllm(cell: BareCell, model: Path, tmp_path: Path) -> None:
-    reference = static(tmp_path, model)
+async def test_every_mode_equals_static_vllm(cell: BareCell, model: Path) -> None:
+    expected = reference("qwen3-moe", model)
     for layout in ("dp4", "tp2+sp2", "sp4", "tp4"):
         cell.switch(layout)
-        streams, scores = await run_all(cell, layout)
-        logits = largest_difference(streams, reference)
-        worst = np.abs(scores - reference["scores_0"]).max()
-        print(f"{layout}: logits {logits:.2e}, score {worst:.2e}")
-        assert logits < FP32_TOLERANCE, layout
-        assert worst < FP32_TOLERANCE, layout
+        streams, scores = await run_all(cell, layout, expected.prompts, expected.text)
+        expected.check(streams, scores, FP32_TOLERANCE, layout)
 
 
 @pytest.mark.timeout(200)

@@ -1,29 +1,30 @@
 """Every mode computes what static vLLM computes: logits of every step and teacher-forced loss.
 
-The reference is plain vLLM in processes of its own, tp 1 and tp 2. fp32 must agree to 1e-4; bf16
-must be as close to static dp as static tp is, because tp rounds partial sums differently by nature.
+The references are plain vLLM's, tp 1 and tp 2. fp32, whose references the repository keeps, must
+agree to 1e-4; bf16 must be as close to static dp as static tp is, because tp rounds partial sums
+differently by nature.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.servers import MODEL
+from tests.harness.vllm.reference_catalog import CATALOG, LENGTHS
+from tests.harness.vllm.reference_files import Reference, compute, reference
 from tests.harness.vllm.references import (
     FP32_TOLERANCE,
-    LENGTHS,
     LOGITS_ARGS,
     NEW_TOKENS,
-    largest_difference,
     prompts_and_text,
     run_all,
-    static,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = pytest.mark.slow
 
 LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
 
@@ -37,34 +38,25 @@ def fp32_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
 
 
 @pytest.fixture(scope="module")
-def fp32_static(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+def fp32_static() -> dict[int, Reference]:
     """Static vLLM in fp32, by tp size."""
-    folder = tmp_path_factory.mktemp("static")
-    return {tp: static(folder, tp=tp) for tp in (1, 2)}
+    return {1: reference("demo", MODEL), 2: reference("demo-tp2", MODEL)}
 
 
 @pytest.mark.timeout(600)
 async def test_fp32_equals_static_vllm_in_every_layout(
-    fp32_static: dict[int, dict[str, Any]], fp32_cell: BareCell
+    fp32_static: dict[int, Reference], fp32_cell: BareCell
 ) -> None:
-    report = {}
     for layout in LAYOUTS:
         fp32_cell.switch(layout)
-        streams, scores = await run_all(fp32_cell, layout)
-        for tp, reference in fp32_static.items():
-            for number, stream in enumerate(streams):
-                assert stream.tokens == reference[f"tokens_{number}"].tolist(), (layout, number)
-            logits = largest_difference(streams, reference)
-            loss = abs(float(scores.mean() - reference["scores_0"].mean()))
-            report[layout, tp] = (logits, loss)
-            assert logits < FP32_TOLERANCE, (layout, tp, logits)
-            assert np.abs(scores - reference["scores_0"]).max() < FP32_TOLERANCE, (layout, tp)
-    print("largest logit and loss differences by (layout, static tp):", report)
+        streams, scores = await run_all(fp32_cell, layout, *prompts_and_text())
+        for tp, expected in fp32_static.items():
+            expected.check(streams, scores, FP32_TOLERANCE, f"{layout} and static tp {tp}")
 
 
 @pytest.mark.timeout(300)
 async def test_prefix_cache_hits_change_nothing(
-    fp32_static: dict[int, dict[str, Any]], fp32_cell: BareCell
+    fp32_static: dict[int, Reference], fp32_cell: BareCell
 ) -> None:
     number = LENGTHS.index(300)
     prompt = prompts_and_text()[0][number]
@@ -79,27 +71,27 @@ async def test_prefix_cache_hits_change_nothing(
                 client.submit(name, prompt, max_tokens=NEW_TOKENS, logprobs=-1)
                 stream = (await client.finish(name))[0]
                 hits += stream.cached_tokens > 0
-                rows = np.stack(stream.logits)
-                expected = fp32_static[1][f"logits_{number}"]
-                assert np.abs(rows - expected).max() < FP32_TOLERANCE, (layout, turn)
+                difference = fp32_static[1].difference(number, stream.logits)
+                assert difference < FP32_TOLERANCE, (layout, turn)
         assert hits > 0, f"no prefix-cache hit in {layout}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_bf16_is_as_close_to_static_dp_as_static_tp_is(tmp_path: Path) -> None:
-    references = {tp: static(tmp_path, dtype="bfloat16", tp=tp) for tp in (1, 2)}
-    dp = references[1]
-    tp_error = np.abs(references[2]["scores_0"] - dp["scores_0"])
+    twin = replace(CATALOG["demo"], dtype="bfloat16")
+    dp, tp2 = (compute(replace(twin, tp=tp), MODEL, tmp_path) for tp in (1, 2))
+    tp_error = np.abs(tp2["scores"] - dp["scores"])
     folder = tmp_path / "cell"
     folder.mkdir()
     arguments = ["--dtype", "bfloat16", *LOGITS_ARGS]
     with bare_cell(folder, ranks=2, engine_args=arguments) as cell:
         for layout in ("dp2", "tp2"):
             cell.switch(layout)
-            streams, scores = await run_all(cell, layout)
-            error = np.abs(scores - dp["scores_0"])
+            streams, scores = await run_all(cell, layout, *prompts_and_text())
+            error = np.abs(scores - dp["scores"])
             print(layout, "bf16 error", error.max(), "static tp2", tp_error.max())
             assert error.max() <= 1.5 * tp_error.max(), layout
             assert error.mean() <= 1.25 * tp_error.mean(), layout
-            assert abs(scores.mean() - dp["scores_0"].mean()) < 0.01, layout
-            assert streams[0].tokens[:1] == dp["tokens_0"].tolist()[:1]
+            assert abs(scores.mean() - dp["scores"].mean()) < 0.01, layout
+            assert streams[0].tokens[:1] == dp["tokens"][0].tolist()[:1]

@@ -18,9 +18,9 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.crossing import LAYOUTS
-from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.reshard_cases import Case, draw_case, vllm_settings
-from tests.harness.vllm.static_process import SHARED_MEMORY, run_static
+from tests.harness.vllm.static_answers import static_answers
+from tests.harness.vllm.static_process import SHARED_MEMORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
@@ -56,15 +56,7 @@ def cases() -> list[Case]:
 @pytest.fixture(scope="module")
 def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What plain vLLM generates for the greedy ones, and the log-probabilities of it."""
-    greedy = [case for case in cases if case.is_greedy]
-    spec = {
-        "model": str(MODEL),
-        "cases": [{"prompt": case.prompt, "params": case.params} for case in greedy],
-    }
-    out = tmp_path_factory.mktemp("static") / "static.json"
-    run_static("tests.harness.vllm.static_cases", spec, out)
-    answers = json.loads(out.read_text())
-    return {case.seed: answer for case, answer in zip(greedy, answers, strict=True)}
+    return static_answers(cases, tmp_path_factory.mktemp("static"))
 
 
 @pytest.fixture(scope="module")

@@ -1,48 +1,74 @@
 """Steps in sp, in tp, and alternating by chance compute what static vLLM computes, on one KV.
 
-The reference is plain vLLM (tp 1) in a process of its own; fp32 must agree to 1e-4. KV heads
+The reference is plain vLLM (tp 1), as the repository keeps it; fp32 must agree to 1e-4. KV heads
 divide the width, equal it, or are fewer than it and replicated. Four ranks also compute two shares
 of the tokens with two halves of the weights.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3Config
 
 from tests.harness.cells.servers import MODEL
 from tests.harness.cells.step_ranks import run_steps
-from tests.harness.vllm.references import (
-    FP32_TOLERANCE,
-    static,
-)
+from tests.harness.vllm.references import FP32_TOLERANCE
 from tests.harness.vllm.reshard_cases import draw_case
 from tests.harness.vllm.step_checks import CHUNKS, MIXED, check_runs
-from tests.harness.vllm.tiny_models import MOE, SIZES, make_model
+from tests.harness.vllm.tiny_models import model_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+IN_PARTS: dict[str, Any] = {**MIXED, "exchange_parts": [1, 4]}
+WHAT_IS_GIVEN: dict[tuple[str, int], dict[str, Any]] = {
+    ("demo", 2): {},
+    ("demo", 4): IN_PARTS,
+    ("one-kv-head", 4): MIXED,
+    ("mixtral", 2): {},
+    ("qwen3-moe", 4): MIXED,
+}
+"""By model and ranks.
 
-@pytest.mark.timeout(900)
-def test_steps_of_the_demo_model(tmp_path: Path) -> None:
-    """Four KV heads: two for each of two ranks, one for each of four, who exchange in parts."""
-    reference = static(tmp_path)
-    check_runs(tmp_path, 2, reference, MODEL)
-    check_runs(tmp_path, 4, reference, MODEL, **MIXED, exchange_parts=[1, 4])
-
-
-@pytest.mark.timeout(600)
-def test_steps_of_a_model_with_fewer_kv_heads_than_ranks(tmp_path: Path) -> None:
-    sizes = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 1024}
-    model = tmp_path / "one-kv-head"
-    make_model(model, Qwen3Config(**sizes, head_dim=32, initializer_range=0.05))
-    reference = static(tmp_path, model)
-    # Trees of two ranks hold two copies of the head, those of four hold one.
-    check_runs(tmp_path, 4, reference, model, **MIXED)
+Four KV heads: two for each of two ranks, one for each of four, who exchange in parts. One KV head:
+trees of two ranks hold two copies of it, those of four hold one. Models with experts, whose two KV
+heads four ranks share: in tp a rank holds its range of experts, in sp all of them, mixed half.
+"""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "ranks", "runs"),
+    [
+        ("demo", 2, ("tp", "sp", "random-1")),
+        ("demo", 4, ("sp2tp2", "random-1")),
+        ("one-kv-head", 4, ("random-1",)),
+        ("mixtral", 2, ("random-1",)),
+        ("qwen3-moe", 4, ("random-1",)),
+    ],
+)
+def test_steps(name: str, ranks: int, runs: tuple[str, ...], tmp_path: Path) -> None:
+    """Every mode computes steps of a random run, each on KV that the others have written."""
+    model, given = model_of(name, tmp_path), WHAT_IS_GIVEN[name, ranks]
+    check_runs(tmp_path, name, model, ranks=ranks, runs=runs, **given)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "ranks", "runs"),
+    [
+        ("demo", 2, ("random-2",)),
+        ("demo", 4, ("tp", "sp", "random-2")),
+        ("one-kv-head", 4, ("sp2tp2", "tp", "sp", "random-2")),
+        ("mixtral", 2, ("tp", "sp", "random-2")),
+        ("qwen3-moe", 4, ("sp2tp2", "tp", "sp", "random-2")),
+    ],
+)
+def test_more_steps(name: str, ranks: int, runs: tuple[str, ...], tmp_path: Path) -> None:
+    """One mode for all steps of each of these models, and other random ones."""
+    model, given = model_of(name, tmp_path), WHAT_IS_GIVEN[name, ranks]
+    check_runs(tmp_path, name, model, ranks=ranks, runs=runs, **given)
+
+
 def test_all_sampling_features_and_prefix_hits(tmp_path: Path) -> None:
     """The same tokens and log-probabilities in any mix, also on KV that another mode has cached."""
     cases = [draw_case(seed) for seed in range(1, 61)]
@@ -70,16 +96,3 @@ def test_all_sampling_features_and_prefix_hits(tmp_path: Path) -> None:
     print("cached tokens hit:", cached, {run: each["modes"] for run, each in results.items()})
     # In the first run only shared starts are hit, then what the run before has left.
     assert cached["sp"] > 2 * cached["tp"] > 0
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("family", "ranks"), [("mixtral", 2), ("qwen3-moe", 4)])
-def test_steps_of_models_with_experts(family: str, ranks: int, tmp_path: Path) -> None:
-    """In tp a rank holds its range of experts, in sp all of them, mixed half of them.
-
-    Four ranks share two KV heads.
-    """
-    model = tmp_path / family
-    make_model(model, MOE[family])
-    reference = static(tmp_path, model)
-    check_runs(tmp_path, ranks, reference, model, **(MIXED if ranks == 4 else {}))

@@ -12,27 +12,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 from tests.harness.vllm.reshard_cases import vllm_settings
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+    "block_size": 32,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
 
 
 def main() -> None:
     """Generate for every case, then score what was generated."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     spec = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(
-        model=spec["model"],
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=256 << 20,
-        block_size=32,
-        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
-    )
+    llm = LLM(model=spec["model"], **OPTIONS)
     cases = spec["cases"]
     prompts: list[Any] = [{"prompt_token_ids": case["prompt"]} for case in cases]
     params = [SamplingParams(detokenize=False, **vllm_settings(case["params"])) for case in cases]

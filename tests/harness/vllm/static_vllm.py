@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 256 << 20,
+    "logprobs_mode": "raw_logits",
+    "max_logprobs": -1,
+    "block_size": 32,
+}
+"""What vLLM is told beside what SPEC says."""
 
 
 def full_row(by_token: dict[int, Any], vocab_size: int) -> np.ndarray:
@@ -37,6 +44,8 @@ def fork_workers() -> None:
 
 def main() -> None:
     """Generate and score, then save arrays named after the prompts' numbers."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
     fork_workers()
@@ -46,14 +55,9 @@ def main() -> None:
         dtype=spec["dtype"],
         quantization=spec.get("quantization"),
         tensor_parallel_size=spec["tp"],
-        enforce_eager=True,
         max_model_len=spec["max_model_len"],
-        max_num_seqs=32,
         gpu_memory_utilization=spec.get("gpu_memory_utilization", 0.9),
-        kv_cache_memory_bytes=256 << 20,
-        logprobs_mode="raw_logits",
-        max_logprobs=-1,
-        block_size=32,
+        **OPTIONS,
     )
     vocab = llm.llm_engine.model_config.get_vocab_size()
     arrays: dict[str, Any] = {}

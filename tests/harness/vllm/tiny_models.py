@@ -7,14 +7,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
     MixtralConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from tests.harness.cells.servers import MODEL
 
+VOCABULARY = 4096
 SIZES: dict[str, Any] = {
-    "vocab_size": 4096,
+    "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 3,
@@ -38,18 +41,27 @@ def make_model(folder: Path, config: Any) -> Any:
     return model
 
 
-MOE_SIZES: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-MOE = {
+LONG: dict[str, Any] = {**SIZES, "max_position_embeddings": 1024, "initializer_range": 0.05}
+MODELS: dict[str, Any] = {
+    "untied": LlamaConfig(**LONG, tie_word_embeddings=False),
+    "one-kv-head": Qwen3Config(**{**LONG, "num_key_value_heads": 1}, head_dim=32),
     "qwen3-moe": Qwen3MoeConfig(
-        **MOE_SIZES,
+        **{**LONG, "num_key_value_heads": 2},
         head_dim=32,
         num_experts=16,
         num_experts_per_tok=4,
         moe_intermediate_size=64,
         norm_topk_prob=True,
-        initializer_range=0.05,
     ),
     "mixtral": MixtralConfig(
-        **MOE_SIZES, num_local_experts=8, num_experts_per_tok=2, initializer_range=0.05
+        **{**LONG, "num_key_value_heads": 2}, num_local_experts=8, num_experts_per_tok=2
     ),
 }
+
+
+def model_of(name: str, folder: Path) -> Path:
+    """The demo model, or one of these, which is made in the folder."""
+    if name == "demo":
+        return MODEL
+    make_model(folder / name, MODELS[name])
+    return folder / name
