@@ -34,12 +34,28 @@ class LostGroup:
         self._member = member
         self._communicators = member.engine.communicators
         self._no_room = 0
+        self._told = 0
 
     @property
     def no_room(self) -> int:
-        """The formation (`born`) in which a step found no room, until another is joined; or 0."""
-        binding = self._seat.binding
-        return self._no_room if binding is None or binding.born <= self._no_room else 0
+        """The formation (`born`) in which a step found no room, until the rank serves in another.
+
+        A rank may leave and join within one pass, and the others still wait in that step. It serves
+        only when the coordinator has heard that it has joined, and has heard this with it.
+        """
+        seat = self._seat
+        has_gone_on = seat.binding is not None and seat.binding.born > self._no_room
+        return 0 if has_gone_on and seat.serving else self._no_room
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `no_room` is something else than what was told last."""
+        return self.no_room != self._told
+
+    def tell(self) -> int:
+        """Return `no_room`, for a report that is sent."""
+        self._told = self.no_room
+        return self._told
 
     @property
     def is_joined(self) -> bool:

@@ -340,7 +340,7 @@ class RankLoop:
 
     def _report_if_due(self) -> None:
         due = time.monotonic() - self._reported_at_s >= self._heartbeat_s
-        if not (due or self._changed):
+        if not (due or self._changed or self._lost.has_news):
             return
         self._session.publish(self._report(with_progress=due))
         if due:
@@ -389,7 +389,7 @@ class RankLoop:
             probed=self._probing.results,
             closed=self._engine.communicators.closed,
             free_then=member.moving.free_then,
-            no_room=self._lost.no_room,
+            no_room=self._lost.tell(),
         )
 
     def _progress(self) -> tuple[TaskProgress, ...]:

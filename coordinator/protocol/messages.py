@@ -271,7 +271,7 @@ class Report(Message, frozen=True):
     free_then: int = 0
     no_room: int = 0
     """The formation (`born`) in which a step of this rank found no room on its device; 0 is none.
-    It is told until the rank has joined another one."""
+    It is told until the rank serves in another one."""
 
 
 class Grant(msgspec.Struct, frozen=True):

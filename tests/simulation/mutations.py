@@ -38,6 +38,7 @@ from tests.simulation.sim_holdings import Holdings
 from tests.simulation.sim_moving import SimMoving
 from tests.simulation.sim_plan import Cargo, Ranks
 from tests.simulation.sim_rank import SimRank
+from tests.simulation.sim_room import Room
 from tests.simulation.stepping import Begin
 
 Patch = tuple[Any, str, Any]
@@ -110,6 +111,11 @@ _on_report = Health.on_report
 
 def _hears_of_no_room(self: Health, report: Report, *args: Any) -> Any:
     return _on_report(self, msgspec.structs.replace(report, no_room=0), *args)
+
+
+def _tells_until_it_joins(self: Room) -> int:
+    binding = self._process.seat.binding
+    return self._lacked_in if binding is None or binding.born <= self._lacked_in else 0
 
 
 def _no_patience(self: Switcher, rank: Rank) -> Any:
@@ -218,6 +224,9 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
     "who had no room stays in": ((Health, "on_report", _hears_of_no_room),),
+    "who joins another group tells of no room no longer": (
+        (Room, "lacked_in", property(_tells_until_it_joins)),
+    ),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
     "commit although a rank failed": ((Moves, "decide", _commits_all_the_same),),
     "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),

@@ -18,48 +18,50 @@ class OpenSteps:
 
     def __init__(self, world: "World") -> None:
         self._world = world
-        self._open: list[tuple[Step, tuple[SimRank, ...]]] = []
+        self._open: dict[Step, tuple[SimRank, ...]] = {}
 
     def fail_dead(self) -> None:
         """Fail the steps that a dead member will never execute."""
-        open_steps = []
-        for step, members in self._open:
-            if step.is_over:
+        self._open = {step: members for step, members in self._open.items() if not step.is_over}
+        for step, members in self._open.items():
+            if not self._lacks_one(step):
                 continue
-            if any(self._does_not_come(member, step) for member in members):
-                since = step.dead_since if step.dead_since is not None else self._world.now
-                step.dead_since = since
-                step.failed = self._world.now - since >= ABORT_AFTER_TICKS
-                if step.failed and self._world.faults.drains:
-                    self._let_out(step, members)
-                elif step.failed and self._world.faults.spins:
-                    self._kill_stuck(step, members)
-            open_steps.append((step, members))
-        self._open = open_steps
+            since = step.dead_since if step.dead_since is not None else self._world.now
+            step.dead_since = since
+            step.failed = self._world.now - since >= ABORT_AFTER_TICKS
+            if step.failed and self._world.faults.drains:
+                self._let_out(step, members)
+            elif step.failed and self._world.faults.spins:
+                self._kill_stuck(step, members)
 
-    def forsake(self, step: Step) -> None:
-        """A member has come out of it, as it had no room for it."""
+    def forsake(self, step: Step, rank: Rank) -> None:
+        """A member has come out of it, as it had no room for it: it counts for nobody."""
+        if not step.is_over:
+            step.arrived.discard(rank)
         if step.dead_since is None:
             step.dead_since = self._world.now
 
+    def _lacks_one(self, step: Step) -> bool:
+        return any(self._does_not_come(member, step) for member in self._open[step])
+
     def _does_not_come(self, member: "SimRank", step: Step) -> bool:
-        return self._is_lost(member) or self._forsakes(member, step) or _stays_away(member, step)
-
-    def _forsakes(self, member: "SimRank", step: Step) -> bool:
-        """It had no room for the step; where they are let out, the others are told of that."""
-        return _had_no_room(member, step) and self._is_told_of(member)
-
-    def _is_told_of(self, member: "SimRank") -> bool:
-        core = self._world.core
-        is_cut_out = core is not None and not (core.is_recovering or core.is_available(member.rank))
-        return is_cut_out or not self._world.faults.drains
+        if self._is_lost(member):
+            return True
+        if (since := member.room.lacked_since(step.born)) is not None:
+            # Wherever the rank has gone meanwhile, the others hear of it only if it is cut out.
+            return member.cut_out_at >= since or not self._world.faults.drains
+        return _stays_away(member, step)
 
     def _is_lost(self, member: "SimRank") -> bool:
         """It is dead; or it stands still, and the others are told to do without it."""
         if self._world.ranks[member.rank] is not member:
             return True
         stands_still = self._world.now < member.stopped_until
-        return self._world.faults.drains and stands_still and self._is_told_of(member)
+        return self._world.faults.drains and stands_still and self._is_cut_out(member)
+
+    def _is_cut_out(self, member: "SimRank") -> bool:
+        core = self._world.core
+        return core is not None and not (core.is_recovering or core.is_available(member.rank))
 
     def _let_out(self, step: Step, members: tuple["SimRank", ...]) -> None:
         """Those inside come out of the step, which does not count, and of their group for good."""
@@ -99,7 +101,7 @@ class OpenSteps:
             check(ranks not in process.closed, f"rank {rank} is in a group that it has closed")
             has_joined = (rank, process.incarnation) in self._world.memory.joined
             self._world.stats.rejoined += has_joined and len(ranks) > 1
-            if not _is_in_or_comes(process, step.binding):
+            if not (_is_in_or_comes(process, step.binding) or _had_no_room(process, step)):
                 where = process.seat.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
         for other in self._world.alive:
@@ -115,18 +117,23 @@ class OpenSteps:
             # A member died before the step began; nobody can tell that from one that is slow.
             dead = type(leader)(self._world, leader.rank, -1, ())
             members.append(dead)
-        self._open.append((step, tuple(members)))
+        self._open[step] = tuple(members)
 
     def check_nobody_waits_for(self, follower: "SimRank", binding: Binding) -> None:
-        """A follower leaves: its leader must not wait for it in a step that does not fail."""
+        """A follower leaves: its leader must not wait for it in a step that does not fail.
+
+        The step may have begun in this tick, so what it lacks is asked now. A follower that had no
+        room tells of it until the others come out; if they never do, the cell comes to no rest.
+        """
         leader = self._world.ranks[binding.group.leader]
         engine = leader.holdings.engine if leader is not None else None
         for step in engine.in_flight if engine is not None else ():
             check(
                 step.binding != binding
+                or step.is_over
                 or follower.rank in step.arrived
-                or step.failed
-                or step.dead_since is not None,
+                or _had_no_room(follower, step)
+                or self._lacks_one(step),
                 f"rank {follower.rank} left {binding} and its leader waits in a step",
             )
 
@@ -149,7 +156,7 @@ def _does_without(
 
 
 def _had_no_room(member: "SimRank", step: Step) -> bool:
-    return member.room.lacked_in == step.born
+    return member.room.lacked_since(step.born) is not None
 
 
 def _stays_away(member: "SimRank", step: Step) -> bool:

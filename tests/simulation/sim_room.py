@@ -12,12 +12,18 @@ class Room:
     def __init__(self, process: "SimRank") -> None:
         self._process = process
         self._lacked_in = 0
+        self._since: dict[int, int] = {}
 
     @property
     def lacked_in(self) -> int:
-        """The formation in which a step found no room, until the rank has joined another one."""
-        binding = self._process.seat.binding
-        return self._lacked_in if binding is None or binding.born <= self._lacked_in else 0
+        """The formation in which a step found no room, until the rank serves in another one."""
+        seat = self._process.seat
+        has_gone_on = seat.binding is not None and seat.binding.born > self._lacked_in
+        return 0 if has_gone_on and seat.serving else self._lacked_in
+
+    def lacked_since(self, born: int) -> int | None:
+        """When a step of this formation found no room, whatever the rank tells of it by now."""
+        return self._since.get(born)
 
     def run_out(self) -> bool:
         """Let the rank come out of the step that it is in; returns whether it was in one."""
@@ -29,8 +35,9 @@ class Room:
             return False
         process.world.say(f"rank {process.rank} has no room for its step in {binding}")
         self._lacked_in = binding.born
+        self._since[binding.born] = process.world.now
         for step in steps:
-            process.world.steps.forsake(step)
+            process.world.steps.forsake(step, process.rank)
         process.step = None
         if engine is not None:
             engine.drop_steps()

@@ -7,9 +7,9 @@ ranks that compute wrongly.
 import pytest
 
 from coordinator.guard import Guard
-from tests.simulation.__main__ import replay_of
 from tests.simulation.checkers import Violation
 from tests.simulation.stats import Stats
+from tests.simulation.sweep import replay_of
 from tests.simulation.world import FAILURES, World
 
 SEEDS = 60

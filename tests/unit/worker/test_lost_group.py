@@ -7,9 +7,9 @@ import pytest
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Phase, ReturnCause
+from coordinator.protocol.messages import Carry, Grant, Phase, ReturnCause
 from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave
+from coordinator.protocol.seat_moves import Join, Leave
 from tests.harness.coordinator.builders import directive, target
 from worker.lost_group import LostGroup
 from worker.no_room import NoRoomError
@@ -76,6 +76,14 @@ class Stage:
 
     def run_out(self) -> None:
         raise NoRoomError("CUDA out of memory.")
+
+    def obey(self, phase: Phase) -> None:
+        """Do what is to be done in dp4."""
+        dp4 = target("dp4", 2)
+        grants = [Grant(binding.group.ranks, 8) for binding in dp4.bindings]
+        self.seat.on_directive(directive(dp4, 2, phase, grants=grants))
+        while (move := self.seat.next_move(idle=True)) is not None:
+            self.seat.made(move)
 
     def leave(self, carry: Carry) -> Any:
         self.seat.on_leave(1)
@@ -146,6 +154,10 @@ def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() ->
     assert not stage.lost.is_noticed()
 
 
+def has_news(stage: Stage) -> bool:
+    return stage.lost.has_news
+
+
 def told(stage: Stage) -> tuple[int, bool]:
     """The formation in which there was no room, and whether the rank is still in a lost one."""
     return stage.lost.no_room, stage.lost.is_joined
@@ -166,11 +178,29 @@ def test_who_finds_no_room_calls_the_others_out_and_tells_of_it(rank: int) -> No
     assert isinstance(move, Leave)
     assert move.group_lost
     stage.seat.made(move)
-    assert told(stage) == (1, False), "it is told until another formation is joined"
-    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.SWAP))
-    while (then := stage.seat.next_move(idle=True)) is not None:
-        stage.seat.made(then)
+    assert told(stage) == (1, False)
+    stage.obey(Phase.SWAP)
+    assert told(stage) == (1, False), "it is told until another formation serves"
+    stage.obey(Phase.SERVE)
     assert told(stage) == (0, False)
+
+
+def test_who_leaves_and_joins_before_it_reports_tells_that_it_had_no_room() -> None:
+    """Its leader waits in the step, on CUDA until it hears that this rank is left out."""
+    stage = Stage(1)
+    stage.lost.guarded(stage.run_out)
+    assert has_news(stage), "a report of it is sent at once"
+    stage.lost.is_noticed()
+    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE))
+    moves = []
+    while (move := stage.lost.judged(stage.seat.next_move(idle=True))) is not None:
+        stage.seat.made(move)
+        moves.append(type(move))
+    assert moves == [Leave, Join]
+    assert has_news(stage)
+    assert stage.lost.tell() == 1
+    assert not has_news(stage), "it goes on to be told, but not at once"
+    assert stage.lost.tell() == 1
 
 
 def test_who_is_in_no_group_does_not_come_out_of_one() -> None:
