@@ -29,9 +29,9 @@ def prompt(number: int) -> str:
     return f"# {number}\n" + " ".join(words)
 
 
-async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
-    """Half of the streams sample, half are greedy; all have seeds."""
-    heard = Heard()
+async def stream(client: openai.AsyncOpenAI, number: int, heard: Heard | None = None) -> Heard:
+    """Half of the streams sample, half are greedy; all have seeds. `heard` grows as it comes."""
+    heard = heard or Heard()
     chunks = await client.completions.create(
         model=MODEL_NAME,
         prompt=prompt(number),
@@ -52,7 +52,7 @@ async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
     return heard
 
 
-async def all_streams(url: str) -> list[Heard]:
-    """Run them at once and wait for all."""
+async def all_streams(url: str, count: int = STREAMS) -> list[Heard]:
+    """Run so many at once and wait for all."""
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
-        return await asyncio.gather(*(stream(client, number) for number in range(STREAMS)))
+        return await asyncio.gather(*(stream(client, number) for number in range(count)))
