@@ -186,9 +186,11 @@ async def test_a_rank_dies_while_its_last_step_in_a_group_is_held(
         (folder / HOLD).touch()
         await asyncio.to_thread(whole.ask, wanted, "reshard")
         all_hold = lambda _: all(each.exists() for each in holding)  # noqa: E731
-        await asyncio.to_thread(until, whole, "held", all_hold)
-        await asyncio.to_thread(kill, whole, rank, before[rank])
-        (folder / HOLD).unlink()
+        try:
+            await asyncio.to_thread(until, whole, "held", all_hold)
+            await asyncio.to_thread(kill, whole, rank, before[rank])
+        finally:
+            (folder / HOLD).unlink()
         streams = await client.finish(*names)
     see_pauses(whole, tag, streams)
     assert tokens_of(streams) == expected
@@ -293,3 +295,23 @@ async def test_members_of_wide_groups_outlive_each_other(
     streams = await streams_through_loss(whole, "leader in tp2", 0)
     assert tokens_of(streams) == expected
     back(whole, "leader in tp2")
+
+
+async def test_ranks_end_with_their_launcher_and_go_on_with_another(
+    whole: BareCell, expected: list[list[int]]
+) -> None:
+    """Nobody serves meanwhile: tasks wait. `aileron up` ends with its launcher; pods start anew."""
+    client, before = TaskClient(), pids_of(whole)
+    async with client.connected(whole):
+        names = submit(client, "launcher killed")
+        await begun(client, names)
+        whole.processes["worker"].kill()
+        whole.processes["worker"].wait()
+        ends = lambda _: not any(Path(f"/proc/{pid}").exists() for pid in before.values())  # noqa: E731
+        await asyncio.to_thread(until, whole, "ended", ends)
+        whole.start("worker")
+        streams = await client.finish(*names)
+    tell_pauses("launcher killed", streams)
+    assert tokens_of(streams) == expected
+    back(whole, "launcher killed")
+    assert not set(before.values()) & set(pids_of(whole).values())
