@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.harness.cells.client_streams import TOKENS, Heard, all_streams, stream
+from tests.harness.cells.client_streams import Heard, all_streams, stream
 from tests.harness.cells.product import Product, product
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 CONTROL_BACK_S = 60.0
 """The target is 5 s; a machine that is busy with other things takes longer to start a process."""
 RANKS = 2
-STREAMS = 12
+STREAMS, TOKENS = 12, 240
 """Few enough to be served again and again meanwhile, whatever the machine."""
 SESSION_OPENED = "rank_session_opened"
 
@@ -69,7 +69,7 @@ class Load:
                 while not self.enough:
                     heard = Heard()
                     self.heard.append((number, heard))
-                    await stream(client, number, heard)
+                    await stream(client, number, heard, TOKENS)
 
             await asyncio.gather(*map(again_and_again, range(STREAMS)))
 
@@ -84,7 +84,7 @@ class Load:
 async def test_streams_survive_the_coordinator(cell: Product) -> None:
     cell.switch("tp2", "recompute")
     cell.switch("dp2", "recompute")
-    expected = await all_streams(cell.url, STREAMS)
+    expected = await all_streams(cell.url, STREAMS, TOKENS)
     epoch = cell.get("/admin/layout")["epoch"]
     load = Load(cell.url)
     running = asyncio.create_task(load.run())
