@@ -16,13 +16,9 @@ from tests.harness.cells.product import MODEL_NAME, Product, product
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-WAIT_S = 1.0
+WAIT_S = 0.5
 """Longest wait of an interactive request; far less than a rank takes to start."""
-REFUSED_WITHIN_S = 0.6
-"""Behind that: what is due is looked for on a clock."""
-SERVES_AGAIN_WITHIN_S = 10.0
-"""Behind the moment in which the new process has joined."""
-TOKENS = 300
+TOKENS = 200
 POLL_S = 0.02
 BACK_LIMIT_S = 120.0
 PROMPT = "Write a letter to a friend."
@@ -134,10 +130,11 @@ async def test_requests_wait_are_refused_and_served_again(alone: Product) -> Non
     )
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_workers")
     assert int(refused.headers["Retry-After"]) >= 1
-    assert WAIT_S - 0.1 < took_s < WAIT_S + REFUSED_WITHIN_S
+    assert took_s > WAIT_S - 0.1
+    assert sent + took_s < watch.began_s + watch.rank_back_s, "it has waited for the rank"
     assert served.status_code == httpx.codes.OK, "a tier with a longer wait has waited"
     assert watch.health == {httpx.codes.OK}
-    assert late_s < SERVES_AGAIN_WITHIN_S
+    assert late_s < watch.rank_back_s, "it serves at once, not when it has waited again"
     again = Stream(alone.url)
     await again.read()
     assert stream.finish_reason == again.finish_reason == "length"

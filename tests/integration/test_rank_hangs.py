@@ -1,7 +1,8 @@
 """Ranks that stand still, get stuck, or cannot be heard: streams go on exactly, and they come back.
 
-Four ranks whose coordinator takes 3 s of silence for the end, and between them a proxy that can
-swallow what one of them says or hears. Times are printed; docs/faults.md has them.
+Four ranks whose coordinator takes 2.4 s of silence for the end, and between them a proxy that can
+swallow what one of them says or hears. Times are printed; docs/faults.md has them. More of each
+kind is run by `make chaos`.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.cells.lost_ranks import (
+    BACK_LIMIT_S,
     TASKS,
     TOKENS,
     back,
@@ -24,7 +26,9 @@ from tests.harness.cells.lost_ranks import (
     calm_tokens,
     four_ranks,
     is_cut_out,
+    pid_of,
     ranks_of,
+    serves,
     submit,
     tell_pauses,
     tokens_of,
@@ -32,13 +36,16 @@ from tests.harness.cells.lost_ranks import (
 )
 from tests.harness.cells.servers import free_port
 from tests.harness.faults.fault_proxy import DOWN, UP, FaultProxy
+from tests.harness.faults.frozen import frozen_main_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
-LEASE_MS, LOST_AFTER_MS = 2_500, 3_000
+LEASE_MS, LOST_AFTER_MS = 2_000, 2_400
+STAGE_LIMIT_MS, STEP_LIMIT_MS = 2_000, 6_000
+"""Who stands still as a whole is let go on before that."""
 SLOW_FACTOR = 5.0
 SEEN_LIMIT_S = 30.0
-"""What stands still, or cannot be heard, is left out within the lease and `lost_after_ms`: 5.5 s.
+"""What stands still, or cannot be heard, is left out within the lease and `lost_after_ms`: 4.4 s.
 TCP alone would notice a connection that is broken in one direction after a minute."""
 
 
@@ -59,7 +66,9 @@ def cell(tmp_path_factory: pytest.TempPathFactory, proxy: FaultProxy) -> Iterato
             listen=f"127.0.0.1:{port}",
             lease_ms=LEASE_MS,
             lost_after_ms=LOST_AFTER_MS,
+            stage_limit_ms=STAGE_LIMIT_MS,
             slow_factor=SLOW_FACTOR,
+            limits={"step_limit_ms": STEP_LIMIT_MS},
         ) as running,
     ):
         yield running
@@ -70,20 +79,24 @@ def expected(cell: BareCell) -> list[list[int]]:
     return asyncio.run(calm_tokens(cell))
 
 
-def pid_of(cell: BareCell, rank: int) -> int:
-    return int(ranks_of(cell)[rank]["pid"])
-
-
 async def streams_through(
-    cell: BareCell, tag: str, break_it: Callable[[], None], rank: int
+    cell: BareCell,
+    tag: str,
+    break_it: Callable[[], None],
+    rank: int,
+    mend_it: Callable[[], None] = lambda: None,
 ) -> list[Stream]:
-    """Break something in the middle of all streams; returns them at their end, exact or not."""
+    """Break something in the middle of all streams; returns them at their end, exact or not.
+
+    `mend_it` is called when others have taken over.
+    """
     client = TaskClient()
     async with client.connected(cell):
         names = submit(client, tag)
         await begun(client, names)
         break_it()
         seen_s = await asyncio.to_thread(until, cell, "cut out", lambda _: is_cut_out(cell, rank))
+        mend_it()
         streams = await client.finish(*names)
     print(f"{tag}: cut out after {seen_s:.2f} s")
     assert seen_s < SEEN_LIMIT_S
@@ -93,7 +106,11 @@ async def streams_through(
 
 @pytest.mark.parametrize(
     ("layout", "rank"),
-    [("tp2+tp2", 1), ("dp4", 3), pytest.param("dp2+tp2", 2, marks=pytest.mark.chaos)],
+    [
+        ("tp2+tp2", 1),
+        pytest.param("dp4", 3, marks=pytest.mark.chaos),
+        pytest.param("dp2+tp2", 2, marks=pytest.mark.chaos),
+    ],
 )
 async def test_a_rank_that_stands_still(
     cell: BareCell, expected: list[list[int]], layout: str, rank: int
@@ -103,18 +120,23 @@ async def test_a_rank_that_stands_still(
     Nobody ends, and the group that was called out of its collective can be formed again.
     """
     cell.switch(layout, "reshard")
+    epoch = cell.get("/admin/layout")["epoch"]
     pids = [each["pid"] for each in ranks_of(cell)]
-    pid, tag = pids[rank], f"{rank} of {layout} stopped"
-    try:
-        streams = await streams_through(cell, tag, lambda: os.kill(pid, signal.SIGSTOP), rank)
-        assert tokens_of(streams) == expected
-        epoch = cell.get("/admin/layout")["epoch"]
-    finally:
+    pid, tag, logged = pids[rank], f"{rank} of {layout} stopped", len(cell.log("worker"))
+
+    def go_on() -> None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+    try:
+        stop = lambda: os.kill(pid, signal.SIGSTOP)  # noqa: E731
+        streams = await streams_through(cell, tag, stop, rank, go_on)
+        assert tokens_of(streams) == expected
+    finally:
+        go_on()
     back(cell, tag)
     assert cell.get("/admin/layout")["epoch"] > epoch
-    assert "rank_stuck" not in cell.log("worker"), "it heard in time what was lost"
+    assert "rank_stuck" not in cell.log("worker")[logged:], "it heard in time what was lost"
     assert [each["pid"] for each in ranks_of(cell)] == pids
     cell.switch(layout, "reshard")
     client = TaskClient()
@@ -124,7 +146,12 @@ async def test_a_rank_that_stands_still(
 
 
 @pytest.mark.parametrize(
-    "directions", [(UP, DOWN), (DOWN,), pytest.param((UP,), marks=pytest.mark.chaos)], ids="-".join
+    "directions",
+    [
+        pytest.param((DOWN,), id="down"),
+        pytest.param((UP,), id="up", marks=pytest.mark.chaos),
+        pytest.param((UP, DOWN), id="both", marks=pytest.mark.chaos),
+    ],
 )
 async def test_a_rank_that_its_coordinator_cannot_reach(
     cell: BareCell, proxy: FaultProxy, expected: list[list[int]], directions: tuple[str, ...]
@@ -185,7 +212,7 @@ async def streams_over(
     [
         pytest.param((UP, DOWN), id="both"),
         pytest.param((UP,), id="to gateway", marks=pytest.mark.chaos),
-        pytest.param((DOWN,), id="to rank"),
+        pytest.param((DOWN,), id="to rank", marks=pytest.mark.chaos),
     ],
 )
 async def test_a_rank_that_a_gateway_cannot_be_reached_from(
@@ -203,6 +230,7 @@ async def test_a_rank_that_a_gateway_cannot_be_reached_from(
     assert pid_of(cell, 1) == pid
 
 
+@pytest.mark.chaos
 async def test_a_link_that_comes_and_goes(
     cell: BareCell, link: FaultProxy, expected: list[list[int]]
 ) -> None:
@@ -226,6 +254,34 @@ async def test_a_link_that_comes_and_goes(
     assert 1 <= changes <= 3, "the more often it breaks, the longer it is left alone"
     assert pid_of(cell, 1) == pid
     back(cell, "flapping")
+
+
+async def test_a_main_thread_that_never_goes_on(cell: BareCell, expected: list[list[int]]) -> None:
+    """As in a collective that never ends: the process says that it lives, but nothing comes.
+
+    A switch goes on without it, and then its own watchdog ends it.
+    """
+    cell.switch("dp4", "reshard")
+    others, client = [each["pid"] for each in ranks_of(cell)], TaskClient()
+    pid, tag = others.pop(), "main thread held"
+
+    def hold() -> tuple[float, float]:
+        with frozen_main_thread(pid) as held:
+            cell.ask("tp2+dp2", "reshard")
+            without_s = held.until(lambda: serves("tp2+dp1+off1")(cell), BACK_LIMIT_S)
+            return without_s, held.until(lambda: pid_of(cell, 3) != pid, BACK_LIMIT_S)
+
+    async with client.connected(cell):
+        names = submit(client, tag)
+        await begun(client, names)
+        without_s, new_s = await asyncio.to_thread(hold)
+        streams = await client.finish(*names)
+    print(f"{tag}: served without it after {without_s:.1f} s, a new process {new_s:.1f} s later")
+    tell_pauses(tag, streams)
+    assert tokens_of(streams) == expected
+    assert "rank_stuck" in cell.log("worker")
+    back(cell, tag)
+    assert [each["pid"] for each in ranks_of(cell)][:3] == others
 
 
 @contextmanager

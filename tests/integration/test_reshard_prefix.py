@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 PREFIXES = 3
 PREFIX_TOKENS = 640
 OWN_TOKENS = 40
-REQUESTS = 24
+REQUESTS = 12
 NEW_TOKENS = 6
 KEPT_SHARE = 0.8
 
@@ -48,7 +48,7 @@ class Load:
 
 
 async def serve(client: TaskClient, tag: str, *, at_once: int = REQUESTS) -> Load:
-    """24 requests over three prefixes, so many at once; their own ends are the same each time."""
+    """12 requests over three prefixes, so many at once; their own ends are the same each time."""
     names = [f"{tag}-{number}" for number in range(REQUESTS)]
     streams = []
     for first in range(0, REQUESTS, at_once):
@@ -98,7 +98,7 @@ async def test_a_switch_among_running_and_waiting_tasks_loses_no_prefix(cell: Ba
     async with client.connected(cell):
         expected = await serve(client, "calm")
         for turn, layout in enumerate(("tp4", "dp4", "tp2+tp2", "tp4")):
-            names = [f"busy-{turn}-{number}" for number in range(40)]
+            names = [f"busy-{turn}-{number}" for number in range(24)]
             for number, name in enumerate(names):
                 other = random.Random(name).choices(range(10, 4000), k=300)
                 client.submit(name, other, max_tokens=12 + number % 20)

@@ -1,6 +1,7 @@
 """A wide group that has lost a member is formed again with the process that takes its place.
 
 All others live on, with the streams that they serve: nobody waits until the cell has nothing to do.
+Leaders and followers, of groups of two widths; `test_rank_loss` has one of these in `make test`.
 """
 
 import asyncio
@@ -15,22 +16,24 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, Stream, bare_cell
 from tests.harness.cells.lost_ranks import (
+    HASTY,
+    SOON,
     STARTED,
     back,
-    begun,
     calm_tokens,
     four_ranks,
     kill,
     ranks_of,
-    submit,
+    serves,
+    streams_while,
     tell_pauses,
     tokens_of,
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 PAUSE_LIMIT_S = 3.0
 
@@ -39,7 +42,7 @@ Cell = Callable[[Path], AbstractContextManager[BareCell]]
 
 def two_ranks(folder: Path) -> AbstractContextManager[BareCell]:
     arguments = ["--dtype", "float32", "--max-model-len", "1024"]
-    return bare_cell(folder, ranks=2, engine_args=arguments)
+    return bare_cell(folder, ranks=2, engine_args=arguments, limits=SOON, **HASTY)
 
 
 @pytest.fixture(
@@ -56,14 +59,6 @@ def named(
 
 def processes(cell: BareCell) -> list[int]:
     return [int(rank["pid"]) for rank in ranks_of(cell)]
-
-
-def serves(layout: str) -> Callable[[BareCell], bool]:
-    def is_so(cell: BareCell) -> bool:
-        view: dict[str, Any] = cell.get("/admin/layout")
-        return bool(view["serving"]) and view["layout"] == layout
-
-    return is_so
 
 
 def is_wanted(layout: str) -> Callable[[BareCell], bool]:
@@ -87,31 +82,9 @@ def started(cell: BareCell) -> list[int]:
 async def streams_through(
     cell: BareCell, tag: str, lose: Callable[[], Awaitable[None]]
 ) -> list[Stream]:
-    """Ask for streams again and again while ranks are lost; returns all at their end."""
-    client = TaskClient()
-    found: list[Stream] = []
-    async with client.connected(cell):
-
-        async def waves(number: int) -> None:
-            count = 0
-            while not losing.done():
-                found.extend(await client.finish(*submit(client, f"{tag} {number}.{count}")))
-                count += 1
-
-        async def lose_and_see() -> None:
-            await begun(client, list(client.streams))
-            await lose()
-            unfinished = [each for each in client.streams.values() if not each.finished]
-            assert unfinished, "nobody was served when the group was formed again"
-
-        # Never all at once are over: the second ones begin in the middle of the first.
-        first = submit(client, f"{tag} first")
-        losing = asyncio.create_task(lose_and_see())
-        others = asyncio.create_task(waves(0))
-        found.extend(await client.finish(*first))
-        await asyncio.gather(waves(1), others, losing)
-    assert tell_pauses(tag, found) < PAUSE_LIMIT_S
-    return found
+    streams = await streams_while(cell, tag, lose)
+    assert tell_pauses(tag, streams) < PAUSE_LIMIT_S
+    return streams
 
 
 async def exact(cell: BareCell, streams: list[Stream]) -> bool:

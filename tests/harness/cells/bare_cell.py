@@ -65,6 +65,7 @@ class BareCell:
     folder: Path
     processes: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
     worker: str = "worker"
+    coordinator: str = "coordinator"
 
     @property
     def admin(self) -> str:
@@ -103,7 +104,7 @@ class BareCell:
 
     def start(self, name: str) -> None:
         """Start `coordinator` or `worker`; again after it ended."""
-        module = self.worker if name == "worker" else name
+        module = {"worker": self.worker, "coordinator": self.coordinator}[name]
         arguments = ["--config", str(self._config_of(name))]
         env = {**os.environ, "AILERON_TOKEN": TOKEN, "PYTHONPATH": search_path()}
         # What is imported for CPU may open a device, which no process could use behind a fork.
@@ -161,9 +162,10 @@ def bare_cell(
     limits: dict[str, Any] | None = None,
     proxy_port: int | None = None,
     worker: str = "worker",
+    led_by: str = "coordinator",
     **coordinator: Any,
 ) -> Iterator[BareCell]:
-    """Run a cell for the length of the block, its ranks by the module `worker`.
+    """Run a cell for the length of the block by the modules `worker` and `led_by`.
 
     `limits` go into the configuration's `cell`; ranks look for their coordinator at `proxy_port`.
     """
@@ -195,10 +197,9 @@ def bare_cell(
     (folder / "cell.yaml").write_text(dump_config(config))
     if proxy_port is not None:
         listen = config.coordinator.model_copy(update={"listen": f"127.0.0.1:{proxy_port}"})
-        (folder / "worker.yaml").write_text(
-            dump_config(config.model_copy(update={"coordinator": listen}))
-        )
-    cell = BareCell(config, folder, worker=worker)
+        of_ranks = config.model_copy(update={"coordinator": listen})
+        (folder / "worker.yaml").write_text(dump_config(of_ranks))
+    cell = BareCell(config, folder, worker=worker, coordinator=led_by)
     try:
         cell.start("coordinator")
         cell.start("worker")
@@ -355,9 +356,8 @@ class TaskClient:
         """Send one request with vLLM's sampling parameters; greedy unless told otherwise."""
         header, payload = encoded_request(name + self._tag, prompt, self._reply_to, tier, params)
         self.streams[name] = Stream()
-        submit = self._submitted[header.task] = Submit(
-            header, payload, prefixes=prefix_hashes(prompt)
-        )
+        submit = Submit(header, payload, prefixes=prefix_hashes(prompt))
+        self._submitted[header.task] = submit
         self._up.put_nowait(submit)
         return self.streams[name]
 

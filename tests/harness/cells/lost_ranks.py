@@ -6,7 +6,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -17,24 +17,35 @@ from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 
 TASKS = 8
-TOKENS = 240
+TOKENS = 160
 BEGUN_TOKENS = 20
 """All streams have so many when something is broken."""
 BACK_LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
 STARTED = '"event": "rank_started"'
+HASTY: dict[str, Any] = {"led_by": "tests.harness.cells.hasty_coordinator"}
+SOON = {"stuck_after_ms": 100}
+"""Half a second longer than that the launcher waits for others that end with a lost rank."""
 
 
 @contextmanager
 def four_ranks(
-    folder: Path, *, engine_args: tuple[str, ...] = (), **options: Any
+    folder: Path,
+    *,
+    engine_args: tuple[str, ...] = (),
+    limits: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[BareCell]:
-    """Four ranks in fp32, so that tokens must be identical; nothing is left of them."""
+    """Four ranks in fp32, so that tokens must be identical; nothing is left of them.
+
+    Who is lost comes back sooner than in the product.
+    """
     with bare_cell(
         folder,
         ranks=4,
         engine_args=["--dtype", "float32", "--max-model-len", "1024", *engine_args],
-        **options,
+        limits={**SOON, **(limits or {})},
+        **{**HASTY, **options},
     ) as running:
         yield running
     started = [json.loads(line) for line in running.log("worker").splitlines() if STARTED in line]
@@ -95,6 +106,16 @@ def submit(client: TaskClient, tag: str, tokens: int = TOKENS) -> list[str]:
     return names
 
 
+def serves(layout: str) -> Callable[[BareCell], bool]:
+    """What tells whether this layout serves."""
+
+    def is_so(cell: BareCell) -> bool:
+        view: dict[str, Any] = cell.get("/admin/layout")
+        return bool(view["serving"]) and view["layout"] == layout
+
+    return is_so
+
+
 def is_cut_out(cell: BareCell, rank: int) -> bool:
     """The layout has no place for the rank, which has not ended as far as is known."""
     groups = cell.get("/admin/layout")["groups"]
@@ -112,9 +133,9 @@ def kill(cell: BareCell, rank: int, pid: int) -> float:
     return seen_s
 
 
-async def begun(client: TaskClient, names: list[str]) -> None:
-    """Wait until all streams have begun, and see that some are not over."""
-    while any(len(client.streams[name].tokens) < BEGUN_TOKENS for name in names):
+async def begun(client: TaskClient, names: list[str], tokens: int = BEGUN_TOKENS) -> None:
+    """Wait until all streams have so many tokens, and see that some are not over."""
+    while any(len(client.streams[name].tokens) < tokens for name in names):
         failures = [client.streams[name].failure for name in names]
         assert not any(failures), failures
         await asyncio.sleep(0.005)
@@ -193,3 +214,32 @@ async def streams_through_kill(
     tell_pauses(tag, streams)
     assert [each["pid"] for each in ranks_of(cell) if each["rank"] != rank] == others
     return streams
+
+
+async def streams_while(
+    cell: BareCell, tag: str, lose: Callable[[], Awaitable[None]]
+) -> list[Stream]:
+    """Ask for streams again and again while ranks are lost; returns all at their end."""
+    client = TaskClient()
+    found: list[Stream] = []
+    async with client.connected(cell):
+
+        async def waves(number: int) -> None:
+            count = 0
+            while not losing.done():
+                found.extend(await client.finish(*submit(client, f"{tag} {number}.{count}")))
+                count += 1
+
+        async def lose_and_see() -> None:
+            await begun(client, list(client.streams))
+            await lose()
+            unfinished = [each for each in client.streams.values() if not each.finished]
+            assert unfinished, "nobody was served when the group was formed again"
+
+        # Never all at once are over: the second ones begin in the middle of the first.
+        first = submit(client, f"{tag} first")
+        losing = asyncio.create_task(lose_and_see())
+        others = asyncio.create_task(waves(0))
+        found.extend(await client.finish(*first))
+        await asyncio.gather(waves(1), others, losing)
+    return found
