@@ -16,26 +16,25 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.crossing import LAYOUTS
-from tests.harness.cells.servers import MODEL
-from tests.harness.vllm.reshard_cases import Case, draw_case, vllm_settings
-from tests.harness.vllm.static_process import SHARED_MEMORY, run_static
+from tests.harness.cells.random_load import (
+    RANDOM_ARGS,
+    alone,
+    compare,
+    records_after,
+    run_cases,
+    settle,
+)
+from tests.harness.vllm.reshard_cases import Case, draw_case
+from tests.harness.vllm.static_answers import static_answers
+from tests.harness.vllm.static_process import SHARED_MEMORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.exact]
 
 SEEDS = 320
 FEW_PAGES_BYTES = 28 << 20
 """So few that some moves take several rounds."""
-AT_ONCE = 60
-"""Requests under way; more would wait in line."""
-SILENT_MAX_S = 60.0
-"""A stream that has neither a token nor an end for so long hangs."""
-TOLERANCE = 1e-4
-ENGINE_ARGS = [
-    *("--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "96"),
-    *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
-]
 ALL_LAYOUTS = (*LAYOUTS, "dp4", "tp4")
 OTHER_CARRIES = ("pause", "recompute")
 
@@ -56,15 +55,7 @@ def cases() -> list[Case]:
 @pytest.fixture(scope="module")
 def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What plain vLLM generates for the greedy ones, and the log-probabilities of it."""
-    greedy = [case for case in cases if case.is_greedy]
-    spec = {
-        "model": str(MODEL),
-        "cases": [{"prompt": case.prompt, "params": case.params} for case in greedy],
-    }
-    out = tmp_path_factory.mktemp("static") / "static.json"
-    run_static("tests.harness.vllm.static_cases", spec, out)
-    answers = json.loads(out.read_text())
-    return {case.seed: answer for case, answer in zip(greedy, answers, strict=True)}
+    return static_answers(cases, tmp_path_factory.mktemp("static"))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +65,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     with bare_cell(
         tmp_path_factory.mktemp("random"),
         ranks=4,
-        engine_args=ENGINE_ARGS,
+        engine_args=[*RANDOM_ARGS],
         pause_limit_ms=2_000,
     ) as running:
         yield running
@@ -87,82 +78,11 @@ def late_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     with bare_cell(
         tmp_path_factory.mktemp("late"),
         ranks=2,
-        engine_args=[*ENGINE_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
+        engine_args=[*RANDOM_ARGS, "--kv-cache-memory-bytes", str(FEW_PAGES_BYTES)],
         worker="tests.harness.faults.late_worker",
         pause_limit_ms=2_000,
     ) as running:
         yield running
-
-
-async def run_case(client: TaskClient, tag: str, case: Case, places: asyncio.Semaphore) -> Stream:
-    """Serve one request, or as much of it as its client waits for."""
-    async with places:
-        name = f"{tag}-{case.seed}"
-        stream = client.submit(name, case.prompt, **vllm_settings(case.params))
-        leaves_after = case.leaves_after if tag != "alone" else None
-        had, since = 0, time.monotonic()
-        while not stream.finished:
-            if leaves_after is not None and len(stream.tokens) >= leaves_after:
-                client.cancel(name)
-                break
-            if len(stream.tokens) != had:
-                had, since = len(stream.tokens), time.monotonic()
-            silent_s = time.monotonic() - since
-            assert silent_s < SILENT_MAX_S, f"seed {case.seed} hangs: {stream.tokens}"
-            await asyncio.sleep(0.003)
-        assert stream.failure is None, f"seed {case.seed}: {stream.failure}"
-        return stream
-
-
-async def run_cases(
-    client: TaskClient, tag: str, cases: list[Case], at_once: int = AT_ONCE
-) -> dict[int, Stream]:
-    """Serve many, by seed."""
-    places = asyncio.Semaphore(at_once)
-    jobs = [run_case(client, tag, case, places) for case in cases]
-    streams = await asyncio.gather(*jobs)
-    return {case.seed: stream for case, stream in zip(cases, streams, strict=True)}
-
-
-async def alone(cell: BareCell, cases: list[Case]) -> dict[int, Stream]:
-    """What the cell makes of requests without switches, each alone on a rank."""
-    cell.switch(cell.config.cell.layout, "recompute")
-    client = TaskClient()
-    async with client.connected(cell):
-        return await run_cases(client, "alone", cases, at_once=4)
-
-
-def compare(
-    cases: list[Case],
-    streams: dict[int, Stream],
-    static: dict[int, Any],
-    reference: dict[int, Stream],
-) -> float:
-    """Every stream is exact, up to where its client left; returns the largest logprob error."""
-    worst = 0.0
-    for case in cases:
-        stream, about = streams[case.seed], f"seed {case.seed}: {case.params}"
-        if case.is_greedy:
-            tokens, logprobs = static[case.seed]["tokens"], static[case.seed]["scores"]
-        else:
-            tokens, logprobs = reference[case.seed].tokens, reference[case.seed].logprobs
-        got, expected = stream.tokens, tokens
-        if case.leaves_after is not None:
-            expected = tokens[: len(got)]
-        pairs = enumerate(zip(got, expected, strict=False))
-        same = next((at for at, (one, other) in pairs if one != other), len(got))
-        assert got == expected, f"{about} differs at {same}: {got[same:]}, not {expected[same:]}"
-        assert len(stream.logprobs) == len(got), about
-        errors = [abs(one - other) for one, other in zip(stream.logprobs, logprobs, strict=False)]
-        assert max(errors, default=0.0) < TOLERANCE, f"{about}: {errors}"
-        worst = max(worst, *errors, 0.0)
-    return worst
-
-
-def records_after(cell: BareCell, epoch: int) -> list[dict[str, Any]]:
-    """The switches of later epochs."""
-    records: list[dict[str, Any]] = cell.get("/admin/switches?last=1000")["switches"]
-    return [record for record in records if record["epoch"] > epoch]
 
 
 async def run_switching(cell: BareCell, tag: str, cases: list[Case], switch: Any) -> Any:
@@ -181,21 +101,6 @@ async def run_switching(cell: BareCell, tag: str, cases: list[Case], switch: Any
             print(cell.get("/admin/layout"), cell.get("/admin/status"))
             raise
     return streams, records_after(cell, epoch)
-
-
-def settle(cell: BareCell) -> list[dict[str, int]]:
-    """Back to dp with no task left; returns the page accounting."""
-    deadline = time.monotonic() + 20
-    while any(cell.get("/admin/status")["queue"]["tasks"].values()):
-        assert time.monotonic() < deadline, cell.get("/admin/status")["queue"]
-        time.sleep(0.05)
-    cell.switch(cell.config.cell.layout, "recompute")
-    deadline = time.monotonic() + 10
-    # A group that got few pages while others were paused is formed anew when they come free.
-    while not all(pages["owned"] == pages["total"] - 1 for pages in cell.pages()):
-        assert time.monotonic() < deadline, (cell.pages(), cell.get("/admin/layout"))
-        time.sleep(0.05)
-    return cell.pages()
 
 
 def epochs_of_several_rounds(cell: BareCell) -> set[int]:
