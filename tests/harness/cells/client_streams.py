@@ -29,13 +29,13 @@ def prompt(number: int) -> str:
     return f"# {number}\n" + " ".join(words)
 
 
-async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
+async def stream(client: openai.AsyncOpenAI, number: int, tokens: int = TOKENS) -> Heard:
     """Half of the streams sample, half are greedy; all have seeds."""
     heard = Heard()
     chunks = await client.completions.create(
         model=MODEL_NAME,
         prompt=prompt(number),
-        max_tokens=TOKENS,
+        max_tokens=tokens,
         temperature=0.9 if number % 2 else 0.0,
         seed=number,
         stream=True,
@@ -52,7 +52,8 @@ async def stream(client: openai.AsyncOpenAI, number: int) -> Heard:
     return heard
 
 
-async def all_streams(url: str) -> list[Heard]:
+async def all_streams(url: str, tokens: int = TOKENS) -> list[Heard]:
     """Run them at once and wait for all."""
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
-        return await asyncio.gather(*(stream(client, number) for number in range(STREAMS)))
+        streams = [stream(client, number, tokens) for number in range(STREAMS)]
+        return await asyncio.gather(*streams)

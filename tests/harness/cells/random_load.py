@@ -12,8 +12,10 @@ AT_ONCE = 60
 SILENT_MAX_S = 60.0
 """A stream that has neither a token nor an end for so long hangs."""
 TOLERANCE = 1e-4
+STEP_TOKENS_MAX = 96
 RANDOM_ARGS = (
-    *("--dtype", "float32", "--max-model-len", "1024", "--max-num-batched-tokens", "96"),
+    *("--dtype", "float32", "--max-model-len", "1024"),
+    *("--max-num-batched-tokens", str(STEP_TOKENS_MAX)),
     *("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}'),
 )
 """Of engines that serve random requests: prompts take several steps."""
