@@ -1,7 +1,6 @@
-"""Running tasks cross a switch in the next step: four ranks, exact streams, nothing recomputed."""
+"""Running tasks cross a switch in the next step: with all their pages, or the most urgent ones."""
 
 import asyncio
-import itertools
 import json
 import random
 import statistics
@@ -13,7 +12,8 @@ import pytest
 
 from coordinator.protocol.messages import Tier
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
-from tests.harness.cells.crossing import LAYOUTS, TASKS, run
+from tests.harness.cells.crossing import LAYOUTS, TASKS
+from tests.harness.cells.shared import FOUR_RANKS, PAIR
 
 pytestmark = pytest.mark.slow
 
@@ -29,27 +29,6 @@ CROWD = 24
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Four ranks in fp32."""
-    with bare_cell(
-        tmp_path_factory.mktemp("reshard"),
-        ranks=4,
-        engine_args=[*ENGINE_ARGS],
-        pause_limit_ms=60_000,
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Two ranks in fp32: as many as there are cores where tests run."""
-    with bare_cell(
-        tmp_path_factory.mktemp("pair"), ranks=2, engine_args=[*ENGINE_ARGS], pause_limit_ms=60_000
-    ) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def scarce_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
     """Four ranks whose pages a crowd of tasks fills."""
     with bare_cell(
@@ -61,63 +40,47 @@ def scarce_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
         yield running
 
 
-@pytest.mark.timeout(400)
-async def test_running_tasks_go_on_in_every_other_layout(cell: BareCell) -> None:
-    cell.switch("dp4", "recompute")
-    expected = await run(cell, "plain", [])
-    pairs = [layout for pair in itertools.permutations(LAYOUTS, 2) for layout in pair]
-    switches = [(layout, "reshard") for layout in pairs]
-    third = len(switches) // 3
-    for turn in range(3):
-        cell.switch("dp4", "recompute")
-        part = switches[turn * third : (turn + 1) * third]
-        assert await run(cell, f"moved-{turn}", part) == expected, turn
-    records = cell.get("/admin/switches?last=60")["switches"]
-    moved = [record for record in records if record["carry"] == "reshard"]
-    assert sum(record["tasks"]["reshard"] for record in moved) > 5 * TASKS
-    assert sum(record["tasks"]["recompute"] for record in moved) == 0
-    assert sum(record["reshard_bytes"] for record in moved) > 0
-
-
 def pages_of_groups(cell: BareCell) -> list[int]:
     return [group["pages_total"] for group in cell.get("/admin/layout")["groups"]]
 
 
+@pytest.mark.xdist_group(FOUR_RANKS)
 @pytest.mark.timeout(120)
-async def test_groups_have_all_pages_behind_a_move(cell: BareCell) -> None:
-    """They are granted what is free behind the move, as ranks foresee it before: no page less."""
+async def test_groups_have_all_pages_after_a_move(four_ranks: BareCell) -> None:
+    """They are granted what is free after the move, as ranks foresee it before: no page less."""
     wanted = {}
     for layout in LAYOUTS:
-        cell.switch(layout, "recompute")
-        wanted[layout] = pages_of_groups(cell)
+        four_ranks.switch(layout, "recompute")
+        wanted[layout] = pages_of_groups(four_ranks)
     client, draw = TaskClient(), random.Random(5)
-    async with client.connected(cell):
+    async with client.connected(four_ranks):
         for number in range(TASKS):
             client.submit(f"page-{number}", draw.choices(range(10, 4000), k=90), max_tokens=900)
         streams = list(client.streams.values())
         while not all(stream.tokens for stream in streams):
             await asyncio.sleep(0.01)
         for layout in (*LAYOUTS, *reversed(LAYOUTS[:-1])):
-            await asyncio.to_thread(cell.switch, layout, "reshard")
-            assert pages_of_groups(cell) == wanted[layout], layout
+            await asyncio.to_thread(four_ranks.switch, layout, "reshard")
+            assert pages_of_groups(four_ranks) == wanted[layout], layout
         assert not any(stream.finished for stream in streams), "nothing was moved in the end"
         for name in client.streams:
             client.cancel(name)
 
 
+@pytest.mark.xdist_group(FOUR_RANKS)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("origin", "wanted"), [("dp4", "tp4"), ("tp2+dp2", "tp4")])
 async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
-    cell: BareCell, origin: str, wanted: str
+    four_ranks: BareCell, origin: str, wanted: str
 ) -> None:
     """Soft preempt: tasks begun meanwhile keep their tokens and go on in the group."""
     draw = random.Random(4)
     old = [draw.choices(range(10, 4000), k=40) for _ in range(2)]
     new = [draw.choices(range(10, 4000), k=50) for _ in range(3)]
     tag = f"{origin}-{wanted}"
-    cell.switch(origin, "recompute")
+    four_ranks.switch(origin, "recompute")
     client = TaskClient()
-    async with client.connected(cell):
+    async with client.connected(four_ranks):
 
         async def tasks(turn: str, *, is_switched: bool) -> list[list[int]]:
             for number, prompt in enumerate(old):
@@ -126,9 +89,9 @@ async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
             while not all(stream.tokens for stream in streams):
                 await asyncio.sleep(0.005)
             if is_switched:
-                await asyncio.to_thread(cell.ask, wanted, "speculate")
+                await asyncio.to_thread(four_ranks.ask, wanted, "speculate")
             for number, prompt in enumerate(new):
-                client.submit(f"{tag}-{turn}-new-{number}", prompt, max_tokens=500, temperature=0.7)
+                client.submit(f"{tag}-{turn}-new-{number}", prompt, max_tokens=350, temperature=0.7)
             begun = [client.streams[name] for name in client.streams if f"{turn}-new" in name]
             while is_switched and not any(len(stream.tokens) > 5 for stream in begun):
                 await asyncio.sleep(0.005)
@@ -138,10 +101,10 @@ async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
 
         expected = await tasks("calm", is_switched=False)
         assert await tasks("switched", is_switched=True) == expected
-    record = cell.record(origin, wanted)
+    record = four_ranks.record(origin, wanted)
     assert record["outcome"] == "served"
     counts = {"drain": len(old), "speculate": len(new), "reshard": len(new)}
-    told = [line for line in cell.log("worker").splitlines() if '"move_' in line]
+    told = [line for line in four_ranks.log("worker").splitlines() if '"move_' in line]
     assert record["tasks"] == {**counts, "pause": 0, "recompute": 0}, told
 
 
@@ -169,12 +132,14 @@ class Pause:
         )
 
 
-@pytest.mark.timing
+@pytest.mark.long
+@pytest.mark.xdist_group(PAIR)
 @pytest.mark.timeout(360)
 async def test_a_switch_pauses_clients_for_three_steps(pair: BareCell) -> None:
-    """The step is measured in the same round, as the median over both layouts.
+    """Long: it compares times of some milliseconds, which other tests on these cores would change.
 
-    What else this machine does only adds to a pause, so the calmest rounds in a row count.
+    The step is measured in the same round, as the median over both layouts. What else this machine
+    does only adds to a pause, so the calmest rounds in a row count.
     """
     rounds: list[Pause] = []
     for number in range(PAUSE_ROUNDS):
@@ -241,10 +206,8 @@ async def test_where_pages_are_scarce_the_less_urgent_are_recomputed(
     cell.switch("dp4", "recompute")
     before = cell.pages()
     expected = await crowd(cell, "calm", [])
-    layouts = ("tp4", "dp4", "tp2+tp2", "dp2+tp2", "tp4", "tp2+dp2", "dp4") * 2
-    for turn in range(2):
-        cell.switch("dp4", "recompute")
-        assert await crowd(cell, f"scarce-{turn}", [*layouts]) == expected
+    layouts = ("tp4", "dp4", "tp2+tp2", "dp2+tp2", "tp4", "tp2+dp2", "dp4")
+    assert await crowd(cell, "scarce", [*layouts]) == expected
     records = cell.get("/admin/switches?last=60")["switches"]
     moved = [record for record in records if record["carry"] == "reshard"]
     counts = {c: sum(r["tasks"][c] for r in moved) for c in ("reshard", "recompute")}

@@ -1,4 +1,4 @@
-"""Random requests through random switches at random moments, mostly by reshard: exact streams.
+"""Random requests through random switches of ranks that are late and have few pages: exact streams.
 
 Seeds are fixed; AILERON_RESHARD_SEEDS="17" or "100-199" runs others, alone. A failure names its
 seed. Greedy streams are what plain vLLM makes of the request alone; sampled ones, whose draws are
@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
-from tests.harness.cells.crossing import LAYOUTS
 from tests.harness.cells.random_load import (
     RANDOM_ARGS,
     alone,
@@ -28,15 +26,12 @@ from tests.harness.cells.random_load import (
 )
 from tests.harness.vllm.reshard_cases import Case, draw_case
 from tests.harness.vllm.static_answers import static_answers
-from tests.harness.vllm.static_process import SHARED_MEMORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = pytest.mark.slow
 
-SEEDS = 320
+SEEDS = 64
 FEW_PAGES_BYTES = 28 << 20
 """So few that some moves take several rounds."""
-ALL_LAYOUTS = (*LAYOUTS, "dp4", "tp4")
-OTHER_CARRIES = ("pause", "recompute")
 
 
 def wanted_seeds() -> list[int]:
@@ -56,20 +51,6 @@ def cases() -> list[Case]:
 def static(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What plain vLLM generates for the greedy ones, and the log-probabilities of it."""
     return static_answers(cases, tmp_path_factory.mktemp("static"))
-
-
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Four ranks in fp32 whose prompts take several steps."""
-    before = set(SHARED_MEMORY.iterdir())
-    with bare_cell(
-        tmp_path_factory.mktemp("random"),
-        ranks=4,
-        engine_args=[*RANDOM_ARGS],
-        pause_limit_ms=2_000,
-    ) as running:
-        yield running
-    assert set(SHARED_MEMORY.iterdir()) <= before, "ranks leave nothing in shared memory"
 
 
 @pytest.fixture(scope="module")
@@ -111,85 +92,13 @@ def epochs_of_several_rounds(cell: BareCell) -> set[int]:
 
 
 @pytest.mark.timeout(300)
-async def test_streams_are_exact_and_nothing_is_recomputed(
-    cell: BareCell, cases: list[Case], static: dict[int, Any]
-) -> None:
-    draw = random.Random(1)
-    mine = cases[::2]
-    sampled = [case for case in mine if not case.is_greedy]
-    reference = await alone(cell, sampled)
-    before = settle(cell)
-
-    async def switch() -> None:
-        await asyncio.to_thread(cell.switch, draw.choice(ALL_LAYOUTS), "reshard")
-        await asyncio.sleep(draw.uniform(0.0, 0.25))
-
-    started = time.monotonic()
-    streams, records = await run_switching(cell, "calm", mine, switch)
-    took = time.monotonic() - started
-    worst = compare(mine, streams, static, reference)
-    moved = sum(record["tasks"]["reshard"] for record in records)
-    print(
-        f"\n{len(mine)} requests, {len(records)} switches in {took:.1f} s: {moved} tasks moved,"
-        f" {sum(record['reshard_bytes'] for record in records)} bytes,"
-        f" logprobs within {worst:.1e}"
-    )
-    assert moved > len(mine) / 4 or len(mine) < SEEDS / 4
-    for record in records:
-        assert record["outcome"] == "served", record
-        assert record["tasks"]["recompute"] == record["tasks"]["pause"] == 0, record
-    assert settle(cell) == before
-
-
-@pytest.mark.timeout(300)
-async def test_streams_are_exact_whatever_overtakes_a_move(
-    cell: BareCell, cases: list[Case], static: dict[int, Any]
-) -> None:
-    draw = random.Random(2)
-    mine = cases[1::2]
-    sampled = [case for case in mine if not case.is_greedy]
-    reference = await alone(cell, sampled)
-    before = settle(cell)
-
-    async def switch() -> None:
-        """Several wishes at once, some of which change only the plan; then wait, or not."""
-        for _ in range(draw.choice([1, 1, 2, 3])):
-            layout = draw.choice(ALL_LAYOUTS)
-            for _ in range(draw.choice([1, 1, 1, 2])):
-                carry = "reshard" if draw.random() < 0.7 else draw.choice(OTHER_CARRIES)
-                await asyncio.to_thread(cell.ask, layout, carry)
-                await asyncio.sleep(draw.choice([0.0, 0.0, 0.001, 0.005, 0.02]))
-        if draw.random() < 0.6:
-            await asyncio.to_thread(cell.switch, draw.choice(ALL_LAYOUTS), "reshard")
-        await asyncio.sleep(draw.uniform(0.0, 0.25))
-
-    started = time.monotonic()
-    streams, records = await run_switching(cell, "wild", mine, switch)
-    took = time.monotonic() - started
-    worst = compare(mine, streams, static, reference)
-    counts = {
-        carry: sum(record["tasks"][carry] for record in records)
-        for carry in ("reshard", "pause", "recompute")
-    }
-    overtaken = sum(record["outcome"] == "superseded" for record in records)
-    print(
-        f"\n{len(mine)} requests, {len(records)} switches in {took:.1f} s, {overtaken} overtaken:"
-        f" {counts}, logprobs within {worst:.1e},"
-        f" {sum(stream.overtaken for stream in streams.values())} spans out of turn"
-    )
-    assert overtaken > 0 or len(mine) < SEEDS / 4
-    assert settle(cell) == before
-    assert "Traceback" not in Path(cell.folder / "worker.log").read_text()
-
-
-@pytest.mark.timeout(300)
 async def test_streams_are_exact_where_groups_are_left_in_mid_step(
     late_cell: BareCell, cases: list[Case], static: dict[int, Any]
 ) -> None:
     """The last step of a group writes KV and brings tokens while the next layout is prepared."""
     draw = random.Random(3)
-    cell, mine = late_cell, cases[::4]
-    sampled = [case for case in mine if not case.is_greedy]
+    cell = late_cell
+    sampled = [case for case in cases if not case.is_greedy]
     reference = await alone(cell, sampled)
     before = settle(cell)
 
@@ -200,8 +109,8 @@ async def test_streams_are_exact_where_groups_are_left_in_mid_step(
             await asyncio.to_thread(cell.ask, draw.choice(["dp2", "tp2"]), "reshard")
         await asyncio.sleep(draw.uniform(0.0, 0.25))
 
-    streams, records = await run_switching(cell, "late", mine, switch)
-    worst = compare(mine, streams, static, reference)
+    streams, records = await run_switching(cell, "late", cases, switch)
+    worst = compare(cases, streams, static, reference)
     moved = sum(record["tasks"]["reshard"] for record in records)
     paused = sum(record["tasks"]["pause"] for record in records)
     several = epochs_of_several_rounds(cell)
@@ -209,8 +118,8 @@ async def test_streams_are_exact_where_groups_are_left_in_mid_step(
     spoiled = several & {each["epoch"] for each in records if each["outcome"] == "superseded"}
     print(f"\n{len(records)} switches: {moved} moved, {paused} paused, within {worst:.1e};")
     print(f"several rounds {len(several)} times, of which {len(spoiled)} were overtaken")
-    assert several or len(mine) < SEEDS / 16
-    assert min(moved, paused) > len(mine) / 8 or len(mine) < SEEDS / 16
+    assert several or len(cases) < SEEDS / 4
+    assert min(moved, paused) > len(cases) / 8 or len(cases) < SEEDS / 4
     for record in records:
         is_behind = record["epoch"] - 1 in spoiled
         assert is_behind or record["tasks"]["recompute"] == 0, record
