@@ -13,6 +13,8 @@ PER_KIND = 12
 PROMPT_TOKENS_MIN, NEW_TOKENS_MIN = 100, 24
 """Requests are so long that a switch can meet them in their prompt, and before their end."""
 LEAVES_AFTER_MIN = 3
+LASTING = 4
+"""So many of each kind last the longest: they cross two switches."""
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -36,6 +38,12 @@ def is_long(case: Case) -> bool:
     return stays and is_in_time and int(case.params["max_tokens"]) >= NEW_TOKENS_MIN
 
 
+def lifetime_tokens(case: Case) -> int:
+    """Tokens that it has at most when its client has all, or leaves."""
+    tokens = int(case.params["max_tokens"])
+    return tokens if case.leaves_after is None else min(tokens, case.leaves_after)
+
+
 class Requests:
     """Hands out a walk's requests: those that are used the least come first."""
 
@@ -54,6 +62,9 @@ class Requests:
     def for_row(self, row: Row) -> Case:
         """The request that the row is about; no rank has read a prompt that is to be read in it."""
         of = self._kinds[row.kind]
+        if row.moment is Moment.AFTER:
+            lasting = sorted(of, key=lifetime_tokens)[-LASTING:]
+            return self._use(min(lasting, key=lambda case: self._uses[case.seed]))
         unread = [case for case in of if self._uses[case.seed] == 0]
         is_read = row.moment not in (Moment.PREFILL, Moment.QUEUE)
         if unread and (not is_read or len(unread) == len(of)):
