@@ -54,14 +54,14 @@ async def test_idle_ranks_begin_new_tasks_while_a_switch_waits(
 
         async def tasks(turn: str, *, is_switched: bool) -> list[list[int]]:
             for number, prompt in enumerate(old):
-                client.submit(f"{tag}-{turn}-old-{number}", prompt, max_tokens=200, seed=number)
+                client.submit(f"{tag}-{turn}-old-{number}", prompt, max_tokens=100, seed=number)
             streams = [client.streams[name] for name in client.streams if f"{turn}-old" in name]
             while not all(stream.tokens for stream in streams):
                 await asyncio.sleep(0.005)
             if is_switched:
                 await asyncio.to_thread(four_ranks.ask, wanted, "speculate")
             for number, prompt in enumerate(new):
-                client.submit(f"{tag}-{turn}-new-{number}", prompt, max_tokens=350, temperature=0.7)
+                client.submit(f"{tag}-{turn}-new-{number}", prompt, max_tokens=450, temperature=0.7)
             begun = [client.streams[name] for name in client.streams if f"{turn}-new" in name]
             while is_switched and not any(len(stream.tokens) > 5 for stream in begun):
                 await asyncio.sleep(0.005)
