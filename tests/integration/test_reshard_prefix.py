@@ -2,14 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.bare_cell import BareCell, TaskClient
+from tests.harness.cells.shared import FOUR_RANKS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(FOUR_RANKS)]
 
 PREFIXES = 3
 PREFIX_TOKENS = 640
@@ -17,21 +17,6 @@ OWN_TOKENS = 40
 REQUESTS = 12
 NEW_TOKENS = 6
 KEPT_SHARE = 0.8
-
-
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareCell]:
-    """Four ranks in fp32 whose prompts take several steps, so that some wait."""
-    with bare_cell(
-        tmp_path_factory.mktemp("prefix"),
-        ranks=4,
-        engine_args=[
-            *("--dtype", "float32", "--max-model-len", "1024"),
-            *("--max-num-batched-tokens", "256"),
-        ],
-        pause_limit_ms=60_000,
-    ) as running:
-        yield running
 
 
 def prefix(number: int) -> list[int]:
@@ -68,17 +53,17 @@ async def one_hit(client: TaskClient, name: str, number: int) -> int:
 
 
 @pytest.mark.timeout(200)
-async def test_cached_prefixes_are_hit_after_a_switch(cell: BareCell) -> None:
-    cell.switch("tp4", "recompute")
-    cell.switch("dp4", "recompute")
+async def test_cached_prefixes_are_hit_after_a_switch(four_ranks: BareCell) -> None:
+    four_ranks.switch("tp4", "recompute")
+    four_ranks.switch("dp4", "recompute")
     client = TaskClient()
-    async with client.connected(cell):
+    async with client.connected(four_ranks):
         cold = await serve(client, "cold", at_once=6)
         warm = await serve(client, "warm", at_once=6)
         rates = {"dp4 cold": cold.hit_rate, "dp4 warm": warm.hit_rate}
         assert warm.tokens == cold.tokens
         for layout in ("tp4", "tp2+tp2", "tp4", "dp4", "tp2+tp2", "dp4"):
-            cell.switch(layout, "reshard")
+            four_ranks.switch(layout, "reshard")
             hits = [await one_hit(client, f"one-{len(rates)}-{n}", n) for n in range(PREFIXES)]
             # In every layout the first request of each prefix goes where its blocks went.
             assert min(hits) == PREFIX_TOKENS, (layout, hits)
@@ -86,16 +71,18 @@ async def test_cached_prefixes_are_hit_after_a_switch(cell: BareCell) -> None:
             rates[f"{len(rates) - 1}: {layout}"] = after.hit_rate
             assert after.tokens == cold.tokens, layout
             assert after.hit_rate >= KEPT_SHARE * warm.hit_rate, rates
-        cell.switch("tp4", "recompute")
+        four_ranks.switch("tp4", "recompute")
         assert [await one_hit(client, f"gone-{n}", n) for n in range(PREFIXES)] == [0] * PREFIXES
         print("\nhit rate:", {name: round(rate, 3) for name, rate in rates.items()})
 
 
 @pytest.mark.timeout(200)
-async def test_a_switch_among_running_and_waiting_tasks_loses_no_prefix(cell: BareCell) -> None:
-    cell.switch("dp4", "recompute")
+async def test_a_switch_among_running_and_waiting_tasks_loses_no_prefix(
+    four_ranks: BareCell,
+) -> None:
+    four_ranks.switch("dp4", "recompute")
     client = TaskClient()
-    async with client.connected(cell):
+    async with client.connected(four_ranks):
         expected = await serve(client, "calm")
         for turn, layout in enumerate(("tp4", "dp4", "tp2+tp2", "tp4")):
             names = [f"busy-{turn}-{number}" for number in range(24)]
@@ -104,7 +91,7 @@ async def test_a_switch_among_running_and_waiting_tasks_loses_no_prefix(cell: Ba
                 client.submit(name, other, max_tokens=12 + number % 20)
             while not client.streams[names[0]].tokens:
                 await asyncio.sleep(0.002)
-            cell.switch(layout, "reshard")
+            four_ranks.switch(layout, "reshard")
             if layout == "tp4":
                 hits = [await one_hit(client, f"next-{turn}-{n}", n) for n in range(PREFIXES)]
                 assert min(hits) == PREFIX_TOKENS, hits

@@ -1,4 +1,4 @@
-"""50 streams through 20 switches: complete, exact, nothing leaked; then 200 idle switches."""
+"""50 streams through 20 switches: complete, exact, nothing leaked; then 60 idle switches."""
 
 import asyncio
 import itertools
@@ -11,19 +11,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.harness.cells.client_streams import TOKENS, Heard, all_streams
+from tests.harness.cells.client_streams import all_streams
 from tests.harness.cells.product import Product, product
 
 pytestmark = pytest.mark.slow
 
 SWITCHES = 20
 READY_EVERY_S = 0.02
-RESHARD = (("tp2", "reshard"), ("dp2", "reshard"))
 EVERY_PLAN = (
-    *(("tp2", "pause"), ("dp2", "recompute"), ("tp2", "reshard"), ("dp2", "pause")),
-    *(("tp2", "recompute"), ("dp2", "drain")),
+    *(("tp2", "pause"), ("dp2", "recompute"), ("tp2", "reshard"), ("dp2", "reshard")),
+    *(("tp2", "reshard"), ("dp2", "pause"), ("tp2", "recompute"), ("dp2", "drain")),
 )
-Cycle = tuple[tuple[str, str], ...]
+IDLE_SWITCHES = 60
+STREAM_TOKENS = 250
+"""Of each stream: enough for streams to run through most switches on a fast machine."""
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +36,15 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
         yield running
 
 
-async def switch_many(cell: Product, done: "asyncio.Task[Any]", cycle: Cycle) -> list[Any]:
-    """Switch through the cycle while streams run; returns the answers."""
+async def switch_many(cell: Product, done: "asyncio.Task[Any]") -> list[Any]:
+    """Switch by every plan in turn while streams run; returns the answers."""
     answers = []
-    for layout, carry in itertools.islice(itertools.cycle(cycle), SWITCHES):
+    for layout, carry in itertools.islice(itertools.cycle(EVERY_PLAN), SWITCHES):
         # A drain that starts while streams run would wait for them all, so it comes when little is
         # left.
         plan = "recompute" if carry == "drain" and not done.done() else carry
         answers.append(await asyncio.to_thread(cell.switch, layout, plan))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
     return answers
 
 
@@ -65,39 +66,28 @@ async def watching_readiness(cell: Product) -> AsyncIterator[Counter[int]]:
     await asyncio.gather(asking, return_exceptions=True)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(cell: Product) -> list[Heard]:
-    """The streams without any switch."""
-    return asyncio.run(all_streams(cell.url))
-
-
-@pytest.mark.parametrize("cycle", [RESHARD, EVERY_PLAN], ids=["reshard", "every plan"])
 @pytest.mark.timeout(420)
-async def test_no_stream_notices_twenty_switches(
-    cell: Product, undisturbed: list[Heard], cycle: Cycle
-) -> None:
-    expected = undisturbed
+async def test_no_stream_notices_twenty_switches(cell: Product) -> None:
+    expected = await all_streams(cell.url, STREAM_TOKENS)
     before = cell.pages_free_and_leased()
-    running = asyncio.create_task(all_streams(cell.url))
-    await asyncio.sleep(1.0)
+    running = asyncio.create_task(all_streams(cell.url, STREAM_TOKENS))
+    await asyncio.sleep(0.5)
     async with watching_readiness(cell) as ready:
-        answers = await switch_many(cell, running, cycle)
+        answers = await switch_many(cell, running)
     heard = await running
     print(f"ready {ready[200]} times while it switched")
     assert set(ready) == {200}, "it is ready through every switch"
     assert ready[200] >= SWITCHES
     assert len(answers) == SWITCHES
     for number, (one, other) in enumerate(zip(expected, heard, strict=True)):
-        assert other.tokens == TOKENS, (number, other.tokens)
+        assert other.tokens == STREAM_TOKENS, (number, other.tokens)
         assert other.finish_reason == "length", number
         assert "".join(other.text) == "".join(one.text), number
     switches = cell.get(f"/admin/switches?last={SWITCHES}")["switches"]
     crossed = sum(sum(record["tasks"].values()) for record in switches)
     assert crossed > SWITCHES, "the switches met no running tasks"
-    if cycle is RESHARD:
-        assert crossed == sum(record["tasks"]["reshard"] for record in switches), switches
-        pauses = sorted(record["gap_ms_max"] for record in switches if record["gap_ms_max"])
-        print("longest pause of a client by switch, ms:", [round(each) for each in pauses])
+    moves = [record for record in switches if record["carry"] == "reshard"]
+    assert sum(record["tasks"]["reshard"] for record in moves) > 0, moves
     assert await asyncio.to_thread(settled, cell, before), cell.pages_free_and_leased()
 
 
@@ -115,30 +105,44 @@ def settled(cell: Product, before: list[dict[str, Any]]) -> bool:
     return False
 
 
-@pytest.mark.timeout(240)
-async def test_two_hundred_switches_leak_nothing(cell: Product) -> None:
-    def gauges() -> list[dict[str, int]]:
-        time.sleep(0.6)  # Gauges travel with the heartbeat.
-        return [dict(rank["gauges"]) for rank in cell.get("/admin/ranks")["ranks"]]
+def switch_idle(cell: Product) -> list[dict[str, Any]]:
+    """Switch while nothing runs; returns the records."""
+    for layout in ("tp2", "dp2") * (IDLE_SWITCHES // 2):
+        cell.switch(layout, "pause")
+    records: list[dict[str, Any]] = cell.get(f"/admin/switches?last={IDLE_SWITCHES}")["switches"]
+    return records
 
+
+def gauges(cell: Product) -> list[dict[str, int]]:
+    time.sleep(0.6)  # Gauges travel with the heartbeat.
+    return [dict(rank["gauges"]) for rank in cell.get("/admin/ranks")["ranks"]]
+
+
+@pytest.mark.timeout(240)
+def test_idle_switches_leak_nothing(cell: Product) -> None:
     for layout in ("tp2", "dp2") * 5:
         cell.switch(layout, "pause")
-    before = gauges()
-    for layout in ("tp2", "dp2") * 100:
-        cell.switch(layout, "pause")
-    after = gauges()
-    records = cell.get("/admin/switches?last=200")["switches"]
-    assert len(records) == 200
+    before = gauges(cell)
+    records = switch_idle(cell)
+    after = gauges(cell)
+    assert len(records) == IDLE_SWITCHES
     for old, new in zip(before, after, strict=True):
         assert new["process_groups"] == new["process_groups_at_start"]
         assert new["open_files"] <= old["open_files"] + 2
         assert new["threads"] <= old["threads"] + 2
         assert new["rss_bytes"] - old["rss_bytes"] < 8 << 20
-    swaps = sorted(record["swap_ms"] for record in records)
-    totals = sorted(record["total_ms"] for record in records)
-    print("swap ms p50/p99:", swaps[100], swaps[197], "switch ms:", totals[100], totals[197])
-    assert swaps[190] < 1.0, "the swap itself must take less than 1 ms"
-    assert totals[190] < 100.0, "a pause switch of idle ranks must take less than 100 ms"
     for record in records:
         assert {"epoch", "from", "to", "cause", "tasks", "decide_ms", "park_ms"} <= record.keys()
         assert {"reshard_ms", "reshard_bytes", "first_step_ms", "gap_ms_max"} <= record.keys()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_idle_switches_are_quick(cell: Product) -> None:
+    """Long: it measures milliseconds, which other tests on these cores would change."""
+    records = switch_idle(cell)
+    swaps = sorted(record["swap_ms"] for record in records)
+    totals = sorted(record["total_ms"] for record in records)
+    print("swap and switch ms, sorted:", swaps, totals)
+    assert swaps[len(swaps) * 19 // 20] < 1.0, "the swap itself must take less than 1 ms"
+    assert totals[len(totals) * 19 // 20] < 100.0, "an idle switch must take less than 100 ms"
