@@ -3,17 +3,16 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator
 
 import httpx
 import openai
 import psutil
 import pytest
 
-from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product
 from tests.harness.gateway.hostile_requests import BODIES, CANARY, CHAT, PARAMETERS, PROMPTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
 
 STREAMS = 4
 TOKENS = 96
@@ -24,12 +23,9 @@ Request = tuple[str, str, bytes]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    """Two ranks in fp32, so that tokens must be identical."""
-    with product(
-        tmp_path_factory.mktemp("hostile"), ranks=2, engine_args=["--dtype", "float32"]
-    ) as up:
-        yield up
+def running(shared_product: Product) -> Product:
+    """The product that modules share."""
+    return shared_product
 
 
 def corpus() -> list[Request]:

@@ -3,15 +3,15 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
 
-from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
 
 ROUNDS = 4
 MESSAGES: Any = [{"role": "user", "content": "Write a function that opens a file."}]
@@ -152,13 +152,11 @@ async def all_kinds(url: str) -> dict[tuple[str, int], Any]:
     return dict(zip(asked, answers, strict=True))
 
 
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    """Two ranks in fp32, so that tokens must be identical."""
-    with product(
-        tmp_path_factory.mktemp("kinds"), ranks=2, engine_args=["--dtype", "float32"]
-    ) as running:
-        yield running
+@pytest.fixture
+def cell(shared_product: Product) -> Product:
+    """The product that modules share, in the layout that the test begins with."""
+    shared_product.switch("dp2", "recompute")
+    return shared_product
 
 
 @pytest.mark.timeout(240)
