@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import AsyncIterator, Iterator
-from unittest import mock
 
 import httpx
 import pytest
 
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
-from tests.harness.cells.hasty_gateway import HASTY_S
+from tests.harness.cells.hasty_gateway import HASTY_S, patience
 from tests.harness.cells.product import Product, product
 from worker.demo import MODEL_DIR
 
@@ -21,8 +20,14 @@ def environment() -> Iterator[None]:
     vLLM sets variables when it is configured, `LD_PRELOAD` among them. Processes that start later
     would have them too, and those who fork warm processes would import everything again.
     """
-    with mock.patch.dict(os.environ):
-        yield
+    before = dict(os.environ)
+    yield
+    # Only what has changed: other threads may be reading the rest.
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +105,7 @@ def hasty(
         MODEL_DIR,
         hasty_cell,
         module=hasty_gateway.__name__,
-        env={name: str(wait_s) for name, wait_s in HASTY_S.items()},
+        env=patience(HASTY_S),
     )
     yield process
     process.close()

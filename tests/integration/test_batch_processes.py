@@ -212,7 +212,7 @@ def test_lines_run_in_the_lowest_tier(processes: Callable[..., BatchProcess]) ->
 def test_another_process_takes_a_batch_over(
     processes: Callable[..., BatchProcess], storage: str
 ) -> None:
-    how = {"lines_at_once": 4, "lease_ms": 2_000, "storage": storage}
+    how = {"lines_at_once": 4, "lease_ms": 1_000, "storage": storage}
     prompts = [*(["quick"] * 19), "bad", *(["slow"] * 10)]
     names = sorted(f"c{number}" for number in range(30))
     # Here the slow lines take an hour, there they are as quick as the others.

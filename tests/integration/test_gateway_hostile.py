@@ -82,6 +82,7 @@ async def test_bad_parameters_are_refused_or_served(
     if status != 200:
         check_refusal(response)
         assert response.json()["error"]["param"] == param
+        assert cell.of(Submit) == [], "no rank is asked for it"
 
 
 @pytest.mark.parametrize("name", FREE_KEYS)

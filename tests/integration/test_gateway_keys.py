@@ -17,7 +17,9 @@ import pytest
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
 from coordinator.protocol.messages import Submit, TaskFailed, Tier
+from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.hasty_gateway import OFTEN_S, patience
 from tests.harness.cells.told import Told
 from tests.harness.redis.redis_server import SHARED_WAIT_S, Redis
 from worker.demo import MODEL_DIR
@@ -82,6 +84,8 @@ def gateway(
         tmp_path_factory.mktemp("gateway"),
         MODEL_DIR,
         own_cell,
+        module=hasty_gateway.__name__,
+        env=patience(OFTEN_S),
         keys_file=str(keys_file),
         rate_limit_storage=f"redis://127.0.0.1:{redis.port}",
         objectives={"chat": "interactive"},

@@ -154,7 +154,7 @@ async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: Fake
 async def test_a_stream_that_outlives_the_grace_is_told_and_the_process_ends(
     cell: FakeCell, tmp_path: Path
 ) -> None:
-    env = {hasty_gateway.DRAIN_ENV: str(GRACE_S)}
+    env = hasty_gateway.patience({hasty_gateway.DRAIN_ENV: GRACE_S})
     gateway = GatewayProcess(tmp_path, MODEL_DIR, cell, module=hasty_gateway.__name__, env=env)
 
     async def hang(ran: Ran) -> None:

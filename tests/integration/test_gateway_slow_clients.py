@@ -52,7 +52,7 @@ READ_MIB_MIN = 35.0
 WARM_TOKENS = 8
 STALLED_STEPS = 64
 """When so many tokens of each choice have come, half of those that may wait do."""
-TOKEN_S = 0.02
+TOKEN_S = 0.01
 UNREAD_TOKENS = 400
 """Fewer than may wait, and more than the kernel holds."""
 

@@ -7,6 +7,7 @@ product's.
 import importlib
 import os
 import runpy
+from collections.abc import Mapping
 
 DRAIN_ENV = "AILERON_TEST_DRAIN_S"
 """How long streams may go on once it is told to end."""
@@ -20,6 +21,8 @@ BODY_ENV = "AILERON_TEST_BODY_S"
 """How long a body may take that is slower than bearable."""
 COMPILE_ENV = "AILERON_TEST_COMPILE_S"
 """How long a grammar may take to compile."""
+TICK_ENV = "AILERON_TEST_TICK_S"
+"""A quarter of the time after which it tells cells again what it has measured."""
 
 PATIENCE = {
     DRAIN_ENV: ("gateway.process", "DRAIN_S"),
@@ -28,11 +31,19 @@ PATIENCE = {
     HEADER_ENV: ("gateway.connection", "HEADER_WAIT_S"),
     BODY_ENV: ("gateway.intake", "BODY_GRACE_S"),
     COMPILE_ENV: ("gateway.vllm_grammar", "COMPILE_S"),
+    TICK_ENV: ("gateway.process", "TICK_S"),
 }
 """The module of the product and the constant that each of them sets."""
 
 HASTY_S = {STALL_ENV: 2.0, KEEP_ALIVE_ENV: 1.0, HEADER_ENV: 2.0, BODY_ENV: 2.0, COMPILE_ENV: 1.0}
 """The patience of the one that tests share."""
+OFTEN_S = {TICK_ENV: 0.05}
+"""The patience of one whose measures a test waits for."""
+
+
+def patience(waits_s: Mapping[str, float]) -> dict[str, str]:
+    """The environment of a gateway that waits so long."""
+    return {name: str(wait_s) for name, wait_s in waits_s.items()}
 
 
 def main() -> None:
