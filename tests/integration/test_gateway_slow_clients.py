@@ -75,14 +75,15 @@ class Memory:
 
 async def open_idle(gateway: GatewayProcess, number: int, say: bytes) -> list[Any]:
     """Connections that have said something; a hundred are opened at a time."""
+
+    async def open_one() -> Any:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(say)
+        return reader, writer
+
     made: list[Any] = []
     for _ in range(number // 100):
-        some = await asyncio.gather(
-            *(asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(100))
-        )
-        for _, writer in some:
-            writer.write(say)
-        made += some
+        made += await asyncio.gather(*(open_one() for _ in range(100)))
     return made
 
 

@@ -35,7 +35,7 @@ PATIENCE = {
 }
 """The module of the product and the constant that each of them sets."""
 
-HASTY_S = {STALL_ENV: 2.0, KEEP_ALIVE_ENV: 1.0, HEADER_ENV: 2.0, BODY_ENV: 2.0, COMPILE_ENV: 1.0}
+HASTY_S = {STALL_ENV: 2.0, KEEP_ALIVE_ENV: 1.0, HEADER_ENV: 3.0, BODY_ENV: 3.0, COMPILE_ENV: 1.0}
 """The patience of the one that tests share."""
 OFTEN_S = {TICK_ENV: 0.05}
 """The patience of one whose measures a test waits for."""
