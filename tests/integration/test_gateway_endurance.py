@@ -33,6 +33,12 @@ WAITING, MANY = 1_000, 10_000
 AT_ONCE = 200
 ROUNDS = 3
 """Crowds that come again, each a fifth of the first one."""
+HELD_MIN, LEFT_MAX = 100, 10
+"""Blocks of a request: it holds more while it waits, and leaves fewer when it has left.
+
+It was measured to hold 428 and to leave 3, of the first thousands at least: the gateway remembers
+the last 4,096 tasks that have ended.
+"""
 LEAVE_ONE_BY_ONE = 100
 SEEN_S = 300
 """How long ten thousand requests may take on a machine that does other things as well."""
@@ -205,9 +211,9 @@ async def test_a_crowd_waits_and_leaves_and_nothing_is_left(
         uses.append(await settled(gateway, before))
     print(f"after each crowd: {uses}")
     grown = [after.blocks - earlier.blocks for earlier, after in itertools.pairwise(uses)]
-    assert min(grown) < again / 2, "every request leaves something"
+    assert min(grown) < LEFT_MAX * again, "every request leaves something"
     assert at_most.descriptors >= before.descriptors + waiting
-    assert at_most.blocks > before.blocks + 10 * waiting, "the blocks tell of requests"
+    assert at_most.blocks > before.blocks + HELD_MIN * waiting, "the blocks tell of requests"
     assert at_most.rss_mib < 2_048
     cell.behave = answer_shortly
     async with httpx.AsyncClient(base_url=gateway.url, timeout=SEEN_S) as client:

@@ -3,7 +3,7 @@
 On SIGUSR2 it collects garbage, gives free memory back to the kernel, and writes the number of its
 asyncio tasks and of its allocated blocks to the file in `HELD_FILE`. A block is what Python asks of
 its allocator for one small object: their number says what is held, however the allocator's memory
-lies. Of tasks that have ended it remembers `REMEMBERED`. Everything else is the product's.
+lies. Everything else is the product's.
 """
 
 import asyncio
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 HELD_FILE = "AILERON_TEST_HELD_FILE"
-REMEMBERED = 50
-"""The product remembers some ten thousand: that many requests would each leave something."""
 
 
 def _tell() -> None:
@@ -34,10 +32,8 @@ def _tell() -> None:
 
 def main() -> None:
     """Run the gateway, watched."""
-    from gateway import process, tasks
+    from gateway import process
 
-    assert tasks.ENDED_REMEMBERED > REMEMBERED
-    setattr(tasks, "ENDED_REMEMBERED", REMEMBERED)  # noqa: B010 -- mypy has it as a constant
     run = process._run
 
     async def watched(*args: Any) -> None:
