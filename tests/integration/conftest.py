@@ -1,23 +1,69 @@
 """What several modules start in the same way; a module may define its own."""
 
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 
+from tests.harness.cells import hasty_gateway
 from tests.harness.cells.bare_cell import BareCell, bare_cell
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.hasty_gateway import HASTY_S, patience
+from tests.harness.cells.product import Product, product
 from tests.harness.cells.random_load import RANDOM_ARGS
 from tests.harness.cells.shared import PAUSE_LIMIT_MS, SharedCell
 from tests.harness.vllm.references import LOGITS_ARGS
 from worker.demo import MODEL_DIR
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """The environment as it was, after each test.
+
+    vLLM sets variables when it is configured, `LD_PRELOAD` among them. Processes that start later
+    would have them too, and those who fork warm processes would import everything again.
+    """
+    before = dict(os.environ)
+    yield
+    # Only what has changed: other threads may be reading the rest.
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
 def shared_cell() -> Iterator[FakeCell]:
+    """The cell of the gateway that modules share."""
     cell = FakeCell()
     yield cell
     cell.close()
+
+
+@pytest.fixture(scope="module")
+def own_cell() -> Iterator[FakeCell]:
+    """A cell of the module's own, for a gateway of its own."""
+    cell = FakeCell()
+    yield cell
+    cell.close()
+
+
+@pytest.fixture(scope="session")
+def shared_product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+    """Two ranks in fp32, so that tokens must be identical, in whatever layout the last test left.
+
+    For modules of the `xdist_group` "product", which need no other settings and end no rank.
+    """
+    settings = {"batches": {"lines_at_once": 4, "lease_ms": 2_000}}
+    with product(
+        tmp_path_factory.mktemp("product"),
+        ranks=2,
+        engine_args=["--dtype", "float32"],
+        settings=settings,
+    ) as up:
+        yield up
 
 
 @pytest.fixture
@@ -32,14 +78,39 @@ def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
     return shared_cell
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gateway(
-    request: pytest.FixtureRequest,
-    shared_cell: FakeCell,
-    tmp_path_factory: pytest.TempPathFactory,
+    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
-    folder, warm = tmp_path_factory.mktemp("gateway"), not hasattr(request.module, "rss_mib")
-    process = GatewayProcess(folder, MODEL_DIR, shared_cell, warm=warm)
+    """One for all modules that neither end it nor need other settings.
+
+    They are of one `xdist_group`, "gateway", so that one worker has it.
+    """
+    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), MODEL_DIR, shared_cell)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def hasty_cell() -> Iterator[FakeCell]:
+    """The cell of the hasty gateway."""
+    cell = FakeCell()
+    yield cell
+    cell.close()
+
+
+@pytest.fixture(scope="session")
+def hasty(
+    hasty_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    """A gateway whose waits are short, in the same group: what a test of a wait is to use."""
+    process = GatewayProcess(
+        tmp_path_factory.mktemp("hasty"),
+        MODEL_DIR,
+        hasty_cell,
+        module=hasty_gateway.__name__,
+        env=patience(HASTY_S),
+    )
     yield process
     process.close()
 

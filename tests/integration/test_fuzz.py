@@ -1,10 +1,15 @@
-"""A minute of schemathesis against a real gateway: whatever is sent, no answer is a 5xx."""
+"""Schemathesis against a real gateway: whatever is sent, no answer is a 5xx.
 
+Each day draws other requests: the seed is the date, or `AILERON_FUZZ_SEED`. It is printed, and a
+failure names it.
+"""
+
+import datetime
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +20,19 @@ from gateway.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.xdist_group("gateway")]
 
-FUZZ_S = 60
-CASES_MIN = 300
-"""Fewer requests than this in a minute would say that the server stands still."""
-
-
-@pytest.fixture
-def cell() -> Iterator[FakeCell]:
-    made = FakeCell(behave=answer_shortly)
-    yield made
-    made.close()
+SEED_ENV = "AILERON_FUZZ_SEED"
+FUZZ_S, LONG_S = 8, 60
+CASES_MIN_PER_S = 5
+"""Fewer requests than this would say that the server stands still."""
 
 
 @pytest.fixture
-def gateway(cell: FakeCell, tmp_path: Path) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path, MODEL_DIR, cell)
-    yield process
-    process.close()
+def cell(shared_cell: FakeCell, gateway: GatewayProcess) -> FakeCell:
+    shared_cell.reset()
+    shared_cell.behave = answer_shortly
+    return shared_cell
 
 
 async def answer_shortly(ran: Ran) -> None:
@@ -66,18 +65,24 @@ def open_schema() -> dict[str, Any]:
     return schema
 
 
+def seed_of_the_day() -> int:
+    today = datetime.datetime.now(datetime.UTC).date()
+    return int(os.environ.get(SEED_ENV) or today.strftime("%Y%m%d"))
+
+
+@pytest.mark.parametrize("fuzz_s", [FUZZ_S, pytest.param(LONG_S, marks=pytest.mark.long)])
 def test_no_request_of_the_schema_is_answered_with_5xx(
-    gateway: GatewayProcess, tmp_path: Path
+    gateway: GatewayProcess, cell: FakeCell, tmp_path: Path, fuzz_s: int
 ) -> None:
-    path = tmp_path / "openapi.json"
+    path, seed = tmp_path / "openapi.json", seed_of_the_day()
     path.write_text(json.dumps(open_schema()))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", str(path), "--url", gateway.url),
-            *("--checks", "not_a_server_error", "--max-time", str(FUZZ_S), "--workers", "1"),
+            *("--checks", "not_a_server_error", "--max-time", str(fuzz_s), "--workers", "1"),
             *("--phases", "coverage,fuzzing", "--suppress-health-check", "all"),
-            *("--request-timeout", "20", "--continue-on-failure", "--no-color", "--seed", "1"),
-            *("--max-examples", "100000", "--warnings", "off"),
+            *("--request-timeout", "20", "--continue-on-failure", "--no-color"),
+            *("--seed", str(seed), "--max-examples", "100000", "--warnings", "off"),
         ],
         cwd=tmp_path,
         capture_output=True,
@@ -85,10 +90,11 @@ def test_no_request_of_the_schema_is_answered_with_5xx(
         check=False,
     )
     print(done.stdout[-6_000:], done.stderr[-2_000:])
-    assert done.returncode == 0
+    print(f"{SEED_ENV}={seed}")
+    assert done.returncode == 0, f"{SEED_ENV}={seed} draws the same requests again"
     cases = max(int(number) for number in re.findall(r"(\d+) generated", done.stdout))
     print("requests:", cases)
-    assert cases >= CASES_MIN
+    assert cases >= CASES_MIN_PER_S * fuzz_s
     assert httpx.get(f"{gateway.url}/ready").status_code == 200
     assert gateway.process.poll() is None
     assert "request_failed" not in gateway.log.read_text()

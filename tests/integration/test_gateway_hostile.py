@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from tokenizers import Tokenizer
 
 from coordinator.protocol.messages import Submit, TaskFailed
+from gateway.intake import BODY_GRACE_S
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.hasty_gateway import COMPILE_ENV, HASTY_S
 from tests.harness.gateway.hostile_requests import (
     BODIES,
     BODY_OUTCOMES,
@@ -23,19 +26,20 @@ from tests.harness.gateway.hostile_requests import (
     OUTCOMES,
     PARAMETERS,
 )
+from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.xdist_group("gateway")]
 
 MIB = 1024**2
 PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 ERROR_BYTES_MAX = 8 * 1024
+NEVER_COMPILED = {"schema of many items"}
+"""Refused when the time is over that a grammar may take."""
 ROUNDS = 5
 """A time is judged by the best of so many: what else runs on the machine is not the gateway's."""
-BLOCKED_MS_MAX = 50
-LONG_PROMPT_MS_MAX = 200
-REFUSED_MS_MAX = 50
-IDLE_CONNECTIONS = 10_000
+BLOCKED_MS_MAX, BLOCKED_PART_MAX = 50, 0.5
+"""How long others may wait for a large body: so long, or this part of the time that it takes."""
 
 
 def rss_mib(gateway: GatewayProcess) -> float:
@@ -69,14 +73,16 @@ def check_refusal(response: httpx.Response) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_bad_parameters_are_refused_or_served(
-    client: httpx.AsyncClient, cell: FakeCell, name: str
+    client: httpx.AsyncClient, cell: FakeCell, hasty: GatewayProcess, name: str
 ) -> None:
-    response = await client.post(PATH, json={**CHAT, **PARAMETERS[name]})
+    url = f"{hasty.url}{PATH}" if name in NEVER_COMPILED else PATH
+    response = await client.post(url, json={**CHAT, **PARAMETERS[name]})
     status, param = OUTCOMES[name]
     assert response.status_code == status
     if status != 200:
         check_refusal(response)
         assert response.json()["error"]["param"] == param
+        assert cell.of(Submit) == [], "no rank is asked for it"
 
 
 @pytest.mark.parametrize("name", FREE_KEYS)
@@ -176,14 +182,18 @@ def send_too_much(port: int, *, told: bool) -> tuple[bytes, float, float]:
     return answer, took_ms, sent / MIB
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize("told", [True, False])
 async def test_oversize_body_is_refused_at_once(
     gateway: GatewayProcess, cell: FakeCell, told: bool
 ) -> None:
-    """By its length before a byte of it is read, or as soon as it is longer than it may be."""
-    before_mib, times_ms = rss_mib(gateway), []
-    for _ in range(ROUNDS):
+    """By its length before a byte of it is read, or as soon as it is longer than it may be.
+
+    The first round only warms the gateway up: what it takes then it may use for the others.
+    """
+    before_mib, times_ms = 0.0, []
+    for number in range(1 + ROUNDS):
+        if number == 1:
+            before_mib = rss_mib(gateway)
         answer, took_ms, sent_mib = await asyncio.to_thread(send_too_much, gateway.port, told=told)
         assert answer.startswith(b"HTTP/1.1 413")
         assert b'"code":"request_too_large"' in answer
@@ -193,7 +203,7 @@ async def test_oversize_body_is_refused_at_once(
     print(f"413 after {min(times_ms):.1f} ms, {sent_mib:.1f} MiB sent, RSS +{grown_mib:.1f} MiB")
     assert grown_mib <= 16
     if told:
-        assert min(times_ms) < REFUSED_MS_MAX
+        assert min(times_ms) < 1e3 * BODY_GRACE_S / 10, "its body never comes"
 
 
 LONG = {"role": "user", "content": "a b " * 1_900_000}
@@ -220,7 +230,6 @@ def post_bytes(port: int, body: bytes) -> httpx.Response:
     return httpx.Response(int(status.split()[1]), headers=named, content=content)
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize("name", LARGE_BODIES)
 async def test_large_bodies_do_not_hold_up_others(
     gateway: GatewayProcess, client: httpx.AsyncClient, cell: FakeCell, name: str
@@ -228,35 +237,41 @@ async def test_large_bodies_do_not_hold_up_others(
     body = LARGE_BODIES[name]()
     assert len(body) <= 8 * MIB
 
+    took_ms = []
+
     async def send() -> None:
+        began = time.perf_counter()
         response = await asyncio.to_thread(post_bytes, gateway.port, body)
+        took_ms.append((time.perf_counter() - began) * 1e3)
         assert response.status_code == 400
         check_refusal(response)
 
     worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
-    shown = ", ".join(f"{each:.0f}" for each in sorted(worst_ms))
+    rounds = list(zip(worst_ms, took_ms, strict=True))
+    shown = ", ".join(f"{worst:.0f} of {took:.0f}" for worst, took in rounds)
     print(f"{name}: {len(body) / MIB:.1f} MiB, worst /health of {ROUNDS} rounds {shown} ms")
-    assert min(worst_ms) < BLOCKED_MS_MAX
+    assert any(worst < max(BLOCKED_MS_MAX, BLOCKED_PART_MAX * took) for worst, took in rounds)
 
 
-@pytest.mark.timing
 async def test_a_prompt_that_is_far_too_long_holds_nobody_up(client: httpx.AsyncClient) -> None:
-    body = {"model": "demo", "prompt": "word " * (8 * MIB // 5 - 20)}
-    took_ms = []
-
-    async def send() -> None:
-        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as other:
-            began = time.perf_counter()
-            response = await other.post("/v1/completions", json=body)
-            took_ms.append((time.perf_counter() - began) * 1e3)
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "context_length_exceeded"
-            check_refusal(response)
-
-    worst_ms = [await worst_health_ms(client, send()) for _ in range(ROUNDS)]
+    """It is refused sooner than an eighth of it could be tokenized."""
+    prompt = "word " * (8 * MIB // 5 - 20)
+    body = json.dumps({"model": "demo", "prompt": prompt}).encode()
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    took_ms, part_ms = [], []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        tokenizer.encode(prompt[:MIB])
+        part_ms.append((time.perf_counter() - began) * 1e3)
+        began = time.perf_counter()
+        response = await client.post("/v1/completions", content=body, headers=JSON)
+        took_ms.append((time.perf_counter() - began) * 1e3)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        check_refusal(response)
     print(f"8 MiB of prompt refused after {min(took_ms):.0f} ms at best, ", end="")
-    print(f"worst /health meanwhile {min(worst_ms):.0f} ms at best")
-    assert min(took_ms) < LONG_PROMPT_MS_MAX
+    print(f"1 MiB tokenized in {min(part_ms):.0f} ms")
+    assert min(took_ms) < min(part_ms)
 
 
 async def test_nothing_of_requests_is_in_the_log(
@@ -282,8 +297,7 @@ async def test_nothing_of_requests_is_in_the_log(
     assert "request_failed" not in log
 
 
-@pytest.mark.timeout(240)
-async def test_a_grammar_that_takes_for_ever_holds_nobody_up(gateway: GatewayProcess) -> None:
+async def test_a_grammar_that_takes_for_ever_holds_nobody_up(hasty: GatewayProcess) -> None:
     """Sixty patterns of 35 characters take minutes to compile, in native code."""
     patterns = [f"^(([a-z]{{0,40}}{chr(97 + n % 26)}){{0,40}}{n}){{0,9}}$" for n in range(60)]
     properties = {f"p{n}": {"type": "string", "pattern": text} for n, text in enumerate(patterns)}
@@ -291,18 +305,18 @@ async def test_a_grammar_that_takes_for_ever_holds_nobody_up(gateway: GatewayPro
     form = {"type": "json_schema", "json_schema": {"name": "slow", "schema": schema}}
     body = {**CHAT, "response_format": form}
     probes = 0
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=hasty.url, timeout=120) as client:
         began = time.monotonic()
         asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         while not asked.done():
             assert (await client.get("/health")).status_code == 200
             probes += 1
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         answer = asked.result()
     took_s = time.monotonic() - began
     print(f"refused after {took_s:.1f} s, {probes} probes were answered meanwhile")
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["code"] == "invalid_value"
-    assert "takes longer than 5 s" in error["message"]
+    assert f"takes longer than {HASTY_S[COMPILE_ENV]:.0f} s" in error["message"]
     assert probes >= 3

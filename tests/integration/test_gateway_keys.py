@@ -17,7 +17,9 @@ import pytest
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
 from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
 from coordinator.protocol.messages import Submit, TaskFailed, Tier
+from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
+from tests.harness.cells.hasty_gateway import OFTEN_S, patience
 from tests.harness.cells.told import Told
 from tests.harness.redis.redis_server import SHARED_WAIT_S, Redis
 from worker.demo import MODEL_DIR
@@ -28,6 +30,8 @@ Clients = Callable[[str], openai.OpenAI]
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
 RELOAD_MAX_S = 5.0
+SHARED_AGAIN_S = 20.0
+"""A Redis that is back is asked again two seconds after it was last found away."""
 ASKED = itertools.count()
 
 
@@ -74,12 +78,14 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gateway(
-    shared_cell: FakeCell, redis: Redis, keys_file: Path, tmp_path_factory: pytest.TempPathFactory
+    own_cell: FakeCell, redis: Redis, keys_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayProcess]:
     process = GatewayProcess(
         tmp_path_factory.mktemp("gateway"),
         MODEL_DIR,
-        shared_cell,
+        own_cell,
+        module=hasty_gateway.__name__,
+        env=patience(OFTEN_S),
         keys_file=str(keys_file),
         rate_limit_storage=f"redis://127.0.0.1:{redis.port}",
         objectives={"chat": "interactive"},
@@ -89,11 +95,11 @@ def gateway(
 
 
 @pytest.fixture
-def cell(shared_cell: FakeCell, gateway: GatewayProcess, keys_file: Path) -> FakeCell:
-    shared_cell.reset()
-    shared_cell.behave = answer_shortly
+def cell(own_cell: FakeCell, gateway: GatewayProcess, keys_file: Path) -> FakeCell:
+    own_cell.reset()
+    own_cell.behave = answer_shortly
     write_keys(keys_file, *KEYS)
-    return shared_cell
+    return own_cell
 
 
 async def answer_shortly(ran: Ran) -> None:
@@ -261,7 +267,10 @@ def test_shared_counters_that_go_away_stop_nobody(
     assert max(times) < 1.0
     asyncio.run(cell.until(lambda: told.grown(STORAGE_AWAY)[0] > 0))
     redis.start()
-    time.sleep(5.5)
+    deadline = time.monotonic() + SHARED_AGAIN_S
+    while not redis.keys():
+        assert time.monotonic() < deadline, "nothing is counted in Redis again"
+        create(**CHAT)
     with pytest.raises(openai.RateLimitError):
         for _ in range(8):
             rare.chat.completions.create(**CHAT)

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +15,13 @@ import pytest
 from coordinator.protocol.messages import Submit
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
+from tests.harness.cells.warm import run_module
 from worker.demo import MODEL_DIR
 
 pytestmark = pytest.mark.timeout(240)
 
 PATH = "/v1/chat/completions"
-GRACE_S = 2.0
+GRACE_S = 1.0
 END_S = 5.0
 """How long behind its grace a gateway may take to end."""
 
@@ -34,17 +33,17 @@ CHAT: dict[str, Any] = {
 
 
 def start(config: str, tmp_path: Path, token: str = TOKEN) -> tuple[int, str]:
+    """Start a gateway that ends by itself: its exit code, and the last line that it said."""
     path = tmp_path / "gateway.yaml"
     path.write_text(config)
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway", "--config", str(path)],
+    code, said = run_module(
+        "gateway",
+        "gateway",
+        ["--config", str(path)],
         env={**os.environ, "AILERON_TOKEN": token},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+        limit_s=180,
     )
-    return done.returncode, done.stderr.strip().splitlines()[-1]
+    return code, said.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +152,10 @@ async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: Fake
 
 @pytest.mark.slow
 async def test_a_stream_that_outlives_the_grace_is_told_and_the_process_ends(
-    cell: FakeCell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cell: FakeCell, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(hasty_gateway.DRAIN_ENV, str(GRACE_S))
-    gateway = GatewayProcess(tmp_path, MODEL_DIR, cell, module=hasty_gateway.__name__)
+    env = hasty_gateway.patience({hasty_gateway.DRAIN_ENV: GRACE_S})
+    gateway = GatewayProcess(tmp_path, MODEL_DIR, cell, module=hasty_gateway.__name__, env=env)
 
     async def hang(ran: Ran) -> None:
         ran.tokens(0, [600])

@@ -3,17 +3,17 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import openai
 import pytest
 
-from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.exact]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
 
-ROUNDS = 4
+ROUNDS, ROUNDS_LONG = 2, 4
 MESSAGES: Any = [{"role": "user", "content": "Write a function that opens a file."}]
 SCHEMA = {
     "type": "object",
@@ -144,27 +144,28 @@ def comparable(answer: Any, numbers: list[float]) -> Any:
     return comparable(answer.model_dump(), numbers) if hasattr(answer, "model_dump") else answer
 
 
-async def all_kinds(url: str) -> dict[tuple[str, int], Any]:
+async def all_kinds(url: str, rounds: int) -> dict[tuple[str, int], Any]:
     """Ask for all of them at once, several times each."""
     async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
-        asked = list(itertools.product(KINDS, range(ROUNDS)))
+        asked = list(itertools.product(KINDS, range(rounds)))
         answers = await asyncio.gather(*(KINDS[kind](client, seed) for kind, seed in asked))
     return dict(zip(asked, answers, strict=True))
 
 
-@pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    """Two ranks in fp32, so that tokens must be identical."""
-    with product(
-        tmp_path_factory.mktemp("kinds"), ranks=2, engine_args=["--dtype", "float32"]
-    ) as running:
-        yield running
+@pytest.fixture
+def cell(shared_product: Product) -> Product:
+    """The product that modules share, in the layout that the test begins with."""
+    shared_product.switch("dp2", "recompute")
+    return shared_product
 
 
 @pytest.mark.timeout(240)
-async def test_every_kind_of_answer_is_the_same_through_switches(cell: Product) -> None:
-    calm = await all_kinds(cell.url)
-    running = asyncio.create_task(all_kinds(cell.url))
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(ROUNDS_LONG, marks=pytest.mark.long)])
+async def test_every_kind_of_answer_is_the_same_through_switches(
+    cell: Product, rounds: int
+) -> None:
+    calm = await all_kinds(cell.url, rounds)
+    running = asyncio.create_task(all_kinds(cell.url, rounds))
     switches = 0
     for layout in itertools.cycle(("tp2", "dp2")):
         await asyncio.sleep(0.2)
@@ -182,7 +183,7 @@ async def test_every_kind_of_answer_is_the_same_through_switches(cell: Product) 
     counts = [record["tasks"]["reshard"] for record in moved]
     print(f"{len(calm)} answers, tasks moved by each of {switches} switches: {counts}")
     assert sum(counts) >= len(calm)
-    for seed in range(ROUNDS):
+    for seed in range(rounds):
         said = calm["schema", seed].choices[0].message.content
         assert set(json.loads(said)) == {"name", "size"}
         (call,) = calm["tool", seed].choices[0].message.tool_calls

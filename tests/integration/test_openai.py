@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from tests.harness.cells.listening import is_loopback, listening
-from tests.harness.cells.product import MODEL_NAME, Product, product
+from tests.harness.cells.product import MODEL_NAME, Product
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -33,22 +33,15 @@ TOOL: Any = {
         "strict": True,
     },
 }
-SERVES_WITHIN_S = 60.0
+FREED_WITHIN_S, FREED_PART_MAX = 1.0, 0.1
+"""After its client has left, a stream holds its pages so long, or this part of its own time."""
+STREAM_TOKENS, READ_TOKENS = 1_500, 20
 
 
 @pytest.fixture(scope="module")
-def started() -> float:
-    """When the module's product was started."""
-    return time.monotonic()
-
-
-@pytest.fixture(scope="module")
-def running(started: float, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
-    """Two bf16 ranks, as `make up` starts them."""
-    settings = {"batches": {"lines_at_once": 4, "lease_ms": 2_000}}
-    with product(tmp_path_factory.mktemp("openai"), ranks=2, settings=settings, warm=False) as up:
-        up.log_file.with_name("seconds").write_text(str(time.monotonic() - started))
-        yield up
+def running(shared_product: Product) -> Product:
+    """The product that modules share."""
+    return shared_product
 
 
 @pytest.fixture(params=["dp2", "tp2"])
@@ -57,12 +50,6 @@ def client(running: Product, request: pytest.FixtureRequest) -> Iterator[openai.
     running.switch(request.param, "recompute")
     with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
-
-
-def test_it_serves_within_a_minute(running: Product) -> None:
-    seconds = float(running.log_file.with_name("seconds").read_text())
-    print("seconds to serve:", seconds)
-    assert seconds < SERVES_WITHIN_S
 
 
 def test_nothing_listens_on_another_address_than_loopback(running: Product) -> None:
@@ -217,8 +204,7 @@ def test_errors_have_openais_shape(client: openai.OpenAI, running: Product) -> N
         assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
 
 
-@pytest.mark.timing
-def test_a_gone_client_frees_everything_within_a_second(running: Product) -> None:
+def test_a_gone_client_frees_everything_soon(running: Product) -> None:
     running.switch("dp2", "recompute")
 
     def held() -> int:
@@ -226,20 +212,23 @@ def test_a_gone_client_frees_everything_within_a_second(running: Product) -> Non
         return sum(g["running"] + g["waiting"] + g["pages_total"] - g["pages_free"] for g in groups)
 
     assert held() == 0
-    body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 1500, "stream": True}
+    body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": STREAM_TOKENS, "stream": True}
     with httpx.stream(
         "POST", running.url + "/v1/completions", json={**body, "ignore_eos": True}, timeout=30
     ) as answer:
         lines = answer.iter_lines()  # Dropping the iterator would close the connection.
         next(lines)
-        deadline = time.monotonic() + 5
-        while held() == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        began = time.monotonic()
+        for _ in range(2 * READ_TOKENS):  # Each is followed by an empty line.
+            next(lines)
+        token_s = (time.monotonic() - began) / READ_TOKENS
         assert held() > 0
     left = time.monotonic()
+    limit_s = max(FREED_WITHIN_S, FREED_PART_MAX * STREAM_TOKENS * token_s)
     while held() > 0:
-        assert time.monotonic() - left < 1.5, "a gone client's pages are freed within a second"
+        assert time.monotonic() - left < limit_s, "a gone client holds pages"
         time.sleep(0.02)
+    print(f"freed after {time.monotonic() - left:.2f} s, within {limit_s:.2f} s")
 
 
 def test_a_layout_that_cannot_be_is_refused_with_the_reason(running: Product) -> None:

@@ -18,23 +18,25 @@ import pytest
 
 from tests.harness.cells.product import MODEL_NAME, Product, product
 
-pytestmark = [pytest.mark.timing, pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 INTERACTIVE_PER_S = 2.0
 OTHERS_PER_S = 3.0
 BURST = 10
-CALM_S, BURST_S = 8.0, 15.0
+CALM_S, BURST_S = 4.0, 7.0
+CALM_LONG_S, BURST_LONG_S = 8.0, 15.0
 GOOD_S = 8.0
 """An interactive answer that takes longer is of no use. Most take a second or two; a shared machine
 may stand still for some seconds in between, whatever serves on it."""
-GOODPUT_MIN = 0.95
+BAD_MAX = 1
+"""Interactive answers of the burst that may be of no use, beside the part that was before it."""
 NORMAL_WITHIN_S = 30.0
 TRIES = 3
-TOKENS = 96
+TOKENS = 64
 LIMITS = {
     "interactive": {"queue_tasks_max": 64, "wait_ms": 10_000},
-    "standard": {"queue_tasks_max": 40, "wait_ms": 10_000},
-    "batch": {"queue_tasks_max": 40, "wait_ms": 10_000},
+    "standard": {"queue_tasks_max": 20, "wait_ms": 10_000},
+    "batch": {"queue_tasks_max": 20, "wait_ms": 10_000},
 }
 
 
@@ -48,6 +50,7 @@ class Seen:
     took_s: list[float] = field(default_factory=list)
     refused_ms: list[float] = field(default_factory=list)
     retry_after_s: list[int] = field(default_factory=list)
+    retry_after_ms: list[int] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -80,10 +83,11 @@ async def ask(client: aiohttp.ClientSession, tier: str, seen: Seen) -> None:
             return
         assert response.status in (429, 503), answer
         seen.retry_after_s.append(int(response.headers["retry-after"]))
+        seen.retry_after_ms.append(int(response.headers["retry-after-ms"]))
         if answer["error"]["code"] == "queue_full":
             seen.refused_ms.append(took_s * 1_000)
         # OpenAI's clients obey this header before the other, up to 60 s.
-        await asyncio.sleep(int(response.headers["retry-after-ms"]) / 1_000)
+        await asyncio.sleep(seen.retry_after_ms[-1] / 1_000)
 
 
 async def phase(client: aiohttp.ClientSession, seconds: float, factor: int) -> Seen:
@@ -115,14 +119,20 @@ def goodput(seen: Seen) -> float:
     return seen.good["interactive"] / seen.sent["interactive"]
 
 
-async def test_ten_times_the_load_leaves_urgent_requests_alone(running: Product) -> None:
+@pytest.mark.parametrize(
+    ("calm_s", "burst_s"),
+    [(CALM_S, BURST_S), pytest.param(CALM_LONG_S, BURST_LONG_S, marks=pytest.mark.long)],
+)
+async def test_ten_times_the_load_leaves_urgent_requests_alone(
+    running: Product, calm_s: float, burst_s: float
+) -> None:
     # httpx takes long to find a connection among many: it would be the slowest part of this.
     async with aiohttp.ClientSession(
         running.url, connector=aiohttp.TCPConnector(limit=1_000)
     ) as client:
-        await phase(client, 3.0, 1)
-        calm = await phase(client, CALM_S, 1)
-        burst = await phase(client, BURST_S, BURST)
+        await phase(client, 1.0, 1)
+        calm = await phase(client, calm_s, 1)
+        burst = await phase(client, burst_s, BURST)
         ended = time.monotonic()
         usual_s = statistics.median(calm.took_s)
         while True:
@@ -144,6 +154,7 @@ async def test_ten_times_the_load_leaves_urgent_requests_alone(running: Product)
         f"slowest {max(burst.refused_ms):.0f} ms; Retry-After {min(burst.retry_after_s)} to "
         f"{max(burst.retry_after_s)} s; normal after {normal_s:.1f} s"
     )
-    assert goodput(burst) >= GOODPUT_MIN * goodput(calm)
+    asked = burst.sent["interactive"]
+    assert burst.good["interactive"] >= goodput(calm) * asked - BAD_MAX
     assert all(1 <= seconds <= 60 for seconds in burst.retry_after_s)
-    assert len(set(burst.retry_after_s)) > 1, "clients must not come back together"
+    assert len(set(burst.retry_after_ms)) > 1, "clients must not come back together"

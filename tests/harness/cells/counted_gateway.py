@@ -1,29 +1,39 @@
-"""A gateway that tells how many asyncio tasks it has: `tests.harness.cells.counted_gateway`.
+"""A gateway that tells what it holds: `tests.harness.cells.counted_gateway`.
 
-On SIGUSR2 it writes their number to the file in `TASKS_FILE`. Everything else is the product's.
+On SIGUSR2 it collects garbage, gives free memory back to the kernel, and writes the number of its
+asyncio tasks and of its allocated blocks to the file in `HELD_FILE`. A block is what Python asks of
+its allocator for one small object: their number says what is held, however the allocator's memory
+lies. Everything else is the product's.
 """
 
 import asyncio
+import ctypes
+import gc
+import json
 import os
 import runpy
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
-from gateway import process
-
-TASKS_FILE = "AILERON_TEST_TASKS_FILE"
+HELD_FILE = "AILERON_TEST_HELD_FILE"
 
 
 def _tell() -> None:
-    file = Path(os.environ[TASKS_FILE])
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    held = {"tasks": len(asyncio.all_tasks()), "blocks": sys.getallocatedblocks()}
+    file = Path(os.environ[HELD_FILE])
     fresh = file.with_suffix(".new")
-    fresh.write_text(str(len(asyncio.all_tasks())))
+    fresh.write_text(json.dumps(held))
     fresh.replace(file)
 
 
 def main() -> None:
     """Run the gateway, watched."""
+    from gateway import process
+
     run = process._run
 
     async def watched(*args: Any) -> None:

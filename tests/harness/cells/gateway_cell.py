@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,9 +297,13 @@ class GatewayProcess:
         module: str = "gateway",
         fleet: dict[str, Any] | None = None,
         warm: bool = True,
+        env: Mapping[str, str] | None = None,
         **gateway: Any,
     ) -> None:
-        """Where its memory is measured it is not `warm`: a forked one's heap is another's."""
+        """Where its memory is measured it is not `warm`: a forked one's heap is another's.
+
+        `env` is added to the environment.
+        """
         self.log = folder / "gateway.log"
         config = {
             "model": {
@@ -319,7 +323,7 @@ class GatewayProcess:
                 "gateway" if warm else None,
                 module,
                 ["--config", str(path)],
-                env={**os.environ, "AILERON_TOKEN": TOKEN},
+                env={**os.environ, "AILERON_TOKEN": TOKEN, **(env or {})},
                 stdout=subprocess.PIPE,
                 stderr=log,
             )

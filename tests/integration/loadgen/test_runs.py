@@ -18,8 +18,6 @@ import pytest
 from loadgen.cli import main
 from tests.harness.loadgen.loadgen_server import FIRST_TOKEN_S, GAP_S, PAUSE_S, FakeServer
 
-pytestmark = pytest.mark.timing
-
 # Timers never fire early by more than this, and on two shared cores they may fire late by that.
 EARLY_MS, LATE_MS = 2.0, 60.0
 ROUNDS = 12
