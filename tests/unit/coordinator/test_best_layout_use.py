@@ -9,7 +9,7 @@ from coordinator.policy.decide import Verdict
 from coordinator.policy.explain import recorded
 from coordinator.protocol.messages import Carry, Tier
 from coordinator.views import decision_view
-from tests.unit.coordinator.test_policy import observation, tier, verdict
+from tests.harness.coordinator.policy import observation, tier, verdict
 
 
 def told(*found: Verdict) -> list[float]:

@@ -23,26 +23,19 @@ from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen, T
 from coordinator.policy.replay import ReplayError, replay, summary
 from coordinator.policy.settings import PolicySettings, TierGoal
 from coordinator.protocol.messages import Tier
+from tests.harness.coordinator.policy import (
+    MODES,
+    SETTINGS,
+    SPACE,
+    log_of,
+    observation,
+    tier,
+    verdict,
+)
 from tests.simulation.policy_shapes import LLAMA_70B_FP8
 
-MODES = {1: Mode.DP, 2: Mode.TP, 4: Mode.TP}
-SPACE = LayoutSpace(4, MODES)
-SETTINGS = PolicySettings(decide_every_ms=0, settle_ms=0)
 CAUTION_MS = SETTINGS.caution_ms
 CAUTION_MAX_MS = CAUTION_TIMES_MAX * CAUTION_MS
-
-
-def tier(which: Tier, **seen: Any) -> TierSeen:
-    return TierSeen(tier=int(which), **{"prompts": (1_000,), "output_tokens": 150.0, **seen})
-
-
-def observation(layout: str, *tiers: TierSeen, **more: Any) -> Observation:
-    return Observation(60_000, layout, 3, is_switching=False, tiers=tiers, **more)
-
-
-def verdict(seen: Observation, settings: PolicySettings = SETTINGS) -> Verdict:
-    current = parse_layout(seen.layout, 4, (1, 2, 4))
-    return decide(seen, current, SPACE, LLAMA_70B_FP8, settings, State())[0]
 
 
 def layout_of(found: Verdict) -> str:
@@ -206,10 +199,6 @@ def test_a_decision_for_eight_ranks_is_quick() -> None:
     assert len(found.candidates) > 20
     # 20 ms of a core is what is asked for; slow machines are given some more.
     assert min(took) < 0.06
-
-
-def log_of(*seen: Observation) -> list[bytes]:
-    return [encode(costs_seen(0, 4, MODES, LLAMA_70B_FP8, SETTINGS)), *map(encode, seen)]
 
 
 def test_a_log_is_read_back_and_run_again() -> None:

@@ -10,8 +10,8 @@ from coordinator.cli.operate import decision_text
 from coordinator.policy.log import encode
 from coordinator.policy_files import ObservationLog, read_step_times
 from coordinator.protocol.config import ConfigError
-from tests.unit.coordinator.test_policy import log_of, observation
-from tests.unit.coordinator.test_policy_core import decisions, serving, wait
+from tests.harness.coordinator.policy import log_of, observation
+from tests.harness.coordinator.policy_cells import decisions, serving, wait
 
 
 def test_a_log_is_printed_as_it_would_have_gone(

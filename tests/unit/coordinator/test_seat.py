@@ -3,37 +3,11 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Directive, Grant, LeaseKept, Phase, Stage, Target
+from coordinator.protocol.messages import Carry, Grant, LeaseKept, Stage, Target
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Serve
 from tests.harness.coordinator.builders import LEASE_MS, directive, target
-
-PARK, MOVE, SWAP, SERVE = Phase
-PAIR = (Rank(0), Rank(1))
-
-
-def obey(seat: Seat, order: Directive, *, idle: bool = True) -> list[str]:
-    """Give the seat a directive, make all its moves and return their names."""
-    seat.on_directive(order)
-    return make_moves(seat, idle=idle)
-
-
-def make_moves(seat: Seat, *, idle: bool = True) -> list[str]:
-    made = []
-    while (move := seat.next_move(idle=idle)) is not None:
-        seat.made(move)
-        made.append(type(move).__name__)
-    return made
-
-
-def serving(rank: int, wanted: Target, epoch: int = 1) -> Seat:
-    """A seat that serves `wanted`."""
-    seat = Seat(Rank(rank), 1)
-    obey(seat, directive(wanted, epoch, PARK))
-    obey(seat, directive(wanted, epoch, SWAP))
-    grants = [Grant(binding.group.ranks, 5) for binding in wanted.bindings]
-    assert obey(seat, directive(wanted, epoch, SERVE, grants=grants)) == ["Serve"]
-    return seat
+from tests.harness.coordinator.seats import PAIR, PARK, SERVE, SWAP, make_moves, obey, serving
 
 
 def test_a_rank_parks_joins_and_serves() -> None:

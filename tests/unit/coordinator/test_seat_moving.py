@@ -3,39 +3,25 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage, Target
+from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage
 from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Resolve
+from coordinator.protocol.seat_moves import Leave
 from tests.harness.coordinator.builders import directive, target
-from tests.unit.coordinator.test_seat import PAIR, make_moves, obey, serving
-
-PARK, MOVE, SWAP, SERVE = Phase
-
-PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
-
-
-def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> Seat:
-    """A rank has left its group of one for a pair, with tasks that may move."""
-    seat = serving(rank, ALONE)
-    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
-    return seat
-
-
-def moved(wanted: Target = PAIRED, rank: int = 0) -> Seat:
-    """The same, and it has copied its share."""
-    seat = left(wanted=wanted, rank=rank)
-    assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
-    assert (seat.stage, seat.is_moving) == (Stage(2, MOVE), True)
-    return seat
-
-
-def resolved(seat: Seat, order: Directive) -> Resolve:
-    """How the seat decides on its move when it reads this."""
-    seat.on_directive(order)
-    move = seat.next_move(idle=True)
-    assert isinstance(move, Resolve)
-    seat.made(move)
-    return move
+from tests.harness.coordinator.seats import (
+    ALONE,
+    MOVE,
+    PAIR,
+    PAIRED,
+    PARK,
+    SERVE,
+    SWAP,
+    left,
+    make_moves,
+    moved,
+    obey,
+    resolved,
+    serving,
+)
 
 
 def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:

@@ -19,12 +19,10 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.seat import Seat
 from coordinator.roster import Arrival
 from tests.harness.coordinator.builders import directive, hello, layout, report, target
+from tests.harness.coordinator.seats import PAIR, moved, resolved, serving
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
-from tests.unit.coordinator.test_seat import serving
-from tests.unit.coordinator.test_seat_moving import moved, resolved
 
-PAIR = (Rank(0), Rank(1))
 QUAD = (*PAIR, Rank(2), Rank(3))
 
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,14 @@ def _sources() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
+@cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def _imports(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             names |= {each.name.split(".")[0] for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,9 +164,14 @@ def _imports(path: Path) -> set[str]:
 
 def _loads_tensors(path: Path) -> bool:
     """`torch.load` unpickles too, and numpy's if it is told to."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in _nodes(path) if isinstance(node, ast.Call)]
     return any(
-        (ast.unparse(call.func) == "torch.load" and "weights_only=True" not in ast.unparse(call))
+        (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr == "load"
+            and ast.unparse(call.func) == "torch.load"
+            and "weights_only=True" not in ast.unparse(call)
+        )
         or any(
             keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
             for keyword in call.keywords

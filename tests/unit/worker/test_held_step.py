@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
-from tests.unit.worker.test_stepping import DP, TP, PreparedMode, Stage, follow
+from tests.harness.worker.stepping_rank import DP, TP, PreparedMode, Stage, follow
 from worker import held_step
 from worker.held_step import HeldStep
 from worker.step_queue import Step

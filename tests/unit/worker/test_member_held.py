@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Directive, Phase
 from tests.harness.coordinator.builders import directive, target
-from tests.unit.worker.test_begin import ALONE, WIDE, Stage
+from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.board import GAVE_UP
 from worker.move_rounds import OvertakenError
 from worker.moving import Moving

@@ -1,4 +1,7 @@
-"""The fp8 GEMM of few tokens: its choice of tilings, and its results in Triton's interpreter."""
+"""The fp8 GEMM of few tokens: its choice of tilings, and what is compiled for Hopper.
+
+`test_interpreted_kernels.py` has its results, in Triton's interpreter.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,43 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.vllm.interpreted import HARNESS, run_cases
-
 pytest.importorskip("vllm")
 
 import torch
 
-from tests.bench.kernel_fp8 import source_of
-from tests.bench.kernel_fp8_tilings import SHAPES, tilings
+from tests.harness.vllm.fp8_tilings import SHARED_BYTES, check_tiling
 from worker import vllm_fp8, vllm_fp8_kernel
 from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
-
-CASES = HARNESS / "fp8_cases.py"
-FEWEST = 80
-"""Cases that must have passed: an empty run proves nothing."""
-SHARED_BYTES = 227 * 1024
-"""What a program may have of a Hopper SM's shared memory."""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_cases_pass_in_the_interpreter() -> None:
-    run_cases(CASES, FEWEST)
-
-
-def check_tiling(tiling: Tiling, bucket: int, outputs: int, inputs: int) -> None:
-    where = (bucket, outputs, inputs, tiling)
-    for size in (tiling.block_m, tiling.block_n, tiling.block_k):
-        assert size >= 16 and size & (size - 1) == 0, where
-    assert tiling.block_m <= bucket, where
-    assert tiling.warps in (4, 8), where
-    assert tiling.fits(bucket, outputs), where
-    loads = tiling.stages * (tiling.block_m + tiling.block_n) * tiling.block_k
-    assert loads <= SHARED_BYTES - 1024, where
-    # No part is empty: it would cost a join and no step.
-    steps = -(-inputs // tiling.block_k)
-    part = -(-steps // tiling.split)
-    assert (tiling.split - 1) * part < steps, where
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -59,32 +32,13 @@ def test_tuned_tilings_can_run() -> None:
         check_tiling(tiling, bucket, outputs, inputs)
 
 
-def test_the_benchmark_tries_what_can_run_and_prints_what_can_be_pasted() -> None:
-    tuned = []
-    for name, (outputs, inputs, _) in SHAPES.items():
-        for bucket in BUCKETS:
-            tried = list(tilings(bucket, outputs, inputs))
-            assert tried[0] == default_tiling(bucket, outputs, inputs)
-            assert len(tried) == len(set(tried)) > 5
-            for tiling in tried:
-                check_tiling(tiling, bucket, outputs, inputs)
-            tuned.append({"shape": name, "bucket": bucket, "tiling": tried[-1]})
-    pasted: dict[str, dict[tuple[int, int, int], Tiling]] = {}
-    exec(source_of(tuned), {"Tiling": Tiling}, pasted)
-    outputs, inputs, _ = SHAPES["8b-tp2-down"]
-    assert pasted["TUNED"][BUCKETS[-1], outputs, inputs] == tuned[-1]["tiling"]
-
-
 def compiled() -> Iterator[Any]:
-    """Every bucket's tiling; those that differ from it of the smallest and the largest bucket.
-
-    The others' are compiled by `make chaos`.
-    """
+    """Every bucket's tiling, and those that differ from it; the latter short of the smallest."""
     for bucket in BUCKETS:
         yield bucket, {}
-        ends = bucket in (BUCKETS[0], BUCKETS[-1])
         for change in ({"bulk": False}, {"split": 1, "early": True}):
-            yield pytest.param(bucket, change, marks=[] if ends else [pytest.mark.chaos])
+            marks = [] if bucket == BUCKETS[0] else [pytest.mark.long]
+            yield pytest.param(bucket, change, marks=marks)
 
 
 @pytest.mark.slow

@@ -1,0 +1,33 @@
+"""What the policy is shown and what it makes of it; numbers of four H200s, Llama-3-70B in fp8."""
+
+from typing import Any
+
+from comm_pool.layout import Mode, parse_layout
+from coordinator.policy.candidates import LayoutSpace
+from coordinator.policy.decide import State, Verdict, decide
+from coordinator.policy.log import costs_seen, encode
+from coordinator.policy.observation import Observation, TierSeen
+from coordinator.policy.settings import PolicySettings
+from coordinator.protocol.messages import Tier
+from tests.simulation.policy_shapes import LLAMA_70B_FP8
+
+MODES = {1: Mode.DP, 2: Mode.TP, 4: Mode.TP}
+SPACE = LayoutSpace(4, MODES)
+SETTINGS = PolicySettings(decide_every_ms=0, settle_ms=0)
+
+
+def tier(which: Tier, **seen: Any) -> TierSeen:
+    return TierSeen(tier=int(which), **{"prompts": (1_000,), "output_tokens": 150.0, **seen})
+
+
+def observation(layout: str, *tiers: TierSeen, **more: Any) -> Observation:
+    return Observation(60_000, layout, 3, is_switching=False, tiers=tiers, **more)
+
+
+def verdict(seen: Observation, settings: PolicySettings = SETTINGS) -> Verdict:
+    current = parse_layout(seen.layout, 4, (1, 2, 4))
+    return decide(seen, current, SPACE, LLAMA_70B_FP8, settings, State())[0]
+
+
+def log_of(*seen: Observation) -> list[bytes]:
+    return [encode(costs_seen(0, 4, MODES, LLAMA_70B_FP8, SETTINGS)), *map(encode, seen)]

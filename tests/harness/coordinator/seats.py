@@ -1,0 +1,61 @@
+"""A rank's seat in the states that tests start from, and what it does about a directive."""
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage, Target
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Resolve
+from tests.harness.coordinator.builders import directive, target
+
+PARK, MOVE, SWAP, SERVE = Phase
+PAIR = (Rank(0), Rank(1))
+
+
+def obey(seat: Seat, order: Directive, *, idle: bool = True) -> list[str]:
+    """Give the seat a directive, make all its moves and return their names."""
+    seat.on_directive(order)
+    return make_moves(seat, idle=idle)
+
+
+def make_moves(seat: Seat, *, idle: bool = True) -> list[str]:
+    made = []
+    while (move := seat.next_move(idle=idle)) is not None:
+        seat.made(move)
+        made.append(type(move).__name__)
+    return made
+
+
+def serving(rank: int, wanted: Target, epoch: int = 1) -> Seat:
+    """A seat that serves `wanted`."""
+    seat = Seat(Rank(rank), 1)
+    obey(seat, directive(wanted, epoch, PARK))
+    obey(seat, directive(wanted, epoch, SWAP))
+    grants = [Grant(binding.group.ranks, 5) for binding in wanted.bindings]
+    assert obey(seat, directive(wanted, epoch, SERVE, grants=grants)) == ["Serve"]
+    return seat
+
+
+PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
+
+
+def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> Seat:
+    """A rank has left its group of one for a pair, with tasks that may move."""
+    seat = serving(rank, ALONE)
+    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
+    return seat
+
+
+def moved(wanted: Target = PAIRED, rank: int = 0) -> Seat:
+    """The same, and it has copied its share."""
+    seat = left(wanted=wanted, rank=rank)
+    assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
+    assert (seat.stage, seat.is_moving) == (Stage(2, MOVE), True)
+    return seat
+
+
+def resolved(seat: Seat, order: Directive) -> Resolve:
+    """How the seat decides on its move when it reads this."""
+    seat.on_directive(order)
+    move = seat.next_move(idle=True)
+    assert isinstance(move, Resolve)
+    seat.made(move)
+    return move
