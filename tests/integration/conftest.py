@@ -54,7 +54,7 @@ def own_cell() -> Iterator[FakeCell]:
 def shared_product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
     """Two ranks in fp32, so that tokens must be identical, in whatever layout the last test left.
 
-    For modules of the `xdist_group` "product", which need no other settings and end no rank.
+    For modules of the `xdist_group` "ranks-product", which need no other settings and end no rank.
     """
     settings = {"batches": {"lines_at_once": 4, "lease_ms": 2_000}}
     with product(

@@ -20,7 +20,7 @@ from coordinator.policy.replay import replay
 from coordinator.protocol.messages import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 PAGES = 24
 """Of 32 tokens: a rank alone holds less than the longest context of 1,024."""

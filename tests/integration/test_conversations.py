@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120)]
 
 SAID = {"type": "output_text", "text": "It is blue.", "annotations": []}
 MORE = {"type": "output_text", "text": " And wide.", "annotations": []}

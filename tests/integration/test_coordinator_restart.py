@@ -12,7 +12,7 @@ import pytest
 from tests.harness.cells.client_streams import Heard, all_streams, stream
 from tests.harness.cells.product import Product, product
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 CONTROL_BACK_S = 60.0
 """The target is 5 s; a machine that is busy with other things takes longer to start a process."""

@@ -11,7 +11,7 @@ from tests.harness.vllm.reference_files import reference
 from tests.harness.vllm.references import FP32_TOLERANCE, LOGITS_ARGS, run_all
 from tests.harness.vllm.tiny_models import model_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

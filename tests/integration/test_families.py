@@ -18,7 +18,7 @@ from tests.harness.cells.servers import MODEL
 from tests.harness.cells.warm import run_module
 from tests.harness.vllm.tiny_models import SIZES, make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 FAMILIES = {
     "qwen2": Qwen2Config(**SIZES, initializer_range=0.05),

@@ -8,7 +8,7 @@ from tests.harness.cells.bare_cell import BareCell
 from tests.harness.cells.crossing import LAYOUTS, TASKS, Calm, run
 from tests.harness.cells.shared import FOUR_RANKS, PAUSE_LIMIT_MS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
 
 
 @pytest.fixture(scope="module")

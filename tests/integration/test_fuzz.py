@@ -20,7 +20,7 @@ from gateway.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow, pytest.mark.xdist_group("gateway")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("gateway")]
 
 SEED_ENV = "AILERON_FUZZ_SEED"
 FUZZ_S, LONG_S = 8, 60

@@ -26,7 +26,7 @@ from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.faults.tcp_proxy import TcpProxy
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600)]
 
 MIB = 1024**2
 WAITING, MANY = 1_000, 10_000

@@ -14,7 +14,7 @@ from tests.harness.cells.flood_client import Flood
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240)]
 
 PERMITS = 64
 FLOODING = 2 * PERMITS

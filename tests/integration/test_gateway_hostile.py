@@ -28,7 +28,7 @@ from tests.harness.gateway.hostile_requests import (
 )
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.xdist_group("gateway")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gateway")]
 
 MIB = 1024**2
 PATH = "/v1/chat/completions"

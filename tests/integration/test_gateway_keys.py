@@ -24,7 +24,7 @@ from tests.harness.cells.told import Told
 from tests.harness.redis.redis_server import SHARED_WAIT_S, Redis
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240)]
 
 Clients = Callable[[str], openai.OpenAI]
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}

@@ -63,7 +63,6 @@ def test_mistakes_are_told_in_a_sentence(
     assert sentence in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -97,7 +96,6 @@ def gateway(
     process.close()
 
 
-@pytest.mark.slow
 async def test_streams_finish_before_the_process_ends(
     gateway: GatewayProcess, cell: FakeCell
 ) -> None:
@@ -132,7 +130,6 @@ async def test_streams_finish_before_the_process_ends(
     assert len(cell.of(Submit)) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gateway", ["uvloop"], indirect=True)
 async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: FakeCell) -> None:
     async def hang(ran: Ran) -> None:
@@ -150,7 +147,6 @@ async def test_second_signal_ends_it_at_once(gateway: GatewayProcess, cell: Fake
         await asyncio.gather(stream, return_exceptions=True)
 
 
-@pytest.mark.slow
 async def test_a_stream_that_outlives_the_grace_is_told_and_the_process_ends(
     cell: FakeCell, tmp_path: Path
 ) -> None:

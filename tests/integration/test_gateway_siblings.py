@@ -16,7 +16,7 @@ from coordinator.protocol.messages import GatewayHello, Submit
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(240)]
 
 PROCESSES = 3
 CONNECTIONS = 48

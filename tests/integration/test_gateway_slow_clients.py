@@ -25,7 +25,7 @@ from tests.harness.cells.paced_leader import PacedLeader
 from tests.harness.gateway.hostile_requests import CHAT
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow, pytest.mark.xdist_group("gateway")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gateway")]
 
 MIB = 1024**2
 PATH = "/v1/chat/completions"

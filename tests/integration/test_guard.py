@@ -14,7 +14,7 @@ from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.lost_ranks import ranks_of, until
 from tests.harness.faults.spoiled import spoiled, weight
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 WEIGHT = "model.layers.2.self_attn.o_proj.weight"
 """It is held as it is in the file, and every mode is a view of it."""

@@ -19,7 +19,7 @@ from tests.harness.gateway.hostile_requests import (
     PROMPTS,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-product")]
 
 STREAMS = 4
 TOKENS = 64

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.cells.product import MODEL_NAME, Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-product")]
 
 ROUNDS, ROUNDS_LONG = 2, 4
 MESSAGES: Any = [{"role": "user", "content": "Write a function that opens a file."}]

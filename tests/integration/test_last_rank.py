@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.cells.product import MODEL_NAME, Product, product
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.ranks]
 
 WAIT_S = 0.5
 """Longest wait of an interactive request; far less than a rank takes to start."""

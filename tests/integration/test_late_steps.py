@@ -27,7 +27,7 @@ from tests.harness.cells.random_load import (
 from tests.harness.vllm.reshard_cases import Case, draw_case
 from tests.harness.vllm.static_answers import static_answers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 SEEDS = 64
 FEW_PAGES_BYTES = 28 << 20

@@ -42,7 +42,7 @@ from tests.harness.cells.dashboards import (
 from tests.harness.cells.product import MODEL_NAME, Product, product
 from tests.harness.cells.prometheus import answer_of, needs_prometheus, prometheus, values_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 TIERS = {"interactive", "standard", "batch"}
 SEEN_LIMIT_S = 120

@@ -21,7 +21,7 @@ from tests.harness.cells.batch_process import BatchProcess
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300)]
 
 WORDS = "the quick brown fox"
 KEY = "sk-node"

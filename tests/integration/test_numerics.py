@@ -24,7 +24,7 @@ from tests.harness.vllm.references import (
     run_all,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 LAYOUTS = ("dp4", "tp2+tp2", "tp4", "tp2+dp2")
 

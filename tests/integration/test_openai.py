@@ -16,7 +16,7 @@ import pytest
 from tests.harness.cells.listening import is_loopback, listening
 from tests.harness.cells.product import MODEL_NAME, Product
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("product")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-product")]
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

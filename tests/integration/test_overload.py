@@ -18,7 +18,7 @@ import pytest
 
 from tests.harness.cells.product import MODEL_NAME, Product, product
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.ranks]
 
 INTERACTIVE_PER_S = 2.0
 OTHERS_PER_S = 3.0

@@ -31,7 +31,7 @@ from tests.harness.cells.lost_ranks import (
 )
 from tests.harness.faults.frozen import frozen_main_thread
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 STAGE_LIMIT_MS, STEP_LIMIT_MS = 3_000, 5_000
 PREFILL_TOKENS = 700

@@ -38,7 +38,7 @@ from tests.harness.cells.servers import free_port
 from tests.harness.faults.fault_proxy import DOWN, UP, FaultProxy
 from tests.harness.faults.frozen import frozen_main_thread
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
 
 LEASE_MS, LOST_AFTER_MS = 2_000, 2_400
 STAGE_LIMIT_MS, STEP_LIMIT_MS = 2_000, 6_000

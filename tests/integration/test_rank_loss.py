@@ -38,7 +38,7 @@ from tests.harness.cells.lost_ranks import (
 from tests.harness.faults.faulty_worker import HELD, HOLD
 from tests.harness.faults.oom_worker import COPIES, FOLDER, STEP
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
 
 LOST = '"event": "held_step_lost"'
 

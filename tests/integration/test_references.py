@@ -41,7 +41,7 @@ def drawn() -> Entry:
     return entry
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_the_reference_of_the_day_is_what_plain_vllm_computes(tmp_path: Path) -> None:
     entry = drawn()

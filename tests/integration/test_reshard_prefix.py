@@ -9,7 +9,7 @@ import pytest
 from tests.harness.cells.bare_cell import BareCell, TaskClient
 from tests.harness.cells.shared import FOUR_RANKS
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
 
 PREFIXES = 3
 PREFIX_TOKENS = 640

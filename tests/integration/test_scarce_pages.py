@@ -10,7 +10,7 @@ import pytest
 from coordinator.protocol.messages import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 ENGINE_ARGS = ("--dtype", "float32", "--max-model-len", "1024")
 SCARCE_PAGES = 48

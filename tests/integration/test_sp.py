@@ -18,7 +18,7 @@ from tests.harness.vllm.reshard_cases import draw_case
 from tests.harness.vllm.step_checks import CHUNKS, MIXED, check_runs
 from tests.harness.vllm.tiny_models import model_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 IN_PARTS: dict[str, Any] = {**MIXED, "exchange_parts": [1, 4]}
 WHAT_IS_GIVEN: dict[tuple[str, int], dict[str, Any]] = {

@@ -32,7 +32,7 @@ from tests.harness.cells.switch_matrix import (
 from tests.harness.vllm.matrix_cases import Requests
 from tests.harness.vllm.static_answers import static_answers
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
 
 MOVES = (Plan.RESHARD, Plan.SPECULATE)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.cells.shared import PAIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.xdist_group(PAIR)]
+pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.xdist_group(PAIR)]
 
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""

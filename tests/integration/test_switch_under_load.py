@@ -14,7 +14,7 @@ import pytest
 from tests.harness.cells.client_streams import all_streams
 from tests.harness.cells.product import Product, product
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 SWITCHES = 20
 READY_EVERY_S = 0.02

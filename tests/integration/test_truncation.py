@@ -33,7 +33,7 @@ from tests.harness.cells.read_streams import (
 )
 
 # One silent truncation is one too many.
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks]
 
 STREAMS = 2
 """Of each API, by each of Python's readers."""

@@ -21,7 +21,7 @@ STOP_LIMIT_S = 60
 REAPED_LIMIT_S = 10
 CHILDREN = ("coordinator", "gateway", "worker")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 class Up:

@@ -13,7 +13,7 @@ from tests.harness.cells.servers import MODEL
 from tests.harness.vllm.step_checks import MIXED, check_runs
 from tests.harness.vllm.tiny_models import SIZES, model_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 RANKS = 4
 HALVES: dict[str, Any] = {"ranks": RANKS, "parts": 2, **MIXED}

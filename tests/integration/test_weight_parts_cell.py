@@ -19,7 +19,7 @@ from tests.harness.cells.lost_ranks import (
     tokens_of,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from tests.harness.cells.lost_ranks import (
     until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.chaos, pytest.mark.timeout(400)]
 
 PAUSE_LIMIT_S = 3.0
 

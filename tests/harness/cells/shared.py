@@ -13,9 +13,9 @@ from typing import Any
 from tests.harness.cells.bare_cell import BareCell
 from tests.harness.cells.random_load import settle
 
-FOUR_RANKS = "four-ranks"
+FOUR_RANKS = "ranks-four"
 """The xdist group of the tests that share the cell of four ranks."""
-PAIR = "pair"
+PAIR = "ranks-two"
 """The xdist group of the tests that share the cell of two."""
 PAUSE_LIMIT_MS = 1_000
 """Paused tasks are resumed elsewhere after so long."""
