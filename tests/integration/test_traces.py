@@ -17,7 +17,7 @@ from tests.harness.cells.collector import Collector, Seen, collector
 from tests.harness.cells.product import MODEL_NAME, Product, product
 from tests.harness.cells.servers import ROOT
 
-pytestmark = [pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 
 SERVER = 2
 """OTLP's number of a server's span."""
