@@ -258,7 +258,7 @@ class Launcher:
             self._is_renewing = True
             self._restarts.forgive()
         else:
-            self._restarts.renew(ranks, time.monotonic())
+            ranks = self._restarts.renew(ranks, time.monotonic())
         self._end(ranks)
 
     def _stop(self) -> None:

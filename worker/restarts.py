@@ -116,16 +116,23 @@ class Restarts:
         self._due |= dict.fromkeys(block, due_s)
         return due_s - now_s
 
-    def renew(self, ranks: tuple[Rank, ...], now_s: float) -> None:
-        """These are ended because someone asked for it: they start together when all have ended."""
+    def renew(self, ranks: tuple[Rank, ...], now_s: float) -> tuple[Rank, ...]:
+        """Return the ranks to be ended, as someone asked for it: these, and all of their blocks.
+
+        A coordinator that has just started knows only those that it has heard. They start together
+        when all have ended.
+        """
+        ranks = tuple(sorted({each for rank in ranks for each in self._aligned(rank)}))
         for rank in ranks:
             self._failures.pop(rank, None)
             self._renewed[rank] = ranks
             self._due[rank] = now_s
+        return ranks
 
     def _block_of(self, rank: Rank) -> tuple[Rank, ...]:
-        if (renewed := self._renewed.get(rank)) is not None:
-            return renewed
+        return self._renewed.get(rank) or self._aligned(rank)
+
+    def _aligned(self, rank: Rank) -> tuple[Rank, ...]:
         first = rank - rank % self._block
         return tuple(map(Rank, range(first, first + self._block)))
 

@@ -231,7 +231,9 @@ class Faults:
             world.stats.renewed += is_all
             world.stats.renewed_parts += not is_all
             for rank in known:
-                self.kill(world, rank)
+                if world.ranks[rank] is not None:
+                    self.kill(world, rank)
+                    self._fall(world, rank)
 
     def recover(self, world: "World") -> None:
         for rank in [rank for rank, at in self._exit_at.items() if world.now >= at]:

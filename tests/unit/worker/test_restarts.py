@@ -202,6 +202,16 @@ def test_a_block_waits_for_the_one_of_it_that_fails_most() -> None:
     assert made.take_due(20.0 + 8 * TOGETHER_S) == [0, 1]
 
 
+def test_a_block_is_ended_on_demand_as_a_whole() -> None:
+    """Its other ranks would wait for ever for those that start without them."""
+    made = in_blocks()
+    assert made.renew(ranks(1), 10.0) == (0, 1)
+    made.left(Rank(1))
+    assert made.take_due(11.0) == []
+    made.left(Rank(0))
+    assert made.take_due(11.0) == [0, 1]
+
+
 def test_ranks_that_are_ended_on_demand_start_together_when_all_have_ended() -> None:
     made = started()
     made.renew(ranks(0, 1), 10.0)
