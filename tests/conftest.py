@@ -73,12 +73,12 @@ def _count() -> Iterator[int]:
 _positions = _count()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the long tests, run integration tests first and as written, and group them.
 
     Pure tests stay in pytest-randomly's order. Integration tests share processes whose state
-    later tests build on, so theirs is that of the file.
+    later tests build on, so theirs is that of the file. xdist reads the groups after this hook.
     """
     unwanted = [mark for mark in LONG_MARKS if mark not in config.option.markexpr]
     long = [item for item in items if any(map(item.get_closest_marker, unwanted))]

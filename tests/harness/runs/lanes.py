@@ -18,6 +18,11 @@ RANKS = "ranks"
 class LaneScheduling(LoadScopeScheduling):
     """xdist's scheduler of whole groups, with a lane of groups for the first worker."""
 
+    def __init__(self, config: Any, log: Any = None) -> None:
+        # Groups stay in the order of collection; xdist would begin with the one of most tests.
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
     def _split_scope(self, nodeid: str) -> str:
         """Return the group that xdist has written after the test's name, or its module."""
         module, _, name = nodeid.partition("::")
