@@ -24,19 +24,6 @@ ENGINE_PREFIX = "vllm_"
 TEST_FOLDERS = frozenset({"contract", "gpu", "integration", "property", "rules", "unit"})
 MAY_IMPORT_BENCHMARKS = ("tests/bench/", "tests/unit/bench/", "tests/soak/")
 """A soak is set up as a benchmark on GPUs is, and says as that does where it ran."""
-IMPORT_TESTS_STILL = frozenset(
-    f"tests/integration/{name}.py"
-    for name in (
-        "test_coordinator_restart",
-        "test_experts",
-        "test_held_steps",
-        "test_reshard",
-        "test_reshard_random",
-        "test_sp",
-        "test_sp_layouts",
-        "test_weight_parts",
-    )
-)
 """To be emptied: nothing is to be added."""
 # Put together here, so that this file does not hold them itself.
 BANNED_TEXTS = ("/" + "work" + "/", ".." + "/shared", "/" + "opt/wheels", "/" + "root/")
@@ -151,12 +138,10 @@ def is_test_module(name: str) -> bool:
 
 
 def test_nothing_is_imported_from_test_modules() -> None:
-    """What two of them need is in tests/harness; see `IMPORT_TESTS_STILL` for what is to move."""
-    offenders = {
+    """What two of them need is in tests/harness."""
+    assert not [
         name_of(path) for path in EVERYTHING if any(map(is_test_module, file_of(path).imports))
-    }
-    assert offenders - IMPORT_TESTS_STILL == set()
-    assert IMPORT_TESTS_STILL - offenders == set(), "they no longer do: take them off the list"
+    ]
 
 
 def test_benchmarks_are_imported_by_benchmarks_alone() -> None:
