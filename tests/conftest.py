@@ -11,7 +11,7 @@ import structlog
 
 from tests.harness.browser.browser import find_browser
 from tests.harness.redis.redis_server import IS_REAL, Redis
-from tests.harness.runs.lanes import RANKS, LaneScheduling
+from tests.harness.runs.lanes import LaneScheduling
 from tests.harness.runs.record import Record
 
 REQUIRE_TOOLS_ENV = "AILERON_REQUIRE_TOOLS"
@@ -53,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Record(), "aileron-record")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LaneScheduling:
     """Give the first worker the tests that start ranks."""
     return LaneScheduling(config, log)
@@ -75,10 +76,10 @@ _positions = _count()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests, run integration tests first and as written, and group them.
+    """Leave out the long tests, and run integration tests first and as written.
 
     Pure tests stay in pytest-randomly's order. Integration tests share processes whose state
-    later tests build on, so theirs is that of the file. xdist reads the groups after this hook.
+    later tests build on, so theirs is that of the file.
     """
     unwanted = [mark for mark in LONG_MARKS if mark not in config.option.markexpr]
     long = [item for item in items if any(map(item.get_closest_marker, unwanted))]
@@ -88,9 +89,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     real = [item for item in left if "integration" in item.path.parts]
     pure = [item for item in left if "integration" not in item.path.parts]
     items[:] = sorted(real, key=lambda item: item.stash[POSITION]) + pure
-    for item in real:
-        if item.get_closest_marker("ranks") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(f"{RANKS}-{item.path.stem}"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.cells.hasty_gateway import HASTY_S, patience
 from tests.harness.cells.product import Product, product
 from tests.harness.cells.random_load import RANDOM_ARGS
-from tests.harness.cells.shared import PAUSE_LIMIT_MS, SharedCell
+from tests.harness.cells.shared import PATIENCE, PAUSE_LIMIT_MS, SharedCell
 from tests.harness.vllm.references import LOGITS_ARGS
 from worker.demo import MODEL_DIR
 
@@ -131,6 +131,7 @@ def shared_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shar
             engine_args=[*RANDOM_ARGS],
             mixed=("sp2tp2",),
             pause_limit_ms=PAUSE_LIMIT_MS,
+            **PATIENCE,
         )
     )
     yield shared
@@ -153,6 +154,7 @@ def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCell
             ranks=2,
             engine_args=["--dtype", "float32", "--max-model-len", "1024"],
             pause_limit_ms=60_000,
+            **PATIENCE,
         )
     )
     yield shared
@@ -174,6 +176,7 @@ def shared_logits_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sha
             tmp_path_factory.mktemp("logits"),
             ranks=4,
             engine_args=["--dtype", "float32", *LOGITS_ARGS],
+            **PATIENCE,
         )
     )
     yield shared

@@ -6,9 +6,9 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell
 from tests.harness.cells.crossing import LAYOUTS, TASKS, Calm, run
-from tests.harness.cells.shared import FOUR_RANKS, PAUSE_LIMIT_MS
+from tests.harness.cells.shared import PAUSE_LIMIT_MS
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 
 @pytest.fixture(scope="module")

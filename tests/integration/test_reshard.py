@@ -7,9 +7,8 @@ import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient
 from tests.harness.cells.crossing import LAYOUTS, TASKS
-from tests.harness.cells.shared import FOUR_RANKS
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 
 def pages_of_groups(cell: BareCell) -> list[int]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient
-from tests.harness.cells.shared import FOUR_RANKS
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 PREFIXES = 3
 PREFIX_TOKENS = 640

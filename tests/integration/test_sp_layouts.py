@@ -7,9 +7,8 @@ import pytest
 from tests.harness.cells.bare_cell import BareCell
 from tests.harness.cells.crossing import TASKS, prompt, run
 from tests.harness.cells.random_load import STEP_TOKENS_MAX
-from tests.harness.cells.shared import FOUR_RANKS
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 LARGEST_STEP = min(len(prompt(TASKS - 1)), STEP_TOKENS_MAX)
 """Tokens of the largest step that surely comes."""

@@ -20,7 +20,6 @@ import pytest
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
 from tests.harness.cells.matrix_walk import Met, Switched, Walk, met_by_moment
 from tests.harness.cells.random_load import alone, compare, settle
-from tests.harness.cells.shared import FOUR_RANKS
 from tests.harness.cells.switch_matrix import (
     SEED_ENV,
     Moment,
@@ -32,7 +31,7 @@ from tests.harness.cells.switch_matrix import (
 from tests.harness.vllm.matrix_cases import Requests
 from tests.harness.vllm.static_answers import static_answers
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group(FOUR_RANKS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 MOVES = (Plan.RESHARD, Plan.SPECULATE)
 

@@ -9,9 +9,8 @@ from itertools import pairwise
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient
-from tests.harness.cells.shared import PAIR
 
-pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.xdist_group(PAIR)]
+pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.xdist_group("ranks-two")]
 
 PAUSE_STEPS_MAX = 3
 """Decode steps that pass between two tokens of a stream that a switch interrupts."""

@@ -68,9 +68,9 @@ async def watching_readiness(cell: Product) -> AsyncIterator[Counter[int]]:
 
 @pytest.mark.timeout(420)
 async def test_no_stream_notices_twenty_switches(cell: Product) -> None:
-    expected = await all_streams(cell.url, STREAM_TOKENS)
+    expected = await all_streams(cell.url, tokens=STREAM_TOKENS)
     before = cell.pages_free_and_leased()
-    running = asyncio.create_task(all_streams(cell.url, STREAM_TOKENS))
+    running = asyncio.create_task(all_streams(cell.url, tokens=STREAM_TOKENS))
     await asyncio.sleep(0.5)
     async with watching_readiness(cell) as ready:
         answers = await switch_many(cell, running)
