@@ -1,15 +1,24 @@
-"""What two ranks find that exchange heads and tokens."""
+"""`python -m tests.harness.vllm.exchange_ranks FILE`: two ranks exchange heads and tokens.
 
+vLLM is imported once, by the process that forks the ranks: it has neither threads nor a device.
+"""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from comm_pool.exchange import HeadExchange
-from tests.harness.vllm.mover_ranks import World
+from tests.harness.vllm.mover_ranks import World, run_ranks
 from worker.vllm_exchange import Exchange, prove_exchange
 from worker.vllm_layers import ViewError
 
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 150
 PLAN = HeadExchange(heads=8, kv_heads=2, width=2)
 PART_FAULTS = ("no fault in parts", "left out", "order")
 
@@ -99,8 +108,25 @@ def in_parts(world: World, tokens: int, parts: int) -> tuple[list[int], list[flo
 
 
 def everything(world: World) -> tuple[dict[str, str], Any, Any]:
-    """All cases in one pair of processes, which take seconds to import vLLM."""
+    """All cases, for which vLLM is imported once."""
     said = {fault: prove(world, fault) for fault in ("none", "tokens", "heads", "back")}
     said |= {fault: prove(world, fault) for fault in PART_FAULTS}
     shares = [share_out(world, tokens) for tokens in (1, 5, 6)]
     return said, shares, [in_parts(world, *case) for case in ((4, 4), (9, 2), (9, 8), (513, 4))]
+
+
+def exchanged(file: Path) -> list[Any]:
+    """What each rank found, in processes of their own."""
+    subprocess.run(
+        [sys.executable, "-m", "tests.harness.vllm.exchange_ranks", str(file)],
+        cwd=ROOT,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    answers: list[Any] = pickle.loads(file.read_bytes())
+    return answers
+
+
+if __name__ == "__main__":
+    found = run_ranks(2, everything, limit_s=LIMIT_S, method="fork")
+    Path(sys.argv[1]).write_bytes(pickle.dumps(found))

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -69,12 +69,21 @@ def _joined(rank: int, size: int, device: str, store: str, run: Any, arguments: 
 
 
 def run_ranks(
-    size: int, run: Callable[..., Any], *arguments: Any, device: str = "cpu", limit_s: int = LIMIT_S
+    size: int,
+    run: Callable[..., Any],
+    *arguments: Any,
+    device: str = "cpu",
+    limit_s: int = LIMIT_S,
+    method: Literal["fork", "forkserver"] = "forkserver",
 ) -> list[Any]:
-    """Call `run(world, *arguments)` in `size` new processes; return what each returned."""
-    # One process imports torch, the ranks are forked from it: it has neither threads nor a device.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    """Call `run(world, *arguments)` in `size` new processes; return what each returned.
+
+    One process imports torch, the ranks are forked from it: it has neither threads nor a device.
+    A caller that is such a process itself says `fork`.
+    """
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
         store = str(Path(folder, "store"))

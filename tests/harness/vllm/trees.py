@@ -4,6 +4,7 @@ One process stands for every rank: the tp group that vLLM's layers ask is a stan
 width and a rank, and nothing that uses it here communicates.
 """
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -149,9 +150,12 @@ def tree_process(folder: Path) -> Iterator[None]:
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         parallel_state.initialize_model_parallel(1)
+    # vLLM collects garbage for each model it loads: what was imported needs no look each time.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         _custom_ops.scaled_fp8_quant = quantize
         torch.set_num_threads(threads)
         parallel_state.destroy_model_parallel()

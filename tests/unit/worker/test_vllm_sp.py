@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +18,12 @@ from vllm.distributed import parallel_state
 from comm_pool.exchange import HeadExchange
 from comm_pool.layout import Mode, Rank
 from comm_pool.vllm_pool import Communicator
-from tests.harness.vllm.exchange_ranks import PLAN, everything
-from tests.harness.vllm.mover_ranks import run_ranks
+from tests.harness.vllm.exchange_ranks import PLAN, exchanged
 
 
 @pytest.mark.timeout(180)
-def test_two_processes_exchange_heads_and_tokens() -> None:
-    for rank, (said, shares, parts) in enumerate(run_ranks(2, everything, limit_s=150)):
+def test_two_processes_exchange_heads_and_tokens(tmp_path: Path) -> None:
+    for rank, (said, shares, parts) in enumerate(exchanged(tmp_path / "answers")):
         assert not said.pop("none")
         assert not said.pop("no fault in parts")
         assert all("mixes up heads or tokens" in sentence for sentence in said.values()), said
