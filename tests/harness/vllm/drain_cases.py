@@ -1,4 +1,7 @@
-"""Cases of the kernel that drains, under Triton's interpreter; `test_drain_kernel.py` runs them."""
+"""Cases of the kernel that drains, under Triton's interpreter.
+
+`test_interpreted_kernels.py` runs them.
+"""
 
 import threading
 

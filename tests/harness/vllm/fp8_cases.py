@@ -1,10 +1,12 @@
-"""Cases of the fp8 GEMM under Triton's interpreter; `test_vllm_fp8_kernel.py` runs them.
+"""Cases of the fp8 GEMM under Triton's interpreter; `test_interpreted_kernels.py` runs them.
 
 They need TRITON_INTERPRET=1 before triton's first import, so they have a process of their own. The
 interpreter cuts fp32 to bf16 instead of rounding it; results in fp32 show the sums themselves.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -76,38 +78,56 @@ class Case:
         assert not self.workspace.arrivals.any()
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("split", [1, 2, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+def half(*cases: Any, is_short: Callable[..., bool]) -> list[Any]:
+    """All cases; those that are not short are `long`."""
+    return [
+        pytest.param(*case, marks=[] if is_short(*case) else [pytest.mark.long]) for case in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "bulk"),
+    half(
+        *product(SHAPES, (1, 2, 3), (False, True)),
+        is_short=lambda shape, split, bulk: (SHAPES.index(shape) + split) % 2 == bulk,
+    ),
+)
 def test_any_shape_of_any_stride(shape: Shape, split: int, bulk: bool) -> None:
     Case(shape).check(replace(SMALL, split=split, bulk=bulk))
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize(
+    ("split", "per_channel", "per_token", "with_bias"),
+    half(*product((1, 2), *[(False, True)] * 3), is_short=lambda *case: sum(case) % 2 == 1),
+)
 def test_scales_and_bias(split: int, per_channel: bool, per_token: bool, with_bias: bool) -> None:
     case = Case(SHAPES[3], per_token=per_token, per_channel=per_channel, with_bias=with_bias)
     case.check(replace(SMALL, split=split))
 
 
+TILINGS = [
+    Tiling(32, 64, 64, 2, 3, 4, False),
+    Tiling(64, 16, 128, 1, 3, 4, True),
+    Tiling(16, 128, 256, 1, 3, 4, False),
+    Tiling(16, 16, 32, 8, 3, 4, True),
+]
+
+
 @pytest.mark.parametrize(
-    "tiling",
-    [
-        Tiling(32, 64, 64, 2, 3, 4, False),
-        Tiling(64, 16, 128, 1, 3, 4, True),
-        Tiling(16, 128, 256, 1, 3, 4, False),
-        Tiling(16, 16, 32, 8, 3, 4, True),
-    ],
+    ("shape", "tiling"),
+    half(
+        *product(SHAPES[-2:], TILINGS),
+        is_short=lambda shape, tiling: (shape == SHAPES[-2]) == tiling.bulk,
+    ),
 )
-@pytest.mark.parametrize("shape", SHAPES[-2:])
 def test_any_tiling(shape: Shape, tiling: Tiling) -> None:
     """Also tiles larger than the matrix, and parts that have nothing to add."""
     Case(shape).check(tiling)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("split", [1, 2])
 def test_results_are_rounded_once(split: int, dtype: torch.dtype) -> None:
     case = Case(SHAPES[3], with_bias=True)
@@ -121,9 +141,14 @@ def test_results_are_rounded_once(split: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), case.expected(), rtol=2**-6, atol=2**-6)
 
 
-def test_the_workspace_serves_one_call_after_another() -> None:
+@pytest.mark.parametrize(
+    "shapes",
+    [SHAPES[:4], pytest.param(SHAPES, marks=pytest.mark.long)],
+    ids=["small shapes", "all shapes"],
+)
+def test_the_workspace_serves_one_call_after_another(shapes: list[Shape]) -> None:
     """Counters go back to zero, and what a part left behind is never added again."""
-    cases = [Case(shape) for shape in SHAPES]
+    cases = [Case(shape) for shape in shapes]
     for number, case in enumerate([*cases, *cases]):
         case.workspace = cases[0].workspace
         case.check(replace(SMALL, split=2 + number % 3, bulk=bool(number % 2)))
@@ -131,11 +156,18 @@ def test_the_workspace_serves_one_call_after_another() -> None:
         assert torch.equal(first, case.run(replace(SMALL, split=4)))
 
 
-@pytest.mark.parametrize("split", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    half(
+        *((SHAPES[2], split) for split in (2, 3)),
+        *((SHAPES[-1], split) for split in (2, 3, 5)),
+        is_short=lambda shape, split: shape == SHAPES[2],
+    ),
+)
 def test_bits_do_not_depend_on_who_arrives_last(
-    split: int, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, split: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, tiling = Case(SHAPES[-1]), replace(SMALL, split=split)
+    case, tiling = Case(shape), replace(SMALL, split=split)
     forwards = case.run(tiling)
     builder: Any = interpreter.interpreter_builder
     place = builder.set_grid_idx
@@ -149,7 +181,7 @@ def test_bits_do_not_depend_on_who_arrives_last(
 
 
 def test_bits_of_a_token_do_not_depend_on_the_others() -> None:
-    case = Case(SHAPES[-1])
+    case = Case(SHAPES[3])
     whole = case.run(SMALL)
     case.a, case.scale_a = case.a[7:8], case.scale_a[7:8]
     assert torch.equal(case.run(SMALL), whole[7:8])
@@ -172,7 +204,7 @@ def test_what_lies_outside_is_neither_read_nor_written() -> None:
 
 @pytest.mark.parametrize("wrong", ["strides", "scale", "part"])
 def test_the_comparison_sees_sabotage(wrong: str) -> None:
-    case = Case(SHAPES[3])
+    case = Case(SHAPES[0])
     tiling = replace(SMALL, split=2)
     expected = case.expected()
     if wrong == "strides":

@@ -1,10 +1,11 @@
-"""Cases of the fused RoPE under Triton's interpreter; `test_vllm_rope.py` runs them.
+"""Cases of the fused RoPE under Triton's interpreter; `test_interpreted_kernels.py` runs them.
 
 They need TRITON_INTERPRET=1 before triton's first import, so they have a process of their own. The
 interpreter cuts fp32 to bf16 instead of rounding it; fp16 stands for 16-bit types where bits count.
 """
 
 import copy
+import gc
 import inspect
 import json
 from collections.abc import Iterator
@@ -213,7 +214,10 @@ def _world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # vLLM's CPU runner does the same: there is no accelerator whose cache could be emptied.
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        # vLLM collects garbage for each model it loads: what was imported needs no look each time.
+        gc.freeze()
         yield
+        gc.unfreeze()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
 
