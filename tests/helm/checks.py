@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import kubernetes_validate
+import kubernetes_validate.utils
 
 from tests.helm.charts import Object, containers_of
+
+# All of a version's definitions, which it reads for each manifest.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 CRDS = Path(__file__).parent / "crds"
 CUSTOM = ("ServiceMonitor", "PrometheusRule", "ScaledObject")
@@ -26,6 +29,13 @@ def custom_schema(kind: str) -> Any:
 
 def schema_error(manifest: Object, kubernetes: str) -> str | None:
     """What a strict API server of that version would not take, or None."""
+    return _schema_error(json.dumps(manifest), kubernetes)
+
+
+@cache
+def _schema_error(text: str, kubernetes: str) -> str | None:
+    """The same: variations have many objects in common."""
+    manifest = json.loads(text)
     try:
         if manifest["kind"] in CUSTOM:
             jsonschema.validate(manifest, custom_schema(manifest["kind"]))
