@@ -6,6 +6,7 @@ book of who really holds what; the pool must never place a task that someone sti
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -232,4 +233,13 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestTaskPool = PoolMachine.TestCase
-TestTaskPool.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestTaskPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+class LongPoolMachine(PoolMachine):
+    """The same, for many more examples."""
+
+
+TestTaskPoolForLong = LongPoolMachine.TestCase
+TestTaskPoolForLong.settings = settings(max_examples=1_000, stateful_step_count=50, deadline=None)
+pytest.mark.long(TestTaskPoolForLong)
