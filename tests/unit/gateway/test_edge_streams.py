@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from gateway.errors import RequestState, current_request
 from gateway.stream_forms import STREAM_END
 from tests.harness.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 
-pytestmark = pytest.mark.timing
+KEEP_ALIVE_S = 0.03
 
 
 @pytest.fixture
@@ -119,25 +120,35 @@ async def test_stream_that_stops_without_its_end_ends_with_an_error(
 
 
 async def test_silent_stream_is_kept_alive(gate: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "KEEP_ALIVE_S", 0.03)
+    """As often as it is meant to be, however long the application takes."""
+    monkeypatch.setattr(answer, "KEEP_ALIVE_S", KEEP_ALIVE_S)
+    browser = Browser({})
+
+    def kept_alive() -> int:
+        return sum(message.get("body") == answer.KEEP_ALIVE for message in browser.sent)
+
+    async def silence() -> None:
+        count, began = kept_alive() + 2, time.monotonic()
+        while kept_alive() < count:
+            await asyncio.sleep(KEEP_ALIVE_S / 3)
+        assert kept_alive() - count <= (time.monotonic() - began) / KEEP_ALIVE_S - 1
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await asyncio.sleep(0.1)
+        await silence()
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        await asyncio.sleep(0.1)
+        await silence()
         await send({"type": "http.response.body", "body": STREAM_END, "more_body": False})
 
-    browser = Browser({})
     await Edge(app)(browser.scope(CHAT), browser.receive, browser.send)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(2 * KEEP_ALIVE_S)
     assert [message["type"] for message in browser.sent].count("http.response.start") == 1
     assert browser.sent[0]["type"] == "http.response.start"
     bodies = [message["body"] for message in browser.sent[1:]]
     place = bodies.index(b"data: 1\n\n")
-    assert 2 <= place <= 3
-    assert 2 <= len(bodies) - place - 2 <= 3
+    assert place >= 2
+    assert len(bodies) - place - 2 >= 2
     assert set(bodies) == {answer.KEEP_ALIVE, b"data: 1\n\n", STREAM_END}
     assert bodies[-1] == STREAM_END
 

@@ -100,6 +100,10 @@ async def test_gateways_count_together(fresh_redis: Redis, monkeypatch: pytest.M
     await close(two)
 
 
+HANG_S = 60.0
+assert HANG_S > 20 * shared_storage.STORAGE_WAIT_S
+
+
 class Broken:
     """Shared counters that fail or hang."""
 
@@ -110,13 +114,12 @@ class Broken:
     async def test(self, *args: Any, **kwargs: Any) -> bool:
         self.asked += 1
         if self.hangs:
-            await asyncio.sleep(60)
+            await asyncio.sleep(HANG_S)
         raise ConnectionError
 
     hit = test
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize("hangs", [True, False])
 async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> None:
     now, away = 100.0, []
@@ -126,7 +129,7 @@ async def test_nobody_waits_for_shared_counters_that_are_away(hangs: bool) -> No
     limits._shared = broken
     began = time.perf_counter()
     assert isinstance(await limits.admit(key(requests=1), 1, WaitBudget()), list)
-    assert time.perf_counter() - began < shared_storage.STORAGE_WAIT_S + 0.1
+    assert time.perf_counter() - began < HANG_S / 2
     assert isinstance(await limits.admit(key(requests=1), 1, WaitBudget()), ApiError), (
         "each counts for itself"
     )

@@ -11,8 +11,6 @@ from loadgen.meter import Meter
 from loadgen.plan import PlannedRequest
 from loadgen.records import FailureKind, RequestRecord, lag_ms
 
-pytestmark = pytest.mark.timing
-
 MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]
 # How late a send may be on a busy two-core machine; one that waited for answers takes 500 ms.
