@@ -33,7 +33,7 @@ def test_tuned_tilings_can_run() -> None:
 
 
 def compiled() -> Iterator[Any]:
-    """Every bucket's tiling, and those that differ from it; the latter short of the smallest."""
+    """Every bucket's tiling, and what differs from it: of the smallest, and of others if `long`."""
     for bucket in BUCKETS:
         yield bucket, {}
         for change in ({"bulk": False}, {"split": 1, "early": True}):
@@ -41,6 +41,7 @@ def compiled() -> Iterator[Any]:
             yield pytest.param(bucket, change, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bucket", "change"), [*compiled()])
 def test_it_compiles_for_hopper(
     bucket: int, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
