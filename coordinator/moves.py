@@ -19,12 +19,14 @@ COMMITTED_REMEMBERED = 1_024
 class Moves:
     """The last move and its outcome."""
 
-    __slots__ = ("_adopted", "_committed", "_offered", "movers")
+    __slots__ = ("_adopted", "_committed", "_offered", "_told", "movers")
 
     def __init__(self) -> None:
         self._committed: deque[int] = deque(maxlen=COMMITTED_REMEMBERED)
         self._offered: dict[Rank, RankHello] = {}
         """What ranks would go on with, until recovery knows whether they do."""
+        self._told = 0, 0
+        """The epoch of the latest directive that any rank told of, and the move committed by it."""
         self.movers: tuple[Rank, ...] = ()
         """The parked ranks that take part in the move of this epoch."""
         self._adopted: list[tuple[Rank, Adopted]] = []
@@ -57,8 +59,16 @@ class Moves:
         """Take what a rank goes on with if an earlier coordinator committed its move."""
         self._offered[hello.rank] = hello
 
-    def recover(self, epoch: int) -> None:
-        """An earlier coordinator committed this move last, as far as any rank was told."""
+    def on_report(self, report: Report) -> None:
+        """Take what an earlier coordinator told; it stays true when the process has ended."""
+        self._told = max(self._told, (report.told_in, report.moved))
+
+    def recover(self) -> None:
+        """Take it that an earlier coordinator committed no later move than any rank was told of.
+
+        A move that no rank was told of has not been carried out by any.
+        """
+        epoch = self._told[1]
         self._committed.append(epoch)
         for rank, hello in sorted(self._offered.items()):
             if hello.adopted_in == epoch:

@@ -24,8 +24,6 @@ class Resumed:
     gone: tuple[Rank, ...]
     """Ranks whose memory is lost: not heard, or started anew."""
     cause: str
-    moved: int = 0
-    """The last epoch whose move a rank was told to be committed, by the latest directive."""
 
     @property
     def is_settled(self) -> bool:
@@ -65,7 +63,6 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
         serving=tuple(binding for binding in target.bindings if _serves(binding, target, heard)),
         gone=gone,
         cause="coordinator restarted",
-        moved=max((report.told_in, report.moved) for report in heard.values())[1],
     )
 
 

@@ -133,6 +133,7 @@ class Switcher:
         if self._kept.on_report(report.rank, report.kept):
             self.version += 1
         if self.recovering:
+            self._moves.on_report(report)
             return ()
         rank = report.rank
         cut_out = self._leave_out(self._health.on_report(report, self.alive, now_ms), now_ms)
@@ -384,8 +385,7 @@ class Switcher:
         self.served_layout = resumed.target.layout
         self.stage = resumed.stage
         self._kept.recover(self._roster.leases(), resumed.stage.epoch)
-        # A move that no rank was told of has not been carried out by any.
-        self._moves.recover(resumed.moved)
+        self._moves.recover()
         for binding in self.target.bindings:
             self._kept.know(binding)
         for binding in resumed.serving:

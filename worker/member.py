@@ -169,7 +169,7 @@ class Member:
             order = (lease.born, lease.version)
             # It says nothing of pages leased since; and what was told of a move has to stay true.
             is_old = self._applied_kept.get(lease.ranks, (-1, -1)) >= order
-            if is_old or lease.ranks in (bound, self.moving.ranks):
+            if is_old or lease.ranks in (bound, self.moving.told_ranks, self.moving.goal):
                 continue
             self._applied_kept[lease.ranks] = order
             changed |= self.keep_only(lease.ranks, lease.indices)

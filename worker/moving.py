@@ -57,6 +57,8 @@ class Moving:
         self._rank = rank
         self._group: Group | None = None
         self._born = -1
+        self._is_told = False
+        """Peers count on what this rank has of the group, until the move is decided."""
         self._pending: Pending | None = None
         self._rounds = Rounds(member.engine, boards, rank, self._press_on)
         self.planning = MovePlanning(member.engine, boards, rank)
@@ -103,6 +105,7 @@ class Moving:
         """The rank left this group, and its tasks may move: they and their pages stay as is."""
         self._group = binding.group
         self._born = binding.born
+        self._is_told = True
 
     def gave_up(self, ranks: Ranks) -> None:
         """Pages of a group were given up: without its share here its tasks cannot move."""
@@ -114,9 +117,24 @@ class Moving:
         """The group whose tasks are waiting for a move; empty if there is none."""
         return self._group.ranks if self._group is not None else ()
 
+    @property
+    def told_ranks(self) -> tuple[Rank, ...]:
+        """The same, if what this rank has of it must stay true until the move is decided."""
+        return self.ranks if self._is_told else ()
+
+    @property
+    def goal(self) -> tuple[Rank, ...]:
+        """The group that this rank joins, maybe, if the move that it made is committed.
+
+        Its leader may begin with all that is leased to it before this rank has heard.
+        """
+        bindings = self._pending.move.bindings if self._pending is not None else ()
+        return next((each.group.ranks for each in bindings if self._rank in each.group.ranks), ())
+
     def tell(self, epoch: int) -> None:
         """Publish this rank's manifest for the move of `epoch`; its last step may be under way."""
         self.adopted = ()
+        self._is_told = True
         # Whoever has read it can copy from and to these pages.
         self._rounds.end()
         manifest = manifest_of(self._member, self._rank, self._group, self._born)
@@ -279,7 +297,7 @@ class Moving:
     def resolve(self, resolve: Resolve) -> None:
         """Go on with what was taken over, or with what was left."""
         pending, self._pending = self._pending, None
-        self._told = None
+        self._told, self._is_told = None, False
         self.adopted = ()
         self._member.stepping.catch_up()
         self._member.stepping.settle()

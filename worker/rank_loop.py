@@ -29,7 +29,7 @@ from coordinator.protocol.messages import (
 from coordinator.protocol.seat import KEEPING, Seat
 from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
 from worker.hello import hello_of, is_paused
-from worker.lease_members import LeaseMembers
+from worker.lease_members import LeaseNews
 from worker.leaving import Leaving
 from worker.lost_group import LostGroup
 from worker.member import Member
@@ -82,7 +82,7 @@ class RankLoop:
         self._probing = Probing(engine, after_switch=config.cell.probe_after_switch)
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
-        self._sharers = LeaseMembers()
+        self._leases = LeaseNews(member, seat)
         self._moved_with: Directive | None = None
         """Which processes took part in the last move."""
         self.passes = 0  # Grows while the loop goes on, for a watchdog to see.
@@ -151,11 +151,7 @@ class RankLoop:
             case Directive():
                 self._clock.wanted(item.stage.epoch)
                 self._seat.on_directive(item)
-                # Other groups than those that this rank is in have no lease here.
-                kept = [lease for lease in item.kept if self._rank in lease.ranks]
-                self._changed |= self._member.apply_kept(kept)
-                if self._seat.wanted is item and item.stage.epoch > 0:
-                    self._forget_lost(dict(item.members))
+                self._changed |= self._leases.hear(item)
             case Place():
                 self._member.place(item, self._seat.binding)
                 self._changed |= bool(self._member.returned or self._member.ended)
@@ -178,12 +174,6 @@ class RankLoop:
         else:
             self._lost.guarded(lambda: self._member.give_back(item.task))
         self._changed = True
-
-    def _forget_lost(self, present: dict[Rank, int]) -> None:
-        binding = self._seat.binding
-        bound = binding.group.ranks if binding is not None else ()
-        for ranks in self._sharers.take_lost(present, bound):
-            self._changed |= self._member.keep_only(ranks, ())
 
     # ------------------------------------------------------------------ moves
 
@@ -223,7 +213,7 @@ class RankLoop:
                 self._leave(move)
             case Join(binding=binding):
                 member.join(binding)
-                self._sharers.formed(binding.group.ranks, dict(move.directive.members))
+                self._leases.formed(binding.group.ranks, move.directive)
             case Serve(binding=binding, grant_pages=pages, kept=kept, directive=directive):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
@@ -263,7 +253,7 @@ class RankLoop:
 
     def _share(self, directive: Directive) -> None:
         if (binding := directive.target.binding_of(self._rank)) is not None:
-            self._sharers.formed(binding.group.ranks, dict(directive.members))
+            self._leases.formed(binding.group.ranks, directive)
 
     def _is_overtaken(self, directive: Directive) -> bool:
         self._take_inbox()
@@ -272,6 +262,7 @@ class RankLoop:
         return overtaken or self.stop_reason is not None
 
     def _after(self, move: Move) -> None:
+        self._leases.made(move)
         match move:
             case Leave(directive=directive) if self._seat.is_moving:
                 # While the report travels, peers find here what they plan the move from.

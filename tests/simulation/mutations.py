@@ -170,11 +170,8 @@ def _leaders_stay(self: TaskPool, rank: Rank, message: Adopted, now_ms: int) -> 
     return []
 
 
-def _forgets_moves(self: Moves, epoch: int) -> None:
-    _recover(self, 0)
-
-
-_recover = Moves.recover
+def _forgets_moves(self: Moves, report: Report) -> None:
+    return None
 
 
 def _all_have_joined(self: Switcher) -> list[Rank]:
@@ -238,7 +235,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
         (Holdings, "give_up", _keeps_all),
     ),
     "pool keeps the old leader": ((TaskPool, "adopted", _leaders_stay),),
-    "recovery forgets moves": ((Moves, "recover", _forgets_moves),),
+    "recovery forgets moves": ((Moves, "on_report", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
     "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),

@@ -49,6 +49,9 @@ FOUND = (
     Found(8948, NARROW, "a step begins after a follower that had no room has left its group"),
     Found(2220, NARROW, "a follower without room is cut out and taken in again within a step"),
     Found(19071, NARROW, "who had no room joins another group before it has told of that"),
+    Found(105948, NARROW, "the only process that told a new coordinator of a commit ends"),
+    Found(108951, NARROW, "a follower joins by a late commit and has given up its lease"),
+    Found(206468, NARROW, "a leader takes a lease that was given up into its next formation"),
     Found(128, PARTS, "a coordinator that has heard a part of a block starts that again alone"),
     Found(286, PARTS, "the same, with a whole block beside it"),
 )

@@ -153,10 +153,10 @@ class Holdings:
         self.changed |= remaining != self.table(ranks)
         self.pages.keep_only(ranks, remaining)
 
-    def forget_lost(self, present: dict[Rank, int], bound: Ranks) -> None:
+    def forget_lost(self, present: dict[Rank, int], whole: Collection[Ranks | None]) -> None:
         """Leases that a lost process had a share in are worth nothing."""
         for ranks, members in list(self._members.items()):
-            if ranks == bound or all(present.get(each) == inc for each, inc in members.items()):
+            if ranks in whole or all(present.get(each) == inc for each, inc in members.items()):
                 continue
             del self._members[ranks]
             self._lost.add(ranks)

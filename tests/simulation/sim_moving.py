@@ -62,6 +62,8 @@ class SimMoving:
         self.group: Ranks | None = None
         """The group that was left with tasks which may move."""
         self._born = -1
+        self._is_told = False
+        """Peers count on what this rank has of the group, until the move is decided."""
         self.pending: Pending | None = None
         self.adopted: tuple[Adopted, ...] = ()
         self.adopted_in = 0
@@ -70,6 +72,26 @@ class SimMoving:
         """The epoch and target of the last move that was carried out, and when."""
         self.under_way: Reshard | None = None
         self._run: Iterator[None] = iter(())
+
+    @property
+    def told_group(self) -> Ranks | None:
+        """The group that was left, if what is held of it must stay until the move is decided."""
+        return self.group if self._is_told else None
+
+    @property
+    def goal(self) -> Ranks | None:
+        """The group that is joined, maybe, if the move that was made here is committed."""
+        bindings = self.pending.plan.bindings if self.pending is not None else ()
+        groups = (each.group.ranks for each in bindings)
+        return next((ranks for ranks in groups if self._process.rank in ranks), None)
+
+    def hear_of_leases(self, directive: Directive) -> None:
+        """Free what a directive says is not needed; what must not be touched yet is told again."""
+        holdings, bound, goal = self._process.holdings, self._process.bound, self.goal
+        for kept in directive.kept:
+            holdings.apply(kept, (bound, self.told_group, goal))
+        if self._process.seat.wanted is directive and directive.stage.epoch > 0:
+            holdings.forget_lost(dict(directive.members), (bound, goal))
 
     # ------------------------------------------------------------------ the move
 
@@ -116,6 +138,7 @@ class SimMoving:
 
     def _tell(self, epoch: int) -> None:
         self.adopted = ()
+        self._is_told = True
         if self.group is not None and self._process.holdings.has_lost(self.group):
             # Other members may not know yet; without this rank's share its tasks cannot move.
             group = None
@@ -234,7 +257,7 @@ class SimMoving:
         """Go on with what was taken over, or with what was left."""
         stats = self._process.world.stats
         pending, self.pending = self.pending, None
-        self.adopted = ()
+        self.adopted, self._is_told = (), False
         if self._acknowledged is not None and self._acknowledged[0] == resolve.epoch:
             epoch, target, since = self._acknowledged
             if self._process.cut_out_at < since:

@@ -91,7 +91,7 @@ class SimRank:
         return self._blocked is not None
 
     @property
-    def _bound(self) -> Ranks:
+    def bound(self) -> Ranks:
         return self.seat.binding.group.ranks if self.seat.binding else ()
 
     def act(self) -> None:
@@ -165,6 +165,9 @@ class SimRank:
         self.seat.made(move)
         self.world.note(self.rank, move)
         self._changed = True
+        if isinstance(move, Leave) or (isinstance(move, Resolve) and not move.is_joined):
+            # Before another group of these ranks is joined: what it keeps is told as of that one.
+            self.moving.hear_of_leases(move.directive)
         if isinstance(move, Resolve):
             deferred, self.deferred = self.deferred, []
             for message in deferred:
@@ -354,19 +357,16 @@ class SimRank:
     def _obey(self, message: Drop | GiveBack) -> None:
         match message:
             case Drop(task_id, attempt):
-                self.holdings.take_out(task_id, self._bound, attempt)
+                self.holdings.take_out(task_id, self.bound, attempt)
             case GiveBack(task_id):
-                if task := self.holdings.take_out(task_id, self._bound):
+                if task := self.holdings.take_out(task_id, self.bound):
                     self.holdings.give_back(task, ReturnCause.RECOMPUTE)
 
     def _on_directive(self, directive: Directive) -> None:
         self.seat.on_directive(directive)
         if directive.incarnation != self.incarnation:
             return
-        for kept in directive.kept:
-            self.holdings.apply(kept, (self._bound, self.moving.group))
-        if self.seat.wanted is directive and directive.stage.epoch > 0:
-            self.holdings.forget_lost(dict(directive.members), self._bound)
+        self.moving.hear_of_leases(directive)
 
     def connected(self, session: Session) -> None:
         """A new session: say who this is and what it holds; earlier task events are lost.

@@ -3,6 +3,7 @@
 import pytest
 
 from comm_pool.layout import Rank
+from coordinator.events import RankExited
 from coordinator.protocol.messages import Adopted, Carry, Phase, Stage, TaskId
 from tests.harness.coordinator.builders import hello, layout, target
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
@@ -193,3 +194,19 @@ def test_a_restarted_coordinator_learns_of_a_commit_from_whoever_was_told(heard:
     # Epoch 1 moved too, as there was nothing to move.
     told = [process.seat.told for process in cell.ranks.values()]
     assert told == [(2 if heard else 1, 3)] * 4
+
+
+def test_what_a_process_told_of_a_commit_counts_after_its_end() -> None:
+    cell = moving_cell()
+    for rank in range(4):
+        cell.report(rank)
+    cell.ranks[Rank(2)].obey()
+    for rank in (0, 1, 3):
+        cell.ranks[Rank(rank)].seat.wanted = None
+    restarted(cell, 2)
+    cell.event(RankExited(Rank(2)))
+    for rank in (0, 1, 3):
+        cell.open(rank)
+        cell.report(rank)
+    cell.tick()
+    assert [cell.ranks[Rank(rank)].seat.told for rank in (0, 1, 3)] == [(2, 3)] * 3

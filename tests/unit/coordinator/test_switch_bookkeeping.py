@@ -159,9 +159,10 @@ def test_tasks_offered_in_another_move_are_not_adopted() -> None:
         offer = Adopted(TaskId(f"task-{rank}"), 1, 7)
         offered = msgspec.structs.replace(hello(rank), adopted=(offer,), adopted_in=epoch)
         moves.on_hello(offered)
-    moves.recover(5)
+    moves.on_report(report(2, Stage(6, Phase.PARK), moved=5, told_in=6))
+    moves.recover()
     assert [rank for rank, _ in moves.take_adopted()] == [0]
-    moves.recover(5)
+    moves.recover()
     assert moves.take_adopted() == [], "it is offered once"
 
 

@@ -8,9 +8,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding, LeaseKept
+from coordinator.protocol.messages import Binding, Carry, Directive, LeaseKept, Phase
+from coordinator.protocol.seat import Seat
+from coordinator.protocol.seat_moves import Leave, Resolve
 from kvadaptor.pages import PagePool
+from tests.harness.coordinator.builders import directive, target
+from worker.lease_members import LeaseNews
 from worker.member import Member
+from worker.move_rounds import Pending
 
 RANKS = (Rank(0), Rank(1))
 GROUP = Group(RANKS, Mode.TP)
@@ -70,3 +75,78 @@ def test_pages_of_another_group_are_freed_during_a_move(member: Member) -> None:
     member.moving.left(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
     assert member.apply_kept(kept(3))
     assert member.engine.pages.lease_indices(RANKS).tolist() == [3]
+
+
+def held(member: Member) -> list[int]:
+    """The lease indices of the pair that this rank has pages for."""
+    indices: list[int] = member.engine.pages.lease_indices(RANKS).tolist()
+    return indices
+
+
+def plan_into_pair(member: Member) -> None:
+    """A move is made here that leads into the pair, if it is committed."""
+    move = SimpleNamespace(bindings=(Binding(GROUP, BORN + 1),))
+    member.moving._pending = Pending(BORN + 1, cast(Any, move))
+
+
+def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(member: Member) -> None:
+    """Its leader may have begun on top of them by now."""
+    plan_into_pair(member)
+    assert not member.apply_kept(kept())
+    assert len(held(member)) == 8
+    member.moving._pending = None
+    assert member.apply_kept(kept())
+
+
+class Told:
+    """A rank that hears of its leases as its main loop does."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.seat = Seat(Rank(1), 1)
+        self.news = LeaseNews(member, self.seat)
+
+    def hear(self, order: Directive) -> bool:
+        self.seat.on_directive(order)
+        return self.news.hear(order)
+
+
+def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseKept) -> Directive:
+    wanted = target("dp4", epoch)
+    fields: dict[str, Any] = {} if members is None else {"members": members}
+    return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, kept=leases, **fields)
+
+
+def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_is_decided(
+    member: Member,
+) -> None:
+    """It may be back in the directive that decides: then the group is joined all the same."""
+    told = Told(member)
+    told.news.formed(RANKS, order(BORN))
+    plan_into_pair(member)
+    assert not told.hear(order(BORN + 2, {0: 2}))
+    assert len(held(member)) == 8
+    member.moving._pending = None
+    told.news.made(Resolve(BORN + 1, False, False, False, order(BORN + 2, {0: 2})))
+    assert len(held(member)) == 8, "another directive counts by now"
+    assert told.seat.wanted is not None
+    told.news.made(Resolve(BORN + 1, False, False, False, told.seat.wanted))
+    assert held(member) == []
+
+
+@pytest.mark.parametrize("by", ["a leave", "a resolve", "a resolve that joins"])
+def test_what_was_told_during_a_move_is_obeyed_before_the_group_is_formed_again(
+    member: Member, by: str
+) -> None:
+    """What a rank keeps of a group it tells as of the last formation: so it would count as news."""
+    told = Told(member)
+    binding = Binding(GROUP, BORN)
+    member.moving.left(binding)
+    last = order(BORN + 1, None, *kept())
+    assert not told.hear(last)
+    member.moving._is_told = False
+    if by == "a leave":
+        told.news.made(Leave(binding, Carry.PAUSE, False, False, last))
+    else:
+        told.news.made(Resolve(BORN + 1, False, False, by == "a resolve that joins", last))
+    assert len(held(member)) == (8 if by == "a resolve that joins" else 0)
