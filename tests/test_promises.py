@@ -10,7 +10,7 @@ DOCS = TESTS.parent / "docs"
 HEAD = ["promise", "source", "tests"]
 NONE = "none"
 TEST = re.compile(r"`([\w/]+\.py)(?:::(\w+))?`")
-MARKS = r"(?: \((?:chaos|GPU|GPU, chaos|fleet|soak)\))?"
+MARKS = r"(?: \((?:long|chaos|GPU|GPU, chaos|fleet|soak)\))?"
 CELL = re.compile(rf"{TEST.pattern}{MARKS}(?:, {TEST.pattern}{MARKS})*")
 ROWS_MIN = 300
 """A page that cannot be read any more shows as one with few rows."""
