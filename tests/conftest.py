@@ -1,5 +1,6 @@
 """How the suite runs: which tests wait for `make test-long`, in which order, on which worker."""
 
+import itertools
 import logging
 import os
 import shutil
@@ -64,14 +65,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.stash[POSITION] = next(_positions)
 
 
-def _count() -> Iterator[int]:
-    number = 0
-    while True:
-        yield number
-        number += 1
-
-
-_positions = _count()
+_positions = itertools.count()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,6 @@ from tests.harness.cells.hasty_gateway import HASTY_S, patience
 from tests.harness.cells.product import Product, product
 from tests.harness.cells.random_load import RANDOM_ARGS
 from tests.harness.cells.shared import PATIENCE, PAUSE_LIMIT_MS, SharedCell
-from tests.harness.vllm.references import LOGITS_ARGS
 from worker.demo import MODEL_DIR
 
 
@@ -165,26 +164,4 @@ def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCell
 def pair(shared_pair: SharedCell) -> Iterator[BareCell]:
     """The cell of two ranks, at rest; its tests are of one xdist group, and kill nothing."""
     with shared_pair.at_rest() as cell:
-        yield cell
-
-
-@pytest.fixture(scope="session")
-def shared_logits_cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCell]:
-    """Four ranks in fp32 that tell raw logits of the whole vocabulary."""
-    shared = SharedCell(
-        lambda: bare_cell(
-            tmp_path_factory.mktemp("logits"),
-            ranks=4,
-            engine_args=["--dtype", "float32", *LOGITS_ARGS],
-            **PATIENCE,
-        )
-    )
-    yield shared
-    shared.close()
-
-
-@pytest.fixture
-def logits_cell(shared_logits_cell: SharedCell) -> Iterator[BareCell]:
-    """The cell that tells logits, at rest."""
-    with shared_logits_cell.at_rest() as cell:
         yield cell
