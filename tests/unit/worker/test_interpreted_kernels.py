@@ -15,7 +15,6 @@ FEWEST = {"fp8_cases.py": 48, "rope_cases.py": 52, "drain_cases.py": 4}
 FEWEST_LONG = {"fp8_cases.py": 35}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_cases_pass_in_the_interpreter() -> None:
     passed = run_cases(*FEWEST, marks="not long")

@@ -41,7 +41,6 @@ def compiled() -> Iterator[Any]:
             yield pytest.param(bucket, change, marks=marks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("bucket", "change"), [*compiled()])
 def test_it_compiles_for_hopper(
     bucket: int, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
