@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages import Binding, Stage, Target, TaskId
+from coordinator.protocol.seat import Seat
 
 if TYPE_CHECKING:
     from tests.simulation.book_gateway import BookGateway
@@ -95,6 +96,15 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
         leader is not None and member == leader,
         f"rank {rank} is in {member} while its leader steps in {leader}",
     )
+
+
+def check_nothing_waits(seat: Seat) -> None:
+    """A leader that is to leave its group, and stays for its tasks, can step with them."""
+    wanted, binding = seat.wanted, seat.binding
+    if wanted is None or binding is None or not seat.is_leader or wanted.stage <= seat.stage:
+        return
+    is_left = wanted.target.binding_of(seat.rank) != binding
+    check(seat.serving or not is_left, f"rank {seat.rank} waits in {binding} and never served")
 
 
 def check_one_leads(

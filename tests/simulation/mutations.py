@@ -25,7 +25,7 @@ from coordinator.protocol.messages import (
     TaskReturned,
 )
 from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Resolve
+from coordinator.protocol.seat_moves import Leave, Resolve
 from coordinator.roster import Arrival, Roster
 from coordinator.switcher import Switcher
 from coordinator.task_pool import TaskPool
@@ -67,6 +67,15 @@ def _majority(self: Switcher) -> bool:
 
 def _follower_leaves_alone(self: Seat, binding: Binding, gone: frozenset[Rank]) -> bool:
     return True
+
+
+_leave = Seat._leave
+
+
+def _drains_unserved(self: Seat, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
+    move = _leave(self, wanted, binding, idle)
+    is_unserved = move is not None and move.carry is Carry.RECOMPUTE is not wanted.carry
+    return None if is_unserved else move
 
 
 def _nothing_is_void(report: Report, target: Target, roster: Roster) -> int:
@@ -211,6 +220,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "lease longer than patience": ((Switcher, "directive_for", _no_patience),),
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
     "follower leaves without its leader": ((Seat, "_is_left", _follower_leaves_alone),),
+    "leaders drain groups that never served": ((Seat, "_leave", _drains_unserved),),
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
     "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
     "followers leave a leader that may step unheard": ((switcher, "void", _joined_or_void),),

@@ -103,6 +103,27 @@ def test_a_draining_leader_leaves_when_idle_or_told_otherwise() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("carry", "idle", "done"),
+    [
+        (Carry.DRAIN, False, Carry.RECOMPUTE),
+        (Carry.DRAIN, True, Carry.DRAIN),
+        (Carry.SPECULATE, False, Carry.RESHARD),
+    ],
+)
+def test_a_leader_that_never_served_waits_for_no_task(
+    carry: Carry, idle: bool, done: Carry
+) -> None:
+    # It took paused tasks up when it joined, and another layout was wanted before it could step.
+    seat = Seat(Rank(0), 1)
+    assert "Join" in obey(seat, directive(target("dp4", 1), 1, SWAP))
+    assert not seat.may_step(0)
+    seat.on_directive(directive(target("tp2+dp2", 2), 2, PARK, carry=carry))
+    move = seat.next_move(idle=idle)
+    assert isinstance(move, Leave)
+    assert move.carry is done
+
+
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_leader_serves_on_while_a_switch_waits_for_stragglers(idle: bool) -> None:
     seat = serving(0, target("tp2+dp2", 1))
