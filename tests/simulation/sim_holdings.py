@@ -112,6 +112,12 @@ class Holdings:
         for task in self.paused.pop(ranks, {}).values():
             check(self.engine.resume(task), f"{task.header.task} has blocks of no lease of {ranks}")
 
+    def is_idle(self, binding: Binding | None) -> bool:
+        """Say whether the joined group has no task; what paused in it counts before it serves."""
+        if self.engine is not None:
+            return not self.engine.tasks
+        return binding is None or not self.paused.get(binding.group.ranks)
+
     def park(self, binding: Binding, carry: Carry, *, lost: bool) -> None:
         """Lead the group no longer, and apply the carry plan to its tasks.
 
@@ -127,7 +133,8 @@ class Holdings:
             else:
                 has_kv = bool(task.blocks)
                 self.give_back(task, ReturnCause.RECOMPUTE if has_kv else ReturnCause.NOT_STARTED)
-        if lost:
+        if lost or carry not in (Carry.PAUSE, Carry.RESHARD):
+            # What paused in a group that was joined again, and left before it served.
             self._return_paused(ranks, frozenset())
         if lost or carry is not Carry.RESHARD:
             self.withdraw(ranks)

@@ -158,7 +158,7 @@ class SimRank:
 
     def _make_moves(self) -> None:
         while not ((engine := self.holdings.engine) and engine.in_flight):
-            move = self.seat.next_move(idle=engine is None or not engine.tasks)
+            move = self.seat.next_move(idle=self.holdings.is_idle(self.seat.binding))
             if isinstance(move, Leave) and self._is_broken:
                 # Whatever the directive knows: what its last step wrote means nothing.
                 move = dataclasses.replace(move, group_lost=True)

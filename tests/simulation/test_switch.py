@@ -26,7 +26,7 @@ MEDDLES = (None, 0.1, 0.3)
 
 FOUND_BY = {
     "who joins another group tells of no room no longer": 19071,
-    "closed groups are formed again": 423,
+    "closed groups are formed again": 159,
     "restarts are ignored": 106,
     "followers join only what is wanted": 178,
     "recovery forgets moves": 42,
