@@ -9,7 +9,7 @@ streams are what plain vLLM makes of the request alone; sampled ones, whose draw
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -31,9 +31,7 @@ from tests.harness.cells.switch_matrix import (
 from tests.harness.vllm.matrix_cases import Requests
 from tests.harness.vllm.static_answers import static_answers
 
-# Long until its walk ends: a stream waits for ever where a drain is overtaken, as in row 36 of
-# AILERON_MATRIX_SEED=20261126 (dp2+tp2 > sp2+tp2). Then it belongs into `make test` again.
-pytestmark = [pytest.mark.ranks, pytest.mark.long, pytest.mark.xdist_group("ranks-four")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks-four")]
 
 MOVES = (Plan.RESHARD, Plan.SPECULATE)
 
@@ -58,10 +56,14 @@ def static(requests: Requests, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.mark.timeout(400)
 async def test_streams_are_exact_through_every_pair_of_circumstances(
-    four_ranks: BareCell, seed: int, requests: Requests, static: dict[int, Any]
+    four_ranks: BareCell,
+    seed: int,
+    requests: Requests,
+    static: dict[int, Any],
+    record_property: Callable[[str, object], None],
 ) -> None:
     rows = draw_walk(seed)
-    print(f"\n{describe(rows, seed)}")
+    record_property("summary", describe(rows, seed))
     with naming(seed):
         reference = await alone(four_ranks, [case for case in requests if not case.is_greedy])
         before = settle(four_ranks)
@@ -73,10 +75,11 @@ async def test_streams_are_exact_through_every_pair_of_circumstances(
         worst = max(compare_one(each, static, reference) for each in walk.met)
         check_records(walk.switched)
         assert walk.overtaken > 0
-        print(
-            f"{len(walk.met)} requests, {len(rows)} switches in {took:.1f} s, {walk.overtaken}"
+        record_property(
+            "summary",
+            f"  {len(walk.met)} requests, {len(rows)} switches in {took:.1f} s, {walk.overtaken}"
             f" overtaken: {carried(walk)}, logprobs within {worst:.1e};"
-            f" moments met: {met_by_moment(walk.switched)}"
+            f" moments met: {met_by_moment(walk.switched)}",
         )
         assert settle(four_ranks) == before
 

@@ -35,6 +35,7 @@ FOUND_BY = {
     "accept stale attempts": 31,
     "lease longer than patience": 29,
     "defer no command": 22,
+    "leaders drain groups that never served": 629,
     "no lease": 12,
     "follower leaves without its leader": 2,
     "followers wait for a leader that never came": 4,
