@@ -42,6 +42,9 @@ DEADLINE_GRACE_S = 1.0
 GAP_WAIT_S = 20.0
 """How long a stream waits for a token that is missing in its middle before it is failed."""
 
+STALL_S = 5.0
+"""A gateway that did not look at its tasks for so long stood still, and has not read what came."""
+
 UNREAD_TOKENS_MAX = 1_024
 """Most tokens of a request that wait until its client has read what was sent before them."""
 
@@ -141,6 +144,8 @@ class TaskBook:
         """What each cell is to know of tasks that it has, or had."""
         self._told: set[TaskId] = set()
         self._payload_bytes = 0
+        self._looked_at_s: float | None = None
+        """When `expired` was asked last."""
         self._connected: set[str] = set()
 
     def __len__(self) -> int:
@@ -286,13 +291,23 @@ class TaskBook:
         ]
 
     def expired(self, now_s: float) -> list[tuple[TaskId, ApiError]]:
-        """Tasks that have waited too long for the coordinator or for a missing token."""
+        """Tasks that have waited too long for the coordinator or for a missing token.
+
+        While this process stood still they waited for nobody but it: that time does not count.
+        """
         out = []
+        stall_s = 0.0 if self._looked_at_s is None else now_s - self._looked_at_s
+        self._looked_at_s = now_s
+        has_stalled = stall_s > STALL_S
         for task in self:
+            if has_stalled and task.held_since_s is not None:
+                task.held_since_s += stall_s
             deadline_ms = task.header.deadline_ms
             if deadline_ms and now_s - task.opened_at_s > deadline_ms / 1_000 + DEADLINE_GRACE_S:
                 text = f"The request did not finish within {deadline_ms} ms."
                 out.append((task.id, api_error("deadline_exceeded", text)))
+            elif has_stalled:
+                continue
             elif not task.submitted and now_s - task.opened_at_s > SUBMIT_WAIT_S:
                 text = "The cell's coordinator cannot be reached."
                 out.append((task.id, api_error("no_healthy_workers", text)))

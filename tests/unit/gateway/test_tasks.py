@@ -1,6 +1,7 @@
 """The book of open tasks: each ends once, and a new session repairs what a broken one lost."""
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.protocol.messages import (
     Cancel,
@@ -161,6 +162,35 @@ def test_stream_that_misses_a_token_is_given_up(book: TaskBook) -> None:
     assert book.expired(1.0 + tasks.GAP_WAIT_S) == []
     [(task, error)] = book.expired(1.1 + tasks.GAP_WAIT_S)
     assert (task, error.status) == (A, 500)
+
+
+WOKE_S = 2.0 + tasks.STALL_S + 10 * tasks.SUBMIT_WAIT_S
+
+
+def test_a_token_may_have_come_while_the_gateway_stood_still(book: TaskBook) -> None:
+    open_task(book, A).held_since_s = 1.0
+    assert book.expired(2.0) == []
+    left_s = tasks.GAP_WAIT_S - 1.0
+    for second in range(int(left_s) + 1):
+        assert book.expired(WOKE_S + second) == []
+    [(task, error)] = book.expired(WOKE_S + left_s + 0.1)
+    assert (task, error.code) == (A, "internal_error")
+
+
+def test_the_coordinator_may_have_come_while_the_gateway_stood_still(book: TaskBook) -> None:
+    book.session_closed()
+    open_task(book, A)
+    assert book.expired(2.0) == []
+    assert book.expired(WOKE_S) == []
+    [(task, error)] = book.expired(WOKE_S + 1)
+    assert (task, error.code) == (A, "no_healthy_workers")
+
+
+def test_a_deadline_passes_while_the_gateway_stands_still(book: TaskBook) -> None:
+    book.open(replace(header(A), deadline_ms=1_000), b"payload", 0.0)
+    assert book.expired(0.0) == []
+    [(task, error)] = book.expired(WOKE_S)
+    assert (task, error.code) == (A, "deadline_exceeded")
 
 
 def test_ended_tasks_are_remembered_up_to_a_limit(
