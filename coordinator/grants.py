@@ -55,12 +55,21 @@ class Grants:
         """Return the leaders of groups that would gain much by forming anew.
 
         A group gets pages only when it is formed; what paused tasks kept then may be free by now.
+        Few are not worth a formation, unless the only task that runs has all that the group has:
+        no other can be preempted for it.
         """
         return tuple(
             binding.group.leader
             for binding, grant in self._granted.items()
-            if self._free_pages(binding) * REGRANT_SHARE > grant.pages
+            if (free := self._free_pages(binding)) * REGRANT_SHARE > grant.pages
+            or (free and self._is_full(binding))
         )
+
+    def _is_full(self, binding: Binding) -> bool:
+        report = self._roster.report_of(binding.group.leader)
+        if report is None or report.binding != binding:
+            return False
+        return report.running == 1 and report.blocks_free == 0
 
     def _free_pages(self, binding: Binding) -> int:
         return min(_free(self._roster.report_of(rank)) for rank in binding.group.ranks)

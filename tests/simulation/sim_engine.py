@@ -59,6 +59,11 @@ class SimEngine:
         self.tasks: dict[TaskId, SimTask] = {}
         self.in_flight: deque[Step] = deque()
 
+    @property
+    def running(self) -> int:
+        """How many tasks have blocks; the others wait for theirs."""
+        return sum(bool(task.blocks) for task in self.tasks.values())
+
     def resume(self, task: SimTask) -> bool:
         """Go on with a paused task, if all its blocks are still leased."""
         if not self.free.issuperset(task.blocks):

@@ -249,6 +249,23 @@ def test_pages_that_came_free_are_worth_forming_anew_for() -> None:
     assert ranks.switcher.starved() == (2,), "rank 1 has nothing to add to its pair"
 
 
+@pytest.mark.parametrize(
+    ("running", "blocks_free", "starved"), [(1, 0, (2,)), (2, 0, ()), (1, 1, ()), (0, 0, ())]
+)
+def test_one_task_that_has_all_pages_gets_the_few_that_came_free(
+    running: int, blocks_free: int, starved: tuple[int, ...]
+) -> None:
+    ranks = Ranks()
+    ranks.tick()
+    ranks.acknowledge()
+    ranks.acknowledge(free=8)
+    ranks.acknowledge(free=0)
+    binding = ranks.switcher.target.binding_of(Rank(2))
+    has = {"running": running, "blocks_free": blocks_free}
+    ranks.hear(2, ranks.switcher.stage, free=1, binding=binding, **has)
+    assert ranks.switcher.starved() == starved
+
+
 def test_the_log_keeps_the_last_switches() -> None:
     ranks = Ranks().serve()
     for text in ("dp4", "tp4", "tp2+tp2"):
