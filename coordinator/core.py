@@ -172,9 +172,10 @@ class Core(Shown):
         self._switcher.on_hello(hello, arrival, now_ms)
         if self._steering is not None:
             self._steering.on_hello(hello)
-        effects += self._pool.reconcile(hello, now_ms)
+        has_moved = self._switcher.has_moved(hello.adopted_in)
+        effects += self._pool.reconcile(hello, now_ms, has_moved=has_moved)
         # If it has not heard of a commit, it may not have heard what became of the tasks either.
-        for adopted in hello.adopted if self._switcher.has_moved(hello.adopted_in) else ():
+        for adopted in hello.adopted if has_moved else ():
             effects += self._pool.adopted(hello.rank, adopted, now_ms)
         return effects
 

@@ -202,10 +202,14 @@ class TaskPool:
         """Take how far a leader's tasks are; only from its newest report."""
         self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
 
-    def reconcile(self, hello: RankHello, now_ms: int) -> list[Effect]:
-        """Compare what a rank holds with what it is believed to hold; its session is new."""
+    def reconcile(self, hello: RankHello, now_ms: int, *, has_moved: bool = False) -> list[Effect]:
+        """Compare what a rank holds with what it is believed to hold; its session is new.
+
+        `has_moved`: the move in which it was given `hello.adopted` is committed.
+        """
         effects: list[Effect] = []
-        for task in not_held(hello, self._tasks.held_by(hello.rank)):
+        believed = self._tasks.held_by(hello.rank)
+        for task in not_held(hello, believed, has_moved=has_moved):
             effects += self._doubt(task, now_ms)
         for each in hello.held:
             effects += self._hold(hello.rank, each, now_ms)

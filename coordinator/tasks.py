@@ -161,14 +161,15 @@ def ask(task: Task) -> Effect:
     return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
 
 
-def not_held(hello: RankHello, believed: Iterable[Task]) -> list[Task]:
+def not_held(hello: RankHello, believed: Iterable[Task], *, has_moved: bool) -> list[Task]:
     """Return the tasks that were placed on a rank and did not get there.
 
     It may hold an earlier attempt of one: what it was sent last was lost with its session. What a
-    move has given it has an attempt that counts only when the move is committed.
+    move has given it counts only if the move is committed (`has_moved`). Until then a task that it
+    does not hold has been given back, and it may have said so in the session that is gone.
     """
     held = {(each.header.task, each.attempt) for each in hello.held}
-    moved = {each.task for each in hello.adopted}
+    moved = {each.task for each in hello.adopted} if has_moved else frozenset()
     return [
         task for task in believed if task.id not in moved and (task.id, task.attempt) not in held
     ]

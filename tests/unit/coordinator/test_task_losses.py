@@ -227,7 +227,7 @@ def test_what_a_rank_adopts_without_having_heard_is_not_doubted() -> None:
     tasks = placed("a")
     tasks.adopted(TWO, moved(), 1)
     unaware = msgspec.structs.replace(hello(2), adopted=(moved(),), adopted_in=5)
-    assert tasks.reconcile(unaware, 2) == []
+    assert tasks.reconcile(unaware, 2, has_moved=True) == []
     assert state(tasks, A) is State.PLACED
     assert messages(tasks.reconcile(hello(2), 3)) == [Resubmit(A, 3)], "it has given up the task"
 
@@ -238,5 +238,13 @@ def test_a_leader_that_has_not_heard_of_its_move_drops_no_later_attempt() -> Non
     unaware = msgspec.structs.replace(
         hello(0, held=[held("a", 1)]), adopted=(moved(),), adopted_in=5
     )
-    assert tasks.reconcile(unaware, 2) == [ToRank(ZERO, Drop(A, 1))]
+    assert tasks.reconcile(unaware, 2, has_moved=True) == [ToRank(ZERO, Drop(A, 1))]
     assert tasks.tasks[A].attempt == 2
+
+
+def test_a_task_that_was_given_back_in_a_move_is_not_taken_for_moved() -> None:
+    """The rank said so in the session that is gone, and its move was not committed."""
+    tasks = placed("a")
+    undecided = msgspec.structs.replace(hello(0), adopted=(moved(),), adopted_in=5)
+    assert messages(tasks.reconcile(undecided, 1)) == [Resubmit(A, 2)]
+    assert tasks.adopted(ZERO, moved(), 2) == [ToRank(ZERO, Drop(A, 2))], "it was asked for"
