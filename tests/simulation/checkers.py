@@ -4,7 +4,7 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Stage, Target, TaskId
+from coordinator.protocol.messages import Binding, Directive, Stage, TaskId
 from coordinator.protocol.seat import Seat
 
 if TYPE_CHECKING:
@@ -38,15 +38,23 @@ class StageChecker:
 
 
 class MoveChecker:
-    """All ranks that take part in a move agree on its outcome, and on what a group starts from."""
+    """All ranks that take part in a move agree on its outcome, and on what a group starts from.
+
+    Where all ranks and the coordinator are new processes, epochs begin again. A commit of which
+    only processes knew that have ended is forgotten.
+    """
 
     def __init__(self) -> None:
-        self._outcomes: dict[tuple[int, Target], bool] = {}
+        self._outcomes: dict[Hashable, list[tuple[SimRank, bool]]] = {}
         self._moved_in: dict[Binding, tuple[int, ...]] = {}
 
-    def resolved(self, epoch: int, target: Target, is_committed: bool) -> None:
-        outcome = self._outcomes.setdefault((epoch, target), is_committed)
-        check(outcome == is_committed, f"one rank commits the move of {epoch}, another does not")
+    def resolved(self, process: "SimRank", directive: Directive, is_committed: bool) -> None:
+        epoch = directive.stage.epoch
+        move = epoch, directive.target, directive.members
+        outcomes = self._outcomes.setdefault(move, [])
+        outcomes.append((process, is_committed))
+        living = {was for each, was in outcomes if each.world.ranks[each.rank] is each}
+        check(living == {is_committed}, f"one rank commits the move of {epoch}, another does not")
 
     def joined(self, binding: Binding, moved_in: tuple[int, ...]) -> None:
         before = self._moved_in.setdefault(binding, moved_in)

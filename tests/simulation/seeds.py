@@ -52,7 +52,10 @@ FOUND = (
     Found(105948, NARROW, "the only process that told a new coordinator of a commit ends"),
     Found(108951, NARROW, "a follower joins by a late commit and has given up its lease"),
     Found(206468, NARROW, "a leader takes a lease that was given up into its next formation"),
+    Found(304350, WIDE, "a gateway that stood still takes a token that is on its way for lost"),
+    Found(320544, WIDE, "a lone task has all pages of its group, and the rank has a few free"),
     Found(128, PARTS, "a coordinator that has heard a part of a block starts that again alone"),
+    Found(210117, PARTS, "a task is given back in a move that fails, and its session is lost"),
     Found(286, PARTS, "the same, with a whole block beside it"),
 )
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause, Target
+from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause
 from coordinator.protocol.seat_moves import Reshard, Resolve
 from kvadaptor.pages import NULL_PAGE
 from tests.simulation.sim_engine import SimTask, slots_of
@@ -68,8 +68,8 @@ class SimMoving:
         self.adopted: tuple[Adopted, ...] = ()
         self.adopted_in = 0
         self.has_failed = False
-        self._acknowledged: tuple[int, Target, int] | None = None
-        """The epoch and target of the last move that was carried out, and when."""
+        self._acknowledged: tuple[Directive, int] | None = None
+        """The last move that was carried out, and when."""
         self.under_way: Reshard | None = None
         self._run: Iterator[None] = iter(())
 
@@ -129,7 +129,7 @@ class SimMoving:
         done, self.under_way = self.under_way, None
         assert done is not None
         directive = done.directive
-        self._acknowledged = (directive.stage.epoch, directive.target, self._process.world.now)
+        self._acknowledged = directive, self._process.world.now
         return done
 
     @property
@@ -258,10 +258,10 @@ class SimMoving:
         stats = self._process.world.stats
         pending, self.pending = self.pending, None
         self.adopted, self._is_told = (), False
-        if self._acknowledged is not None and self._acknowledged[0] == resolve.epoch:
-            epoch, target, since = self._acknowledged
-            if self._process.cut_out_at < since:
-                self._process.world.moves.resolved(epoch, target, resolve.is_committed)
+        if self._acknowledged is not None:
+            directive, since = self._acknowledged
+            if directive.stage.epoch == resolve.epoch and self._process.cut_out_at < since:
+                self._process.world.moves.resolved(self._process, directive, resolve.is_committed)
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
