@@ -203,10 +203,7 @@ class TaskPool:
         self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
 
     def reconcile(self, hello: RankHello, now_ms: int, *, has_moved: bool = False) -> list[Effect]:
-        """Compare what a rank holds with what it is believed to hold; its session is new.
-
-        `has_moved`: the move in which it was given `hello.adopted` is committed.
-        """
+        """Compare what a rank holds with what it is believed to hold; its session is new."""
         effects: list[Effect] = []
         believed = self._tasks.held_by(hello.rank)
         for task in not_held(hello, believed, has_moved=has_moved):

@@ -19,12 +19,7 @@ from coordinator.protocol.messages import (
 )
 from coordinator.protocol.seat import Seat
 from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
-from tests.simulation.checkers import (
-    Violation,
-    check_agreement,
-    check_equal,
-    check_nothing_waits,
-)
+from tests.simulation.checkers import Violation, check_agreement, check_equal, check_nothing_waits
 from tests.simulation.drift import Probes
 from tests.simulation.network import Session
 from tests.simulation.sim_gateway import Token
@@ -164,8 +159,7 @@ class SimRank:
                 move = dataclasses.replace(move, group_lost=True)
             if move is None:
                 check_nothing_waits(self.seat)
-                return
-            if not self._carry_out(move):
+            if move is None or not self._carry_out(move):
                 return
             self._made(move)
 
