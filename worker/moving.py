@@ -308,6 +308,8 @@ class Moving:
                 return  # The new group is joined next.
             self._member.not_joined()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
+        if is_spoiled:
+            log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
         if resolve.is_kept and not is_spoiled:
             return
         group, self._group = self._group, None
