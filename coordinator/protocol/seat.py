@@ -278,17 +278,16 @@ class Seat:
         # After a lapsed lease the group can do no step, so there is nothing to wait for.
         is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
         is_drained = wanted.carry is Carry.DRAIN and idle
+        carry = wanted.carry
         if self.is_leader:
-            waits = wanted.carry in PLAN_BEHIND and not is_drained
-            may_leave = is_lost or not waits or not self.serving
+            if not self.serving and not is_drained:
+                # No task ends in a group that never served: its leader does not wait for any.
+                carry = PLAN_BEHIND.get(carry, carry)
+            may_leave = is_lost or carry not in PLAN_BEHIND or is_drained
         else:
             may_leave = self._is_left(binding, gone) or wanted.void == binding.born
         if not may_leave:
             return None
-        carry = wanted.carry
-        if self.is_leader and not self.serving and not is_drained:
-            # No task ends in a group that never served: what follows the wait comes at once.
-            carry = PLAN_BEHIND.get(carry, carry)
         if carry in MOVING and self._leaves.get(binding.born, False):
             # The leader may have heard before this rank did that others have drained by now.
             carry = Carry.RESHARD

@@ -74,7 +74,7 @@ _leave = Seat._leave
 
 def _drains_unserved(self: Seat, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
     move = _leave(self, wanted, binding, idle)
-    is_unserved = move is not None and move.carry is Carry.RECOMPUTE is not wanted.carry
+    is_unserved = move is not None and wanted.carry is Carry.DRAIN and move.carry is not Carry.DRAIN
     return None if is_unserved else move
 
 
