@@ -21,6 +21,7 @@ from coordinator.protocol.messages import (
     TaskId,
     TaskReturned,
 )
+from coordinator.protocol.seat import KEEPING
 from kvadaptor.pages import PagePool
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import SimEngine, SimTask, slots_of
@@ -128,12 +129,12 @@ class Holdings:
         tasks = list(self.engine.tasks.values()) if self.engine else []
         self.engine = None
         for task in tasks:
-            if task.blocks and carry in (Carry.PAUSE, Carry.RESHARD) and not lost:
+            if task.blocks and carry in KEEPING and not lost:
                 paused[task.header.task] = task
             else:
                 has_kv = bool(task.blocks)
                 self.give_back(task, ReturnCause.RECOMPUTE if has_kv else ReturnCause.NOT_STARTED)
-        if lost or carry not in (Carry.PAUSE, Carry.RESHARD):
+        if lost or carry not in KEEPING:
             # What paused in a group that was joined again, and left before it served.
             self._return_paused(ranks, frozenset())
         if lost or carry is not Carry.RESHARD:
