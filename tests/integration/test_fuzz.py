@@ -20,13 +20,13 @@ from gateway.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("gateway")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("gateway")]
 
 SEED_ENV = "AILERON_FUZZ_SEED"
 SHORT = ("--max-time", "8", "--max-examples", "100000")
 """As many requests as come in 8 s: a hundred on two quiet cores."""
 LONG = ("--max-examples", "100")
-"""All requests that cover the schema, and so many more for each operation; takes minutes."""
+"""All requests that cover the schema, and 100 more for each operation; takes minutes."""
 
 
 @pytest.fixture
@@ -71,7 +71,10 @@ def seed_of_the_day() -> int:
     return int(os.environ.get(SEED_ENV) or today.strftime("%Y%m%d"))
 
 
-@pytest.mark.parametrize("bound", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "bound",
+    [SHORT, pytest.param(LONG, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
 def test_no_request_of_the_schema_is_answered_with_5xx(
     gateway: GatewayProcess, cell: FakeCell, tmp_path: Path, bound: tuple[str, ...]
 ) -> None:
