@@ -6,7 +6,6 @@ ours (ADR 0009), are what the same cell makes of it without switches.
 """
 
 import asyncio
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.log_events import events_of
 from tests.harness.cells.random_load import (
     RANDOM_ARGS,
     alone,
@@ -86,15 +86,13 @@ async def run_switching(cell: BareCell, tag: str, cases: list[Case], switch: Any
 
 def epochs_of_several_rounds(cell: BareCell) -> set[int]:
     """The moves whose copies, for want of pages, come one behind the other."""
-    lines = cell.log("worker").splitlines()
-    told = [json.loads(line) for line in lines if '"move_short_of_pages"' in line]
-    return {each["epoch"] for each in told if each["rounds"] > 1}
+    events = events_of(cell.log("worker"), "move_short_of_pages")
+    return {each["epoch"] for each in events if each["rounds"] > 1}
 
 
 def epochs_of_spoiled_moves(cell: BareCell) -> set[int]:
     """The moves that were given up after they had overwritten KV: there is no way back to it."""
-    lines = cell.log("worker").splitlines()
-    return {json.loads(line)["epoch"] for line in lines if '"move_spoiled"' in line}
+    return {each["epoch"] for each in events_of(cell.log("worker"), "move_spoiled")}
 
 
 @pytest.mark.timeout(300)

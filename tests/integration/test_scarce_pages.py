@@ -1,7 +1,6 @@
 """Where pages do not suffice for all, the most urgent tasks cross a switch, in several rounds."""
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator
 
@@ -9,6 +8,7 @@ import pytest
 
 from coordinator.protocol.messages import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
+from tests.harness.cells.log_events import events_of
 
 pytestmark = pytest.mark.ranks
 
@@ -42,8 +42,7 @@ async def test_where_pages_are_scarce_the_less_urgent_are_recomputed(
     records = cell.get("/admin/switches?last=60")["switches"]
     moved = [record for record in records if record["carry"] == "reshard"]
     counts = {c: sum(r["tasks"][c] for r in moved) for c in ("reshard", "recompute")}
-    lines = [line for line in cell.log("worker").splitlines() if "move_short_of_pages" in line]
-    told = [json.loads(line) for line in lines]
+    told = events_of(cell.log("worker"), "move_short_of_pages")
     rounds = [each["rounds"] for each in told]
     left = {tier.name.lower(): [0, 0] for tier in Tier}
     for each in told:

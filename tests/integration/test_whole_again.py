@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.harness.cells.bare_cell import BareCell, Stream, bare_cell
+from tests.harness.cells.log_events import events_of
 from tests.harness.cells.lost_ranks import (
     HASTY,
     SOON,
-    STARTED,
     back,
     calm_tokens,
     four_ranks,
@@ -75,8 +75,8 @@ def probed_later(cell: BareCell) -> list[dict[str, Any]]:
 
 def started(cell: BareCell) -> list[int]:
     """The processes of rank 1 that were started so far."""
-    lines = [line for line in cell.log("worker").splitlines() if STARTED in line]
-    return [int(each["pid"]) for each in map(json.loads, lines) if each["rank"] == 1]
+    events = events_of(cell.log("worker"), "rank_started")
+    return [int(each["pid"]) for each in events if each["rank"] == 1]
 
 
 async def streams_through(

@@ -1,7 +1,6 @@
 """What tests of lost, stuck and slow ranks share: exact streams as load, waiting for views."""
 
 import asyncio
-import json
 import os
 import signal
 import statistics
@@ -15,6 +14,7 @@ from typing import Any
 from coordinator.health import LATE_OUT_MS
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
+from tests.harness.cells.log_events import events_of
 
 TASKS = 8
 TOKENS = 160
@@ -22,7 +22,6 @@ BEGUN_TOKENS = 20
 """All streams have so many when something is broken."""
 BACK_LIMIT_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
-STARTED = '"event": "rank_started"'
 HASTY: dict[str, Any] = {"led_by": "tests.harness.cells.hasty_coordinator"}
 SOON = {"stuck_after_ms": 100}
 """Half a second longer than that the launcher waits for others that end with a lost rank."""
@@ -48,7 +47,7 @@ def four_ranks(
         **{**HASTY, **options},
     ) as running:
         yield running
-    started = [json.loads(line) for line in running.log("worker").splitlines() if STARTED in line]
+    started = events_of(running.log("worker"), "rank_started")
     assert len(started) >= 4
     assert [each for each in started if Path(f"/proc/{each['pid']}").exists()] == []
     names = [path.name for path in SHARED_MEMORY.iterdir()]
