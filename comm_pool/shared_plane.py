@@ -17,7 +17,6 @@ at 0 there, which is before all formations that it can be in.
 """
 
 import mmap
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,10 +29,12 @@ from comm_pool.formations import Formations, PeerLostError
 HALF_BYTES = 1 << 20
 """Longest piece of a message; longer ones take several rounds."""
 
-SPINS = 40
+LOOKS = 20
 """How often a member looks before it sleeps: ranks that share cores must let each other run."""
 
 NAP_S = 0.00002
+"""A nap is no `sched_yield`: since Linux 6.18 each yield costs its caller a whole time slice, and
+one that yields again and again is not run for as long as others want the core."""
 
 SEQUENCE_BITS = 39
 """A word is a formation (24 bits) and a number in it: enough for a year at 10,000 per second."""
@@ -195,11 +196,10 @@ class SharedPlane:
         with FENCE:
             words[self._place] = wanted
         for other in self._others:
-            spins = SPINS
+            looks = LOOKS
             while words[other] < wanted:
-                if spins:
-                    spins -= 1
-                    os.sched_yield()
+                if looks:
+                    looks -= 1
                     continue
                 if self._formations.is_aborted(self._born) or self.is_aborted(self._born):
                     raise PeerLostError(self._born)

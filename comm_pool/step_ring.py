@@ -21,10 +21,13 @@ SLOTS = 6
 SLOT_BYTES = 4 << 20
 """As in vLLM's queue. A slot takes memory for the longest message that was ever in it."""
 
-SPIN_S = 0.002
-"""How long a member looks again and again before it sleeps: ranks share cores."""
+SHORT_NAPS_S = 0.002
+"""How long a member takes short naps, before it takes long ones: ranks share cores."""
 
-NAP_S = 0.0003
+SHORT_NAP_S = 0.00002
+"""A nap is no `sched_yield`: since Linux 6.18 each yield costs its caller a whole time slice."""
+
+LONG_NAP_S = 0.0003
 
 _WRITTEN = 0
 """The word that counts messages; that at a follower's place counts those that it has read."""
@@ -115,10 +118,7 @@ def _wait(is_so: Callable[[], bool], timeout: float | None) -> None:
         waited = time.monotonic() - started
         if timeout is not None and waited >= timeout:
             raise TimeoutError
-        if waited < SPIN_S:
-            os.sched_yield()
-        else:
-            time.sleep(NAP_S)
+        time.sleep(SHORT_NAP_S if waited < SHORT_NAPS_S else LONG_NAP_S)
 
 
 def _header_bytes(width: int) -> int:
