@@ -54,6 +54,10 @@ class RedisPair:
         """Return a client of one of the two."""
         return redis.Redis(port=self.ports[number], socket_timeout=START_S)
 
+    def clients(self) -> "list[redis.Redis]":
+        """Return clients of those that know what the primary knows."""
+        return [self.client(number) for number in range(1 + self.is_real)]
+
     def kill_primary(self) -> None:
         """Kill the first one as the kernel would."""
         self._processes[0].kill()
