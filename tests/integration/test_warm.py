@@ -18,7 +18,7 @@ def waiting(setting: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that waits for requests, in an environment of its own."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "AILERON_SETTING": setting}
     process = warm.start_module(
-        "gateway", "http.server", WORDS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        "nothing", "http.server", WORDS, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         assert process.stdout is not None

@@ -38,9 +38,16 @@ IMPORTS = {
         "gateway.process",
     ),
     "plain": ("vllm", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.llama"),
+    "nothing": (),
 }
 """What each kind of process takes seconds to import; `product` is one that forks the others."""
-PACKAGES = {"worker": ("worker",), "gateway": ("gateway",), "product": ("worker",), "plain": ()}
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "worker": ("worker",),
+    "gateway": ("gateway",),
+    "product": ("worker",),
+    "plain": (),
+    "nothing": (),
+}
 """Whose environment it is imported in."""
 PR_SET_PDEATHSIG = 1
 
