@@ -25,11 +25,11 @@ class Long:
 
 
 LONG = {
-    "narrow": Long(NARROW, range(250, 1_930)),
+    "narrow": Long(NARROW, range(100, 1_920)),
     "wide": Long(WIDE, range(60, 172)),
-    "parts": Long(PARTS, range(100, 310)),
+    "parts": Long(PARTS, range(50, 302)),
 }
-"""A seventh of each: 240 at 0.09 s, 16 at 0.25 s and 30 at 0.11 s of a core are some 29 s."""
+"""A seventh of each: 260 at 0.09 s, 16 at 0.25 s and 36 at 0.11 s of a core are some 31 s."""
 
 
 @dataclass(frozen=True)
