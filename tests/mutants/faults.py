@@ -33,7 +33,7 @@ FAULTS = {
     "view's offset": Fault(
         "worker/vllm_layers.py",
         "return full.narrow(dim, rank % held * size, size)",
-        "return full.narrow(dim, (rank + 1) % held * size, size)",
+        "return full.narrow(dim, rank % held * (size - 1), size)",
         ("tests/integration/test_numerics.py",),
     ),
     "page's owner": Fault(

@@ -12,6 +12,7 @@ import pytest
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.measures import CLIENT_RETRIES, TIER_CLAMPED
 from gateway import intake
+from gateway.batches.line_call import LineCall
 from gateway.edge import Edge, EdgeLimits
 from gateway.errors import current_request
 from gateway.keyring import KeyRing
@@ -114,6 +115,13 @@ async def test_large_body_is_refused(gate: Edge, client: httpx.AsyncClient, told
     )
     assert error_of(response) == (413, "request_too_large")
     assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(("size", "status"), [(100, 200), (101, 413)])
+async def test_large_line_of_a_batch_is_refused(gate: Edge, size: int, status: int) -> None:
+    gate._limits = EdgeLimits(body_bytes_max=100)
+    answer = await gate.answer_line(LineCall(CHAT, b"{}".ljust(size), "tenant", 60_000))
+    assert answer.status == status
 
 
 async def test_body_that_does_not_come_is_not_waited_for(
