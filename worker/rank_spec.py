@@ -1,6 +1,5 @@
 """What a rank must know to start, from the configuration and from who starts with it."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -8,6 +7,7 @@ from comm_pool.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
 from coordinator.protocol.config import Config
+from coordinator.protocol.cores import usable_cores
 from worker.restarts import Cohort
 
 
@@ -67,7 +67,7 @@ def rank_spec(
         threads = 1  # As vLLM's workers: small CPU operations are slower on more.
     if threads == 0 and config.cell.device == "cpu":
         # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
-        threads = max(1, ((os.cpu_count() or 1) - 1) // config.cell.ranks)
+        threads = max(1, (usable_cores() - 1) // config.cell.ranks)
     members = everyone(config) if cohort.joins else cohort.ranks
     world = len(members)
     return RankSpec(

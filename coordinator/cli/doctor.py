@@ -24,6 +24,7 @@ from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.protocol.config import dump_config
+from coordinator.protocol.cores import usable_cores
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -131,7 +132,7 @@ def _vllm() -> Check:
 
 def _machine() -> Check:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return Check(
         "machine",
         f"{platform.machine()}, {cores} cores, {memory_gib:.0f} GiB memory",

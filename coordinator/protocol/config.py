@@ -66,7 +66,7 @@ class CellConfig(_Frozen):
     """Ranks that share a CUDA device, to try out wide groups where there are few: all is right, and
     slow. Needs NCCL 2.30 and --kv-cache-memory-bytes."""
     threads_per_rank: int = Field(default=0, ge=0)
-    """CPU compute threads of each rank; 0 divides the machine's cores but one among the ranks."""
+    """CPU compute threads of each rank; 0 divides the usable cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port on loopback where CUDA ranks find each other; 0 lets `aileron up` choose a free one."""
     stuck_after_ms: int = Field(default=1_000, ge=100)

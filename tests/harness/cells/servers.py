@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.cli.ports import free_ports
+from coordinator.protocol.cores import usable_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "worker" / "demo" / "model"
 START_LIMIT_S = 240
-COMPUTE_THREADS = max(1, (os.cpu_count() or 1) - 1)
+COMPUTE_THREADS = max(1, usable_cores() - 1)
 """Of every server alike, as aileron sets them for one rank: one core is left to HTTP."""
 STOP_LIMIT_S = 30
 

@@ -1,6 +1,5 @@
 """Records a run of the long tests: `--record` leaves a dated page under docs/benchmarks."""
 
-import os
 import shlex
 import sys
 from collections import defaultdict
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.protocol.cores import usable_cores
 from tests.harness.runs.provenance import commit, cpu_name, today
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,7 +47,7 @@ class Record:
         lines = [
             f"# Long tests, {today()}",
             "",
-            f"Command: `{command}`, commit {commit()}, {os.cpu_count()} cores of {cpu_name()}.",
+            f"Command: `{command}`, commit {commit()}, {usable_cores()} cores of {cpu_name()}.",
             "",
             "| module | passed | failed | skipped | seconds |",
             "|---|---|---|---|---|",

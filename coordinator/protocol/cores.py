@@ -1,0 +1,45 @@
+"""How many cores this process may use: in a container, fewer than the machine has."""
+
+import os
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Return the cores of this process' affinity, or fewer where a quota of its cgroup says so.
+
+    A quota of 2.5 cores counts as 2. The least is 1.
+    """
+    quotas = _quotas(cgroups, own)
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
+
+
+def _quotas(cgroups: Path, own: Path) -> list[float]:
+    """The quotas, in cores, of this process' cgroup and of all that hold it."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    name = next((line[3:] for line in lines if line.startswith("0::/")), "/")
+    folder = cgroups / name.lstrip("/")
+    found = [
+        _quota(each / "cpu.max")
+        for each in (folder, *folder.parents)
+        if each.is_relative_to(cgroups)
+    ]
+    # The first version has its files in a folder of their own, at whose root a container is.
+    first = cgroups / "cpu"
+    found.append(_quota(first / "cpu.cfs_quota_us", first / "cpu.cfs_period_us"))
+    return [quota for quota in found if quota is not None]
+
+
+def _quota(*files: Path) -> float | None:
+    """Microseconds of processor time by microseconds of the period; None where there is none."""
+    try:
+        time_us, period_us = " ".join(file.read_text() for file in files).split()
+        quota = int(time_us) / int(period_us)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return quota if quota > 0 else None
