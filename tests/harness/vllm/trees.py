@@ -141,6 +141,8 @@ def tree_process(folder: Path) -> Iterator[None]:
     """This process as vLLM's only rank for the length of the block."""
     threads, quantize = torch.get_num_threads(), _custom_ops.scaled_fp8_quant
     os.environ.setdefault("VLLM_DIST_IDENT", "trees")
+    # Processors with AMX would get a kernel of their own, which packs its weights: GPUs do not.
+    os.environ.setdefault("VLLM_DISABLED_KERNELS", "CPUFp8PerTensorScaledMMLinearKernel")
     _set_torch_accelerator_to_noop()
     torch.set_num_threads(1)
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
