@@ -128,7 +128,8 @@ def failed_test(fault: Fault) -> str:
             timeout=LIMIT_S,
         )
     assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    # A cell whose views are wrong refuses to start: then the test has an error, not a failure.
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return lines[0].split(" - ")[0].partition(" ")[2] if lines else ""
 
 
