@@ -7,7 +7,6 @@ comes (prepacked), and aileron with one rank. `python -m tests.bench.cpu [--roun
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from tests.harness.cells.servers import (
     running,
     vllm_command,
 )
-from tests.harness.runs.provenance import commit, cpu_name, today
+from tests.harness.runs.provenance import commit, cores_and_processor, today
 
 OPTIONS = [
     *("--max-model-len", "2048", "--block-size", "32", "--max-num-seqs", "32"),
@@ -111,7 +110,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     values = measure(rounds)
     measured, date = commit(), today()
-    hardware = f"{os.cpu_count()} cores of {cpu_name()}"
+    hardware = cores_and_processor()
     folder = ROOT / "docs" / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
     text = [

@@ -10,7 +10,6 @@ waits until all servers are quiet. CPU time per request tells costs apart that n
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -35,7 +34,7 @@ from tests.harness.cells.servers import (
     running,
     vllm_command,
 )
-from tests.harness.runs.provenance import commit, cpu_name, today
+from tests.harness.runs.provenance import commit, cores_and_processor, today
 
 PROMPT_TOKENS = 128
 VOCABULARY = 4_000
@@ -296,7 +295,7 @@ def main() -> None:
         f"# What the way over HTTP adds, {date}",
         "",
         f"Command: `python -m tests.bench.overhead --rounds {rounds}`, commit {commit()}, "
-        f"{os.cpu_count()} cores of {cpu_name()}.",
+        f"{cores_and_processor()}.",
         "AsyncLLM in-process and `vllm serve` (plain layers, as aileron's views are) and aileron "
         "with one rank side by side, loaded in turn once all are quiet; prompts of "
         f"{PROMPT_TOKENS} tokens.",

@@ -8,7 +8,6 @@ sent, at the times they sent them, and the costs of that log. The error is state
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from coordinator.protocol.messages import Tier
 from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 from tests.harness.cells.admin import switch
 from tests.harness.cells.servers import MODEL, ROOT, free_port, running
-from tests.harness.runs.provenance import commit, cpu_name, today
+from tests.harness.runs.provenance import commit, cores_and_processor, today
 
 ADAPTIVE = "adaptive"
 LOAD_LIMIT_S = 900
@@ -224,7 +223,7 @@ def table(found: Sequence[Compared]) -> list[str]:
 
 def write(found: Sequence[Compared], options: argparse.Namespace) -> None:
     """Leave the result where benchmarks are kept, and print it."""
-    hardware = f"{os.cpu_count()} cores of {cpu_name()}" if options.device == "cpu" else "GPUs"
+    hardware = cores_and_processor() if options.device == "cpu" else "GPUs"
     text = [
         f"# The simulated cell against a real one, {today()}",
         "",

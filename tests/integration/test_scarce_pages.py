@@ -42,10 +42,10 @@ async def test_where_pages_are_scarce_the_less_urgent_are_recomputed(
     records = cell.get("/admin/switches?last=60")["switches"]
     moved = [record for record in records if record["carry"] == "reshard"]
     counts = {c: sum(r["tasks"][c] for r in moved) for c in ("reshard", "recompute")}
-    told = events_of(cell.log("worker"), "move_short_of_pages")
-    rounds = [each["rounds"] for each in told]
+    shortages = events_of(cell.log("worker"), "move_short_of_pages")
+    rounds = [each["rounds"] for each in shortages]
     left = {tier.name.lower(): [0, 0] for tier in Tier}
-    for each in told:
+    for each in shortages:
         for place, name in enumerate(("carried", "left")):
             for tier, count in each[name].items():
                 left[tier][place] += count

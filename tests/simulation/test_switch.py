@@ -16,7 +16,7 @@ from tests.simulation.world import FAILURES, World
 SEEDS = 100
 SEEDS_OF_PARTS = 50
 SEEDS_OF_A_BUG = 500
-"""So many are tried before a bug counts as not found."""
+"""A bug that none of these seeds finds counts as not found."""
 CHUNK = 50
 SEED_OF_STUCK = 1127
 """A seed in which ranks die inside of collectives that never end; few do."""

@@ -27,7 +27,7 @@ from tests.bench.gpu_servers import gpu_memory_mib
 from tests.harness.cells.admin import ask, get_json, post, switch
 from tests.harness.cells.devices import ranks_per_device
 from tests.harness.cells.servers import MODEL, ROOT, environment, free_port, running
-from tests.harness.runs.provenance import commit, cpu_name, today
+from tests.harness.runs.provenance import commit, cores_and_processor, today
 from tests.soak.asked import TOKENS, Answer, Question, is_right, questions
 from tests.soak.measures import (
     Sample,
@@ -282,7 +282,7 @@ def devices_mib() -> list[int]:
 
 def hardware() -> str:
     """What the cell ran on."""
-    cores = f"{os.cpu_count()} cores of {cpu_name()}"
+    cores = cores_and_processor()
     return cores if DEVICE == "cpu" else f"{gpu.hardware(RANKS)}, {cores}"
 
 

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
+from coordinator.protocol.cores import usable_cores
 from tests.harness.cells.servers import ROOT
 
 
@@ -25,8 +26,12 @@ def commit() -> str:
     return os.environ.get("COMMIT") or found or "unknown"
 
 
-def cpu_name() -> str:
-    """The processor as the kernel names it."""
+def cores_and_processor() -> str:
+    """The usable cores, and the processor as the kernel names it."""
+    return f"{usable_cores()} cores of {_cpu_name()}"
+
+
+def _cpu_name() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

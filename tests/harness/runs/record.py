@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.protocol.cores import usable_cores
-from tests.harness.runs.provenance import commit, cpu_name, today
+from tests.harness.runs.provenance import commit, cores_and_processor, today
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -47,7 +46,7 @@ class Record:
         lines = [
             f"# Long tests, {today()}",
             "",
-            f"Command: `{command}`, commit {commit()}, {usable_cores()} cores of {cpu_name()}.",
+            f"Command: `{command}`, commit {commit()}, {cores_and_processor()}.",
             "",
             "| module | passed | failed | skipped | seconds |",
             "|---|---|---|---|---|",

@@ -231,7 +231,7 @@ def test_status_without_a_server_says_what_to_do(capsys: pytest.CaptureFixture[s
 
 LIBRARIES = "import httpx, pydantic, structlog, yaml"
 START_TIMES_MAX = 3
-"""So many times the processor time that its libraries need alone."""
+"""Limit of the command's processor time, in multiples of what its libraries need alone."""
 
 
 def processor_s(code: str) -> float:
