@@ -55,8 +55,8 @@ class RedisPair:
         return redis.Redis(port=self.ports[number], socket_timeout=START_S)
 
     def clients(self) -> "list[redis.Redis]":
-        """Return clients of those that know what the primary knows."""
-        return [self.client(number) for number in range(1 + self.is_real)]
+        """Return clients of both, none where they only speak the protocol."""
+        return [self.client(number) for number in range(2 * self.is_real)]
 
     def kill_primary(self) -> None:
         """Kill the first one as the kernel would."""
