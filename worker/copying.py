@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
-from kvadaptor.movers import Finish, MoveStats, Round
+from kvadaptor.transfer.movers import Finish, MoveStats, Round
 from worker.vllm_rank import RankEngine
 
 _Start = tuple[Finish, Callable[[], None]]

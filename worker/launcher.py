@@ -7,8 +7,8 @@ whole cell was ready ends everything, because its peers wait for it. SIGUSR1 sta
 together; the herald sends it where the coordinator asks for that, or for those of one group, and
 says for which.
 
-On CPU the launcher also makes the memory that ranks share (`comm_pool.cell_memory`), so that one
-that is started again joins those that live. On CUDA groups that had a lost member can only be
+On CPU the launcher also makes the memory that ranks share (`comm_pool.cpu.cell_memory`), so that
+one that is started again joins those that live. On CUDA groups that had a lost member can only be
 formed again by ranks that are started together.
 """
 
@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import structlog
 
-from comm_pool.cell_memory import CellMemory, cell_memory
+from comm_pool.cpu.cell_memory import CellMemory, cell_memory
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
+from comm_pool.mailbox import Board
 from coordinator.protocol.messages import Carry
 from coordinator.protocol.seat_moves import Leave, Move
-from worker.board import Board
 
 if TYPE_CHECKING:
     from worker.member import Member

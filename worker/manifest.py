@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from coordinator.protocol.messages import Binding, Target, TaskHeader
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard import (
+from kvadaptor.reshard.blocks import joined, pieces
+from kvadaptor.reshard.plan import (
     Carried,
     Chain,
     NewGroup,
@@ -23,7 +24,6 @@ from kvadaptor.reshard import (
     ReshardPlan,
     plan_reshard,
 )
-from kvadaptor.reshard_source import joined, pieces
 from worker.vllm_handover import CachedChain, RunningState
 
 Ints = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from comm_pool.cell_memory import CellMemory, measured_name
+from comm_pool.cpu.cell_memory import CellMemory, measured_name
 from comm_pool.layout import Rank, StepMode
 from worker.step_times import StepTimes
 

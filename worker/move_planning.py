@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import structlog
 
 from comm_pool.layout import Rank
+from comm_pool.mailbox import Board
 from coordinator.protocol.messages import Carry, Directive, Phase, Target
-from worker.board import Board
 from worker.manifest import Manifest, Move, plan_move
 from worker.vllm_rank import RankEngine
 

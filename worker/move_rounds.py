@@ -20,9 +20,9 @@ import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Rank
-from kvadaptor.movers import MoveStats, PeerMover, by_source
-from kvadaptor.reshard import UnitCopies
-from worker.board import GAVE_UP, Board
+from comm_pool.mailbox import GAVE_UP, Board
+from kvadaptor.reshard.plan import UnitCopies
+from kvadaptor.transfer.movers import MoveStats, PeerMover, by_source
 from worker.copying import Copying
 from worker.manifest import Bools, Cargo, Ints, Move
 from worker.vllm_handover import CachedChain

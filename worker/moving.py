@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 
 from comm_pool.layout import Group, Mode, Rank
+from comm_pool.mailbox import GAVE_UP, Board, BoardFullError
 from coordinator.protocol.messages import (
     Adopted,
     Binding,
@@ -24,8 +25,7 @@ from coordinator.protocol.messages import (
     TaskId,
 )
 from coordinator.protocol.seat_moves import Resolve
-from kvadaptor.reshard import ReshardError
-from worker.board import GAVE_UP, Board, BoardFullError
+from kvadaptor.reshard.plan import ReshardError
 from worker.book import LedTask
 from worker.manifest import Brought, Ints, Move, Ranks
 from worker.move_planning import MovePlanning, tell_of_shortage

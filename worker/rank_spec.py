@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from comm_pool.cell_memory import CellMemory
+from comm_pool.cpu.cell_memory import CellMemory
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
 from coordinator.protocol.config import Config

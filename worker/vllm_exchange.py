@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from comm_pool.exchange import HeadExchange
-from comm_pool.vllm_pool import all_to_all
+from comm_pool.head_exchange import HeadExchange
+from comm_pool.pool import all_to_all
 from worker.vllm_layers import ViewError
 
 PARTS_FROM_TOKENS = 2_048

@@ -8,8 +8,8 @@ import torch
 from vllm.config import VllmConfig
 
 from comm_pool.layout import Group, Mode, StepMode
-from comm_pool.vllm_pool import Communicator
-from kvadaptor.vllm_translate import SlotTable, translate
+from comm_pool.pool import Communicator
+from kvadaptor.translate import SlotTable, translate
 from worker.no_room import NoRoomError
 from worker.step_times import StepTimes
 from worker.vllm_config import ModeKey

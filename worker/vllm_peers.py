@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 
-from comm_pool.cell_memory import CellMemory, board_name, clear, kv_name
+from comm_pool.cpu.cell_memory import CellMemory, board_name, clear, kv_name
 from comm_pool.layout import Rank
-from kvadaptor.movers import Mover, PeerMover, make_mover
-from kvadaptor.vllm_views import KVBuffer
-from worker.board import BOARD_BYTES, Board, open_boards
+from comm_pool.mailbox import BOARD_BYTES, Board, open_boards
+from kvadaptor.transfer.movers import Mover, PeerMover, make_mover
+from kvadaptor.views import KVBuffer
 
 log = structlog.get_logger()
 

@@ -23,12 +23,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode, Rank, StepMode
-from comm_pool.vllm_pool import CommunicatorPool, activate
-from kvadaptor.movers import Mover
+from comm_pool.mailbox import Board
+from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
-from kvadaptor.vllm_translate import SlotTable
-from kvadaptor.vllm_views import LAYOUT, KVBuffer, geometry_of, whole_specs
-from worker.board import Board
+from kvadaptor.transfer.movers import Mover
+from kvadaptor.translate import SlotTable
+from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
 from worker.measured import Measured, Probes
 from worker.rank_spec import RankSpec, modes_widths
 from worker.step_times import StepTimes

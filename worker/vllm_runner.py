@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import bind_kv_cache
 
 from comm_pool.layout import StepMode
-from kvadaptor.vllm_views import KVBuffer
+from kvadaptor.views import KVBuffer
 from worker.vllm_calibrate import CPU_TOKENS_MAX
 from worker.vllm_exchange import Exchange
 from worker.vllm_sp import exchange_of

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from comm_pool.layout import StepMode
 from comm_pool.mixed import Mixed
-from kvadaptor.vllm_views import KVBuffer
+from kvadaptor.views import KVBuffer
 from worker.vllm_exchange import Exchange
 from worker.vllm_sp import capturing, exchange_of
 from worker.vllm_step_plan import TokenIds, Tokens, give_arrays, give_lists

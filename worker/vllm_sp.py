@@ -22,9 +22,9 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 
-from comm_pool.exchange import HeadExchange
+from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
-from comm_pool.vllm_pool import Communicator, activate
+from comm_pool.pool import Communicator, activate
 from worker.vllm_exchange import Exchange
 from worker.vllm_layers import ShardMajorQKV, ViewedRow, ViewError
 from worker.vllm_moe import experts_shell

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from comm_pool.exchange import ExchangeError, HeadExchange
+from comm_pool.head_exchange import ExchangeError, HeadExchange
 from worker.vllm_fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.vllm_layers import (
     ShardMajorGateUp,

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from comm_pool.exchange import HeadExchange
+from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, StepMode
 from comm_pool.mixed import shape_of_parts
-from comm_pool.vllm_pool import Communicator, CommunicatorPool, activate
-from kvadaptor.vllm_views import LAYOUT
+from comm_pool.pool import Communicator, CommunicatorPool, activate
+from kvadaptor.views import LAYOUT
 from worker.rank_spec import RankSpec
 from worker.vllm_config import ModeKey, mode_config
 from worker.vllm_device import whole_blocks

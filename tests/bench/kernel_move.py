@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.movers import ExchangeMover, Mover, PeerMover, Round
-from kvadaptor.peers import allocate, map_peers
-from kvadaptor.unit_copy import KernelCopier
+from kvadaptor.transfer.movers import ExchangeMover, Mover, PeerMover, Round
+from kvadaptor.transfer.peers import allocate, map_peers
+from kvadaptor.transfer.unit_copy import KernelCopier
 from tests.harness.vllm.mover_ranks import World, run_ranks
 
 LAYERS = 80
@@ -95,7 +95,7 @@ def movers(world: World, raw: Any, geometry: PageGeometry) -> Iterator[tuple[str
     elif world.device.type == "cpu":
         yield "peer", PeerMover(world.rank, mapped.memory, geometry)
     else:
-        from kvadaptor.copy_kernel import Shape
+        from kvadaptor.transfer.copy_kernel import Shape
 
         for tile_words, programs, warps in SHAPES:
             shape = Shape(tile_words, programs, warps)

@@ -16,8 +16,8 @@ from worker.__main__ import main
 
 def install(wanted: str) -> None:
     """Let all copies of a rank's moves have these shapes."""
-    from kvadaptor.copy_kernel import Shape
-    from kvadaptor.unit_copy import KernelCopier
+    from kvadaptor.transfer.copy_kernel import Shape
+    from kvadaptor.transfer.unit_copy import KernelCopier
     from worker.move_rounds import Rounds
 
     shapes = [Shape(*map(int, each.split("/"))) for each in wanted.split(",")]

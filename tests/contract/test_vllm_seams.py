@@ -36,8 +36,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
-from kvadaptor.vllm_translate import SlotTable, translate  # noqa: E402
-from kvadaptor.vllm_views import KVBuffer  # noqa: E402
+from kvadaptor.translate import SlotTable, translate  # noqa: E402
+from kvadaptor.views import KVBuffer  # noqa: E402
 from worker import vllm_layers  # noqa: E402
 from worker.vllm_config import thinned  # noqa: E402
 from worker.vllm_grants import BlockGrants  # noqa: E402

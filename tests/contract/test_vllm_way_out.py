@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.states import RequestState
 
-from comm_pool.vllm_way_out import TORCH_COLLECTIVES
+from comm_pool.cuda.collective_abort import TORCH_COLLECTIVES
 
 
 def source_of(what: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from comm_pool.exchange import HeadExchange
+from comm_pool.head_exchange import HeadExchange
 from tests.harness.vllm.mover_ranks import World, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]

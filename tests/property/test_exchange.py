@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comm_pool.exchange import ExchangeError, HeadExchange
+from comm_pool.head_exchange import ExchangeError, HeadExchange
 from kvadaptor.geometry import PageGeometry
 
 WIDTHS = st.sampled_from([1, 2, 4, 8, 16])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comm_pool.exchange import ExchangeError, HeadExchange
+from comm_pool.head_exchange import ExchangeError, HeadExchange
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, MixedError, read_mixed, reducing_groups
 from comm_pool.plan import communicator_plan

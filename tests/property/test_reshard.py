@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard import ReshardPlan, bytes_moved, plan_reshard
+from kvadaptor.reshard.plan import ReshardPlan, bytes_moved, plan_reshard
 from tests.harness.kv.reshard_inputs import Shape, Tiling, draw_input
 from tests.harness.kv.reshard_model import check_plan
 

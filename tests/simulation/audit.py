@@ -18,8 +18,8 @@ from comm_pool.layout import Rank
 from coordinator.core import Core
 from coordinator.protocol.messages import Submit, Target, Tier
 from coordinator.settings import QueueBounds
-from kvadaptor.reshard import Chain, NewGroup, OldGroup, ReshardInput, plan_reshard
-from kvadaptor.reshard_terms import Ints
+from kvadaptor.reshard.plan import Chain, NewGroup, OldGroup, ReshardInput, plan_reshard
+from kvadaptor.reshard.terms import Ints
 from tests.harness.kv.reshard_model import check_plan
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import slots_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from comm_pool.vllm_way_out import signal_bytes
+from comm_pool.cuda.collective_abort import signal_bytes
 
 
 def signal_type(peers: int) -> type[ctypes.Structure]:

@@ -23,10 +23,10 @@ os.environ.update({**VLLM_ENVIRONMENT, **os.environ, **FIXED_ENVIRONMENT})
 
 import torch
 
-from comm_pool.vllm_pool import activate
-from kvadaptor.unit_copy import ArrayCopier
-from kvadaptor.unit_copy import Copies as Job
-from kvadaptor.vllm_translate import translate
+from comm_pool.pool import activate
+from kvadaptor.transfer.unit_copy import ArrayCopier
+from kvadaptor.transfer.unit_copy import Copies as Job
+from kvadaptor.translate import translate
 from worker.rank_loop import RankLoop
 from worker.vllm_mode import PreparedMode
 from worker.vllm_rank import RankEngine

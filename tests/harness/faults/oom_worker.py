@@ -16,7 +16,7 @@ os.environ.update({**VLLM_ENVIRONMENT, **os.environ, **FIXED_ENVIRONMENT})
 
 import torch
 
-from kvadaptor.movers import PeerMover
+from kvadaptor.transfer.movers import PeerMover
 from worker.rank_loop import RankLoop
 
 FOLDER = "OOM_FOLDER"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from comm_pool.vllm_pool import _warm
-from comm_pool.vllm_way_out import Drainer, WayOut
+from comm_pool.cuda.collective_abort import Drainer, WayOut
+from comm_pool.pool import _warm
 from worker.vllm_device import _share_device
 
 LIMIT_S = 120

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvadaptor.reshard import (
+from kvadaptor.reshard.plan import (
     Carried,
     Chain,
     FallbackCause,

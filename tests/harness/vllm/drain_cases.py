@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from comm_pool.drain_kernel import launch
+from comm_pool.cuda.signal_kernel import launch
 from tests.harness.faults.emulated_reduce import Gpu
 
 BLOCKS = 36

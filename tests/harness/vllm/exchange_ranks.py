@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm_pool.exchange import HeadExchange
+from comm_pool.head_exchange import HeadExchange
 from tests.harness.vllm.mover_ranks import World, run_ranks
 from worker.vllm_exchange import Exchange, prove_exchange
 from worker.vllm_layers import ViewError

@@ -19,7 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode
 from coordinator.protocol.config import check_config
-from kvadaptor.vllm_views import LAYOUT, KVBuffer
+from kvadaptor.views import LAYOUT, KVBuffer
 from tests.harness.cells.servers import MODEL
 from worker.vllm_config import ModeKey, mode_config, replica_config
 from worker.vllm_handover import (

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.movers import ExchangeMover, Mover, PeerMover, Round
-from kvadaptor.peers import allocate, map_peers
+from kvadaptor.transfer.movers import ExchangeMover, Mover, PeerMover, Round
+from kvadaptor.transfer.peers import allocate, map_peers
 
 GEOMETRY = PageGeometry(
     num_layers=3, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype_bytes=2, tokens_per_slot=4
@@ -228,7 +228,7 @@ def map_with_one_private(world: World, private: int) -> str | None:
 
 def map_with_one_blind(world: World, blind: int) -> tuple[str | None, int]:
     """The verdict when one rank cannot open what the others offer."""
-    from kvadaptor import peers
+    from kvadaptor.transfer import peers
 
     if world.rank == blind:
         peers._open_file = _refuse

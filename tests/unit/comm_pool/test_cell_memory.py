@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_pool.cell_memory import (
+from comm_pool.cpu.cell_memory import (
     CellMemory,
     CellMemoryError,
     board_name,

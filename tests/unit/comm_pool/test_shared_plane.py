@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from comm_pool import shared_plane
+from comm_pool.cpu import shared_plane
+from comm_pool.cpu.shared_plane import HALF_BYTES, SEQUENCE_BITS, SharedPlane
 from comm_pool.formations import KEPT, Formations, PeerLostError
-from comm_pool.shared_plane import HALF_BYTES, SEQUENCE_BITS, SharedPlane
 
 LIMIT_S = 60.0
 BORN = 7

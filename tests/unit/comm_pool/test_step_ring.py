@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from comm_pool.step_ring import SLOT_BYTES, SLOTS, StepRing, ring_bytes
+from comm_pool.cpu.step_ring import SLOT_BYTES, SLOTS, StepRing, ring_bytes
 
 WIDTH = 3
 LONG = b"x" * (SLOT_BYTES + 1)

@@ -13,12 +13,12 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed import parallel_state
 
-from comm_pool import vllm_pool
+from comm_pool import pool as pool_module
+from comm_pool.cuda.collective_abort import GUARD_NAME, Guard
 from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import read_mixed
-from comm_pool.vllm_pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
-from comm_pool.vllm_way_out import GUARD_NAME, Guard
+from comm_pool.pool import Communicator, CommunicatorPool, _release_unusable, all_to_all
 
 
 class Mailbox:
@@ -111,7 +111,7 @@ def test_a_rank_closes_a_lost_group_and_no_group_of_a_part_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     let_out: list[list[str]] = []
-    monkeypatch.setattr(vllm_pool, "let_out", lambda ways, *_: let_out.append(ways))
+    monkeypatch.setattr(pool_module, "let_out", lambda ways, *_: let_out.append(ways))
     pool = pool_of_rank_0({name: name for name in ("tp2", "tp4", "sp2tp2", "sp2tp4")})
     four = tuple(map(Rank, range(4)))
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_a_rank_closes_a_lost_group_and_no_group_of_a_part_of_it(
 def test_a_rank_whose_collectives_raise_by_themselves_closes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm_pool, "let_out", lambda *_: pytest.fail("nothing is to be done"))
+    monkeypatch.setattr(pool_module, "let_out", lambda *_: pytest.fail("nothing is to be done"))
     pool = pool_of_rank_0({})
     pool.let_out(tuple(map(Rank, range(4))), lambda: True)
     assert pool.closed == ()
@@ -174,8 +174,8 @@ def test_custom_all_reduce_is_used_unless_it_is_disabled(
     monkeypatch.setattr(parallel_state, "_ENABLE_CUSTOM_ALL_REDUCE", is_disabled)
     for name in ("init_distributed_environment", "initialize_model_parallel", "get_tp_group"):
         monkeypatch.setattr(parallel_state, name, lambda *_: None)
-    monkeypatch.setattr(vllm_pool, "set_current_vllm_config", lambda _: nullcontext())
-    monkeypatch.setattr(vllm_pool, "_be_a_world", lambda: None)
+    monkeypatch.setattr(pool_module, "set_current_vllm_config", lambda _: nullcontext())
+    monkeypatch.setattr(pool_module, "_be_a_world", lambda: None)
     parallel = SimpleNamespace(disable_custom_all_reduce=is_disabled)
     config: Any = SimpleNamespace(parallel_config=parallel)
     memory: Any = object()

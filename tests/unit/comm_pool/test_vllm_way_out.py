@@ -14,9 +14,8 @@ pytest.importorskip("vllm")
 import torch
 from structlog.testing import capture_logs
 
-from comm_pool import drain_kernel, vllm_way_out
-from comm_pool.formations import PeerLostError
-from comm_pool.vllm_way_out import (
+from comm_pool.cuda import collective_abort, signal_kernel
+from comm_pool.cuda.collective_abort import (
     Drainer,
     Guard,
     GuardedLibrary,
@@ -27,6 +26,7 @@ from comm_pool.vllm_way_out import (
     signal_bytes,
     undivided,
 )
+from comm_pool.formations import PeerLostError
 from tests.harness.faults.emulated_reduce import Gpu, let_through_in_torch, signal_type
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def test_other_counters_are_refused(size: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain_kernel, "launch", let_through_in_torch)
+    monkeypatch.setattr(signal_kernel, "launch", let_through_in_torch)
 
 
 class Drained(threading.Thread):
@@ -113,7 +113,7 @@ def test_draining_ends_when_it_is_no_longer_wanted_and_after_its_time() -> None:
     Drainer(CPU).drain([signal], lambda: False)
     assert not gpu.words.any(), "counters of a living group are left alone"
     Drainer(CPU).drain([signal], lambda: True)
-    assert vllm_way_out.DRAIN_S <= time.monotonic() - started < PATIENCE_S
+    assert collective_abort.DRAIN_S <= time.monotonic() - started < PATIENCE_S
     assert gpu.words.any()
 
 
@@ -295,7 +295,7 @@ def test_counters_of_custom_all_reduce_are_found_and_never_touched_to_warm_up(
 ) -> None:
     gpu = Gpu(1, 16, blocks=1)
     monkeypatch.setattr("vllm._custom_ops.meta_size", lambda: 4_864)
-    monkeypatch.setattr(vllm_way_out, "_Words", lambda address, size: (address, size))
+    monkeypatch.setattr(collective_abort, "_Words", lambda address, size: (address, size))
     found = {(77, 4_864): gpu.words}
     monkeypatch.setattr(torch, "as_tensor", lambda words, device: found[words])
     drainer = SilentDrainer()
@@ -329,7 +329,7 @@ def test_what_is_not_closed_is_drained_and_closed_the_next_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call may wait for room behind kernels that spin."""
-    monkeypatch.setattr(vllm_way_out, "CLOSE_S", 0.02)
+    monkeypatch.setattr(collective_abort, "CLOSE_S", 0.02)
     nccl, drainer = Nccl(), SilentDrainer()
     group = group_of(nccl)
     way = way_out(group, drainer)

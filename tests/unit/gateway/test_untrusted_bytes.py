@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadgen")
 UNPICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 OWN_MEMORY = {
-    "comm_pool/step_ring.py",
+    "comm_pool/cpu/step_ring.py",
     "worker/measured.py",
     "worker/moving.py",
     "worker/move_planning.py",

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvadaptor.movers import ExchangeMover, MoveError, MoveStats, PeerMover, Round, by_source
-from kvadaptor.peers import allocate
-from kvadaptor.unit_copy import ArrayCopier, Copies, KernelCopier
+from kvadaptor.transfer.movers import (
+    ExchangeMover,
+    MoveError,
+    MoveStats,
+    PeerMover,
+    Round,
+    by_source,
+)
+from kvadaptor.transfer.peers import allocate
+from kvadaptor.transfer.unit_copy import ArrayCopier, Copies, KernelCopier
 from tests.harness.vllm.mover_ranks import (
     GEOMETRY,
     UNITS,
@@ -111,7 +118,7 @@ def test_an_empty_round_moves_nothing() -> None:
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 20])
 def test_pieces_of_any_size_give_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvadaptor.unit_copy.PIECE_BYTES", piece)
+    monkeypatch.setattr("kvadaptor.transfer.unit_copy.PIECE_BYTES", piece)
     raw, mover = alone()
     copies = random_round([8], 4)
     mover.move(copies, UNITS)
@@ -160,7 +167,7 @@ def test_speed_is_of_what_came_from_others() -> None:
 
 def interpret_kernel() -> None:
     """Run the GPU's kernel on CPU memory and compare it with numpy; Triton must interpret."""
-    from kvadaptor.copy_kernel import Shape
+    from kvadaptor.transfer.copy_kernel import Shape
 
     rng = np.random.default_rng(5)
     # Units below, at, above and at no power of two of a tile; copies that fill no tile.

@@ -17,8 +17,14 @@ import psutil
 import pytest
 import torch
 
-from kvadaptor import peers
-from kvadaptor.peers import CudaHandle, PeerMappingError, allocate, export_handle, open_peer
+from kvadaptor.transfer import peers
+from kvadaptor.transfer.peers import (
+    CudaHandle,
+    PeerMappingError,
+    allocate,
+    export_handle,
+    open_peer,
+)
 from tests.harness.vllm.mover_ranks import map_with_one_blind, map_with_one_private, run_ranks
 
 CPU = torch.device("cpu")

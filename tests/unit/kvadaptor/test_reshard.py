@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard import (
+from kvadaptor.reshard.plan import (
     Chain,
     FallbackCause,
     NewGroup,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker import board as board_module
-from worker.board import (
+from comm_pool import mailbox as board_module
+from comm_pool.mailbox import (
     BOARD_BYTES,
     FOLDER,
     GAVE_UP,

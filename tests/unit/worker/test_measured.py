@@ -1,6 +1,6 @@
 """What a rank's process leaves to the one that takes its place."""
 
-from comm_pool.cell_memory import cell_memory
+from comm_pool.cpu.cell_memory import cell_memory
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
 from worker.measured import Measured

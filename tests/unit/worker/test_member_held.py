@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
+from comm_pool.mailbox import GAVE_UP
 from coordinator.protocol.messages import Directive, Phase
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
-from worker.board import GAVE_UP
 from worker.move_rounds import OvertakenError
 from worker.moving import Moving
 from worker.step_queue import Begin, Step

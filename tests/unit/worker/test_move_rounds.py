@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
-from kvadaptor.movers import Finish, MoveStats, PeerMover
-from kvadaptor.reshard import UnitCopies
-from kvadaptor.unit_copy import MoveError
-from worker.board import GAVE_UP
+from comm_pool.mailbox import GAVE_UP
+from kvadaptor.reshard.plan import UnitCopies
+from kvadaptor.transfer.movers import Finish, MoveStats, PeerMover
+from kvadaptor.transfer.unit_copy import MoveError
 from worker.move_rounds import Meanwhile, MoveFailedError, OvertakenError, Pending, Rounds, split
 
 UNITS = 20

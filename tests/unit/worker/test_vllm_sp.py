@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from vllm.distributed import parallel_state
 
-from comm_pool.exchange import HeadExchange
+from comm_pool.head_exchange import HeadExchange
 from comm_pool.layout import Mode, Rank
-from comm_pool.vllm_pool import Communicator
+from comm_pool.pool import Communicator
 from tests.harness.vllm.exchange_ranks import PLAN, exchanged
 
 

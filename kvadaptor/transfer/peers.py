@@ -1,8 +1,8 @@
 """KV memory that other processes of the host can read: allocate it, offer it, map that of peers.
 
 For processes that start together; CPU ranks of a cell share memory that was there before them
-(`comm_pool.cell_memory`). On CPU the memory is an anonymous file (`memfd`) that peers open through
-/proc: it has no name, so nothing is left behind however a process ends. On CUDA it is one
+(`comm_pool.cpu.cell_memory`). On CPU the memory is an anonymous file (`memfd`) that peers open
+through /proc: it has no name, so nothing is left behind however a process ends. On CUDA it is one
 cudaMalloc segment that peers map with CUDA IPC, through the driver's own calls: torch's way of
 sharing tensors counts references in files under /dev/shm, which a killed process leaves behind.
 Called once, at start-up.

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from comm_pool.cell_memory import FENCE
+from comm_pool.cpu.cell_memory import FENCE
 from comm_pool.formations import Formations, PeerLostError
 
 HALF_BYTES = 1 << 20

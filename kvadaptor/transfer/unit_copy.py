@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 if TYPE_CHECKING:
-    from kvadaptor.copy_kernel import Shape
+    from kvadaptor.transfer.copy_kernel import Shape
 
 Units = npt.NDArray[np.int64]
 """Unit numbers."""
@@ -120,7 +120,7 @@ class KernelCopier:
         self, num_layers: int, device: torch.device, *, shape: "Shape | None" = None
     ) -> None:
         # Triton is imported here, as CPU ranks have no use for it.
-        from kvadaptor import copy_kernel
+        from kvadaptor.transfer import copy_kernel
 
         self._kernel = copy_kernel
         self._shape = shape or copy_kernel.Shape()

@@ -4,7 +4,7 @@ Every member fills its slots independently of the others, because a table per me
 blocks to slots; what couples them is that a unit can only be overwritten after every rank that
 needs it has read it, hence the rounds. In each round a member first keeps what already lies right
 and then fills vacant slots in the order of the blocks, so that all members vacate the same pages.
-Words: `kvadaptor.reshard_terms`.
+Words: `reshard.terms`.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvadaptor.reshard_source import Blocks, Bools
-from kvadaptor.reshard_terms import Ints, UnitCopies
+from kvadaptor.reshard.blocks import Blocks, Bools
+from kvadaptor.reshard.terms import Ints, UnitCopies
 
 Counts = npt.NDArray[np.int16]
 

@@ -3,7 +3,7 @@
 In a component either all old groups become one, which then takes everything, or one old group
 falls apart into several, which share its chains: largest first to the group that is then least
 loaded, where a block that the group has already costs nothing, so that tasks with a common prefix
-stay together until that would unbalance the groups. Words: `kvadaptor.reshard_terms`.
+stay together until that would unbalance the groups. Words: `reshard.terms`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvadaptor.reshard_source import Blocks, Bools, joined
-from kvadaptor.reshard_terms import FallbackCause, Ints, ReshardInput
+from kvadaptor.reshard.blocks import Blocks, Bools, joined
+from kvadaptor.reshard.terms import FallbackCause, Ints, ReshardInput
 
 
 @dataclass(slots=True, eq=False)

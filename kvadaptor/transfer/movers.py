@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.peers import map_peers
-from kvadaptor.unit_copy import Copier, Copies, MoveError, Units, make_copier
+from kvadaptor.transfer.peers import map_peers
+from kvadaptor.transfer.unit_copy import Copier, Copies, MoveError, Units, make_copier
 
 __all__ = [
     "CopiesBySource",

@@ -93,10 +93,10 @@ class Signal:
     def let_through(self) -> None:
         """Let every block that waits pass some barriers, up to `BARRIERS`; nothing is allocated."""
         # Imported where it is needed: it brings Triton, and on CPU nothing is drained.
-        from comm_pool import drain_kernel
+        from comm_pool.cuda import signal_kernel
 
         passes = BARRIERS // AHEAD
-        drain_kernel.launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
+        signal_kernel.launch(self._words, BLOCKS, self._peers, self._apart, AHEAD, passes)
 
 
 class _Words:

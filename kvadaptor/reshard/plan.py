@@ -1,7 +1,7 @@
 """Plans a live KV re-shard: which unit of which rank goes where, in which round.
 
 Pure and deterministic, so every rank computes the same plan from the same input. The words and
-shapes are in `reshard_terms`, which is re-exported here. Invariant of a plan: within a round no
+shapes are in `terms`, which is re-exported here. Invariant of a plan: within a round no
 unit is written that this or a later round reads or that is kept. Called by the worker between
 PARK and SERVE. Sources: Flying Serving, section 4.2 (KV cache adaptor); Seesaw (re-sharding KV
 between parallelisms instead of recomputing it).
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard_rounds import Need, Outcome, Placed, place
-from kvadaptor.reshard_share import Share, recency, share_out, touchable_pages, urgency
-from kvadaptor.reshard_source import Blocks, Bools, joined, pieces, read_blocks
-from kvadaptor.reshard_terms import (
+from kvadaptor.reshard.assign import Share, recency, share_out, touchable_pages, urgency
+from kvadaptor.reshard.blocks import Blocks, Bools, joined, pieces, read_blocks
+from kvadaptor.reshard.schedule import Need, Outcome, Placed, place
+from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     Fallback,

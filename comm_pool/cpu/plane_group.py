@@ -13,8 +13,8 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from comm_pool.shared_plane import SharedPlane
-from comm_pool.step_ring import StepRing
+from comm_pool.cpu.shared_plane import SharedPlane
+from comm_pool.cpu.step_ring import StepRing
 
 CPU = torch.device("cpu")
 

@@ -23,16 +23,16 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.distributed.utils import create_tcp_store
 
-from comm_pool.cell_memory import CellMemory, plane_name, queue_name
+from comm_pool.cpu.cell_memory import CellMemory, plane_name, queue_name
+from comm_pool.cpu.plane_group import PlaneGroup
+from comm_pool.cpu.shared_plane import SharedPlane, plane_bytes
+from comm_pool.cpu.step_ring import StepRing, ring_bytes
+from comm_pool.cuda.collective_abort import Drainer, WayOut, let_out, undivided
 from comm_pool.formations import Formations
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import by_width, communicator_plan
 from comm_pool.ports import LOOPBACK
-from comm_pool.shared_plane import SharedPlane, plane_bytes
-from comm_pool.step_ring import StepRing, ring_bytes
-from comm_pool.vllm_plane_group import PlaneGroup
-from comm_pool.vllm_way_out import Drainer, WayOut, let_out, undivided
 
 LOOPBACK_INTERFACE = "lo"
 

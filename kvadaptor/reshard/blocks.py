@@ -1,7 +1,7 @@
 """Where every block of a component lies now: distinct blocks, their units, whose pages they use.
 
 Checks the whole input, so that what decides on top of it meets no surprise. Everything is a few
-array operations over all blocks of an old group. Words: `kvadaptor.reshard_terms`.
+array operations over all blocks of an old group. Words: `reshard.terms`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvadaptor.pages import NULL_PAGE
-from kvadaptor.reshard_terms import Chain, Ints, ReshardError, ReshardInput
+from kvadaptor.reshard.terms import Chain, Ints, ReshardError, ReshardInput
 
 Bools = npt.NDArray[np.bool_]
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvadaptor.geometry import GeometryError, PageGeometry
-from kvadaptor.peers import allocate
+from kvadaptor.transfer.peers import allocate
 
 LAYOUT = KVCacheLayout.LBHNC
 """Layer, block, head, token, channel: a block falls apart into per-head regions."""

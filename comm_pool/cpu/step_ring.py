@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comm_pool.cell_memory import FENCE
+from comm_pool.cpu.cell_memory import FENCE
 
 SLOTS = 6
 SLOT_BYTES = 4 << 20

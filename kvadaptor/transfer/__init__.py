@@ -1,0 +1,1 @@
+"""Copies units of KV memory between ranks: peer memory, copy kernel, movers."""
