@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
-from loadgen.compare import Comparison, as_json, compare, parse_threshold
 from loadgen.config import Outputs, parse_run
 from loadgen.errors import UsageError
-from loadgen.files import (
+from loadgen.options import EXIT_BAD_INPUT, build_parser
+from loadgen.report.compare import Comparison, as_json, compare, parse_threshold
+from loadgen.report.files import (
     check_destination,
     check_plot_destination,
     read_report,
@@ -26,15 +27,14 @@ from loadgen.files import (
     write_json,
     write_text,
 )
-from loadgen.options import EXIT_BAD_INPUT, build_parser
-from loadgen.runner import run_load
-from loadgen.sidebyside import Section, as_rows, differences, side_by_side, switch_lines
-from loadgen.tables import (
+from loadgen.report.sidebyside import Section, as_rows, differences, side_by_side, switch_lines
+from loadgen.report.tables import (
     comparison_table,
     run_table,
     side_by_side_markdown,
     side_by_side_table,
 )
+from loadgen.runner import run_load
 
 EXIT_OK, EXIT_FAILED, EXIT_STOPPED = 0, 1, 130
 MAX_COMPARED = 8
@@ -150,7 +150,7 @@ def _comparisons_as_json(
 
 
 def _drawn_runs(reports: Sequence[Mapping[str, Any]], names: Sequence[str], path: Path) -> bytes:
-    from loadgen.overlay import draw_runs
+    from loadgen.report.overlay import draw_runs
 
     return draw_runs(reports, names, path.suffix.lower().removeprefix("."))
 
@@ -173,7 +173,7 @@ def _deliver(report: Mapping[str, Any], outputs: Outputs) -> None:
 
 
 def _draw(report: Mapping[str, Any], path: Path) -> None:
-    from loadgen.plot import draw_report
+    from loadgen.report.plot import draw_report
 
     write_bytes(path, draw_report(report, path.suffix.lower().removeprefix(".")))
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from loadgen.answer import Endpoint
-from loadgen.arrivals import parse_duration_s
+from loadgen.client.answer import Endpoint
 from loadgen.errors import UsageError
-from loadgen.load import Load, parse_load
-from loadgen.plan import Workload
-from loadgen.prompts import PromptKind, PromptStyle
 from loadgen.ranges import above_zero, at_least_zero, optional_above_zero, whole
-from loadgen.slo import ALL_TIERS, Slo, Slos, parse_slos
+from loadgen.report.slo import ALL_TIERS, Slo, Slos, parse_slos
+from loadgen.workload.arrivals import parse_duration_s
+from loadgen.workload.load import Load, parse_load
+from loadgen.workload.plan import Workload
+from loadgen.workload.prompts import PromptKind, PromptStyle
 
 MAX_TIMEOUT_S = 24 * 3600.0
 MAX_WARMUP_REQUESTS = 1_000

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from loadgen.answer import Endpoint
-from loadgen.arrivals import ArrivalKind
-from loadgen.load import DEFAULT_OUTPUT, DEFAULT_PROMPT
-from loadgen.presets import PRESETS
-from loadgen.prompts import PromptKind
-from loadgen.slo import DEFAULT_SLOS
+from loadgen.client.answer import Endpoint
+from loadgen.report.slo import DEFAULT_SLOS
+from loadgen.workload.arrivals import ArrivalKind
+from loadgen.workload.load import DEFAULT_OUTPUT, DEFAULT_PROMPT
+from loadgen.workload.presets import PRESETS
+from loadgen.workload.prompts import PromptKind
 
 EXIT_BAD_INPUT = 2
 LENGTH_HELP = (

@@ -19,21 +19,21 @@ from datetime import UTC, datetime
 import aiohttp
 from rich.console import Console
 
-from loadgen.advice import warnings_for
-from loadgen.arrivals import plan_arrivals
-from loadgen.client import Client, Clock, Target, open_session
+from loadgen.client.client import Client, Clock, Target, open_session
+from loadgen.client.environment import describe_environment
+from loadgen.client.loops import Bench, run_closed, run_open
+from loadgen.client.meter import Meter
+from loadgen.client.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
+from loadgen.client.progress import show_progress
+from loadgen.client.switches import SwitchWatch
 from loadgen.config import RunConfig
-from loadgen.environment import describe_environment
 from loadgen.errors import UsageError
-from loadgen.load import ClosedLoad, Load, OpenLoad, TraceLoad
-from loadgen.loops import Bench, run_closed, run_open
-from loadgen.meter import Meter
-from loadgen.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
-from loadgen.payload import BodyStyle, made_ahead, request_body
-from loadgen.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
-from loadgen.progress import show_progress
-from loadgen.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
-from loadgen.switches import SwitchWatch
+from loadgen.report.advice import warnings_for
+from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
+from loadgen.workload.arrivals import plan_arrivals
+from loadgen.workload.load import ClosedLoad, Load, OpenLoad, TraceLoad
+from loadgen.workload.payload import BodyStyle, made_ahead, request_body
+from loadgen.workload.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
 
 DISCOVERY_TIMEOUT_S = 10.0
 SPARE_FILES = 64

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-from loadgen.stats import percentile
+from loadgen.report.stats import percentile
 
 Results = dict[str, Any]
 """One JSON file of the benchmark."""

@@ -5,8 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.overlay import draw_runs
-from loadgen.sidebyside import COLUMNS, differences, peak_tokens_per_s, side_by_side, switch_lines
+from loadgen.report.overlay import draw_runs
+from loadgen.report.sidebyside import (
+    COLUMNS,
+    differences,
+    peak_tokens_per_s,
+    side_by_side,
+    switch_lines,
+)
 from tests.bench.gpu_verdict import Verdict, at_least, at_most
 
 OURS = "aileron"

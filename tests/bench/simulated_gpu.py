@@ -20,11 +20,11 @@ from coordinator.policy.settings import PolicySettings
 from coordinator.policy.step_line import StepLine, fit, sums_of
 from coordinator.simulator.cell import Arrival, Seen, SimCell, is_good
 from loadgen.config import parse_run
-from loadgen.load import OpenLoad
 from loadgen.options import build_parser
-from loadgen.plan import PlannedRequest
+from loadgen.report.stats import summarise
 from loadgen.runner import planned_run
-from loadgen.stats import summarise
+from loadgen.workload.load import OpenLoad
+from loadgen.workload.plan import PlannedRequest
 from tests.bench.simulated_run import TAIL_S, tier_of
 from tests.harness.cells.servers import ROOT
 from tests.harness.runs.provenance import commit, today

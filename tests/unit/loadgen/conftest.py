@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from loadgen.plan import PlannedRequest
-from loadgen.records import Answer, Failure, FailureKind, Reply, RequestRecord
+from loadgen.report.records import Answer, Failure, FailureKind, Reply, RequestRecord
+from loadgen.workload.plan import PlannedRequest
 
 MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from loadgen.answer import AnswerReader, Endpoint
-from loadgen.records import FailureKind
-from loadgen.sse import MAX_EVENT_BYTES
+from loadgen.client.answer import AnswerReader, Endpoint
+from loadgen.client.sse import MAX_EVENT_BYTES
+from loadgen.report.records import FailureKind
 
 DONE = b"data: [DONE]\n\n"
 

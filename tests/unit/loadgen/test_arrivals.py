@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.arrivals import (
+from loadgen.errors import UsageError
+from loadgen.workload.arrivals import (
     MAX_PLANNED_REQUESTS,
     Arrival,
     ArrivalKind,
@@ -18,7 +19,6 @@ from loadgen.arrivals import (
     phase_starts_s,
     plan_arrivals,
 )
-from loadgen.errors import UsageError
 
 LOW_HIGH_LOW = "low:2/s:20s,high:12/s:20s,low:2/s:20s"
 

@@ -9,12 +9,12 @@ import pytest
 from loadgen.cli import main
 from loadgen.config import RunConfig, parse_run, parse_url
 from loadgen.errors import UsageError
-from loadgen.files import WHOLE_REPORT
-from loadgen.load import ClosedLoad, OpenLoad, TraceLoad
 from loadgen.options import build_parser
-from loadgen.plan import Sessions
+from loadgen.report.files import WHOLE_REPORT
+from loadgen.report.slo import Slo
 from loadgen.runner import allow_open_files
-from loadgen.slo import Slo
+from loadgen.workload.load import ClosedLoad, OpenLoad, TraceLoad
+from loadgen.workload.plan import Sessions
 
 STEADY = ["--rate", "4", "--duration", "30"]
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from loadgen.arrivals import Phase
-from loadgen.compare import all_metrics, as_json, compare, parse_threshold
 from loadgen.errors import UsageError
-from loadgen.plan import PlannedRequest
-from loadgen.records import Answer, RequestRecord
-from loadgen.report import Finished, build_report
-from loadgen.slo import ALL_TIERS, Slo, Slos
-from loadgen.tables import comparison_table, number
+from loadgen.report.compare import all_metrics, as_json, compare, parse_threshold
+from loadgen.report.records import Answer, RequestRecord
+from loadgen.report.report import Finished, build_report
+from loadgen.report.slo import ALL_TIERS, Slo, Slos
+from loadgen.report.tables import comparison_table, number
+from loadgen.workload.arrivals import Phase
+from loadgen.workload.plan import PlannedRequest
 
 
 def report(*, slower: float = 1.0) -> dict[str, Any]:

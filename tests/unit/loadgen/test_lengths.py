@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadgen.errors import UsageError
-from loadgen.lengths import (
+from loadgen.workload.lengths import (
     MAX_LENGTH_TOKENS,
     Fixed,
     Lengths,

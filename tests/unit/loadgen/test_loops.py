@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from loadgen.loops import Bench, run_closed, run_open
-from loadgen.meter import Meter
-from loadgen.plan import PlannedRequest
-from loadgen.records import FailureKind, RequestRecord, lag_ms
+from loadgen.client.loops import Bench, run_closed, run_open
+from loadgen.client.meter import Meter
+from loadgen.report.records import FailureKind, RequestRecord, lag_ms
+from loadgen.workload.plan import PlannedRequest
 
 MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]

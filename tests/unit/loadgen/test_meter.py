@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from loadgen import progress
-from loadgen.meter import RECENT_S, Meter
-from loadgen.progress import describe, show_progress
+from loadgen.client import progress
+from loadgen.client.meter import RECENT_S, Meter
+from loadgen.client.progress import describe, show_progress
 
 
 def busy_meter() -> Meter:

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.answer import Endpoint
-from loadgen.arrivals import ArrivalKind, Phase, plan_arrivals
+from loadgen.client.answer import Endpoint
 from loadgen.errors import UsageError
-from loadgen.lengths import Fixed, Uniform
-from loadgen.payload import BodyStyle, made_ahead, request_body, request_headers
-from loadgen.plan import Mixture, Part, PlannedRequest, parse_tiers, plan_closed, plan_open
-from loadgen.prompts import WORDS, PromptKind, PromptStyle, make_prompt
+from loadgen.workload.arrivals import ArrivalKind, Phase, plan_arrivals
+from loadgen.workload.lengths import Fixed, Uniform
+from loadgen.workload.payload import BodyStyle, made_ahead, request_body, request_headers
+from loadgen.workload.plan import Mixture, Part, PlannedRequest, parse_tiers, plan_closed, plan_open
+from loadgen.workload.prompts import WORDS, PromptKind, PromptStyle, make_prompt
 
 TIERS = (("interactive", 0.2), ("standard", 0.6), ("batch", 0.2))
 PLAIN = Mixture(Uniform(4, 40), Fixed(8), tiers=(), prefix_groups=0, shared_prefix_tokens=0)

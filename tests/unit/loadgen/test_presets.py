@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.arrivals import ArrivalKind, Phase, plan_arrivals, scaled_phases
 from loadgen.errors import UsageError
-from loadgen.lengths import Fixed, LogNormal, Mix, Uniform, longest_tokens, sample_tokens, scaled
-from loadgen.plan import PlannedRequest, digest_of, plan_open
-from loadgen.presets import PRESETS, resized
-from loadgen.prompts import PromptKind, PromptStyle, make_prompt
+from loadgen.workload.arrivals import ArrivalKind, Phase, plan_arrivals, scaled_phases
+from loadgen.workload.lengths import (
+    Fixed,
+    LogNormal,
+    Mix,
+    Uniform,
+    longest_tokens,
+    sample_tokens,
+    scaled,
+)
+from loadgen.workload.plan import PlannedRequest, digest_of, plan_open
+from loadgen.workload.presets import PRESETS, resized
+from loadgen.workload.prompts import PromptKind, PromptStyle, make_prompt
 
 STYLE = PromptStyle(PromptKind.WORDS, seed=3, vocab_size=1, tokens_per_word=1.0)
 SEEDS = range(12)

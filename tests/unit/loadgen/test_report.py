@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.advice import warnings_for
-from loadgen.arrivals import Phase
-from loadgen.overhead import Overhead, fell_behind
-from loadgen.plan import PlannedRequest
-from loadgen.records import Answer, FailureKind, RequestRecord
-from loadgen.report import Finished, build_report
-from loadgen.series import build_series
-from loadgen.slo import ALL_TIERS, NO_SLO, Slo, Slos, is_good, parse_slos
+from loadgen.client.overhead import Overhead, fell_behind
+from loadgen.report.advice import warnings_for
+from loadgen.report.records import Answer, FailureKind, RequestRecord
+from loadgen.report.report import Finished, build_report
+from loadgen.report.series import build_series
+from loadgen.report.slo import ALL_TIERS, NO_SLO, Slo, Slos, is_good, parse_slos
+from loadgen.workload.arrivals import Phase
+from loadgen.workload.plan import PlannedRequest
 
 MakePlanned = Callable[..., PlannedRequest]
 MakeRecord = Callable[..., RequestRecord]

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from loadgen.arrivals import Phase
 from loadgen.cli import main
-from loadgen.overhead import Overhead, overhead_as_json
-from loadgen.plan import PlannedRequest
-from loadgen.records import Answer, RequestRecord
-from loadgen.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
-from loadgen.sidebyside import COLUMNS, Section, best_of, peak_tokens_per_s, side_by_side
-from loadgen.slo import parse_slos
-from loadgen.tables import side_by_side_markdown
+from loadgen.client.overhead import Overhead, overhead_as_json
+from loadgen.report.records import Answer, RequestRecord
+from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
+from loadgen.report.sidebyside import COLUMNS, Section, best_of, peak_tokens_per_s, side_by_side
+from loadgen.report.slo import parse_slos
+from loadgen.report.tables import side_by_side_markdown
+from loadgen.workload.arrivals import Phase
+from loadgen.workload.plan import PlannedRequest
 
 PHASES = (Phase("low", 5, 2.0), Phase("high", 10, 2.0))
 SWITCH = {"at_s": 1.5, "epoch": 2, "from": "dp2", "to": "tp2", "cause": "policy"}

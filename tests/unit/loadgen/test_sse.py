@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from loadgen.sse import MAX_EVENT_BYTES, SseOverflowError, SseParser
+from loadgen.client.sse import MAX_EVENT_BYTES, SseOverflowError, SseParser
 
 LINE_ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 TEXT = st.text(st.characters(exclude_characters="\r\n\x00", exclude_categories=["Cs"]))

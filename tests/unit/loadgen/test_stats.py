@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.stats import PERCENTILES, median, percentile, share, summarise
+from loadgen.report.stats import PERCENTILES, median, percentile, share, summarise
 
 SAMPLES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 

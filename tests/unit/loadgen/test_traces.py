@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen import traces
 from loadgen.cli import main
 from loadgen.errors import UsageError
-from loadgen.lengths import MAX_LENGTH_TOKENS, Fixed
-from loadgen.plan import Mixture, Part, plan_trace
-from loadgen.traces import Trace, TraceRow, Window, parse_trace, read_trace, sped_up
+from loadgen.workload import traces
+from loadgen.workload.lengths import MAX_LENGTH_TOKENS, Fixed
+from loadgen.workload.plan import Mixture, Part, plan_trace
+from loadgen.workload.traces import Trace, TraceRow, Window, parse_trace, read_trace, sped_up
 
 BURST_HEAD = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 AZURE_HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens"

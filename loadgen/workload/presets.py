@@ -9,9 +9,9 @@ ends are always reached. Lengths in tokens, shares and tiers are our choice.
 
 from dataclasses import dataclass
 
-from loadgen.arrivals import Phase, scaled_phases
-from loadgen.lengths import Lengths, LogNormal, Uniform, scaled, scaled_tokens
-from loadgen.plan import Mixture, Part, Sessions, Workload
+from loadgen.workload.arrivals import Phase, scaled_phases
+from loadgen.workload.lengths import Lengths, LogNormal, Uniform, scaled, scaled_tokens
+from loadgen.workload.plan import Mixture, Part, Sessions, Workload
 
 PRESET_MAX_IN_FLIGHT = 4_000
 """Presets queue for long on a server that is too slow for them, and must not be dropped then."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from loadgen.answer import MAX_MESSAGE_CHARS, AnswerReader, Endpoint, error_in
-from loadgen.meter import Meter
-from loadgen.payload import PATHS, REQUEST_ID_HEADER, TIER_HEADER, request_headers
-from loadgen.plan import PlannedRequest
-from loadgen.records import MS_PER_S, Failure, FailureKind, Reply, RequestRecord
+from loadgen.client.answer import MAX_MESSAGE_CHARS, AnswerReader, Endpoint, error_in
+from loadgen.client.meter import Meter
+from loadgen.report.records import MS_PER_S, Failure, FailureKind, Reply, RequestRecord
+from loadgen.workload.payload import PATHS, REQUEST_ID_HEADER, TIER_HEADER, request_headers
+from loadgen.workload.plan import PlannedRequest
 
 MAX_ERROR_BODY_BYTES = 64 * 1024
 # After [DONE] only the end of the body is missing; waiting for it keeps the connection usable.

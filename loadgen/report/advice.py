@@ -6,7 +6,7 @@ asked for do not fail a run, but whoever reads the report must know.
 
 from collections.abc import Sequence
 
-from loadgen.records import (
+from loadgen.report.records import (
     FailureKind,
     RequestRecord,
     output_tokens,

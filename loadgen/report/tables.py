@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from loadgen.compare import Comparison, Row
-from loadgen.sidebyside import COLUMNS, Section, best_of
+from loadgen.report.compare import Comparison, Row
+from loadgen.report.sidebyside import COLUMNS, Section, best_of
 
 RUN_COLUMNS = (
     ("sent", ("requests", "sent")),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.compare import Better
+from loadgen.report.compare import Better
 
 PEAK_WINDOW_S = 5.0
 """Peak throughput is the best mean over this long, so that one lucky second does not make it."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.errors import UsageError
-from loadgen.report import SCHEMA, SCHEMA_VERSION
+from loadgen.report.report import SCHEMA, SCHEMA_VERSION
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 WHOLE_REPORT = frozenset(

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from loadgen.records import (
+from loadgen.report.records import (
     NOT_THE_SERVERS_FAULT,
     FailureKind,
     RequestRecord,
@@ -20,7 +20,7 @@ from loadgen.records import (
     output_tokens,
     ttft_ms,
 )
-from loadgen.stats import median, percentile, rounded
+from loadgen.report.stats import median, percentile, rounded
 
 INTERVAL_S = 1.0
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from loadgen.answer import Endpoint
-from loadgen.plan import PlannedRequest
-from loadgen.prompts import PromptStyle, make_prompt
+from loadgen.client.answer import Endpoint
+from loadgen.workload.plan import PlannedRequest
+from loadgen.workload.prompts import PromptStyle, make_prompt
 
 TIER_HEADER = "X-Priority-Tier"
 REQUEST_ID_HEADER = "X-Request-Id"

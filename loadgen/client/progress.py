@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from loadgen.meter import Snapshot
+from loadgen.client.meter import Snapshot
 
 REDRAW_S = 0.5
 PLAIN_LINE_S = 5.0

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from loadgen.plot import (
+from loadgen.report.plot import (
     DOTS_PER_INCH,
     WIDTH_INCHES,
     label_phases,

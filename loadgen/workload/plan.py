@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from loadgen.arrivals import Arrival
 from loadgen.errors import UsageError
-from loadgen.lengths import Lengths, sample_tokens, scaled_tokens
-from loadgen.traces import TraceRow
+from loadgen.workload.arrivals import Arrival
+from loadgen.workload.lengths import Lengths, sample_tokens, scaled_tokens
+from loadgen.workload.traces import TraceRow
 
 MAX_TIERS = 16
 DIGEST_CHARS = 16

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from loadgen.errors import UsageError
-from loadgen.records import FailureKind
+from loadgen.report.records import FailureKind
 
 LATENCIES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "max_gap": "max_gap_ms"}
 LATENCIES["e2e"] = "e2e_ms"

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loadgen.plan import PlannedRequest
+from loadgen.workload.plan import PlannedRequest
 
 WORD_LIST = """
     able above after again air all animal answer any apple arm ask away baby back ball bank bath

@@ -7,7 +7,7 @@ totals and the rates of the last `RECENT_S`. The report does not use it.
 from collections import deque
 from dataclasses import dataclass
 
-from loadgen.stats import median
+from loadgen.report.stats import median
 
 RECENT_S = 5.0
 MAX_RECENT_SAMPLES = 50_000

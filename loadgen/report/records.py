@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
 
-from loadgen.plan import PlannedRequest
+from loadgen.workload.plan import PlannedRequest
 
 MS_PER_S = 1000.0
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from loadgen.records import Answer, Failure, FailureKind
-from loadgen.sse import SseOverflowError, SseParser
+from loadgen.client.sse import SseOverflowError, SseParser
+from loadgen.report.records import Answer, Failure, FailureKind
 
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 TOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")

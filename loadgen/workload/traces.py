@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from loadgen.arrivals import MAX_PLANNED_REQUESTS
 from loadgen.errors import UsageError
-from loadgen.lengths import MAX_LENGTH_TOKENS
+from loadgen.workload.arrivals import MAX_PLANNED_REQUESTS
+from loadgen.workload.lengths import MAX_LENGTH_TOKENS
 
 MAX_LINE_CHARS = 4096
 MIN_WINDOW_S = 1.0

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadgen.records import RequestRecord, lag_ms
-from loadgen.stats import rounded, summarise
+from loadgen.report.records import RequestRecord, lag_ms
+from loadgen.report.stats import rounded, summarise
 
 PROBE_PERIOD_S = 0.05
 LATE_MS = 20.0

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from loadgen.meter import Meter
-from loadgen.plan import PlannedRequest
-from loadgen.records import RequestRecord, cancelled, never_sent
+from loadgen.client.meter import Meter
+from loadgen.report.records import RequestRecord, cancelled, never_sent
+from loadgen.workload.plan import PlannedRequest
 
 Prepare = Callable[[PlannedRequest], bytes]
 Send = Callable[[PlannedRequest, bytes], Awaitable[RequestRecord]]

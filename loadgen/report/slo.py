@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from loadgen.errors import UsageError
-from loadgen.records import RequestRecord, tpot_ms, ttft_ms
+from loadgen.report.records import RequestRecord, tpot_ms, ttft_ms
 
 DEFAULT_SLOS = "interactive:500ms/50ms,standard:2s/100ms,batch:none"
 OTHER_TIERS = "standard"

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loadgen.arrivals import Phase, phase_starts_s
-from loadgen.records import (
+from loadgen.report.records import (
     MS_PER_S,
     FailureKind,
     RequestRecord,
@@ -25,9 +24,10 @@ from loadgen.records import (
     ttft_from_send_ms,
     ttft_ms,
 )
-from loadgen.series import build_series, tokens_per_event
-from loadgen.slo import Slos, is_good
-from loadgen.stats import rounded, share, summarise
+from loadgen.report.series import build_series, tokens_per_event
+from loadgen.report.slo import Slos, is_good
+from loadgen.report.stats import rounded, share, summarise
+from loadgen.workload.arrivals import Phase, phase_starts_s
 
 SCHEMA = "aileron.loadgen.report"
 SCHEMA_VERSION = 2

@@ -8,7 +8,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.arrivals import (
+from loadgen.errors import UsageError
+from loadgen.ranges import above_zero, whole
+from loadgen.workload.arrivals import (
     ArrivalKind,
     Phase,
     check_phases,
@@ -16,12 +18,10 @@ from loadgen.arrivals import (
     parse_phases,
     scaled_phases,
 )
-from loadgen.errors import UsageError
-from loadgen.lengths import MAX_LENGTH_TOKENS, parse_lengths, scaled_tokens
-from loadgen.plan import Mixture, Part, Workload, parse_tiers
-from loadgen.presets import PRESET_MAX_IN_FLIGHT, PRESETS, resized, scaled_workload
-from loadgen.ranges import above_zero, whole
-from loadgen.traces import Trace, Window, read_trace, sped_up
+from loadgen.workload.lengths import MAX_LENGTH_TOKENS, parse_lengths, scaled_tokens
+from loadgen.workload.plan import Mixture, Part, Workload, parse_tiers
+from loadgen.workload.presets import PRESET_MAX_IN_FLIGHT, PRESETS, resized, scaled_workload
+from loadgen.workload.traces import Trace, Window, read_trace, sped_up
 
 MAX_IN_FLIGHT_REQUESTS = 10_000
 DEFAULT_IN_FLIGHT_REQUESTS = 1_000

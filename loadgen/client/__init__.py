@@ -1,0 +1,1 @@
+"""Sends the planned requests, times their streams and shows progress."""

@@ -1,0 +1,1 @@
+"""Turns what happened into a report: records, series, tables, plots, comparisons."""

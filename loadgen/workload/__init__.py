@@ -1,0 +1,1 @@
+"""What a run sends: arrivals, lengths, prompts, traces, and the plan made of them."""
