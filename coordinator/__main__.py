@@ -5,11 +5,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from coordinator.admin_key import AdminKeyError
+from coordinator.admin.key import AdminKeyError
 from coordinator.process import admin_key, serve
 from coordinator.protocol.config import ConfigError, load_config, shared_token
 from coordinator.protocol.logs import set_up_logging
-from coordinator.server import ListenError
+from coordinator.server.server import ListenError
 
 USAGE_STATUS = 2
 """Exit status where the user must change something first."""

@@ -21,23 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from coordinator.admin_key import ADMIN_KEY_ENV, require_key
-from coordinator.announcing import announcer_of, leave
-from coordinator.came_true import CameTrue
-from coordinator.cell_spans import SWITCHES_LOOKED_AT as SPANNED_SWITCHES
-from coordinator.cell_spans import CellSpans
-from coordinator.core import Core
-from coordinator.events import CellDrains
-from coordinator.owner import CoreOwner, monotonic_ms
-from coordinator.policy_files import ObservationLog, read_step_times
+from coordinator.admin.key import ADMIN_KEY_ENV, require_key
+from coordinator.core.core import Core
+from coordinator.model.events import CellDrains
+from coordinator.model.settings import core_settings
 from coordinator.protocol.config import Config
 from coordinator.protocol.tracing import start_tracing
-from coordinator.server import CellServer, ListenError
-from coordinator.settings import core_settings
-from coordinator.watching import CoreWatcher
+from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.policy_files import ObservationLog, read_step_times
+from coordinator.server.registry_lease import announcer_of, leave
+from coordinator.server.server import CellServer, ListenError
+from coordinator.server.spans import SWITCHES_LOOKED_AT as SPANNED_SWITCHES
+from coordinator.server.spans import CellSpans
+from coordinator.telemetry.core_metrics import CoreWatcher
+from coordinator.telemetry.prediction_tracker import CameTrue
 
 if TYPE_CHECKING:
-    from coordinator.admin_port import AdminPort
+    from coordinator.admin.port import AdminPort
 
 TICKS_PER_HEARTBEAT = 2
 MEASURED_SWITCHES = 100
@@ -85,7 +85,7 @@ async def serve(config: Config, token: str, key: str) -> None:
 
     def admin() -> "AdminPort":
         # Its modules take as long as all others together, and no session waits for them.
-        from coordinator.admin_port import AdminPort
+        from coordinator.admin.port import AdminPort
 
         return AdminPort(core, owner, server, watched, config, coordinator_id, key)
 

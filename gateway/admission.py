@@ -11,7 +11,7 @@ work. Called by the edge. Pure.
 from collections import Counter
 from typing import Final
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from gateway.errors import ApiError, api_error
 
 SHARE_OF_TIER: Final[dict[Tier, float]] = {

@@ -8,7 +8,7 @@ from enum import Enum
 
 from starlette.types import Message, Send
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from gateway.errors import (
     SERVER_ERROR_MESSAGE,
     ApiError,

@@ -17,7 +17,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from coordinator.protocol.trace_context import TRACEPARENT_HEADER
 from gateway.admission import Admission, Refusals
 from gateway.answer import Answer, ClientStalledError

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from coordinator.protocol.measures import VLLM_PREFIX, Family, Series
+from coordinator.protocol.metrics_wire import VLLM_PREFIX, Family, Series
 
 ADDED_LABELS = frozenset({"model_name", "engine"})
 LEFT_OUT = frozenset(

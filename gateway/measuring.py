@@ -9,7 +9,7 @@ the relay and the edge with their clock's time in seconds; pure.
 import math
 from collections.abc import Mapping
 
-from coordinator.protocol.measures import (
+from coordinator.protocol.metrics_wire import (
     CELL_MOVES,
     CLIENT_RETRIES,
     DISCONNECTS,
@@ -27,8 +27,8 @@ from coordinator.protocol.measures import (
     TTFT,
     Tally,
 )
-from coordinator.protocol.messages import TaskId, Tier
 from coordinator.protocol.policy_config import SloTarget
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.cells.roster import MoveReason
 from gateway.errors import CODES
 from gateway.tasks import Task, family

@@ -22,7 +22,8 @@ import structlog
 import uvicorn
 
 from coordinator.protocol.config import Config, GatewayConfig
-from coordinator.protocol.messages import BatchesRun, BatchProgress, Tier
+from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
+from coordinator.protocol.terms import Tier
 from coordinator.protocol.tracing import start_tracing
 from gateway import vllm_app, vllm_engine_wire, vllm_grammar
 from gateway.batches.api import batch_routes

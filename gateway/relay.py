@@ -17,21 +17,20 @@ from typing import Protocol
 import structlog
 
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     CellState,
     GatewayDown,
     GatewayUp,
     PrefixesHeld,
     Resubmit,
     TaskFailed,
-    TaskHeader,
-    TaskId,
-    TokenBatch,
-    TokenSpan,
     Welcome,
     Withdrawn,
 )
+from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
+from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.prefixes import prefix_hashes
+from coordinator.protocol.terms import TaskId
 from gateway import vllm_engine_wire as engine
 from gateway.cells.roster import ALONE, CellRoster
 from gateway.cells.spread import Spread, needs_of

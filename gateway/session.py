@@ -16,14 +16,9 @@ import msgspec
 import structlog
 
 from coordinator.protocol import wire
-from coordinator.protocol.measures import Measures
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    GatewayDown,
-    GatewayHello,
-    GatewayUp,
-    Welcome,
-)
+from coordinator.protocol.messages.gateway import GatewayDown, GatewayHello, GatewayUp, Welcome
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.metrics_wire import Measures
 
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0

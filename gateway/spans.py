@@ -8,7 +8,7 @@ that are sampled; whoever is not has None in its place.
 from starlette.types import Scope
 
 from coordinator.protocol import trace_context as words
-from coordinator.protocol.messages import TaskId, Tier
+from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.tracing import Span, Tracing
 from gateway.errors import RequestState
 from gateway.measuring import CHAT, OPERATION_OF_ROUTE, operation_of

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     ATTEMPTS_PER_CELL,
     Cancel,
     Done,
     GatewayUp,
     StreamGap,
     Submit,
-    TaskHeader,
-    TaskId,
     cells_before,
 )
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
 from gateway.errors import ApiError, RequestState, api_error
 from gateway.token_stream import TokenStream
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from coordinator.protocol.measures import OWN, Family, Measure, Measures, Series, Tally
+from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures, Series, Tally
 from gateway.cells.roster import CellRoster
 from gateway.measuring import RequestMeter
 

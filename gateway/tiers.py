@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from gateway.errors import ApiError, api_error
 
 TIER_HEADER = "x-priority-tier"

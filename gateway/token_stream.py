@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from coordinator.protocol.messages import TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
 
 Payload = TypeVar("Payload")
 

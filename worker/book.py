@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from comm_pool.layout import Group
-from coordinator.protocol.messages import TaskHeader, TaskId, TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
 
 MOVED = "moved"
 """Why a task leaves that another leader goes on with."""

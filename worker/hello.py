@@ -4,8 +4,10 @@ import os
 from collections.abc import Sequence
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import PROTOCOL_VERSION, Drop, GiveBack, HeldTask, RankHello
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
+from coordinator.protocol.messages.tasks import HeldTask
+from coordinator.protocol.switch_participant import Seat
 from worker.book import LedTask
 from worker.member import Member
 from worker.rank_spec import modes_widths

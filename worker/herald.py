@@ -14,8 +14,8 @@ import grpc
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.protocol.launch_words import RanksEnded, RenewRanks
-from coordinator.protocol.messages import PROTOCOL_VERSION
+from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.wire import (
     CHANNEL_OPTIONS,
     LAUNCHER_PATH,

@@ -7,9 +7,9 @@ remembers the loss: the coordinator may have started anew since. Used by the ran
 from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Directive
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Move, Resolve
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_actions import Leave, Move, Resolve
+from coordinator.protocol.switch_participant import Seat
 from worker.member import Member
 
 Ranks = tuple[Rank, ...]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import Board
-from coordinator.protocol.messages import Carry
-from coordinator.protocol.seat_moves import Leave, Move
+from coordinator.protocol.switch_actions import Leave, Move
+from coordinator.protocol.terms import Carry
 
 if TYPE_CHECKING:
     from worker.member import Member

@@ -9,7 +9,7 @@ stays open. Pure: called by the outlet with its clock's seconds.
 
 from dataclasses import dataclass
 
-from coordinator.protocol.messages import LinkCut
+from coordinator.protocol.messages.rank import LinkCut
 
 CONNECT_LIMIT_S = 2.0
 """How long a new link may take to come up before it counts as broken."""

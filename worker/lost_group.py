@@ -15,9 +15,9 @@ from typing import TypeVar
 import structlog
 
 from comm_pool.formations import PeerLostError
-from coordinator.protocol.messages import Binding, ReturnCause
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Move
+from coordinator.protocol.switch_actions import Leave, Move
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding, ReturnCause
 from worker.member import Member
 from worker.no_room import NoRoomError
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.protocol.messages import Binding, Target, TaskHeader
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, Target
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard.blocks import joined, pieces
 from kvadaptor.reshard.plan import (

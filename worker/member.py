@@ -1,7 +1,7 @@
 """What a rank does with its prepared modes: lease pages, lead or follow steps, park, hand back.
 
-Thin: when to do what is decided by `coordinator.protocol.seat`. All calls come from the rank's main
-loop, at safe points, so nothing here needs a lock.
+Thin: when to do what is decided by `coordinator.protocol.switch_participant`. All calls come from
+the rank's main loop, at safe points, so nothing here needs a lock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,18 +11,9 @@ import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Group, Mode
-from coordinator.protocol.messages import (
-    Binding,
-    Carry,
-    EndCause,
-    LeaseKept,
-    PageReport,
-    Place,
-    ReturnCause,
-    TaskEnded,
-    TaskId,
-    TaskReturned,
-)
+from coordinator.protocol.messages.rank import LeaseKept, PageReport, Place
+from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
+from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import without
 from worker.book import MOVED, LedTask, TaskBook
 from worker.collector import Collector

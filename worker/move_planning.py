@@ -14,7 +14,8 @@ import structlog
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import Board
-from coordinator.protocol.messages import Carry, Directive, Phase, Target
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.terms import Carry, Phase, Target
 from worker.manifest import Manifest, Move, plan_move
 from worker.vllm_rank import RankEngine
 

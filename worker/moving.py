@@ -16,15 +16,10 @@ import structlog
 
 from comm_pool.layout import Group, Mode, Rank
 from comm_pool.mailbox import GAVE_UP, Board, BoardFullError
-from coordinator.protocol.messages import (
-    Adopted,
-    Binding,
-    Carry,
-    Directive,
-    ReturnCause,
-    TaskId,
-)
-from coordinator.protocol.seat_moves import Resolve
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.switch_actions import Resolve
+from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
 from kvadaptor.reshard.plan import ReshardError
 from worker.book import LedTask
 from worker.manifest import Brought, Ints, Move, Ranks

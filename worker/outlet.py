@@ -20,7 +20,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from coordinator.protocol.messages import LinkCut, TokenBatch
+from coordinator.protocol.messages.rank import LinkCut, TokenBatch
 from coordinator.protocol.wire import encode
 from worker.links import Links
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Directive, RankDown
-from coordinator.protocol.seat import Joined
+from coordinator.protocol.messages.rank import Directive, RankDown
+from coordinator.protocol.switch_participant import Joined
+from coordinator.protocol.terms import Binding
 
 
 class Seated(Protocol):

@@ -13,7 +13,8 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Rank, StepMode, step_name
-from coordinator.protocol.messages import Binding, Directive, Probed
+from coordinator.protocol.messages.rank import Directive, Probed
+from coordinator.protocol.terms import Binding
 from worker.member import Member
 from worker.probe import error_nats
 from worker.step_queue import Step

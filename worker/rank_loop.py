@@ -14,9 +14,7 @@ import structlog
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
-from coordinator.protocol.messages import (
-    Binding,
-    Carry,
+from coordinator.protocol.messages.rank import (
     Directive,
     Drop,
     GiveBack,
@@ -24,10 +22,20 @@ from coordinator.protocol.messages import (
     RankDown,
     Report,
     Stop,
-    TaskProgress,
 )
-from coordinator.protocol.seat import KEEPING, Seat
-from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
+from coordinator.protocol.messages.tasks import TaskProgress
+from coordinator.protocol.switch_actions import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    Park,
+    Reshard,
+    Resolve,
+    Serve,
+)
+from coordinator.protocol.switch_participant import KEEPING, Seat
+from coordinator.protocol.terms import Binding, Carry
 from worker.hello import hello_of, is_paused
 from worker.lease_members import LeaseNews
 from worker.leaving import Leaving

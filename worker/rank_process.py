@@ -14,8 +14,9 @@ from collections.abc import Callable
 import structlog
 
 from coordinator.protocol.config import Config, shared_token
-from coordinator.protocol.messages import Binding, RankDown
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.messages.rank import RankDown
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding
 from coordinator.protocol.tracing import start_tracing
 from worker.member import Member
 from worker.outlet import Outlet

@@ -18,7 +18,7 @@ import grpc
 import msgspec
 import structlog
 
-from coordinator.protocol.messages import LinkCut, RankDown, RankHello, RankUp, Report
+from coordinator.protocol.messages.rank import LinkCut, RankDown, RankHello, RankUp, Report
 from coordinator.protocol.wire import (
     CHANNEL_OPTIONS,
     RANK_PATH,

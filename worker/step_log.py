@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from comm_pool.layout import Mode
-from coordinator.protocol.messages import ServedSteps, StepSums
+from coordinator.protocol.messages.steps import ServedSteps, StepSums
 
 OUTLIER = 3.0
 """Steps that take so many times the median of their size are left out."""

@@ -13,7 +13,7 @@ from statistics import median
 
 from comm_pool.layout import Mode, StepMode, step_name
 from comm_pool.mixed import Mixed
-from coordinator.protocol.messages import WidthTimes
+from coordinator.protocol.messages.steps import WidthTimes
 
 MARGIN = 0.02
 """sp has to be so much faster, in parts: measurements differ by about as much from run to run."""

@@ -21,8 +21,10 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode
-from coordinator.protocol.messages import Binding, EndCause, TaskEnded, TokenBatch, TokenSpan
-from coordinator.protocol.seat import Joined
+from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
+from coordinator.protocol.messages.tasks import TaskEnded
+from coordinator.protocol.switch_participant import Joined
+from coordinator.protocol.terms import Binding, EndCause
 from worker.held_step import HeldStep
 from worker.outlet import Outlet
 from worker.step_log import StepLog

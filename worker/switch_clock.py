@@ -2,8 +2,8 @@
 
 import time
 
-from coordinator.protocol.messages import SwitchTimes
-from coordinator.protocol.seat_moves import Join, Leave, Move
+from coordinator.protocol.messages.rank import SwitchTimes
+from coordinator.protocol.switch_actions import Join, Leave, Move
 
 RECENT_STEP_NS = 500_000_000
 """A rank whose last step ended less than this ago was at work when it was asked to switch."""

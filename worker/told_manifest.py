@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from comm_pool.layout import Group, Rank
-from coordinator.protocol.messages import TaskId
+from coordinator.protocol.terms import TaskId
 from worker.manifest import Cargo, Manifest
 from worker.vllm_handover import CachedChain
 

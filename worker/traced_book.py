@@ -9,7 +9,8 @@ import time
 
 from comm_pool.layout import Rank
 from coordinator.protocol import trace_context as words
-from coordinator.protocol.messages import EndCause, TaskId, TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.terms import EndCause, TaskId
 from coordinator.protocol.tracing import Span, Tracing
 from worker.book import LedTask, TaskBook
 

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from coordinator.protocol.gateway_words import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 
 Blocks = npt.NDArray[np.int64]

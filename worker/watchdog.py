@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding
+from coordinator.protocol.terms import Binding
 from worker.peer_loss import PeerLoss
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""How often tasks come and how long they are, by tier; called by `steering` and the simulator.
+"""How often tasks come and how long they are, by tier; called by `controller` and the simulator.
 
 Rates are exponential windows: an arrival counts 1/window at once, and fades. A window that is not
 yet as long as it is to be is scaled up, so that a first burst is not taken for little.

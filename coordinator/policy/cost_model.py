@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from comm_pool.layout import Mode
 from coordinator.policy.step_line import StepLine, fit, plus, sums_of
-from coordinator.protocol.step_words import ServedSteps, StepSums, WidthTimes
+from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
 """How many served steps one point that was measured at start-up weighs."""

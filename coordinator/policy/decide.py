@@ -3,7 +3,7 @@
 An arrangement is left only for one that raises the predicted goodput by more than the switch
 costs, or that is as good for the goals and has looked faster for a while. A layout is kept for a
 minimum stay, never left for the one before it sooner, and switches per minute are bounded. Called
-on a clock by `steering`, and offline by `aileron replay` and the simulator.
+on a clock by `controller`, and offline by `aileron replay` and the simulator.
 """
 
 import math

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from coordinator.model.records import Decision
 from coordinator.policy.decide import POLICY, Judged, Verdict
 from coordinator.policy.predict import Demand
-from coordinator.protocol.messages import Carry, Tier
-from coordinator.records import Decision
+from coordinator.protocol.terms import Carry, Tier
 
 
 def recorded(verdict: Verdict, carry: Carry, now_ms: int) -> Decision:

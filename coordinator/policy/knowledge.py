@@ -1,11 +1,12 @@
 """What the policy knows of its cell: which layouts there are, and what each would cost.
 
-Made from what ranks told and served, or from a file of step times. Called by `steering`.
+Made from what ranks told and served, or from a file of step times. Called by `controller`.
 """
 
 from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Mode, Rank, step_name
+from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.cost_model import (
     CHUNK_TOKENS,
@@ -15,9 +16,8 @@ from coordinator.policy.cost_model import (
     SwitchCost,
 )
 from coordinator.policy.step_line import StepLine
-from coordinator.protocol.messages import RankHello, Report
-from coordinator.records import Outcome, SwitchRecord
-from coordinator.roster import Roster
+from coordinator.protocol.messages.rank import RankHello, Report
+from coordinator.ranks.roster import Roster
 
 PAUSE_ASSUMED_S = 0.05
 LINK_ASSUMED_BYTES_S = 50e9

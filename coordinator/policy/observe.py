@@ -1,4 +1,4 @@
-"""Makes an observation of the unfinished tasks; called by `steering` and the simulator."""
+"""Makes an observation of the unfinished tasks; called by `controller` and the simulator."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.demand import OUTPUT_ASSUMED
 from coordinator.policy.observation import TierSeen
 from coordinator.protocol.terms import Tier
-from coordinator.tasks import HELD, State, Task
+from coordinator.tasks.task import HELD, State, Task
 
 LEFT_MIN_SHARE = 0.25
 """A task that is longer than most goes on for so much of the mean yet, as far as is known."""

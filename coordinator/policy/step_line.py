@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from coordinator.protocol.step_words import StepSums
+from coordinator.protocol.messages.steps import StepSums
 
 TOKENS_UNIT = 1_000.0
 CONTEXT_UNIT = 1_000_000.0

@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from coordinator.protocol.gateway_words import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
 
 BLOCK_TOKENS = 64
 """Tokens of a block; a shorter rest has no hash."""

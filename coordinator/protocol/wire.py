@@ -6,15 +6,10 @@ message is an error at the edge. Both servers and clients take the codecs from h
 
 import msgspec
 
-from coordinator.protocol.launch_words import RanksEnded, RenewRanks
-from coordinator.protocol.measures import Measures
-from coordinator.protocol.messages import (
-    GatewayDown,
-    GatewayUp,
-    RankDown,
-    RankUp,
-    TokenBatch,
-)
+from coordinator.protocol.messages.gateway import GatewayDown, GatewayUp
+from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
+from coordinator.protocol.messages.rank import RankDown, RankUp, TokenBatch
+from coordinator.protocol.metrics_wire import Measures
 
 SERVICE = "aileron.Cell"
 RANK_METHOD = "RankSession"

@@ -11,7 +11,6 @@ from heapq import heappop, heappush
 from itertools import count
 
 from comm_pool.layout import Group, Layout, Rank, diff, format_layout
-from coordinator.placement import OpenGroup
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.candidates import Arrangement, LayoutSpace
 from coordinator.policy.cost_model import CostModel
@@ -20,10 +19,13 @@ from coordinator.policy.decide import decide
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
 from coordinator.policy.observe import observe_tiers
 from coordinator.policy.settings import PolicySettings
-from coordinator.protocol.messages import Binding, CellLoad, TaskHeader, TaskId, Tier
+from coordinator.protocol.messages.gateway import CellLoad
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, TaskId, Tier
 from coordinator.simulator.group import SimGroup, SimTask
-from coordinator.task_table import TaskTable
-from coordinator.tasks import State, Task
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.task import State, Task
+from coordinator.tasks.task_table import TaskTable
 
 BLOCK_TOKENS = 16
 AGEING_MS = 30_000

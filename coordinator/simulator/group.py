@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 from comm_pool.layout import Group
 from coordinator.policy.cost_model import GroupCost
-from coordinator.tasks import Task
+from coordinator.tasks.task import Task
 
 STRIDE_MAX = 64
 """Most decodes that are taken in one go; tasks' progress is exact all the same."""

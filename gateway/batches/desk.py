@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from coordinator.protocol.messages import BatchProgress
+from coordinator.protocol.messages.gateway import BatchProgress
 from gateway.batches.content import Content
 from gateway.batches.runner import AnswerLine, BatchRun
 from gateway.batches.store import Claim, FileInUseError, LeaseLostError, StorageError, StoreCalls

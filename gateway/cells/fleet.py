@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 
 from coordinator.protocol.config import Config
-from coordinator.protocol.messages import GatewayDown, GatewayUp
+from coordinator.protocol.messages.gateway import GatewayDown, GatewayUp
 from coordinator.protocol.registry import CellRegistry, RedisRegistry, RegistryAwayError
 from gateway.cells.placement import preferred
 from gateway.cells.roster import CellRoster

@@ -10,7 +10,8 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from coordinator.protocol.messages import CellLoad, TaskId, Tier
+from coordinator.protocol.messages.gateway import CellLoad
+from coordinator.protocol.terms import TaskId, Tier
 
 AFFINITY_LOAD_MAX = 0.25
 """A cell that knows the prompt may be so much busier than the idlest, in parts of what it holds."""

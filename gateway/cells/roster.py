@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.protocol.messages import CellState, PrefixesHeld
+from coordinator.protocol.messages.gateway import CellState, PrefixesHeld
 from coordinator.protocol.prefixes import SeenPrefixes
 from gateway.cells.placement import UNKNOWN_LOAD, Candidate, Needs, Spill, choose, is_open, spill
 

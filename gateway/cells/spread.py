@@ -7,7 +7,9 @@ once, or when it is back. Called by the relay with its clock's time in seconds; 
 
 from collections.abc import Callable, Collection
 
-from coordinator.protocol.messages import GatewayUp, TaskHeader, TaskId, Withdraw
+from coordinator.protocol.messages.gateway import GatewayUp, Withdraw
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
 from gateway.cells.placement import Needs
 from gateway.cells.roster import CellRoster, MoveReason
 from gateway.tasks import Task, TaskBook

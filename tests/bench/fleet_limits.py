@@ -13,24 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from comm_pool.layout import Rank
+from coordinator.model.settings import PoolLimits, QueueBounds
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
-    CellLoad,
-    CellState,
-    EndCause,
-    Place,
-    Submit,
-    TaskEnded,
-    TaskHeader,
-    TaskId,
-    Tier,
-    TokenBatch,
-    TokenSpan,
-)
+from coordinator.protocol.messages.gateway import CellLoad, CellState, Submit
+from coordinator.protocol.messages.rank import Place, TokenBatch, TokenSpan
+from coordinator.protocol.messages.tasks import TaskEnded, TaskHeader
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry
-from coordinator.settings import PoolLimits, QueueBounds
-from coordinator.task_pool import TaskPool
+from coordinator.protocol.terms import EndCause, TaskId, Tier
+from coordinator.tasks.task_pool import TaskPool
 from gateway.cells.placement import Needs
 from gateway.cells.roster import CellRoster
 from tests.harness.coordinator.pools import group

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.protocol import wire
-from coordinator.protocol.messages import Cancel, Submit, TaskFailed, TaskId, Tier
+from coordinator.protocol.messages.gateway import Cancel, Submit, TaskFailed
+from coordinator.protocol.terms import TaskId, Tier
 from tests.bench.gpu_load import GREEDY, MEASURES, LoadClient, calm_collector, merged
 from tests.bench.gpu_servers import LOG_CHARS, ServerError
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell

@@ -23,7 +23,7 @@ import yaml
 from comm_pool.layout import parse_layout
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.log import CostsSeen, costs_of, decode, settings_of
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 from tests.harness.cells.admin import switch
 from tests.harness.cells.servers import MODEL, ROOT, free_port, running

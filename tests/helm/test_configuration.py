@@ -15,7 +15,7 @@ import redis
 import yaml
 import zmq
 
-from coordinator.admin_key import require_key
+from coordinator.admin.key import require_key
 from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.launch import DEMO_ENGINE_ARGS, DEMO_NAME
 from coordinator.protocol.config import (

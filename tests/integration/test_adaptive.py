@@ -17,7 +17,7 @@ import pytest
 from coordinator.policy.log import CostsSeen, decode
 from coordinator.policy.observation import Observation
 from coordinator.policy.replay import replay
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]

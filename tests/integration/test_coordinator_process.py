@@ -17,15 +17,10 @@ import pytest
 
 from coordinator.cli.ports import free_ports
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    GatewayHello,
-    Submit,
-    TaskFailed,
-    TaskHeader,
-    TaskId,
-    Tier,
-)
+from coordinator.protocol.messages.gateway import GatewayHello, Submit, TaskFailed
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from tests.harness.cells.coordinator_process import START_LIMIT_S, TOKEN, Coordinator
 from tests.harness.cells.rank_sessions import RankSessions
 

@@ -12,7 +12,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.protocol.messages import Cancel, Done, Submit, TaskFailed, Tier
+from coordinator.protocol.messages.gateway import Cancel, Done, Submit, TaskFailed
+from coordinator.protocol.terms import Tier
 from gateway.admission import REFUSAL_HOLDS_S
 from tests.harness.cells.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR

@@ -14,7 +14,17 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.protocol.measures import (
+from coordinator.protocol.messages.gateway import (
+    ATTEMPTS_PER_CELL,
+    Cancel,
+    CellLoad,
+    PrefixesHeld,
+    Submit,
+    TaskFailed,
+    Withdraw,
+    Withdrawn,
+)
+from coordinator.protocol.metrics_wire import (
     CELL_MOVES,
     ITL,
     REGISTRY_AWAY,
@@ -23,19 +33,9 @@ from coordinator.protocol.measures import (
     TOKENS,
     TTFT,
 )
-from coordinator.protocol.messages import (
-    ATTEMPTS_PER_CELL,
-    Cancel,
-    CellLoad,
-    PrefixesHeld,
-    Submit,
-    TaskFailed,
-    TaskId,
-    Withdraw,
-    Withdrawn,
-)
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
+from coordinator.protocol.terms import TaskId
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import SERVING, FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.cells.hasty_gateway import OFTEN_S, patience

@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from coordinator.protocol.messages import Cancel, Submit
+from coordinator.protocol.messages.gateway import Cancel, Submit
 from tests.harness.cells import counted_gateway
 from tests.harness.cells.counted_gateway import HELD_FILE
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellState,
     Done,
@@ -21,8 +21,8 @@ from coordinator.protocol.messages import (
     StreamGap,
     Submit,
     TaskFailed,
-    Tier,
 )
+from coordinator.protocol.terms import Tier
 from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
 from gateway.answer import KEEP_ALIVE
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran, text_of

@@ -15,8 +15,9 @@ import openai
 import pytest
 
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of
-from coordinator.protocol.measures import STORAGE_AWAY, TIER_CLAMPED
-from coordinator.protocol.messages import Submit, TaskFailed, Tier
+from coordinator.protocol.messages.gateway import Submit, TaskFailed
+from coordinator.protocol.metrics_wire import STORAGE_AWAY, TIER_CLAMPED
+from coordinator.protocol.terms import Tier
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.cells.hasty_gateway import OFTEN_S, patience

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.protocol.messages import Submit
+from coordinator.protocol.messages.gateway import Submit
 from tests.harness.cells import hasty_gateway
 from tests.harness.cells.gateway_cell import TOKEN, FakeCell, GatewayProcess, Ran
 from tests.harness.cells.warm import run_module

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from coordinator.protocol.messages import GatewayHello, Submit
+from coordinator.protocol.messages.gateway import GatewayHello, Submit
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 

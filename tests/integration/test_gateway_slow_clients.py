@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from coordinator.protocol.messages import Cancel, Done, Submit
+from coordinator.protocol.messages.gateway import Cancel, Done, Submit
 from gateway.tasks import UNREAD_TOKENS_MAX
 from tests.harness.cells import counted_gateway
 from tests.harness.cells.counted_gateway import HELD_FILE

@@ -11,15 +11,19 @@ import grpc
 import pytest
 
 from coordinator.protocol import wire
-from coordinator.protocol.measures import ITL, SLO_GOOD, SLO_TOTAL, TOKENS, TTFT, Measures, Tally
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    GatewayHello,
-    Submit,
-    TaskHeader,
-    TaskId,
-    Tier,
+from coordinator.protocol.messages.gateway import GatewayHello, Submit
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.metrics_wire import (
+    ITL,
+    SLO_GOOD,
+    SLO_TOTAL,
+    TOKENS,
+    TTFT,
+    Measures,
+    Tally,
 )
+from coordinator.protocol.terms import TaskId, Tier
 from tests.harness.browser.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.cells.coordinator_process import TOKEN, Coordinator
 from tests.harness.cells.rank_sessions import PAGES, RankSessions

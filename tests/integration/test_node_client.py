@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
-from coordinator.protocol.messages import Submit, TaskFailed
+from coordinator.protocol.messages.gateway import Submit, TaskFailed
 from tests.harness.browser import node_client
 from tests.harness.cells.batch_process import BatchProcess
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
 from tests.harness.cells.log_events import events_of
 

@@ -30,7 +30,7 @@ AWAY_LIMIT_S = 30
 SENT: Counter[str] = Counter()
 """Requests to each cell so far."""
 OWN_MODULES = (
-    *("coordinator.process", "coordinator.cell_spans", "gateway.spans", "gateway.edge"),
+    *("coordinator.process", "coordinator.server.spans", "gateway.spans", "gateway.edge"),
     *("gateway.tasks", "worker.traced_book"),
 )
 

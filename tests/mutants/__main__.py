@@ -52,10 +52,10 @@ PARTS = {
     ),
     "switch": Part(
         (
-            "coordinator.protocol.seat",
-            "coordinator.switcher",
-            "coordinator.moves",
-            "coordinator.targets",
+            "coordinator.protocol.switch_participant",
+            "coordinator.switching.switcher",
+            "coordinator.switching.move_commits",
+            "coordinator.switching.targets",
         ),
         (
             UNIT + "coordinator/test_seat.py",

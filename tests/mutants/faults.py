@@ -43,13 +43,13 @@ FAULTS = {
         ("tests/unit/kvadaptor", "tests/property/test_pages.py"),
     ),
     "commit's order": Fault(
-        "coordinator/moves.py",
+        "coordinator/switching/move_commits.py",
         "return next((epoch for epoch in reversed(self._committed) if epoch <= upto), 0)",
         "return next((epoch for epoch in self._committed if epoch <= upto), 0)",
         ("tests/unit/coordinator", "tests/simulation/test_switch.py"),
     ),
     "lease's end": Fault(
-        "coordinator/protocol/seat.py",
+        "coordinator/protocol/switch_participant.py",
         "return self.is_leader and self.serving and now_ms < self.lease_until",
         "return self.is_leader and self.serving",
         ("tests/unit/coordinator", "tests/simulation/test_switch.py"),
@@ -79,7 +79,7 @@ FAULTS = {
         ("tests/unit/gateway",),
     ),
     "metric": Fault(
-        "coordinator/gathered.py",
+        "coordinator/telemetry/metrics_aggregator.py",
         "self.tally.add(measure, series.labels, series.value - value, grown)",
         "self.tally.add(measure, series.labels, series.value, grown)",
         ("tests/unit/coordinator/test_gathered.py",),

@@ -5,7 +5,8 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.protocol.messages import CellLoad, TaskId, Tier
+from coordinator.protocol.messages.gateway import CellLoad
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.cells.placement import (
     AFFINITY_LOAD_MAX,
     LOAD_STEP,

@@ -13,29 +13,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.protocol.messages import (
+from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.model.settings import PoolLimits, QueueBounds
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellLoad,
     CellState,
     Done,
-    Drop,
-    EndCause,
     GatewayUp,
-    Place,
     Resubmit,
     Submit,
-    TaskEnded,
     TaskFailed,
-    TaskHeader,
-    TaskId,
-    Tier,
-    TokenSpan,
     Withdraw,
     Withdrawn,
 )
-from coordinator.settings import PoolLimits, QueueBounds
-from coordinator.task_pool import TaskPool
+from coordinator.protocol.messages.rank import Drop, Place, TokenSpan
+from coordinator.protocol.messages.tasks import TaskEnded, TaskHeader
+from coordinator.protocol.terms import EndCause, TaskId, Tier
+from coordinator.tasks.task_pool import TaskPool
 from gateway.cells.roster import CellRoster
 from gateway.cells.spread import Spread, needs_of
 from gateway.tasks import Task, TaskBook

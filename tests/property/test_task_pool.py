@@ -12,31 +12,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.placement import OpenGroup
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    Binding,
-    Drop,
-    EndCause,
-    GiveBack,
+from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.model.settings import PoolLimits, QueueBounds, TierBounds
+from coordinator.protocol.messages.gateway import Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Drop, GiveBack, Place, RankHello
+from coordinator.protocol.messages.tasks import (
     HeldTask,
-    Place,
-    RankHello,
-    Resubmit,
-    ReturnCause,
-    Submit,
     TaskEnded,
-    TaskFailed,
     TaskHeader,
-    TaskId,
     TaskProgress,
     TaskReturned,
-    Tier,
 )
-from coordinator.settings import PoolLimits, QueueBounds, TierBounds
-from coordinator.task_pool import TaskPool
-from coordinator.tasks import State
+from coordinator.protocol.terms import Binding, EndCause, ReturnCause, TaskId, Tier
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.task import State
+from coordinator.tasks.task_pool import TaskPool
 
 TASKS = [TaskId(name) for name in "abc"]
 RANKS = [Rank(rank) for rank in range(3)]

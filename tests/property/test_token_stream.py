@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.messages import TaskId, TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.terms import TaskId
 from gateway.token_stream import TokenStream, Trim, Verdict
 
 TASK = TaskId("task")

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from comm_pool.layout import Rank
-from coordinator.core import Core
-from coordinator.protocol.messages import Submit, Target, Tier
-from coordinator.settings import QueueBounds
+from coordinator.core.core import Core
+from coordinator.model.settings import QueueBounds
+from coordinator.protocol.messages.gateway import Submit
+from coordinator.protocol.terms import Target, Tier
 from kvadaptor.reshard.plan import Chain, NewGroup, OldGroup, ReshardInput, plan_reshard
 from kvadaptor.reshard.terms import Ints
 from tests.harness.kv.reshard_model import check_plan

@@ -4,8 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
+from coordinator.protocol.messages.gateway import (
     BatchesRun,
     CellState,
     GatewayDown,
@@ -13,12 +12,12 @@ from coordinator.protocol.messages import (
     GatewayToCore,
     Resubmit,
     TaskFailed,
-    TaskHeader,
-    TaskId,
-    Tier,
-    TokenSpan,
     Welcome,
 )
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.errors import ApiError
 from gateway.tasks import Task, TaskBook
 from gateway.token_stream import Answer, Trim, Verdict

@@ -4,8 +4,9 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Directive, Stage, TaskId
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding, Stage, TaskId
 
 if TYPE_CHECKING:
     from tests.simulation.book_gateway import BookGateway

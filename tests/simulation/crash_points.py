@@ -8,10 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank, parse_layout
-from coordinator.events import Event
-from coordinator.protocol.messages import Carry, Directive
-from coordinator.protocol.seat_moves import Move
-from coordinator.settings import QueueBounds
+from coordinator.model.events import Event
+from coordinator.model.settings import QueueBounds
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_actions import Move
+from coordinator.protocol.terms import Carry
 from tests.simulation.checkers import Violation, check
 from tests.simulation.faults import WIDTHS
 from tests.simulation.rest import check_rest, unrest_of

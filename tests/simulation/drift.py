@@ -9,8 +9,8 @@ import random
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank, step_name
-from coordinator.protocol.messages import Probed
-from coordinator.protocol.seat_moves import Serve
+from coordinator.protocol.messages.rank import Probed
+from coordinator.protocol.switch_actions import Serve
 from tests.simulation.checkers import check
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ what was sent since, as a gateway does it.
 
 from collections.abc import Sequence
 
-from coordinator.protocol.messages import TaskId
+from coordinator.protocol.terms import TaskId
 from coordinator.simulator.cell import Arrival, Run, SimCell
 from gateway.cells.placement import Candidate, Needs, choose
 

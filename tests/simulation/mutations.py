@@ -8,29 +8,20 @@ from typing import Any
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator import switcher
-from coordinator.events import Effect
-from coordinator.health import Health
-from coordinator.moves import Moves
-from coordinator.protocol.messages import (
-    Adopted,
-    Binding,
-    Carry,
-    Directive,
-    RankHello,
-    Report,
-    ReturnCause,
-    Target,
-    TaskId,
-    TaskReturned,
-)
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Resolve
-from coordinator.roster import Arrival, Roster
-from coordinator.switcher import Switcher
-from coordinator.task_pool import TaskPool
-from coordinator.task_table import TaskTable
-from coordinator.tasks import Task
+from coordinator.model.events import Effect
+from coordinator.protocol.messages.rank import Directive, RankHello, Report
+from coordinator.protocol.messages.tasks import Adopted, TaskReturned
+from coordinator.protocol.switch_actions import Leave, Resolve
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding, Carry, ReturnCause, Target, TaskId
+from coordinator.ranks.outliers import Health
+from coordinator.ranks.roster import Arrival, Roster
+from coordinator.switching import switcher
+from coordinator.switching.move_commits import Moves
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.task import Task
+from coordinator.tasks.task_pool import TaskPool
+from coordinator.tasks.task_table import TaskTable
 from tests.simulation import sim_moving
 from tests.simulation.sim_engine import SimTask
 from tests.simulation.sim_gateway import ClientTask, SimGateway, Token

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding
+from coordinator.protocol.terms import Binding
 from tests.simulation.checkers import Violation, check, check_one_leads
 from tests.simulation.stepping import ABORT_AFTER_TICKS, Step
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.policy.step_line import StepLine
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival
 
 BANDWIDTH = 4.0e12

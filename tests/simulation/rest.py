@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from coordinator.core import Core
+from coordinator.core.core import Core
 from tests.simulation.checkers import check
 from tests.simulation.drift import check_layout
 from tests.simulation.sim_rank import SimRank

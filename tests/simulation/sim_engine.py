@@ -3,7 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from coordinator.protocol.messages import Binding, TaskHeader, TaskId
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, TaskId
 from tests.simulation.checkers import check, digest
 from tests.simulation.sim_gateway import Token
 from tests.simulation.sim_memory import BLOCK_TOKENS, Places, marks

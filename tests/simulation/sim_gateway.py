@@ -4,8 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellState,
     Done,
@@ -15,11 +14,11 @@ from coordinator.protocol.messages import (
     Resubmit,
     Submit,
     TaskFailed,
-    TaskHeader,
-    TaskId,
-    Tier,
     Welcome,
 )
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from tests.simulation.checkers import Stream, check
 from tests.simulation.network import Session
 

@@ -9,19 +9,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import (
-    Binding,
-    Carry,
-    EndCause,
-    LeaseKept,
-    PageReport,
-    Place,
-    ReturnCause,
-    TaskEnded,
-    TaskId,
-    TaskReturned,
-)
-from coordinator.protocol.seat import KEEPING
+from coordinator.protocol.messages.rank import LeaseKept, PageReport, Place
+from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
+from coordinator.protocol.switch_participant import KEEPING
+from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import PagePool
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import SimEngine, SimTask, slots_of

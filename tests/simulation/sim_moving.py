@@ -10,8 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Adopted, Binding, Carry, Directive, ReturnCause
-from coordinator.protocol.seat_moves import Reshard, Resolve
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.switch_actions import Reshard, Resolve
+from coordinator.protocol.terms import Binding, Carry, ReturnCause
 from kvadaptor.pages import NULL_PAGE
 from tests.simulation.sim_engine import SimTask, slots_of
 from tests.simulation.sim_memory import SPOILED, Mark

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, Target, TaskHeader, TaskId
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, Target, TaskId
 from kvadaptor.pages import NULL_PAGE
 from tests.simulation.sim_engine import slots_of
 

@@ -4,21 +4,28 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import (
-    Binding,
-    Carry,
+from coordinator.protocol.messages.rank import (
     Directive,
     Drop,
     GiveBack,
     Place,
     RankDown,
     Report,
-    ReturnCause,
     Stop,
     SwitchTimes,
 )
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
+from coordinator.protocol.switch_actions import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    Park,
+    Reshard,
+    Resolve,
+    Serve,
+)
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding, Carry, ReturnCause
 from tests.simulation.checkers import Violation, check_agreement, check_equal, check_nothing_waits
 from tests.simulation.drift import Probes
 from tests.simulation.network import Session

@@ -3,15 +3,9 @@
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    Drop,
-    HeldTask,
-    RankHello,
-    Report,
-    SwitchTimes,
-    TaskProgress,
-)
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Drop, RankHello, Report, SwitchTimes
+from coordinator.protocol.messages.tasks import HeldTask, TaskProgress
 from tests.simulation.sim_engine import KV_HEADS
 from tests.simulation.sim_memory import BLOCK_TOKENS
 

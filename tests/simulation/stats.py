@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from coordinator.policy.decide import POLICY
-from coordinator.restoring import RESTORED
+from coordinator.switching.layout_restorer import RESTORED
 
 
 @dataclass

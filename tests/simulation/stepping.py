@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Binding, LeaseKept
+from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.terms import Binding
 from tests.simulation.checkers import check
 from tests.simulation.sim_memory import Places
 

@@ -5,7 +5,7 @@ Nothing is lost either: every task of every run finishes, and all ranks serve on
 
 import pytest
 
-from coordinator.protocol.messages import Carry
+from coordinator.protocol.terms import Carry
 from tests.simulation.crash_points import (
     EXIT_SEEN,
     SILENT,

@@ -9,7 +9,7 @@ import pytest
 from comm_pool.layout import parse_layout
 from coordinator.policy.cost_model import CostModel
 from coordinator.policy.settings import PolicySettings
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival, SimCell, is_good
 from tests.simulation.policy_runs import (
     SETTINGS,

@@ -6,7 +6,7 @@ ranks that compute wrongly.
 
 import pytest
 
-from coordinator.guard import Guard
+from coordinator.ranks.mode_quarantine import Guard
 from tests.simulation.checkers import Violation
 from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of

@@ -1,6 +1,6 @@
 """The lines of a replay, short enough to read."""
 
-from coordinator.events import (
+from coordinator.model.events import (
     Effect,
     Event,
     Foreseen,
@@ -13,16 +13,20 @@ from coordinator.events import (
     ToLauncher,
     ToRank,
 )
-from coordinator.protocol.messages import (
-    Binding,
-    CellState,
-    Directive,
-    Message,
-    Place,
-    Submit,
-    TaskId,
+from coordinator.protocol.messages.gateway import CellState, Submit
+from coordinator.protocol.messages.message import Message
+from coordinator.protocol.messages.rank import Directive, Place
+from coordinator.protocol.switch_actions import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    Park,
+    Reshard,
+    Resolve,
+    Serve,
 )
-from coordinator.protocol.seat_moves import Ack, Join, Leave, Move, Park, Reshard, Resolve, Serve
+from coordinator.protocol.terms import Binding, TaskId
 
 LINE_CHARS = 200
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank
 from comm_pool.plan import communicator_plan
-from coordinator.core import Core
-from coordinator.events import (
+from coordinator.core.core import Core
+from coordinator.model.events import (
     Effect,
     Event,
     Foreseen,
@@ -31,17 +31,10 @@ from coordinator.events import (
     ToLauncher,
     ToRank,
 )
-from coordinator.protocol.messages import (
-    Carry,
-    Directive,
-    GatewayHello,
-    GatewayToCore,
-    RankHello,
-    Report,
-    Submit,
-    Target,
-)
-from coordinator.protocol.seat_moves import Move
+from coordinator.protocol.messages.gateway import GatewayHello, GatewayToCore, Submit
+from coordinator.protocol.messages.rank import Directive, RankHello, Report
+from coordinator.protocol.switch_actions import Move
+from coordinator.protocol.terms import Carry, Target
 from tests.simulation.audit import QueueAudit, check_real_plan
 from tests.simulation.book_gateway import BookGateway
 from tests.simulation.checkers import MoveChecker, StageChecker, Violation

@@ -7,8 +7,8 @@ Directives that repeat what a rank was told already are kept out of the answers.
 from collections.abc import Iterable
 
 from comm_pool.layout import Group, Layout, Rank, parse_layout
-from coordinator.core import Core
-from coordinator.events import (
+from coordinator.core.core import Core
+from coordinator.model.events import (
     Effect,
     Event,
     GatewayOpened,
@@ -19,25 +19,20 @@ from coordinator.events import (
     Tick,
     ToRank,
 )
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
+from coordinator.model.settings import CoreSettings
+from coordinator.protocol.messages.gateway import GatewayHello, GatewayToCore
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Directive, LeaseKept, PageReport, RankHello, Report
+from coordinator.protocol.messages.tasks import (
     Adopted,
-    Carry,
-    Directive,
-    GatewayHello,
-    GatewayToCore,
     HeldTask,
-    LeaseKept,
-    PageReport,
-    RankHello,
-    Report,
     TaskEnded,
     TaskProgress,
     TaskReturned,
 )
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Serve
-from coordinator.settings import CoreSettings
+from coordinator.protocol.switch_actions import Leave, Serve
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry
 
 WIDTHS = (1, 2, 4)
 PAGES = 10

@@ -25,7 +25,8 @@ from operator import itemgetter
 from typing import Any
 
 from comm_pool.layout import Rank, format_layout
-from coordinator.events import (
+from coordinator.admin.views import View
+from coordinator.model.events import (
     Effect,
     GatewayClosed,
     Note,
@@ -34,33 +35,25 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
-from coordinator.protocol.messages import (
+from coordinator.model.settings import QueueBounds
+from coordinator.protocol.messages.gateway import (
     Cancel,
-    Carry,
     CellState,
-    Directive,
     Done,
-    Drop,
-    EndCause,
-    GiveBack,
-    HeldTask,
-    Place,
     Resubmit,
-    ReturnCause,
-    Stop,
     Submit,
-    Target,
-    TaskEnded,
     TaskFailed,
-    TaskHeader,
-    TaskId,
-    TaskProgress,
-    TaskReturned,
-    Tier,
     Welcome,
 )
-from coordinator.settings import QueueBounds
-from coordinator.views import View
+from coordinator.protocol.messages.rank import Directive, Drop, GiveBack, Place, Stop
+from coordinator.protocol.messages.tasks import (
+    HeldTask,
+    TaskEnded,
+    TaskHeader,
+    TaskProgress,
+    TaskReturned,
+)
+from coordinator.protocol.terms import Carry, EndCause, ReturnCause, Target, TaskId, Tier
 from tests.transcripts.cell import Cell
 
 TICK_MS = 100

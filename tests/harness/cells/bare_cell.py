@@ -23,8 +23,7 @@ import zmq.asyncio
 
 from coordinator.protocol import wire
 from coordinator.protocol.config import Config, check_config, dump_config
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
+from coordinator.protocol.messages.gateway import (
     Cancel,
     Done,
     GatewayHello,
@@ -32,10 +31,10 @@ from coordinator.protocol.messages import (
     Resubmit,
     Submit,
     TaskFailed,
-    TaskId,
-    Tier,
 )
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.prefixes import prefix_hashes
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.harness.cells.admin import ask, get_json, switch
 from tests.harness.cells.not_started import NotStartedError

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from coordinator.protocol.config import BatchesConfig
-from coordinator.protocol.messages import BatchProgress
+from coordinator.protocol.messages.gateway import BatchProgress
 from gateway.batches import api
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall

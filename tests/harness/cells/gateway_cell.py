@@ -24,20 +24,19 @@ import zmq
 
 from comm_pool.layout import Rank
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellState,
     Done,
     GatewayDown,
     GatewayHello,
     GatewayUp,
-    Message,
     Submit,
-    TaskId,
-    TokenBatch,
-    TokenSpan,
     Welcome,
 )
+from coordinator.protocol.messages.message import Message
+from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
+from coordinator.protocol.terms import TaskId
 from tests.harness.cells.warm import start_module
 
 Result = TypeVar("Result")

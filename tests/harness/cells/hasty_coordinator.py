@@ -7,8 +7,8 @@ had no room, out for 5 s. Everything else is the product's.
 import functools
 import runpy
 
-from coordinator import settings
-from coordinator.health import HealthSettings
+from coordinator.model import settings
+from coordinator.ranks.outliers import HealthSettings
 
 SETTLED_MS = 300
 OUT_MS = 1_500

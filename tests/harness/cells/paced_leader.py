@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.protocol.messages import Cancel, Submit, TaskId, TokenSpan
+from coordinator.protocol.messages.gateway import Cancel, Submit
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.terms import TaskId
 from tests.harness.cells.gateway_cell import FakeCell, Ran
 
 TAKEN_WITHIN_S = 60.0

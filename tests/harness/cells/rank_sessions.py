@@ -12,16 +12,11 @@ import grpc
 
 from comm_pool.layout import Mode, Rank
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    Directive,
-    PageReport,
-    RankHello,
-    Report,
-    WidthTimes,
-)
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Directive, PageReport, RankHello, Report
+from coordinator.protocol.messages.steps import WidthTimes
+from coordinator.protocol.switch_actions import Leave
+from coordinator.protocol.switch_participant import Seat
 
 PAGES = 64
 AIO: Any = grpc.aio

@@ -23,7 +23,8 @@ from typing import Any
 from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.mixed import read_mixed
 from coordinator.protocol.config import Config, check_config
-from coordinator.protocol.messages import Binding, Place, Tier
+from coordinator.protocol.messages.rank import Place
+from coordinator.protocol.terms import Binding, Tier
 from tests.harness.cells.bare_cell import Stream, search_path, take
 from tests.harness.cells.servers import free_port
 from tests.harness.cells.warm import run_module

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.protocol.measures import OWN, Family, Measure, Measures
+from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures
 from tests.harness.cells.gateway_cell import SEEN_S, FakeCell
 
 

@@ -3,31 +3,27 @@
 from collections.abc import Sequence
 
 from comm_pool.layout import Layout, Mode, Rank, parse_layout
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
-    Adopted,
-    Binding,
-    Carry,
+from coordinator.protocol.messages.gateway import Submit
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import (
     Directive,
     Grant,
-    HeldTask,
     LeaseKept,
     LinkCut,
     PageReport,
-    Phase,
     RankHello,
     Report,
-    Stage,
-    Submit,
-    Target,
+)
+from coordinator.protocol.messages.steps import WidthTimes
+from coordinator.protocol.messages.tasks import (
+    Adopted,
+    HeldTask,
     TaskEnded,
     TaskHeader,
-    TaskId,
     TaskProgress,
     TaskReturned,
-    Tier,
-    WidthTimes,
 )
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target, TaskId, Tier
 
 WIDTHS = (1, 2, 4)
 LEASE_MS = 1_000

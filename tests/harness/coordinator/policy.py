@@ -8,7 +8,7 @@ from coordinator.policy.decide import State, Verdict, decide
 from coordinator.policy.log import costs_seen, encode
 from coordinator.policy.observation import Observation, TierSeen
 from coordinator.policy.settings import PolicySettings
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from tests.simulation.policy_shapes import LLAMA_70B_FP8
 
 MODES = {1: Mode.DP, 2: Mode.TP, 4: Mode.TP}

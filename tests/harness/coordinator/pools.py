@@ -3,20 +3,14 @@
 from collections.abc import Sequence
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import Effect, ToGateway, ToRank
-from coordinator.placement import OpenGroup
-from coordinator.protocol.messages import (
-    Binding,
-    EndCause,
-    Message,
-    ReturnCause,
-    TaskEnded,
-    TaskId,
-    TaskReturned,
-)
-from coordinator.settings import PoolLimits, QueueBounds
-from coordinator.task_pool import TaskPool
-from coordinator.tasks import State
+from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.model.settings import PoolLimits, QueueBounds
+from coordinator.protocol.messages.message import Message
+from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
+from coordinator.protocol.terms import Binding, EndCause, ReturnCause, TaskId
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.task import State
+from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator.builders import submit
 
 ZERO, TWO = Rank(0), Rank(2)

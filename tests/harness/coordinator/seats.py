@@ -1,9 +1,10 @@
 """A rank's seat in the states that tests start from, and what it does about a directive."""
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage, Target
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Resolve
+from coordinator.protocol.messages.rank import Directive, Grant
+from coordinator.protocol.switch_actions import Resolve
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase, Stage, Target
 from tests.harness.coordinator.builders import directive, target
 
 PARK, MOVE, SWAP, SERVE = Phase

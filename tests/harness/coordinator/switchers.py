@@ -1,11 +1,11 @@
 """Switchers and cells in the states that their tests start from."""
 
 from comm_pool.layout import Rank
-from coordinator.health import HealthSettings
-from coordinator.protocol.messages import Carry, Phase, Stage
-from coordinator.roster import Roster
-from coordinator.settings import SwitchSettings
-from coordinator.switcher import Switcher
+from coordinator.model.settings import SwitchSettings
+from coordinator.protocol.terms import Carry, Phase, Stage
+from coordinator.ranks.outliers import HealthSettings
+from coordinator.ranks.roster import Roster
+from coordinator.switching.switcher import Switcher
 from tests.harness.coordinator.builders import hello, layout, report
 from tests.transcripts.cell import Cell
 

@@ -4,7 +4,8 @@ import time
 from typing import Any
 
 from coordinator.protocol import wire
-from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 
 
 def engine_request(name: str, prompt: list[int], sampling: Any) -> Any:

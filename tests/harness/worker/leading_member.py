@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding
+from coordinator.protocol.terms import Binding
 from kvadaptor.pages import PagePool
 from worker.member import Member
 

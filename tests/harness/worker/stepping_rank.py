@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding, TaskEnded
+from coordinator.protocol.messages.tasks import TaskEnded
+from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
 from worker.book import LedTask, TaskBook
 from worker.step_queue import Step

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.protocol.messages import Carry
-from coordinator.records import SwitchRecord
-from coordinator.views import switch_view
+from coordinator.admin.views import switch_view
+from coordinator.model.records import SwitchRecord
+from coordinator.protocol.terms import Carry
 from loadgen import runner
 from loadgen.cli import main
 from tests.harness.loadgen.loadgen_server import PAUSE_S, FakeServer

@@ -10,22 +10,22 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import coordinator.admin
 from comm_pool.layout import parse_layout
-from coordinator.admin import AdminContext, build_admin
-from coordinator.admin_guard import BODY_BYTES_MAX
-from coordinator.admin_key import AdminKeyError, require_key
-from coordinator.admin_port import build_metrics
-from coordinator.core import Core
-from coordinator.history import History
-from coordinator.outbox import Outbox
-from coordinator.owner import CoreOwner, monotonic_ms
+from coordinator.admin import app
+from coordinator.admin.access import BODY_BYTES_MAX
+from coordinator.admin.app import AdminContext, build_admin
+from coordinator.admin.key import AdminKeyError, require_key
+from coordinator.admin.port import build_metrics
+from coordinator.core.core import Core
+from coordinator.model.settings import CoreSettings
 from coordinator.process import watch
 from coordinator.protocol.config import check_config
-from coordinator.protocol.launch_words import RenewRanks
-from coordinator.protocol.messages import Carry
-from coordinator.server import CellServer
-from coordinator.settings import CoreSettings
+from coordinator.protocol.messages.launcher import RenewRanks
+from coordinator.protocol.terms import Carry
+from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.outbox import Outbox
+from coordinator.server.server import CellServer
+from coordinator.telemetry.history import History
 from tests.harness.cells.rank_sessions import RankSessions
 
 TOKEN = "a-shared-secret-of-the-test"
@@ -141,7 +141,7 @@ async def test_without_wait_the_answer_comes_before_the_switch(cell: Cell) -> No
 
 
 async def test_waiting_has_an_end(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator.admin, "WAIT_LIMIT_S", 0.1)
+    monkeypatch.setattr(app, "WAIT_LIMIT_S", 0.1)
     async with cell.ranks:
         await cell.serving()
         cell.ranks.obeys = False

@@ -7,10 +7,10 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from coordinator.admin_guard import AdminGuard
-from coordinator.history import AWAY, SAMPLES_MAX, STARTING, History
-from coordinator.page import page
-from coordinator.protocol.measures import ITL, SLO_GOOD, SLO_TOTAL, TOKENS, TTFT, Tally
+from coordinator.admin.access import AdminGuard
+from coordinator.admin.page import page
+from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TOKENS, TTFT, Tally
+from coordinator.telemetry.history import AWAY, SAMPLES_MAX, STARTING, History
 
 HOME = "http://127.0.0.1:8001"
 KEY = "an-admin-key-of-the-test"

@@ -6,8 +6,9 @@ from typing import Any, cast
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.answers import Answers
-from coordinator.protocol.messages import Directive, Phase
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.terms import Phase
+from coordinator.switching.directive_sender import Answers
 from tests.harness.coordinator.builders import directive, target
 
 INTERVAL_MS = 100

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.exposition import use_metrics
+from coordinator.admin.views import decision_view
 from coordinator.policy.decide import Verdict
 from coordinator.policy.explain import recorded
-from coordinator.protocol.messages import Carry, Tier
-from coordinator.views import decision_view
+from coordinator.protocol.terms import Carry, Tier
+from coordinator.telemetry.exposition import use_metrics
 from tests.harness.coordinator.policy import observation, tier, verdict
 
 

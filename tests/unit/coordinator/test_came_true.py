@@ -2,10 +2,10 @@
 
 import pytest
 
-from coordinator.came_true import CameTrue
-from coordinator.events import Foreseen
-from coordinator.policy.foresight import Expected
-from coordinator.protocol.measures import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Family, Tally
+from coordinator.model.events import Foreseen
+from coordinator.policy.forecast import Expected
+from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Family, Tally
+from coordinator.telemetry.prediction_tracker import CameTrue
 
 HORIZON_MS = 1_000
 

@@ -6,24 +6,16 @@ from typing import Any
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.cell_spans import CellSpans
-from coordinator.events import GatewaySaid, SwitchRecorded, Tick, ToGateway, ToRank
+from coordinator.model.events import GatewaySaid, SwitchRecorded, Tick, ToGateway, ToRank
+from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.protocol.config import TracingConfig
-from coordinator.protocol.messages import (
-    Binding,
-    Cancel,
-    Carry,
-    Done,
-    Place,
-    Resubmit,
-    Submit,
-    TaskFailed,
-    TaskHeader,
-    TaskId,
-)
+from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.rank import Place
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, Carry, TaskId
 from coordinator.protocol.tracing import Tracing, start_tracing
-from coordinator.records import Outcome, SwitchRecord
-from coordinator.watching import SETTLE_MS
+from coordinator.server.spans import CellSpans
+from coordinator.telemetry.core_metrics import SETTLE_MS
 from tests.harness.cells.collector import Collector, collector
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from coordinator.events import Tick, ToGateway
-from coordinator.protocol.messages import GatewayToCore, PrefixesHeld
+from coordinator.model.events import Tick, ToGateway
+from coordinator.protocol.messages.gateway import GatewayToCore, PrefixesHeld
 from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from tests.harness.coordinator.builders import submit
 from tests.transcripts.cell import Cell

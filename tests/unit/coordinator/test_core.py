@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.core import Core
-from coordinator.events import (
+from coordinator.core.core import Core
+from coordinator.model.events import (
     GatewayClosed,
     GatewaySaid,
     Level,
@@ -20,24 +20,20 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
-from coordinator.health import LATE_OUT_MS
+from coordinator.model.records import Outcome
+from coordinator.model.settings import CoreSettings, QueueBounds, core_settings
 from coordinator.protocol.config import CellConfig, Config, CoordinatorConfig, ModelConfig
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     Cancel,
-    Carry,
     CellState,
-    Directive,
     GatewayHello,
-    Phase,
-    Report,
     Resubmit,
-    Stage,
     StreamGap,
-    SwitchTimes,
     TaskFailed,
 )
-from coordinator.records import Outcome
-from coordinator.settings import CoreSettings, QueueBounds, core_settings
+from coordinator.protocol.messages.rank import Directive, Report, SwitchTimes
+from coordinator.protocol.terms import Carry, Phase, Stage
+from coordinator.ranks.outliers import LATE_OUT_MS
 from tests.harness.coordinator.builders import hello, layout, report, submit
 from tests.transcripts.cell import Cell
 

@@ -3,21 +3,14 @@
 from collections.abc import Sequence
 
 from comm_pool.layout import Rank
-from coordinator.cut_links import take_up_cut
-from coordinator.events import Note
-from coordinator.protocol.messages import (
-    Drop,
-    LinkCut,
-    Phase,
-    Place,
-    Report,
-    Resubmit,
-    Stage,
-    TaskId,
-)
-from coordinator.roster import Roster
-from coordinator.task_pool import TaskPool
-from coordinator.tasks import LOSSES_MAX, State
+from coordinator.model.events import Note
+from coordinator.protocol.messages.gateway import Resubmit
+from coordinator.protocol.messages.rank import Drop, LinkCut, Place, Report
+from coordinator.protocol.terms import Phase, Stage, TaskId
+from coordinator.ranks.roster import Roster
+from coordinator.tasks.cut_links import take_up_cut
+from coordinator.tasks.task import LOSSES_MAX, State
+from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator import builders
 from tests.harness.coordinator.builders import hello, submit
 from tests.harness.coordinator.pools import TWO, ZERO, A, B, ended, group, messages, pool, state

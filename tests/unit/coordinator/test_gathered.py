@@ -1,7 +1,15 @@
 """What gateways measured, added up over gateways, sessions and coordinators."""
 
-from coordinator.gathered import SERIES_MAX, Gathered
-from coordinator.protocol.measures import REQUESTS, TTFT, Family, Measures, Series, Tally, quantile
+from coordinator.protocol.metrics_wire import (
+    REQUESTS,
+    TTFT,
+    Family,
+    Measures,
+    Series,
+    Tally,
+    quantile,
+)
+from coordinator.telemetry.metrics_aggregator import SERIES_MAX, Gathered
 
 
 def told(tally: Tally) -> Measures:

@@ -6,12 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank, parse_layout
-from coordinator import exposition
-from coordinator.events import Note, PutBack, RankSaid
-from coordinator.guard import Guard
+from coordinator.model.events import Note, PutBack, RankSaid
 from coordinator.policy.knowledge import Knowledge
 from coordinator.policy.step_line import StepLine
-from coordinator.protocol.messages import Probed
+from coordinator.protocol.messages.rank import Probed
+from coordinator.ranks.mode_quarantine import Guard
+from coordinator.telemetry import exposition
 from tests.harness.coordinator.builders import width_times
 from tests.harness.coordinator.switchers import serving_cell
 from tests.transcripts.cell import Cell
@@ -175,7 +175,7 @@ def test_the_last_rank_serves_on_and_another_returns_if_it_ends() -> None:
 
 
 def _exited(rank: int) -> Any:
-    from coordinator.events import RankExited
+    from coordinator.model.events import RankExited
 
     return RankExited(Rank(rank))
 

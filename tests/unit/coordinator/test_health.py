@@ -6,7 +6,11 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Mode, Rank
-from coordinator.health import (
+from coordinator.policy.step_line import sums_of
+from coordinator.protocol.messages.rank import Report
+from coordinator.protocol.messages.steps import ServedSteps, StepSums
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage
+from coordinator.ranks.outliers import (
     BRIEF_OUT_MS,
     FORGIVEN_AFTER_MS,
     LATE_OUT_MS,
@@ -20,17 +24,7 @@ from coordinator.health import (
     paces_of,
     slow_ranks,
 )
-from coordinator.policy.step_line import sums_of
-from coordinator.protocol.messages import (
-    Binding,
-    Carry,
-    Phase,
-    Report,
-    ServedSteps,
-    Stage,
-    StepSums,
-)
-from coordinator.switcher import Switcher
+from coordinator.switching.switcher import Switcher
 from tests.harness.coordinator.builders import layout, report, target
 from tests.harness.coordinator.switchers import Ranks, settings
 

@@ -1,8 +1,9 @@
 """Which of a leader's words about its lease are passed on."""
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.kept import KeptLeases
-from coordinator.protocol.messages import Binding, LeaseKept
+from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.terms import Binding
+from coordinator.switching.retained_leases import KeptLeases
 
 ZERO, ONE = Rank(0), Rank(1)
 PAIR = (ZERO, ONE)

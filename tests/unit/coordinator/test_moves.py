@@ -3,8 +3,9 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.events import RankExited
-from coordinator.protocol.messages import Adopted, Carry, Phase, Stage, TaskId
+from coordinator.model.events import RankExited
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
 from tests.harness.coordinator.builders import hello, layout, target
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell

@@ -1,9 +1,9 @@
 """Which groups are open to tasks, and the longest context that any of them could hold."""
 
 from comm_pool.layout import Rank
-from coordinator.placement import Loads, max_context_tokens
-from coordinator.protocol.messages import Phase, TaskId
-from coordinator.roster import Roster
+from coordinator.protocol.terms import Phase, TaskId
+from coordinator.ranks.roster import Roster
+from coordinator.tasks.placement import Loads, max_context_tokens
 from tests.harness.coordinator.builders import hello, submit
 from tests.transcripts.cell import Cell
 

@@ -22,7 +22,7 @@ from coordinator.policy.log import decode as read_line
 from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen, TierSeen
 from coordinator.policy.replay import ReplayError, replay, summary
 from coordinator.policy.settings import PolicySettings, TierGoal
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from tests.harness.coordinator.policy import (
     MODES,
     SETTINGS,

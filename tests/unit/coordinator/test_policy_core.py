@@ -3,9 +3,9 @@
 from typing import Any
 
 from comm_pool.layout import Rank
-from coordinator.events import Foreseen, Observed, SwitchWanted, Tick, ToLauncher
+from coordinator.model.events import Foreseen, Observed, SwitchWanted, Tick, ToLauncher
 from coordinator.policy.settings import PolicyStart
-from coordinator.protocol.messages import Carry
+from coordinator.protocol.terms import Carry
 from tests.harness.coordinator.policy_cells import SETTINGS, TIMES, decisions, serving, wait
 from tests.transcripts.cell import Cell
 

@@ -8,7 +8,7 @@ from comm_pool.layout import Mode
 from coordinator.policy.cost_model import StepFits
 from coordinator.policy.step_file import parse_step_times
 from coordinator.policy.step_line import StepLine, fit, plus, sums_of
-from coordinator.protocol.messages import ServedSteps, StepSums, WidthTimes
+from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 LINE = StepLine(0.0215, 0.000109, 8.2e-8)
 

@@ -1,12 +1,13 @@
 """Tasks go to the group that has read the beginning of their prompt, unless it is much busier."""
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import ToRank
-from coordinator.placement import KNOWN_TOKEN_WORTH, OpenGroup
-from coordinator.prefix_homes import PrefixHomes
-from coordinator.protocol.messages import Adopted, Binding, TaskId
+from coordinator.model.events import ToRank
+from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.prefixes import BLOCK_TOKENS
-from coordinator.task_pool import TaskPool
+from coordinator.protocol.terms import Binding, TaskId
+from coordinator.tasks.placement import KNOWN_TOKEN_WORTH, OpenGroup
+from coordinator.tasks.prefix_affinity import PrefixHomes
+from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator.builders import submit
 from tests.harness.coordinator.pools import LIMITS, ended
 

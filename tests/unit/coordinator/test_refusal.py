@@ -3,9 +3,9 @@
 import pytest
 
 from comm_pool.layout import Layout, Rank, parse_layout
-from coordinator.protocol.messages import Phase, Stage
-from coordinator.refusal import refuse
-from coordinator.roster import Roster
+from coordinator.protocol.terms import Phase, Stage
+from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.roster import Roster
 from tests.harness.coordinator.builders import hello, report
 
 EVERYONE = tuple(map(Rank, range(4)))

@@ -7,9 +7,12 @@ import pytest
 from msgspec.structs import replace
 
 from comm_pool.layout import Rank
-from coordinator.events import Effect, RankExited, RenewalWanted, ToLauncher
-from coordinator.protocol.messages import Cancel, HeldTask, RankHello, TaskId
-from coordinator.restoring import RENEWALS_APART_MS
+from coordinator.model.events import Effect, RankExited, RenewalWanted, ToLauncher
+from coordinator.protocol.messages.gateway import Cancel
+from coordinator.protocol.messages.rank import RankHello
+from coordinator.protocol.messages.tasks import HeldTask
+from coordinator.protocol.terms import TaskId
+from coordinator.switching.layout_restorer import RENEWALS_APART_MS
 from tests.harness.coordinator.builders import submit
 from tests.transcripts.cell import WIDTHS, Cell, ObedientRank
 

@@ -1,8 +1,8 @@
 """What counts as news of a rank."""
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Phase, Stage
-from coordinator.roster import Arrival, Roster
+from coordinator.protocol.terms import Phase, Stage
+from coordinator.ranks.roster import Arrival, Roster
 from tests.harness.coordinator.builders import hello, report
 
 ONE = Rank(1)

@@ -3,9 +3,10 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Grant, LeaseKept, Stage, Target
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Ack, Join, Leave, Park, Serve
+from coordinator.protocol.messages.rank import Grant, LeaseKept
+from coordinator.protocol.switch_actions import Ack, Join, Leave, Park, Serve
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Stage, Target
 from tests.harness.coordinator.builders import LEASE_MS, directive, target
 from tests.harness.coordinator.seats import PAIR, PARK, SERVE, SWAP, make_moves, obey, serving
 

@@ -3,9 +3,10 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Directive, Grant, Phase, Stage
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave
+from coordinator.protocol.messages.rank import Directive, Grant
+from coordinator.protocol.switch_actions import Leave
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase, Stage
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.coordinator.seats import (
     ALONE,

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.admin import batches_view
-from coordinator.events import (
+from coordinator.admin.app import batches_view
+from coordinator.model.events import (
     Effect,
     Event,
     GatewayClosed,
@@ -25,26 +25,21 @@ from coordinator.events import (
     ToGateway,
     ToRank,
 )
-from coordinator.outbox import Closing, Outbox
-from coordinator.owner import CoreOwner, monotonic_ms
 from coordinator.protocol import wire
-from coordinator.protocol.launch_words import RanksEnded
-from coordinator.protocol.messages import (
-    PROTOCOL_VERSION,
+from coordinator.protocol.messages.gateway import (
     BatchesRun,
     BatchProgress,
     Cancel,
-    Drop,
     GatewayHello,
-    PageReport,
-    Phase,
-    RankHello,
-    Report,
-    Stage,
-    TaskId,
     Welcome,
 )
-from coordinator.server import CellServer, ListenError
+from coordinator.protocol.messages.launcher import RanksEnded
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Drop, PageReport, RankHello, Report
+from coordinator.protocol.terms import Phase, Stage, TaskId
+from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.outbox import Closing, Outbox
+from coordinator.server.server import CellServer, ListenError
 
 TOKEN = "a-shared-secret-of-the-test"
 PAGES = PageReport(total=8, free=8, owned=0, leased=0)

@@ -2,11 +2,12 @@
 
 import pytest
 
-from coordinator.events import ToGateway
-from coordinator.protocol.messages import TaskFailed, TaskId, Tier
-from coordinator.settings import PoolLimits, QueueBounds, TierBounds
-from coordinator.shedding import RETRY_AFTER_MAX_S, RETRY_AFTER_STALLED_S
-from coordinator.task_pool import TaskPool
+from coordinator.model.events import ToGateway
+from coordinator.model.settings import PoolLimits, QueueBounds, TierBounds
+from coordinator.protocol.messages.gateway import TaskFailed
+from coordinator.protocol.terms import TaskId, Tier
+from coordinator.tasks.shedding import RETRY_AFTER_MAX_S, RETRY_AFTER_STALLED_S
+from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator.builders import submit
 from tests.harness.coordinator.pools import group
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
+from coordinator.admin.views import step_times_view
 from coordinator.cli.operate import step_times_text
-from coordinator.roster import Roster
-from coordinator.views import step_times_view
+from coordinator.ranks.roster import Roster
 from tests.harness.coordinator.builders import hello
 
 SHAPE = Mixed(2, 2)

@@ -1,8 +1,8 @@
 """Old tasks that a switch waits for."""
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import TaskId
-from coordinator.stragglers import Stragglers
+from coordinator.protocol.terms import TaskId
+from coordinator.switching.stragglers import Stragglers
 
 TASKS = {Rank(0): [TaskId("a"), TaskId("b")], Rank(1): [], Rank(2): [TaskId("c")]}
 

@@ -4,20 +4,15 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Mode, Rank
-from coordinator.health import WINDOW_MS, WINDOWS
-from coordinator.moves import Moves
 from coordinator.policy.step_line import sums_of
-from coordinator.protocol.messages import (
-    Adopted,
-    Carry,
-    LeaseKept,
-    Phase,
-    ServedSteps,
-    Stage,
-    TaskId,
-)
-from coordinator.protocol.seat import Seat
-from coordinator.roster import Arrival
+from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.messages.steps import ServedSteps
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
+from coordinator.ranks.outliers import WINDOW_MS, WINDOWS
+from coordinator.ranks.roster import Arrival
+from coordinator.switching.move_commits import Moves
 from tests.harness.coordinator.builders import directive, hello, layout, report, target
 from tests.harness.coordinator.seats import PAIR, moved, resolved, serving
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell

@@ -3,9 +3,10 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, LeaseKept, Phase, Stage
-from coordinator.records import Outcome
-from coordinator.roster import Arrival
+from coordinator.model.records import Outcome
+from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.terms import Carry, Phase, Stage
+from coordinator.ranks.roster import Arrival
 from tests.harness.coordinator.builders import hello, layout, report, target
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell, settings
 from tests.transcripts.cell import Cell

@@ -3,9 +3,11 @@
 import msgspec
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import ToGateway, ToRank
-from coordinator.protocol.messages import Adopted, Drop, HeldTask, Place, Resubmit, TaskFailed
-from coordinator.tasks import ATTEMPTS_APART, LOSSES_MAX, State
+from coordinator.model.events import ToGateway, ToRank
+from coordinator.protocol.messages.gateway import Resubmit, TaskFailed
+from coordinator.protocol.messages.rank import Drop, Place
+from coordinator.protocol.messages.tasks import Adopted, HeldTask
+from coordinator.tasks.task import ATTEMPTS_APART, LOSSES_MAX, State
 from tests.harness.coordinator.builders import header, hello, submit
 from tests.harness.coordinator.pools import (
     TWO,

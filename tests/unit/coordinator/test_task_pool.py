@@ -3,23 +3,13 @@
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import ToRank
-from coordinator.placement import OpenGroup
-from coordinator.protocol.messages import (
-    Adopted,
-    Binding,
-    Carry,
-    Drop,
-    EndCause,
-    GiveBack,
-    Place,
-    Resubmit,
-    ReturnCause,
-    TaskFailed,
-    TaskProgress,
-    Tier,
-)
-from coordinator.tasks import ATTEMPTS_APART, FAILURES, State
+from coordinator.model.events import ToRank
+from coordinator.protocol.messages.gateway import Resubmit, TaskFailed
+from coordinator.protocol.messages.rank import Drop, GiveBack, Place
+from coordinator.protocol.messages.tasks import Adopted, TaskProgress
+from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, Tier
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.task import ATTEMPTS_APART, FAILURES, State
 from tests.harness.coordinator.builders import header, submit
 from tests.harness.coordinator.pools import (
     TWO,

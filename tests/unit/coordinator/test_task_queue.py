@@ -6,9 +6,9 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.messages import TaskId, Tier
-from coordinator.task_queue import LINES_KEPT_MAX, PLACEMENTS_PER_PROMOTION, TaskQueue
-from coordinator.tasks import State, Task
+from coordinator.protocol.terms import TaskId, Tier
+from coordinator.tasks.task import State, Task
+from coordinator.tasks.task_queue import LINES_KEPT_MAX, PLACEMENTS_PER_PROMOTION, TaskQueue
 from tests.harness.coordinator.builders import header
 
 AGEING_MS = 100

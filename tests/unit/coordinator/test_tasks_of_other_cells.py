@@ -2,14 +2,9 @@
 
 import msgspec
 
-from coordinator.protocol.messages import (
-    ATTEMPTS_PER_CELL,
-    Drop,
-    Place,
-    Resubmit,
-    Withdrawn,
-)
-from coordinator.tasks import State
+from coordinator.protocol.messages.gateway import ATTEMPTS_PER_CELL, Resubmit, Withdrawn
+from coordinator.protocol.messages.rank import Drop, Place
+from coordinator.tasks.task import State
 from tests.harness.coordinator.builders import submit
 from tests.harness.coordinator.pools import A, B, group, messages, placed, pool, state
 

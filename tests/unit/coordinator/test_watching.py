@@ -3,29 +3,15 @@
 from dataclasses import replace
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.events import Effect, GatewaySaid, RankSaid, ToGateway, ToRank
-from coordinator.protocol.measures import Growing, Measure
-from coordinator.protocol.messages import (
-    Binding,
-    Cancel,
-    Carry,
-    PageReport,
-    Phase,
-    Place,
-    Report,
-    Resubmit,
-    ReturnCause,
-    Stage,
-    Submit,
-    TaskFailed,
-    TaskHeader,
-    TaskId,
-    TaskReturned,
-    Tier,
-)
-from coordinator.records import Outcome, SwitchRecord
-from coordinator.views import switch_view
-from coordinator.watching import (
+from coordinator.admin.views import switch_view
+from coordinator.model.events import Effect, GatewaySaid, RankSaid, ToGateway, ToRank
+from coordinator.model.records import Outcome, SwitchRecord
+from coordinator.protocol.messages.gateway import Cancel, Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.rank import PageReport, Place, Report
+from coordinator.protocol.messages.tasks import TaskHeader, TaskReturned
+from coordinator.protocol.metrics_wire import Growing, Measure
+from coordinator.protocol.terms import Binding, Carry, Phase, ReturnCause, Stage, TaskId, Tier
+from coordinator.telemetry.core_metrics import (
     FAILURES,
     LAYOUT_PAIRS_MAX,
     QUEUE_WAIT,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from gateway import admission
 from gateway.admission import (
     REFUSAL_HOLDS_S,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
-from coordinator.protocol.measures import CLIENT_RETRIES, TIER_CLAMPED
+from coordinator.protocol.metrics_wire import CLIENT_RETRIES, TIER_CLAMPED
 from gateway import intake
 from gateway.batches.line_call import LineCall
 from gateway.edge import Edge, EdgeLimits

@@ -3,7 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from coordinator.protocol.measures import (
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.metrics_wire import (
     DISCONNECTS,
     DURATION,
     ITL,
@@ -16,8 +17,8 @@ from coordinator.protocol.measures import (
     TTFT,
     Measure,
 )
-from coordinator.protocol.messages import TaskHeader, TaskId, Tier
 from coordinator.protocol.policy_config import SloTarget
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.engine_measures import engine_families
 from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
 from gateway.tasks import Task

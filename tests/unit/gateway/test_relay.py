@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from comm_pool.layout import Rank
 from coordinator.protocol import wire
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellState,
     Done,
@@ -27,11 +27,9 @@ from coordinator.protocol.messages import (
     StreamGap,
     Submit,
     TaskFailed,
-    TaskId,
-    Tier,
-    TokenBatch,
-    TokenSpan,
 )
+from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
+from coordinator.protocol.terms import TaskId, Tier
 from gateway import relay as relay_module
 from gateway import token_stream
 from gateway.errors import RequestState, api_error, current_request

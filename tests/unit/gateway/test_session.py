@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from coordinator.protocol.messages import (
+from coordinator.protocol.messages.gateway import (
     Cancel,
     CellState,
     GatewayDown,
     GatewayHello,
     GatewayUp,
     TaskFailed,
-    TaskId,
 )
+from coordinator.protocol.terms import TaskId
 from gateway import session as session_module
 from gateway.session import CoordinatorSession
 from tests.harness.cells.gateway_cell import SERVING, TOKEN, FakeCell

@@ -7,7 +7,8 @@ import pytest
 from starlette.responses import JSONResponse
 
 from coordinator.protocol.config import TracingConfig
-from coordinator.protocol.messages import TaskHeader, TaskId, Tier
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import start_tracing
 from gateway.batches.line_call import LineCall

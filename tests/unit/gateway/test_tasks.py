@@ -3,14 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from coordinator.protocol.messages import (
-    Cancel,
-    Done,
-    Submit,
-    TaskHeader,
-    TaskId,
-    TokenSpan,
-)
+from coordinator.protocol.messages.gateway import Cancel, Done, Submit
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
 from gateway import tasks
 from gateway.errors import ApiError, RequestState
 from gateway.tasks import ONE_CELL, GapMeter, Task, TaskBook, family

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.gathered import Gathered
-from coordinator.protocol.measures import (
+from coordinator.protocol.metrics_wire import (
     REQUESTS,
     TOKENS,
     TTFT,
@@ -16,7 +15,8 @@ from coordinator.protocol.measures import (
     Series,
     Tally,
 )
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
+from coordinator.telemetry.metrics_aggregator import Gathered
 from gateway.cells.placement import preferred
 from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster
 from gateway.measuring import RequestMeter

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from coordinator.protocol.messages import Tier
+from coordinator.protocol.terms import Tier
 from gateway.errors import ApiError
 from gateway.tiers import (
     PRIORITY_OF_TIER,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from coordinator.protocol.messages import TaskId, TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.terms import TaskId
 from gateway.token_stream import HELD_SPANS_MAX, TokenStream, Trim, Verdict
 
 

@@ -1,7 +1,9 @@
 """The tasks that a rank leads, and how their tokens are counted."""
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import TaskHeader, TaskId, Tier, TokenSpan
+from coordinator.protocol.messages.rank import TokenSpan
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from worker.book import LedTask, TaskBook
 
 A = TaskId("a")

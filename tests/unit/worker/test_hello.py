@@ -8,8 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Drop, RankHello, TaskHeader, TaskId, Tier
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.messages.rank import Drop, RankHello
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import TaskId, Tier
 from kvadaptor.pages import PagePool
 from worker.book import LedTask, TaskBook
 from worker.hello import hello_of

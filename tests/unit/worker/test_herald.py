@@ -10,7 +10,7 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.protocol import wire
-from coordinator.protocol.launch_words import RanksEnded, RenewRanks
+from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
 from worker.herald import HeraldPipe, Told, _Herald
 
 TOKEN = "a-token"

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding, Carry, Directive, Phase, Stage, Target
-from coordinator.protocol.seat_moves import Leave, Park
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_actions import Leave, Park
+from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target
 from worker.leaving import STEPS_MAX, Leaving, is_worth_a_step
 
 MS = 1_000_000

@@ -7,9 +7,10 @@ import pytest
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Grant, Phase, ReturnCause
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Join, Leave
+from coordinator.protocol.messages.rank import Grant
+from coordinator.protocol.switch_actions import Join, Leave
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase, ReturnCause
 from tests.harness.coordinator.builders import directive, target
 from worker.lost_group import LostGroup
 from worker.no_room import NoRoomError

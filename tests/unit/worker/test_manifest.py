@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding, Target, TaskHeader, TaskId, Tier
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
 from worker.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
 from worker.vllm_handover import CachedChain, RunningState

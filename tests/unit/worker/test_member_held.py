@@ -9,7 +9,8 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP
-from coordinator.protocol.messages import Directive, Phase
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.terms import Phase
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.move_rounds import OvertakenError

@@ -8,9 +8,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding, Carry, Directive, LeaseKept, Phase
-from coordinator.protocol.seat import Seat
-from coordinator.protocol.seat_moves import Leave, Resolve
+from coordinator.protocol.messages.rank import Directive, LeaseKept
+from coordinator.protocol.switch_actions import Leave, Resolve
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding, Carry, Phase
 from kvadaptor.pages import PagePool
 from tests.harness.coordinator.builders import directive, target
 from worker.lease_members import LeaseNews

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Directive, Phase, Target
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
 from worker import move_planning
 from worker.move_planning import MovePlanning

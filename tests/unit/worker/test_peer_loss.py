@@ -1,8 +1,9 @@
 """When a rank's main loop counts as stuck."""
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Phase, Stop, Target
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.messages.rank import Stop
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
 from worker.peer_loss import PeerLoss
 

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages import Binding
+from coordinator.protocol.terms import Binding
 from worker.probing import Probing
 
 RANKS = (Rank(0), Rank(1))

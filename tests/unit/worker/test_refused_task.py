@@ -14,7 +14,9 @@ pytest.importorskip("vllm")
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.config import TOKEN_ENV
 from coordinator.protocol.logs import set_up_logging
-from coordinator.protocol.messages import Binding, EndCause, Place, TaskEnded
+from coordinator.protocol.messages.rank import Place
+from coordinator.protocol.messages.tasks import TaskEnded
+from coordinator.protocol.terms import Binding, EndCause
 from tests.harness.coordinator.builders import header
 from worker import __main__ as command
 from worker import launcher

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import TaskId
+from coordinator.protocol.terms import TaskId
 from tests.harness.worker.stepping_rank import DP, TP, Stage, follow
 
 

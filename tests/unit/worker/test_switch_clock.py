@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.protocol.messages import SwitchTimes
+from coordinator.protocol.messages.rank import SwitchTimes
 from worker import switch_clock
 from worker.switch_clock import RECENT_STEP_NS, SwitchClock
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from structlog.testing import capture_logs
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages import Carry, Phase
-from coordinator.protocol.seat import Seat
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Carry, Phase
 from tests.harness.coordinator.builders import directive, target
 from worker.peer_loss import GRACE_S, PeerLoss
 from worker.watchdog import POLL_S, Progress, call_out

@@ -2,13 +2,14 @@
 
 import msgspec
 
-from coordinator.protocol.messages import CellLoad, CellState, PrefixesHeld, TaskId, Tier
+from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesHeld
 from coordinator.protocol.prefixes import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
     SeenPrefixes,
     prefix_hashes,
 )
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.cells.placement import Needs
 from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster, MoveReason
 

@@ -7,15 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.protocol.messages import (
-    CellLoad,
-    CellState,
-    Submit,
-    TaskHeader,
-    TaskId,
-    Tier,
-    Withdraw,
-)
+from coordinator.protocol.messages.gateway import CellLoad, CellState, Submit, Withdraw
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId, Tier
 from gateway.cells.roster import CellRoster, MoveReason
 from gateway.cells.spread import Spread
 from gateway.tasks import TaskBook

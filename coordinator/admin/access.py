@@ -1,0 +1,91 @@
+"""Who may use the admin port: checked before a request reaches the API.
+
+Loopback needs no key, but then refuses what a web page in a browser could send; anything else
+needs the key of the environment. Bodies are small and their length is told in advance.
+"""
+
+import hmac
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.admin.key import ADMIN_KEY_ENV
+from coordinator.protocol.addresses import is_loopback
+
+BODY_BYTES_MAX = 64 * 1024
+OPEN_PATHS = frozenset({"/health", "/"})
+"""Answered without a key: for liveness probes, and the live page, which holds no data."""
+
+
+def error_answer(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
+    """Return an error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 403: "permission_denied", 503: "service_unavailable"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
+    return JSONResponse(body, status, headers.get(status))
+
+
+class AdminGuard:
+    """ASGI middleware in front of the admin API."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer why not."""
+        if scope["type"] != "http":
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:
+        if self._key:
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not hmac.compare_digest(given, self._key):
+                return error_answer(
+                    401,
+                    "invalid_api_key",
+                    f"The admin key is wrong or missing: send {ADMIN_KEY_ENV} as a bearer token.",
+                )
+        elif not _is_own(headers):
+            return error_answer(
+                403,
+                "cross_origin",
+                "Without an admin key requests come from this machine's programs and from the "
+                f"live page alone: use a loopback address, or set {ADMIN_KEY_ENV}.",
+            )
+        if b"transfer-encoding" in headers:
+            return error_answer(411, "length_required", "Send the body with a Content-Length.")
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > BODY_BYTES_MAX:
+            return error_answer(
+                413, "request_too_large", f"A body has at most {BODY_BYTES_MAX} bytes."
+            )
+        return None
+
+
+def _is_own(headers: Mapping[bytes, bytes]) -> bool:
+    """Say whether a request without a key cannot come from another site's page.
+
+    A page of ours names the origin that it asks. One whose name was made to point here, to get
+    around the browser's same-origin rule, is seen by that name in `Host`.
+    """
+    host = headers.get(b"host", b"").decode("latin-1")
+    if host and not is_loopback(_host_name(host)):
+        return False
+    origin = headers.get(b"origin")
+    is_cross_site = headers.get(b"sec-fetch-site", b"same-origin") not in (b"same-origin", b"none")
+    return not is_cross_site and (origin is None or origin.decode("latin-1") == f"http://{host}")
+
+
+def _host_name(host: str) -> str:
+    """Return a `Host` without its port; "" for one that is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

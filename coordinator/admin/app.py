@@ -1,0 +1,316 @@
+"""The admin API: what the cell is doing, and the order to change its layout.
+
+Answers come from the core's views; a wanted layout is checked, handed to the core's owner and, if
+asked for, waited for. Errors have OpenAI's shape. Runs on the owner's event loop.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
+from starlette.exceptions import HTTPException
+
+from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
+from comm_pool.plan import communicator_plan
+from coordinator.admin.access import AdminGuard, error_answer
+from coordinator.admin.page import page
+from coordinator.core.core import OPERATOR, Core
+from coordinator.model.events import PutBack, RenewalWanted, SwitchWanted
+from coordinator.protocol.terms import Carry
+from coordinator.server.core_actor import CoreOwner
+from coordinator.telemetry.history import History
+from coordinator.telemetry.metrics import Metrics
+
+WAIT_LIMIT_S = 120.0
+"""How long `?wait=1` waits for a layout to serve."""
+WAIT_POLL_S = 0.005
+HISTORY_MAX = 1_000
+"""Most switches or decisions in one answer."""
+LIVE_SWITCHES = 100
+"""Switches that the live page shows."""
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Last = Annotated[int, Query(ge=1, le=HISTORY_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminContext:
+    """What the API answers from; `facts` are shown in `/admin/status` as they are."""
+
+    core: Core
+    owner: CoreOwner
+    metrics: Metrics
+    history: History
+    clock: Callable[[], int]
+    world: int
+    widths: tuple[int, ...]
+    default_carry: Carry
+    facts: dict[str, Any]
+
+
+class SwitchBody(BaseModel):
+    """Body of `POST /admin/layout`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layout: StrictStr
+    carry: StrictStr | None = None
+
+
+class RenewBody(BaseModel):
+    """Body of `POST /admin/renew`; without ranks all are meant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ranks: list[StrictInt] = []
+
+
+class PutBackBody(BaseModel):
+    """Body of `POST /admin/put-back`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: StrictStr
+
+
+class _AnswerError(Exception):
+    """Ends a call with an error answer."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.answer = error_answer(status, code, message, param)
+
+
+def build_admin(context: AdminContext, key: str) -> AdminGuard:
+    """Return the ASGI application of the admin port; `key` may be empty on loopback."""
+    app = FastAPI(title="aileron admin", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(_AnswerError, _on_answer_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_reads(app, context)
+
+    @app.post("/admin/layout")
+    async def change_layout(body: SwitchBody, wait: bool = False) -> dict[str, Any]:
+        return await _switch(context, body, wait=wait)
+
+    @app.post("/admin/put-back")
+    async def put_back(body: PutBackBody) -> dict[str, Any]:
+        return await _put_back(context, body.mode)
+
+    @app.post("/admin/renew")
+    async def renew(body: RenewBody | None = None) -> dict[str, Any]:
+        return await _renew(context, body or RenewBody())
+
+    return AdminGuard(app, key)
+
+
+def _add_reads(app: FastAPI, context: AdminContext) -> None:
+    core, clock = context.core, context.clock
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.render(), media_type=METRICS_TYPE)
+
+    @app.get("/admin/layout")
+    async def layout() -> dict[str, Any]:
+        return core.layout_view()
+
+    @app.get("/admin/ranks")
+    async def ranks() -> dict[str, Any]:
+        return core.ranks_view(clock())
+
+    @app.get("/admin/switches")
+    async def switches(last: Last = 20) -> dict[str, Any]:
+        return {"switches": _switches(context, last)}
+
+    @app.get("/admin/decisions")
+    async def decisions(last: Last = 20) -> dict[str, Any]:
+        decisions: Any = core.decisions_view(last)["decisions"]
+        shown = _of_day(_of_day(decisions, "time", clock()), "since", clock())
+        return {"decisions": shown, **core.step_times_view()}
+
+    @app.get("/admin/status")
+    async def status() -> dict[str, Any]:
+        return {
+            **context.facts,
+            "gateways": len(context.owner.gateway_outboxes),
+            **core.layout_view(),
+            **core.ranks_view(clock()),
+            "queue": core.queue_view(),
+            "batches": batches_view(context.owner),
+            "switches": _switches(context, 1),
+        }
+
+    @app.get("/")
+    async def live_page() -> Response:
+        return page()
+
+    @app.get("/admin/live")
+    async def live(after: Annotated[int, Query(ge=0)] = 0) -> dict[str, Any]:
+        return {
+            **context.facts,
+            "gateways": len(context.owner.gateway_outboxes),
+            "world": context.world,
+            "widths": context.widths,
+            **core.layout_view(),
+            **core.ranks_view(clock()),
+            "queue": core.queue_view(),
+            "switches": _switches(context, LIVE_SWITCHES),
+            "samples": context.history.after(after),
+        }
+
+
+def batches_view(owner: CoreOwner) -> list[dict[str, Any]]:
+    """Return the batches that run, with the gateway that runs each."""
+    return [
+        {"gateway": gateway, **msgspec.to_builtins(batch)}
+        for gateway, batches in owner.batches.items()
+        if gateway in owner.gateway_outboxes
+        for batch in batches
+    ]
+
+
+async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dict[str, Any]:
+    asked_ms = context.clock()
+    core = context.core
+    layout, carry = _read_wanted(context, body)
+    if core.is_recovering:
+        raise _AnswerError(503, "recovering", _sentence(core.refuse(layout) or "try again."))
+    if (reason := core.refuse(layout)) is not None:
+        raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
+    wanted = format_layout(layout, context.world)
+    await context.owner.post(SwitchWanted(layout, carry, OPERATOR, asked_ms))
+    _require_target(core, wanted)
+    if wait:
+        await _until_serving(core, wanted)
+    answer = core.layout_view()
+    switches = _switches(context, 1)
+    return {**answer, "switch": switches[-1] if switches else None}
+
+
+async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
+    out = context.core.modes_out
+    if mode not in out:
+        names = f"what is: {', '.join(sorted(out))}" if out else "every mode serves"
+        text = f"'{mode[:40]}' is not out of service; {names}."
+        raise _AnswerError(400, "invalid_value", text, "mode")
+    await context.owner.post(PutBack(mode))
+    return context.core.layout_view()
+
+
+async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
+    ranks = tuple(map(Rank, sorted(body.ranks)))
+    groups = communicator_plan(context.world, context.widths)
+    if ranks and ranks not in (*groups, *zip(range(context.world), strict=True)):
+        text = "ranks must be those of one group, such as [0, 1] for a tp2, or left out for all."
+        raise _AnswerError(400, "invalid_value", text, "ranks")
+    if not context.owner.launcher_outboxes:
+        text = "No launcher of ranks is connected: see whether `aileron rank` runs, and try again."
+        raise _AnswerError(503, "no_launcher", text)
+    await context.owner.post(RenewalWanted(ranks))
+    return context.core.layout_view()
+
+
+def _switches(context: AdminContext, last: int) -> list[dict[str, Any]]:
+    switches: Any = context.core.switches_view(last)["switches"]
+    return _of_day(switches, "started_ms", context.clock(), "time")
+
+
+def _read_wanted(context: AdminContext, body: SwitchBody) -> tuple[Layout, Carry]:
+    try:
+        layout = parse_layout(body.layout, context.world, context.widths)
+    except LayoutError as error:
+        raise _AnswerError(400, "invalid_value", _sentence(str(error)), "layout") from error
+    if body.carry is None:
+        return layout, context.default_carry
+    try:
+        return layout, Carry(body.carry)
+    except ValueError:
+        plans = ", ".join(carry.value for carry in Carry)
+        raise _AnswerError(
+            400, "invalid_value", f"'{body.carry[:40]}' is no carry plan: use {plans}.", "carry"
+        ) from None
+
+
+def _require_target(core: Core, wanted: str) -> None:
+    if (target := core.target_name) != wanted:
+        raise _AnswerError(
+            409,
+            "superseded",
+            f"'{wanted}' gave way to '{target}', which is wanted since: see `aileron explain`.",
+        )
+
+
+async def _until_serving(core: Core, wanted: str) -> None:
+    try:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            epoch = core.epoch
+            while not core.is_serving:
+                await asyncio.sleep(WAIT_POLL_S)
+                if core.epoch != epoch:  # While a switch is made, looking must cost little.
+                    _require_target(core, wanted)
+                    epoch = core.epoch
+    except TimeoutError:
+        raise _AnswerError(
+            504,
+            "deadline_exceeded",
+            f"'{wanted}' does not serve after {WAIT_LIMIT_S:.0f} s; it is still wanted: ask GET "
+            "/admin/layout how far it is.",
+        ) from None
+
+
+def _of_day(
+    views: list[dict[str, Any]], name: str, now_ms: int, new_name: str = ""
+) -> list[dict[str, Any]]:
+    """Replace times of the monotonic clock by times of day, which is what people read."""
+    now_s = time.time()
+    shown = []
+    for view in views:
+        moment = datetime.fromtimestamp(now_s - (now_ms - view[name]) / 1000, UTC)
+        rest = {key: value for key, value in view.items() if key != name}
+        shown.append({(new_name or name): moment.isoformat(timespec="milliseconds"), **rest})
+    return shown
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+async def _on_answer_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, _AnswerError)
+    return error.answer
+
+
+async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return error_answer(400, "invalid_json", "The body is no valid JSON.")
+    if first["loc"] == ("body",):
+        text = 'Send Content-Type: application/json and an object such as {"layout": "dp2"}.'
+        return error_answer(400, "invalid_value", text, "body")
+    where = ".".join(str(part) for part in first["loc"][1:])
+    return error_answer(400, "invalid_value", f"{where}: {first['msg']}.", where)
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        text = f"Unknown admin URL: {request.method} {request.url.path[:100]}."
+        return error_answer(404, "unknown_url", text)
+    if error.status_code == 405:
+        return error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")
+    return error_answer(error.status_code, "invalid_request", str(error.detail))

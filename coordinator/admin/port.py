@@ -1,0 +1,137 @@
+"""The admin port of a coordinator process: API, metrics, history and the server of all that.
+
+Made while sessions are served already; see `coordinator.process`.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Generator
+from typing import Any
+
+import structlog
+import uvicorn
+
+from coordinator.admin.app import AdminContext, build_admin
+from coordinator.core.core import Core
+from coordinator.process import Watched, own_version
+from coordinator.protocol.config import Config
+from coordinator.protocol.terms import Carry
+from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.server import CellServer
+from coordinator.telemetry.history import INTERVAL_S, History
+from coordinator.telemetry.metrics import Facts, Metrics, Views
+
+CONNECTIONS_MAX = 128
+KEEP_ALIVE_S = 65
+SHUTDOWN_S = 1
+HEADER_BYTES_MAX = 32 * 1024
+
+log = structlog.get_logger()
+
+
+class AdminPort:
+    """What answers operators and Prometheus; made in any thread, served on the owner's loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        owner: CoreOwner,
+        server: CellServer,
+        watched: Watched,
+        config: Config,
+        coordinator_id: str,
+        key: str,
+    ) -> None:
+        self._core = core
+        self._metrics = build_metrics(core, server, watched, config)
+        self._history = History(server.gathered.tally)
+        context = AdminContext(
+            core=core,
+            owner=owner,
+            metrics=self._metrics,
+            history=self._history,
+            clock=monotonic_ms,
+            world=config.cell.ranks,
+            widths=config.cell.widths,
+            default_carry=Carry(config.coordinator.default_carry),
+            facts=_facts(config, coordinator_id),
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                build_admin(context, key),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=CONNECTIONS_MAX,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+            )
+        )
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Answer until `stop`."""
+        sampling = asyncio.create_task(self._sample())
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            sampling.cancel()
+
+    def stop(self) -> None:
+        """End soon."""
+        self._server.should_exit = True
+
+    async def _sample(self) -> None:
+        """Keep what the live page shows of the last minutes."""
+        core = self._core
+        while True:
+            try:
+                now_ms = monotonic_ms()
+                self._metrics.watcher.settle(now_ms)
+                ranks: Any = core.ranks_view(now_ms)["ranks"]
+                views = core.layout_view(), ranks, core.queue_view()
+                self._history.take(*views, now_ms=now_ms, wall_s=time.time())
+            except Exception:
+                # What only looks on must not end a coordinator that works.
+                log.exception("sample_failed")
+            await asyncio.sleep(INTERVAL_S)
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without signal handlers of its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave signals to the process."""
+        yield
+
+
+def build_metrics(core: Core, server: CellServer, watched: Watched, config: Config) -> Metrics:
+    """Return the metrics of a cell."""
+    views = Views(
+        layout=core.layout_view,
+        ranks=lambda: core.ranks_view(monotonic_ms()),
+        queue=core.queue_view,
+        decisions=core.decisions_view,
+        clock=monotonic_ms,
+    )
+    facts = Facts(config.served_model_name, own_version(), config.slo)
+    return Metrics(views, server.gathered, watched.core, watched.came_true, facts)
+
+
+def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:
+    return {
+        "version": own_version(),
+        "coordinator": coordinator_id,
+        "pid": os.getpid(),
+        "model": config.served_model_name,
+        "device": config.cell.device,
+        "policy": config.policy.name,
+        "default_carry": config.coordinator.default_carry,
+    }

@@ -1,0 +1,196 @@
+"""What the core shows to operators, shaped as the admin API answers it.
+
+Plain dictionaries of numbers, texts and lists; looking changes nothing. Called by the core.
+"""
+
+from collections import Counter
+
+from comm_pool.layout import Rank, format_layout
+from coordinator.model.records import Decision, SwitchRecord
+from coordinator.protocol.messages.rank import Probed
+from coordinator.protocol.terms import Binding, Tier
+from coordinator.ranks.roster import Roster, Seen
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.task import State, Task
+from coordinator.tasks.task_table import TaskTable
+
+View = dict[str, object]
+
+
+def layout_view(switcher: Switcher, roster: Roster) -> View:
+    """Return the layout that serves, the one that is wanted, and its groups."""
+    return {
+        "layout": format_layout(switcher.served_layout, roster.world),
+        "epoch": switcher.epoch,
+        "target": format_layout(switcher.target.layout, roster.world),
+        "serving": switcher.is_serving and any(map(roster.serves, switcher.target.layout.groups)),
+        "recovering": switcher.recovering,
+        "groups": [_group_view(binding, roster) for binding in switcher.target.bindings],
+        "out_of_service": [_probe_view(each) for each in roster.guard.barred.values()],
+    }
+
+
+def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -> View:
+    """Return what is known of each rank; ranks that were never heard have only their number."""
+    ranks = []
+    for rank in map(Rank, range(roster.world)):
+        if rank in roster:
+            view = _rank_view(rank, roster[rank], now_ms)
+            view["lease_left_ms"] = max(0, lease_ms - roster.silent_since(rank, now_ms))
+            view["degraded"] = roster.is_degraded(rank)
+            view["closed"] = sorted(roster[rank].closed)
+        else:
+            view = {"rank": rank, "phase": "never heard"}
+        view["available"] = rank in switcher.alive
+        ranks.append(view)
+    return {"ranks": ranks, "probes": [_probe_view(each) for each in roster.guard.newest()]}
+
+
+def switch_view(record: SwitchRecord) -> View:
+    """Return one switch."""
+    return {
+        "epoch": record.epoch,
+        "from": record.from_layout,
+        "to": record.to_layout,
+        "cause": record.cause,
+        "started_ms": record.started_ms,
+        "carry": record.carry.value,
+        "tasks": dict(record.tasks),
+        "decide_ms": record.decide_ms,
+        "park_ms": record.park_ms,
+        "reshard_ms": record.reshard_ms,
+        "reshard_bytes": record.reshard_bytes,
+        "swap_ms": record.swap_ms,
+        "first_step_ms": record.first_step_ms,
+        "cut_over_ms": record.cut_over_ms,
+        "stall_ms": record.stall_ms,
+        "gap_ms_max": record.gap_ms_max,
+        "total_ms": record.total_ms,
+        "outcome": record.outcome.value,
+    }
+
+
+def decision_view(decision: Decision) -> View:
+    """Return one decision."""
+    return {
+        "time": decision.time_ms,
+        "inputs": dict(decision.inputs),
+        "candidates": [dict(candidate) for candidate in decision.candidates],
+        "choice": decision.choice,
+        "carry": decision.carry.value,
+        "reason": decision.reason,
+        "cause": decision.cause,
+        "changes": decision.changes,
+        "since": decision.since_ms,
+    }
+
+
+def step_times_view(roster: Roster) -> View:
+    """Return how long steps take by width and mode, as measured by the lowest rank there is."""
+    seen = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
+    return {
+        "step_times": [
+            {
+                "width": times.width,
+                "sp_from_tokens": times.sp_from_tokens,
+                "mixed_from_tokens": dict(times.mixed_from_tokens),
+                "curves": {
+                    mode: [{"tokens": tokens, "ms": us / 1000} for tokens, us in points]
+                    for mode, points in times.curves
+                },
+            }
+            for times in (seen.hello.step_times if seen else ())
+        ]
+    }
+
+
+def queue_view(tasks: TaskTable) -> View:
+    """Return the unfinished tasks by state and by tier; `oldest_ms` is when the oldest came."""
+    states: Counter[State] = Counter()
+    held: Counter[Tier] = Counter()
+    queued: dict[Tier, list[Task]] = {tier: [] for tier in Tier}
+    for task in tasks:
+        states[task.state] += 1
+        if task.state is State.QUEUED:
+            queued[task.header.tier].append(task)
+        else:
+            held[task.header.tier] += 1
+    return {
+        "tasks": {state.value: states[state] for state in State},
+        "tiers": {
+            tier.name.lower(): {
+                "queued": len(waiting),
+                "tokens": sum(task.context_tokens_max for task in waiting),
+                "oldest_ms": min((task.arrived_ms for task in waiting), default=None),
+                "placed": held[tier],
+            }
+            for tier, waiting in queued.items()
+        },
+    }
+
+
+def _probe_view(probed: Probed) -> View:
+    return {
+        "mode": probed.mode,
+        "ranks": list(probed.ranks),
+        "epoch": probed.epoch,
+        "error_nats": probed.error_nats,
+        "error_max_nats": probed.error_max_nats,
+        "took_ms": probed.took_us / 1000,
+    }
+
+
+def _group_view(binding: Binding, roster: Roster) -> View:
+    group = binding.group
+    view: View = {
+        "ranks": list(group.ranks),
+        "mode": group.mode.value,
+        "width": group.width,
+        "name": group.name,
+        "leader": group.leader,
+        "born": binding.born,
+    }
+    seen = roster.get(group.leader)
+    report = seen.report if seen else None
+    is_bound = report is not None and report.binding == binding
+    slots = min(group.width, seen.hello.kv_heads) if seen else 1
+    view |= {
+        "running": report.running if report and is_bound else 0,
+        "waiting": report.waiting if report and is_bound else 0,
+        "paused": report.paused if report and is_bound else 0,
+        # A page of each member holds as many blocks as it has slots.
+        "pages_free": report.blocks_free // slots if report and is_bound else 0,
+        "pages_total": report.blocks_total // slots if report and is_bound else 0,
+    }
+    return view
+
+
+def _rank_view(rank: Rank, seen: Seen, now_ms: int) -> View:
+    view: View = {
+        "rank": rank,
+        "pid": seen.hello.pid,
+        "device": seen.hello.device,
+        "incarnation": seen.incarnation,
+        "restarts": seen.restarts,
+        "connected": seen.is_connected,
+        "exited": seen.has_exited,
+        "heartbeat_age_ms": now_ms - seen.heard_at_ms,
+        "out_ms": max(0, seen.out_until_ms - now_ms),
+        "memory": dict(seen.hello.memory),
+    }
+    report = seen.report
+    if report is None:
+        return view | {"phase": "never reported"}
+    return view | {
+        "phase": report.stage.phase.name.lower(),
+        "epoch": report.stage.epoch,
+        "group": list(report.binding.group.ranks) if report.binding else [],
+        "cut_off": [link.reply_to for link in report.links if link.is_open],
+        "pages": {
+            "total": report.pages.total,
+            "free": report.pages.free,
+            "owned": report.pages.owned,
+            "leased": report.pages.leased,
+        },
+        "gauges": dict(report.gauges),
+    }

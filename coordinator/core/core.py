@@ -1,0 +1,403 @@
+"""The coordinator's core: every event goes in here, and what is to be done comes out.
+
+It joins the switcher and the task pool: what ranks report moves switches on, what the switcher
+decides opens and closes groups for tasks, and a lost rank's tasks go back to the pool. Pure: the
+shell gives it events with its clock's time, one at a time, and carries out the effects in order.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.core.cell_status import CellTeller
+from coordinator.core.gateways import Gateways
+from coordinator.core.shown import Shown
+from coordinator.model.events import (
+    CellDrains,
+    Effect,
+    Event,
+    Foreseen,
+    GatewayClosed,
+    GatewayOpened,
+    GatewaySaid,
+    Observed,
+    PutBack,
+    RankClosed,
+    RankExited,
+    RankOpened,
+    RankSaid,
+    RenewalWanted,
+    SwitchRecorded,
+    SwitchWanted,
+    Tick,
+    ToGateway,
+    ToRank,
+    note,
+    warning,
+)
+from coordinator.model.records import Decision, DecisionLog
+from coordinator.model.settings import CoreSettings, PoolLimits
+from coordinator.policy.controller import Steering
+from coordinator.policy.decide import POLICY
+from coordinator.policy.explain import recorded
+from coordinator.protocol.messages.gateway import (
+    Cancel,
+    Done,
+    GatewayHello,
+    GatewayToCore,
+    StreamGap,
+    Submit,
+    Welcome,
+    Withdraw,
+)
+from coordinator.protocol.messages.rank import RankHello, Report
+from coordinator.protocol.messages.tasks import TaskEnded
+from coordinator.protocol.terms import Carry, EndCause
+from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.roster import Arrival, Roster
+from coordinator.switching.directive_sender import Answers
+from coordinator.switching.fallback import fall_back, put_back
+from coordinator.switching.layout_restorer import (
+    RESTORED,
+    RenewalTimes,
+    Restoring,
+    renewal,
+    restored,
+)
+from coordinator.switching.stragglers import Stragglers
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.cut_links import take_up_cut
+from coordinator.tasks.placement import (
+    OpenGroup,
+    changing_groups,
+    drains,
+    max_context_tokens,
+    open_groups,
+)
+from coordinator.tasks.task_pool import TaskPool
+
+OPERATOR = "operator"
+"""The cause of a switch that an operator asked for."""
+
+
+class Core(Shown):
+    """The coordinator of one cell, without its sockets and clock."""
+
+    __slots__ = (
+        "_answers",
+        "_coordinator_id",
+        "_gateways",
+        "_restoring",
+        "_steering",
+        "_stragglers",
+        "_teller",
+        "_version",
+    )
+
+    def __init__(self, settings: CoreSettings, coordinator_id: str, now_ms: int) -> None:
+        self._settings = settings
+        self._coordinator_id = coordinator_id
+        self._roster = Roster(settings.world, settings.narrowest)
+        self._switcher = Switcher(settings.switch, self._roster, now_ms)
+        self._answers = Answers(self._switcher, settings.answer_ms)
+        self._pool = TaskPool(
+            PoolLimits(
+                queue=settings.queue,
+                ageing_ms=settings.ageing_ms,
+                pause_limit_ms=settings.pause_limit_ms,
+                claim_ms=settings.claim_ms,
+            )
+        )
+        self._stragglers = Stragglers()
+        self._gateways = Gateways()
+        self._decisions = DecisionLog(settings.history_max)
+        self._steering = Steering(settings.policy) if settings.policy is not None else None
+        self._restoring = Restoring(
+            settings.layout,
+            settings.settled_ms,
+            RenewalTimes(settings.renew_idle_ms, settings.renew_busy_ms),
+            is_fixed=settings.policy is None,
+        )
+        self._teller = CellTeller(settings.world, in_fleet=settings.in_fleet)
+        self._version = self._switcher.version
+        """The version of the directives that were sent last."""
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        """Decide what follows from an event."""
+        match event:
+            case RankOpened(hello):
+                self._answers.opened(hello.rank)
+                effects = self._rank_opened(hello, now_ms)
+            case RankSaid(_, report):
+                effects = self._rank_said(report, now_ms)
+            case RankClosed(rank, incarnation):
+                self._roster.on_closed(rank, incarnation)
+                effects = [note("rank_session_closed", rank=rank)]
+            case RankExited(rank):
+                effects = self._rank_exited(rank, now_ms)
+            case GatewayOpened(hello):
+                effects = self._gateway_opened(hello, now_ms)
+            case GatewaySaid(gateway, message):
+                effects = self._gateway_said(gateway, message, now_ms)
+            case GatewayClosed(gateway):
+                self._gateways.closed(gateway, now_ms)
+                effects = [note("gateway_session_closed", gateway=gateway)]
+            case SwitchWanted():
+                effects = self._switch_wanted(event, now_ms)
+            case PutBack() | RenewalWanted() | CellDrains():
+                effects = self._operated(event)
+            case Tick():
+                effects = self._tick(now_ms)
+            case _:
+                assert_never(event)
+        return [*effects, *self._follow_up(event, now_ms)]
+
+    def refuse(self, layout: Layout) -> str | None:
+        """Return why a switch to `layout` cannot be, in one sentence, or None."""
+        if self._switcher.recovering:
+            return "the coordinator is still collecting the ranks' reports: try again in a moment."
+        return refuse(layout, self._roster, self._switcher.alive)
+
+    def integrity(self) -> None:
+        """Assert the invariants of all parts; costs O(tasks)."""
+        self._pool.integrity()
+        self._switcher.integrity()
+        assert self._pool.recovering == self._switcher.recovering, "half recovered."
+
+    def _rank_opened(self, hello: RankHello, now_ms: int) -> list[Effect]:
+        arrival = self._roster.on_hello(hello, now_ms)
+        if arrival is Arrival.STALE:
+            return [warning("rank_session_stale", rank=hello.rank, incarnation=hello.incarnation)]
+        about = {"incarnation": hello.incarnation, "arrival": arrival.name.lower()}
+        opened = note("rank_session_opened", rank=hello.rank, **about, held=len(hello.held))
+        effects: list[Effect] = [opened]
+        if arrival is Arrival.RESTARTED:
+            effects += self._pool.lost(hello.rank, now_ms)
+        self._switcher.on_hello(hello, arrival, now_ms)
+        if self._steering is not None:
+            self._steering.on_hello(hello)
+        has_moved = self._switcher.has_moved(hello.adopted_in)
+        effects += self._pool.reconcile(hello, now_ms, has_moved=has_moved)
+        # If it has not heard of a commit, it may not have heard what became of the tasks either.
+        for adopted in hello.adopted if has_moved else ():
+            effects += self._pool.adopted(hello.rank, adopted, now_ms)
+        return effects
+
+    def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
+        if not self._roster.on_report(report, now_ms):
+            return []
+        cut_out = self._switcher.on_report(report, now_ms)
+        if self._steering is not None:
+            self._steering.on_report(report, self._pool.tasks)
+        effects = [each for ended in report.ended for each in self._task_ended(report.rank, ended)]
+        effects += self._lost(cut_out, now_ms)
+        self._pool.tasks.loads.homes.cached(report.rank, report.cached)
+        for returned in report.returned:
+            effects += self._pool.returned(report.rank, returned, now_ms)
+        if self._roster.report_of(report.rank) is report:
+            self._pool.progress(report.rank, report.progress, now_ms)
+            effects += take_up_cut(report, self._roster, self._pool, now_ms)
+        for times in report.times:
+            self._switcher.log.on_times(times)
+        return effects
+
+    def _task_ended(self, rank: Rank, ended: TaskEnded) -> list[Effect]:
+        was_known = ended.task in self._pool.tasks
+        effects = self._pool.ended(rank, ended)
+        was_waited_for = self._stragglers.ended(rank, ended.task)
+        has_ended = was_known and ended.task not in self._pool.tasks
+        if (
+            has_ended
+            and ended.cause is EndCause.FINISHED
+            and drains(rank, self._switcher, self._roster, was_waited_for=was_waited_for)
+        ):
+            self._switcher.log.count(Carry.DRAIN)
+        return effects
+
+    def _rank_exited(self, rank: Rank, now_ms: int) -> list[Effect]:
+        self._roster.on_exited(rank)
+        self._switcher.lose((rank,), now_ms)
+        return [warning("rank_exited", rank=rank), *self._pool.lost(rank, now_ms)]
+
+    def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
+        self._gateways.heard(hello.gateway)
+        self._pool.gateway_opened(hello.gateway, now_ms)
+        said = (Welcome(self._coordinator_id), *self._teller.greeting())
+        opened = note("gateway_session_opened", gateway=hello.gateway)
+        return [opened, *(ToGateway(hello.gateway, each) for each in said)]
+
+    def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
+        self._gateways.heard(gateway)
+        match message:
+            case Submit():
+                if self._steering is not None and message.header.task not in self._pool.tasks:
+                    self._steering.came(message, now_ms)
+                self._teller.came(message.prefixes)
+                return self._pool.submit(message, now_ms)
+            case Withdraw(task):
+                return self._pool.withdraw(task)
+            case Cancel(task):
+                return self._pool.release(task)
+            case Done(task):
+                return self._pool.release(task, is_done=True)
+            case StreamGap(epoch, gap_ms):
+                self._switcher.log.on_gap(epoch, gap_ms)
+                return []
+            case GatewayHello():
+                return [warning("gateway_hello_repeated", gateway=gateway)]
+            case _:
+                assert_never(message)
+
+    def _switch_wanted(
+        self, wanted: SwitchWanted, now_ms: int, decision: Decision | None = None
+    ) -> list[Effect]:
+        choice = format_layout(wanted.layout)
+        reason = self.refuse(wanted.layout)
+        if reason is not None:
+            return [warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
+        if decision is None:
+            because = f"asked by {OPERATOR}" if wanted.cause == OPERATOR else wanted.cause
+            decision = Decision(now_ms, choice, wanted.carry, because, cause=wanted.cause)
+            self._restoring.decided(wanted.layout)
+            if self._steering is not None:
+                self._steering.pin(now_ms)
+        self._decisions.add(decision)
+        decide_ms = 0 if wanted.asked_ms is None else max(0, now_ms - wanted.asked_ms)
+        self._switcher.retarget(
+            wanted.layout, wanted.carry, wanted.cause, now_ms, decide_ms=decide_ms
+        )
+        if self._switcher.is_speculating:
+            changing = changing_groups(self._switcher, self._roster)
+            leaders = [each.group.leader for each in changing]
+            self._stragglers.start(leaders, self._pool.tasks.loads.of)
+        return []
+
+    def _operated(self, order: PutBack | RenewalWanted | CellDrains) -> list[Effect]:
+        match order:
+            case PutBack(mode):
+                return put_back(self._roster, mode)
+            case RenewalWanted(ranks):
+                return renewal(self._roster, ranks or tuple(self._roster), OPERATOR)
+            case CellDrains():
+                self._teller.is_draining = True
+                return [note("cell_drains")]
+
+    def _lost(self, ranks: Iterable[Rank], now_ms: int) -> list[Effect]:
+        effects: list[Effect] = []
+        for rank in ranks:
+            effects += [warning("rank_lost", rank=rank), *self._pool.lost(rank, now_ms)]
+        return effects
+
+    def _tick(self, now_ms: int) -> list[Effect]:
+        effects = self._lost(self._switcher.on_tick(now_ms), now_ms)
+        if self._switcher.is_speculating:
+            self._stragglers.prune(self._pool.tasks.loads.of)
+        if starved := self._switcher.starved():
+            layout = self._switcher.target.layout
+            self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
+        for name in self._gateways.take_gone(now_ms, self._settings.gateway_gone_ms):
+            effects += [warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
+        if self._steering is not None:
+            effects += self._steer(self._steering, now_ms)
+        return [*effects, *self._restore(now_ms)]
+
+    def _restore(self, now_ms: int) -> list[Effect]:
+        """Have again what was lost, as far as it has come back."""
+        layout = self._restoring.layout_due(self._switcher, self._roster, now_ms)
+        if layout is not None:
+            carry = self._settings.default_carry
+            wanted = SwitchWanted(layout, carry, RESTORED)
+            return self._switch_wanted(wanted, now_ms, restored(layout, carry, now_ms))
+        is_idle = not len(self._pool.tasks)
+        due = self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle)
+        return renewal(self._roster, due, "idle" if is_idle else "busy") if due else []
+
+    def _steer(self, steering: Steering, now_ms: int) -> list[Effect]:
+        """Ask the policy, and carry out what it says."""
+        looked = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
+        if looked is None:
+            return []
+        effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
+        effects.append(Observed(looked.seen))
+        if looked.expected:
+            effects.append(Foreseen(looked.seen.epoch, steering.horizon_ms, looked.expected))
+        carry = self._settings.default_carry
+        decision = recorded(looked.verdict, carry, now_ms)
+        layout = looked.verdict.choice.layout
+        if layout == self._switcher.target.layout:
+            self._decisions.add(decision)
+        elif self.refuse(layout) is None:
+            wanted = SwitchWanted(layout, carry, POLICY, now_ms)
+            effects += self._switch_wanted(wanted, now_ms, decision)
+        if looked.verdict.changes:
+            steering.keep(looked.verdict)
+        return effects
+
+    def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
+        """What any event may lead to."""
+        effects = self._leave_drifted(now_ms)
+        if self._switcher.is_speculating and self._stragglers.are_done:
+            self._switcher.end_wait(now_ms)
+        for rank, adopted in self._switcher.take_adopted():
+            effects += self._pool.adopted(rank, adopted, now_ms)
+        if self._switcher.version != self._version:
+            self._version = self._switcher.version
+            told = self._answers.directives(self._roster, now_ms)
+            effects += [*self._refresh_context(), *told]
+        elif isinstance(event, RankSaid):
+            effects += self._answers.answer(event.rank, now_ms)
+        if self._pool.recovering and not self._switcher.recovering:
+            effects += self._pool.recovered(now_ms)
+        if isinstance(event, Tick):
+            effects += self._pool.tick(now_ms)
+        for carry, count in self._pool.take_carried().items():
+            self._switcher.log.count(carry, count)
+        if self._pool.tasks.queue:
+            effects += self._place(now_ms)
+        effects += self._tell_cell(is_tick=isinstance(event, Tick))
+        for record in self._switcher.log.take_finished():
+            effects.append(SwitchRecorded(record))
+            if self._steering is not None:
+                self._steering.on_switch(record)
+        return effects
+
+    def _leave_drifted(self, now_ms: int) -> list[Effect]:
+        """Go on without modes that compute something else."""
+        fallen = fall_back(self._switcher, self._roster, now_ms)
+        effects = [*fallen.notes]
+        for rank in fallen.left_out:
+            effects += self._pool.lost(rank, now_ms)
+        if fallen.decision is not None:
+            self._decisions.add(fallen.decision)
+        return effects
+
+    def _place(self, now_ms: int) -> list[Effect]:
+        groups = self._open_groups()
+        placed = self._pool.place(groups, now_ms)
+        if self._switcher.is_speculating:
+            bindings = self._switcher.target.bindings
+            idle = {each.leader for each in groups if each.binding not in bindings}
+            begun = sum(isinstance(effect, ToRank) and effect.rank in idle for effect in placed)
+            self._switcher.log.count(Carry.SPECULATE, begun)
+        return placed
+
+    def _open_groups(self) -> tuple[OpenGroup, ...]:
+        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
+        return open_groups(self._switcher, self._roster, self._stragglers, kept)
+
+    def _refresh_context(self) -> list[Effect]:
+        if self._switcher.recovering:
+            return []
+        before = self._pool.context_tokens_max
+        longest = max_context_tokens(self._roster, self._switcher.alive)
+        if not longest:
+            # Nobody is there; what may come back is likely to be as large as before.
+            return []
+        self._pool.context_tokens_max = longest
+        return self._pool.recheck_context() if longest < before else []
+
+    def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
+        """Tell gateways what changed."""
+        groups = self._open_groups() if is_tick and self._settings.in_fleet else None
+        news = self._teller.news(self._switcher, self._pool, self._roster, groups, is_tick=is_tick)
+        return [ToGateway(name, each) for name in self._gateways.present() for each in news]

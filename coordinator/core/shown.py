@@ -1,0 +1,74 @@
+"""What a core shows of itself, as the admin API and metrics ask for it; the core inherits it."""
+
+from comm_pool.layout import Rank, format_layout
+from coordinator.admin import views
+from coordinator.model.records import DecisionLog
+from coordinator.model.settings import CoreSettings
+from coordinator.ranks.roster import Roster
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.task_pool import TaskPool
+
+
+class Shown:
+    """The views of a core's parts; looking changes nothing."""
+
+    __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_switcher")
+
+    _decisions: DecisionLog
+    _pool: TaskPool
+    _roster: Roster
+    _settings: CoreSettings
+    _switcher: Switcher
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the target; 0 before the first one."""
+        return self._switcher.epoch
+
+    @property
+    def target_name(self) -> str:
+        """The layout that is wanted, as people write it."""
+        return format_layout(self._switcher.target.layout, self._roster.world)
+
+    @property
+    def is_serving(self) -> bool:
+        """Every rank of the target serves it."""
+        return self._switcher.is_serving
+
+    @property
+    def is_recovering(self) -> bool:
+        """The core is still collecting the ranks' reports."""
+        return self._switcher.recovering
+
+    @property
+    def modes_out(self) -> frozenset[str]:
+        """The modes that are out of service somewhere, such as `tp2`."""
+        return self._roster.guard.modes_out()
+
+    def is_available(self, rank: Rank) -> bool:
+        """Say whether the rank is in the target, that is not cut out."""
+        return rank in self._switcher.alive
+
+    def layout_view(self) -> views.View:
+        """Answer `GET /admin/layout`."""
+        return views.layout_view(self._switcher, self._roster)
+
+    def ranks_view(self, now_ms: int) -> views.View:
+        """Answer `GET /admin/ranks`."""
+        return views.ranks_view(self._switcher, self._roster, self._settings.lease_ms, now_ms)
+
+    def switches_view(self, last: int) -> views.View:
+        """Answer `GET /admin/switches`."""
+        return {"switches": [views.switch_view(each) for each in self._switcher.log.last(last)]}
+
+    def decisions_view(self, last: int) -> views.View:
+        """Answer `GET /admin/decisions`."""
+        return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
+
+    def step_times_view(self) -> views.View:
+        """Answer the part of `GET /admin/decisions` that was measured at start-up."""
+        return views.step_times_view(self._roster)
+
+    def queue_view(self) -> views.View:
+        """Return the unfinished tasks by tier and state."""
+        return views.queue_view(self._pool.tasks)

@@ -1,0 +1,195 @@
+"""Everything that can happen to the coordinator's core, and everything that it can ask for.
+
+The shell turns sessions, timers and admin calls into events, gives them to `Core.handle` with its
+clock, and carries out the effects in order. An effect for a peer whose session is not open is
+dropped: the peer's next hello repairs it.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from comm_pool.layout import Layout, Rank
+from coordinator.model.records import SwitchRecord
+from coordinator.policy.forecast import Expected
+from coordinator.policy.log import Line
+from coordinator.protocol.messages.gateway import GatewayDown, GatewayHello, GatewayToCore
+from coordinator.protocol.messages.launcher import RenewRanks
+from coordinator.protocol.messages.rank import RankDown, RankHello, Report
+from coordinator.protocol.terms import Carry
+
+
+@dataclass(frozen=True, slots=True)
+class RankOpened:
+    """A rank's session began; an earlier one of the same rank has ended."""
+
+    hello: RankHello
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A report came in over the rank's current session."""
+
+    rank: Rank
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class RankClosed:
+    """The rank's current session ended; its process may live."""
+
+    rank: Rank
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankExited:
+    """The supervisor saw the rank's newest process end."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOpened:
+    """A gateway's session began; an earlier one of the same gateway has ended."""
+
+    hello: GatewayHello
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySaid:
+    """A message came in over the gateway's current session."""
+
+    gateway: str
+    message: GatewayToCore
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayClosed:
+    """The gateway's current session ended."""
+
+    gateway: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchWanted:
+    """An operator or the policy wants a layout; `asked_ms` is when it was asked for, if known."""
+
+    layout: Layout
+    carry: Carry
+    cause: str
+    asked_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """An operator wants a mode that was taken out of service, such as `tp2`, to serve again."""
+
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalWanted:
+    """An operator wants these ranks to be started again, together; none means all."""
+
+    ranks: tuple[Rank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CellDrains:
+    """The cell is about to end: gateways are to take their tasks elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; sent several times per heartbeat interval."""
+
+
+Event = (
+    RankOpened
+    | RankSaid
+    | RankClosed
+    | RankExited
+    | GatewayOpened
+    | GatewaySaid
+    | GatewayClosed
+    | SwitchWanted
+    | PutBack
+    | RenewalWanted
+    | CellDrains
+    | Tick
+)
+
+
+class Level(Enum):
+    """How loudly a note is to be logged."""
+
+    INFO = "info"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class ToRank:
+    """Send a message to a rank."""
+
+    rank: Rank
+    message: RankDown
+
+
+@dataclass(frozen=True, slots=True)
+class ToGateway:
+    """Send a message to a gateway."""
+
+    gateway: str
+    message: GatewayDown
+
+
+@dataclass(frozen=True, slots=True)
+class ToLauncher:
+    """Send a message to whoever starts the ranks."""
+
+    message: RenewRanks
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRecorded:
+    """A switch ended, one way or the other."""
+
+    record: SwitchRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the log: a noun phrase and its fields."""
+
+    level: Level
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A line for the observation log, if one is kept."""
+
+    line: Line
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What tiers are to see over the horizon if the layout of `epoch` goes on to serve."""
+
+    epoch: int
+    horizon_ms: int
+    tiers: tuple[Expected, ...]
+
+
+Effect = ToRank | ToGateway | ToLauncher | SwitchRecorded | Observed | Foreseen | Note
+
+
+def note(event: str, **fields: object) -> Note:
+    """Return a note of how things go."""
+    return Note(Level.INFO, event, fields)
+
+
+def warning(event: str, **fields: object) -> Note:
+    """Return a note of what should not be."""
+    return Note(Level.WARNING, event, fields)

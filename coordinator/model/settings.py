@@ -1,0 +1,196 @@
+"""What the core is told at its start: numbers and the layout to begin with.
+
+Taken from the cell's configuration once; the core never sees the configuration itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from comm_pool.layout import Layout
+from coordinator.policy.settings import PolicySettings, PolicyStart, TierGoal
+from coordinator.policy.step_line import StepLine
+from coordinator.protocol.config import Config
+from coordinator.protocol.policy_config import SloTarget, TierConfig
+from coordinator.protocol.terms import Carry, Tier
+from coordinator.ranks.outliers import HealthSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TierBounds:
+    """How many tasks of a tier may wait, and how long; None is unbounded."""
+
+    tasks_max: int | None = None
+    wait_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """Bounds of the whole queue and of its tiers."""
+
+    tasks_max: int
+    tiers: Mapping[Tier, TierBounds] = field(default_factory=dict)
+
+    def of(self, tier: Tier) -> TierBounds:
+        """Return the bounds of a tier."""
+        return self.tiers.get(tier, TierBounds())
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Limits of the task pool, times in milliseconds.
+
+    `claim_ms` is how long a gateway may take to submit a task again.
+    """
+
+    queue: QueueBounds
+    ageing_ms: int
+    pause_limit_ms: int
+    claim_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSettings:
+    """Times in milliseconds; `lost_after_ms` and `recover_ms` are at least `lease_ms`."""
+
+    initial: Layout
+    lease_ms: int
+    lost_after_ms: int
+    recover_ms: int
+    drain_limit_ms: int
+    records_max: int
+    default_carry: Carry
+    health: HealthSettings = field(default_factory=HealthSettings)
+
+    def __post_init__(self) -> None:
+        """Refuse times with which two layouts could overlap."""
+        if min(self.lost_after_ms, self.recover_ms) < self.lease_ms:
+            raise ValueError("lost_after_ms and recover_ms must be at least lease_ms.")
+
+
+SETTLED_MS = 3_000
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Settings of a core; see `CoordinatorConfig` for what they mean."""
+
+    world: int
+    layout: Layout
+    narrowest: int = 1
+    """The narrowest groups that can serve; above 1 where ranks hold parts of the weights, and wait
+    for each other in dp."""
+    lease_ms: int = 10_000
+    lost_after_ms: int = 12_000
+    recover_ms: int = 12_000
+    """A started coordinator waits so long for ranks' reports; at most `lost_after_ms` counts."""
+    answer_ms: int = 0
+    """A rank that reports more often than that is answered only where the answer is news."""
+    pause_limit_ms: int = 2_000
+    drain_limit_ms: int = 60_000
+    queue: QueueBounds = QueueBounds(4_096)
+    ageing_ms: int = 30_000
+    default_carry: Carry = Carry.RESHARD
+    history_max: int = 1_000
+    """Most switches and most decisions that are remembered."""
+    claim_ms: int = 5_000
+    """A task that a rank holds is dropped if no gateway asks for it within this time."""
+    gateway_gone_ms: int = 5_000
+    """The tasks of a gateway that is away for longer are cancelled."""
+    in_fleet: bool = False
+    """Gateways know other cells too: they are told how busy this one is."""
+    policy: PolicyStart | None = None
+    """The adaptive policy; None leaves layouts to operators."""
+    settled_ms: int = SETTLED_MS
+    """A layout that was left because of a loss is restored when it could have been for so long."""
+    renew_idle_ms: int = 0
+    """Ranks that cannot form the groups that are wanted are started again after so long without any
+    task; 0 is never."""
+    renew_busy_ms: int = 0
+    """Those of one group are, while the others serve, when it could not be formed for so long; 0 is
+    never."""
+    health: HealthSettings = field(default_factory=HealthSettings)
+    """When living ranks that hold the others up are taken out."""
+
+    @property
+    def switch(self) -> SwitchSettings:
+        """What the switcher needs of them."""
+        return SwitchSettings(
+            initial=self.layout,
+            lease_ms=self.lease_ms,
+            lost_after_ms=self.lost_after_ms,
+            recover_ms=self.recover_ms,
+            drain_limit_ms=self.drain_limit_ms,
+            records_max=self.history_max,
+            default_carry=self.default_carry,
+            health=self.health,
+        )
+
+
+def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = None) -> CoreSettings:
+    """Return the core's settings for a checked configuration.
+
+    `step_times` are those of `policy.step_times`, which the caller has read.
+    """
+    coordinator = config.coordinator
+    return CoreSettings(
+        world=config.cell.ranks,
+        layout=config.initial_layout(),
+        narrowest=config.narrowest,
+        # Where nobody serves without the others, there is no reason to wait for more of them.
+        settled_ms=SETTLED_MS if config.narrowest == 1 else 0,
+        lease_ms=coordinator.lease_ms,
+        lost_after_ms=coordinator.lost_after_ms,
+        recover_ms=coordinator.lost_after_ms,
+        # Reports that are due come an interval apart, give or take a step.
+        answer_ms=coordinator.heartbeat_ms // 2,
+        pause_limit_ms=coordinator.pause_limit_ms,
+        drain_limit_ms=coordinator.drain_limit_ms,
+        queue=_queue_bounds(config),
+        ageing_ms=coordinator.ageing_ms,
+        default_carry=Carry(coordinator.default_carry),
+        history_max=coordinator.history_switches_max,
+        in_fleet=config.fleet.is_on,
+        policy=_policy(config, step_times or {}),
+        renew_idle_ms=coordinator.renew_idle_ms,
+        renew_busy_ms=coordinator.renew_busy_ms,
+        health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
+    )
+
+
+def _policy(config: Config, step_times: Mapping[str, StepLine]) -> PolicyStart | None:
+    policy = config.policy
+    if policy.name == "fixed":
+        return None
+    settings = PolicySettings(
+        goals={
+            tier: _goal(getattr(config.slo, tier.name.lower()), getattr(policy, tier.name.lower()))
+            for tier in Tier
+        },
+        decide_every_ms=policy.decide_every_ms,
+        stay_ms=policy.stay_ms,
+        settle_ms=policy.settle_ms,
+        caution_ms=policy.caution_ms,
+        horizon_ms=policy.horizon_ms,
+        switches_per_minute_max=policy.switches_per_minute_max,
+        pin_ms=policy.pin_ms,
+    )
+    return PolicyStart(settings, config.cell.widths, step_times)
+
+
+def _goal(target: SloTarget, tier: TierConfig) -> TierGoal:
+    return TierGoal(
+        None if target.ttft_ms is None else target.ttft_ms / 1000,
+        None if target.tpot_ms is None else target.tpot_ms / 1000,
+        tier.weight,
+        tier.width_min,
+    )
+
+
+def _queue_bounds(config: Config) -> QueueBounds:
+    coordinator = config.coordinator
+    tiers = {
+        tier: TierBounds(limits.queue_tasks_max, limits.wait_ms)
+        for tier in Tier
+        for limits in [getattr(coordinator.tiers, tier.name.lower())]
+    }
+    return QueueBounds(coordinator.queue_tasks_max, tiers)

@@ -1,0 +1,179 @@
+"""The adaptive policy of a running cell: looks at it on a clock, and says what is wanted.
+
+Owns what the decision needs beyond the cell itself: arrivals, what is known of costs, which groups
+are kept for whom, and for how long an operator's layout is left alone. Called by the core, which
+asks for the switch. Pure: the clock is an argument.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.model.records import SwitchRecord
+from coordinator.policy.arrivals import Arrivals
+from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
+from coordinator.policy.forecast import Expected, foresee
+from coordinator.policy.knowledge import Knowledge
+from coordinator.policy.log import CostsSeen, costs_seen
+from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
+from coordinator.policy.observe import observe_tiers
+from coordinator.policy.settings import PolicyStart
+from coordinator.protocol.messages.gateway import Submit
+from coordinator.protocol.messages.rank import RankHello, Report
+from coordinator.protocol.terms import EndCause
+from coordinator.ranks.roster import Roster
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.task_table import TaskTable
+
+COSTS_EVERY_MS = 30_000
+"""How often the costs are written to the observation log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """One look: what was seen and what follows; `costs` are there when they are to be logged.
+
+    `expected` is what tiers are to see if the layout that serves stays.
+    """
+
+    seen: Observation
+    verdict: Verdict
+    costs: CostsSeen | None
+    expected: tuple[Expected, ...] = ()
+
+
+class Steering:
+    """Chooses the layout of a cell."""
+
+    __slots__ = (
+        "_arrivals",
+        "_costs_due_ms",
+        "_due_ms",
+        "_kept_in",
+        "_knowledge",
+        "_pinned_until_ms",
+        "_reserved",
+        "_start",
+        "_state",
+        "_tiers",
+    )
+
+    def __init__(self, start: PolicyStart) -> None:
+        self._start = start
+        self._knowledge = Knowledge(start.widths, start.step_times)
+        self._arrivals = Arrivals()
+        self._state = State()
+        self._due_ms = 0
+        self._costs_due_ms = 0
+        self._pinned_until_ms = 0
+        self._kept_in: Layout | None = None
+        self._reserved: tuple[Rank, ...] = ()
+        self._tiers = 0
+
+    @property
+    def horizon_ms(self) -> int:
+        """How far ahead is looked."""
+        return self._start.settings.horizon_ms
+
+    def kept(self, layout: Layout) -> dict[Rank, int]:
+        """Return the leaders of groups of `layout` that are kept, each for so many tiers."""
+        return dict.fromkeys(self._reserved, self._tiers) if layout == self._kept_in else {}
+
+    def came(self, message: Submit, now_ms: int) -> None:
+        """Count a new task."""
+        header = message.header
+        self._arrivals[header.tier].came(header.prompt_tokens, now_ms)
+
+    def on_hello(self, hello: RankHello) -> None:
+        """Take what a rank measured at its start."""
+        self._knowledge.on_hello(hello)
+
+    def on_report(self, report: Report, tasks: TaskTable) -> None:
+        """Take what a leader served, before the pool forgets the tasks that ended."""
+        self._knowledge.on_report(report)
+        for ended in report.ended:
+            task = tasks.get(ended.task)
+            if task is not None and ended.cause is EndCause.FINISHED:
+                self._arrivals[task.header.tier].ended(ended.generated)
+
+    def on_switch(self, record: SwitchRecord) -> None:
+        """Take how long a switch took."""
+        self._knowledge.on_switch(record)
+
+    def pin(self, now_ms: int) -> None:
+        """Leave the layout alone for a while: an operator chose it."""
+        self._pinned_until_ms = now_ms + self._start.settings.pin_ms
+        self._state = State()
+
+    def keep(self, verdict: Verdict) -> None:
+        """Keep the groups that the verdict keeps, for whom it says, once its layout serves."""
+        choice = verdict.choice
+        self._kept_in, self._reserved, self._tiers = choice.layout, choice.reserved, choice.tiers
+
+    def look(
+        self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
+    ) -> Looked | None:
+        """Look at the cell, if it is time to; the caller carries the verdict out."""
+        if now_ms < self._due_ms or switcher.recovering or not switcher.alive:
+            return None
+        self._due_ms = now_ms + self._start.settings.decide_every_ms
+        costs = self._knowledge.costs(roster, switcher.alive)
+        space = self._knowledge.space(roster, switcher.alive)
+        current = switcher.target.layout
+        seen = self._observe(switcher, roster, tasks, now_ms)
+        settings = self._start.settings
+        verdict, self._state = decide(seen, current, space, costs, settings, self._state)
+        told = None
+        if now_ms >= self._costs_due_ms:
+            self._costs_due_ms = now_ms + COSTS_EVERY_MS
+            modes = self._knowledge.modes(roster, switcher.alive)
+            told = costs_seen(now_ms, roster.world, modes, costs, settings)
+        return Looked(seen, verdict, told, foresee(seen, current, verdict, costs, settings))
+
+    def _observe(
+        self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
+    ) -> Observation:
+        tiers, by_leader = observe_tiers(tasks, self._arrivals, now_ms)
+        layout = switcher.target.layout
+        kept = self.kept(layout)
+        return Observation(
+            time_ms=now_ms,
+            layout=format_layout(layout, roster.world),
+            epoch=switcher.epoch,
+            is_switching=not switcher.is_serving,
+            tiers=tiers,
+            groups=_groups(layout, roster, by_leader, tasks),
+            switches=_recent(switcher, now_ms),
+            pinned_ms=max(0, self._pinned_until_ms - now_ms),
+            reserved=tuple(int(rank) for rank in kept),
+            reserved_tiers=self._tiers if kept else 0,
+        )
+
+
+def _groups(
+    layout: Layout, roster: Roster, by_leader: Mapping[int, Collection[int]], tasks: TaskTable
+) -> tuple[GroupSeen, ...]:
+    found = []
+    for group in layout.groups:
+        report = roster.report_of(group.leader)
+        found.append(
+            GroupSeen(
+                name=group.name,
+                leader=int(group.leader),
+                tasks=tuple(by_leader.get(group.leader, ())),
+                tokens=tasks.loads.tokens(group.leader),
+                blocks_free=report.blocks_free if report else 0,
+                blocks_total=report.blocks_total if report else 0,
+            )
+        )
+    return tuple(found)
+
+
+def _recent(switcher: Switcher, now_ms: int) -> tuple[SwitchSeen, ...]:
+    """Return the switches of the last minute, oldest first."""
+    newest = switcher.log.last(64)
+    return tuple(
+        SwitchSeen(now_ms - each.started_ms, each.from_layout, each.to_layout, each.cause)
+        for each in newest
+        if now_ms - each.started_ms < MINUTE_MS and each.from_layout != each.to_layout
+    )

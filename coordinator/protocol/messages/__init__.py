@@ -1,0 +1,1 @@
+"""Messages between processes, one module for each kind of peer."""

@@ -1,0 +1,10 @@
+"""What all messages between processes have in common."""
+
+import msgspec
+
+PROTOCOL_VERSION = 9
+"""Raised when a message changes its meaning; peers of another version are refused."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Base of all messages: immutable and tagged with its class name on the wire."""

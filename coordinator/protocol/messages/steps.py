@@ -1,0 +1,50 @@
+"""What ranks tell of the time that steps take: measured at start-up, and of the steps they served.
+
+Plain values without a tag of their own on the wire.
+"""
+
+import msgspec
+
+from comm_pool.layout import Mode
+
+
+class WidthTimes(msgspec.Struct, frozen=True):
+    """How long steps take in groups of a width, as measured at start-up.
+
+    `curves` gives for each mode that the rank can compute a step in (`dp`, `tp`, `sp`, or mixed
+    ones as layouts write them) its (tokens, µs) points, tokens ascending. A shift group computes
+    steps of `sp_from_tokens` tokens or more in sp; None is never. `mixed_from_tokens` has the same
+    for each mixed shape.
+    """
+
+    width: int
+    curves: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    sp_from_tokens: int | None = None
+    mixed_from_tokens: tuple[tuple[str, int | None], ...] = ()
+
+
+class StepSums(msgspec.Struct, frozen=True):
+    """Sums over steps of weighted products: what a fit of T = A + B·t + C·c needs of them.
+
+    t are a step's tokens in thousands, c its context in millions, y its seconds; each step weighs
+    1/y², so that errors are relative. `steps` is how many there were.
+    """
+
+    n: float = 0.0
+    t: float = 0.0
+    c: float = 0.0
+    y: float = 0.0
+    tt: float = 0.0
+    tc: float = 0.0
+    cc: float = 0.0
+    ty: float = 0.0
+    cy: float = 0.0
+    steps: float = 0.0
+
+
+class ServedSteps(msgspec.Struct, frozen=True):
+    """The steps that a leader served in a mode since its last report."""
+
+    mode: Mode
+    width: int
+    sums: StepSums

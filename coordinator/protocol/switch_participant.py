@@ -1,0 +1,343 @@
+"""The rank's side of the switch protocol: when to stop, what to join, when it may step.
+
+Invariant: `stage` never goes back, and a rank leaves a group only when no step of that group can
+still need it: a leader at its own safe point, a follower once the leader's leave message is read
+or the leader is known to be gone. Called by the rank's process, which carries out the moves:
+
+- A leader is at a safe point when every step that it sent is complete, so with a new directive it
+  sends no further one before it has asked. A follower asks between any two steps, but carries out
+  `Leave` only when it has read all that its leader sent.
+- A leader that waits for room in the queue gives up the step when its lease ends.
+- Each formation's messages on the step queue carry its `born`; other formations' are dropped.
+- Followers take their lease from the leader's first message of a formation (born, grant, kept),
+  which the leader sends on `Serve`: steps may reach a follower before its own SERVE directive,
+  and that may never come. `Serve` of a follower repeats the message and changes nothing.
+- A rank that is joined to nothing reads and drops what is left on the queues of its groups, so
+  that they never fill; leave messages among it go to `on_leave`.
+- Where nothing is to be moved, a parked rank joins its next group at once: nobody steps before all
+  have, and until then a leave message is not needed. The directive says which formation will never
+  be led (`void`), since a leader that has not heard of it cannot say so.
+- Behind a committed move groups begin at once, so a follower may hear of it when its leader is in a
+  step with it and another layout is wanted. It joins all the same, and leaves as above. What is on
+  the queue was sent to it then, so a rank that waits for the outcome of a move drops nothing.
+- A step that fails because a member died ends the formation: tell every survivor `on_leave`.
+- With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
+"""
+
+from collections.abc import Mapping
+from typing import assert_never
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.switch_actions import (
+    Ack,
+    Join,
+    Leave,
+    Move,
+    Park,
+    Reshard,
+    Resolve,
+    Serve,
+)
+from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
+
+MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
+"""Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
+
+Joined = tuple[Binding, Mapping[Rank, int | None]]
+"""A formation and the incarnations that its members had when it was joined."""
+
+KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
+"""Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
+
+
+class Seat:
+    """One incarnation of one rank in the switch protocol.
+
+    Usage: `on_directive` and `on_leave` as messages arrive; at a safe point call `next_move`, carry
+    the move out, tell `made`, and repeat until there is none. A leader steps while `may_step`.
+    """
+
+    __slots__ = (
+        "_copied",
+        "_joined",
+        "_leaves",
+        "_members",
+        "_moving",
+        "_promised",
+        "binding",
+        "incarnation",
+        "lease_until",
+        "rank",
+        "serving",
+        "stage",
+        "target",
+        "wanted",
+    )
+
+    def __init__(self, rank: Rank, incarnation: int) -> None:
+        """Start parked in epoch 0, which no layout has."""
+        self.rank = rank
+        self.incarnation = incarnation
+        self.stage = Stage(0, Phase.PARK)
+        """The highest stage that was acknowledged."""
+        self.binding: Binding | None = None
+        """What the rank is joined to."""
+        self.target: Target | None = None
+        """The target of the last acknowledged stage."""
+        self.serving = False
+        """SERVE of the binding was acknowledged."""
+        self.wanted: Directive | None = None
+        """The highest directive so far."""
+        self.lease_until = -1
+        """End of the time lease, on this rank's clock."""
+        self._members: dict[Rank, int | None] = {}
+        """Incarnations of the binding's ranks when it was joined."""
+        self._joined: Joined | None = None
+        self._leaves: dict[int, bool] = {}
+        """Formations (by `born`) whose leader has left, and whether it parked its tasks for a move;
+        a rank is in one per epoch."""
+        self._moving: int | None = None
+        """The epoch whose move takes, or may take, what this rank parked for it."""
+        self._copied: Directive | None = None
+        """The last move that this rank acknowledged."""
+        self._promised: Binding | None = None
+        """A group whose leader may serve already, and which this follower has to join."""
+
+    @property
+    def joined(self) -> Joined | None:
+        """What the rank is joined to, with the incarnations that its members had then.
+
+        Other threads may ask: both are replaced at once.
+        """
+        return self._joined
+
+    @property
+    def is_leader(self) -> bool:
+        """The rank leads the group that it is joined to; true in dp."""
+        return self.binding is not None and self.binding.group.leader == self.rank
+
+    @property
+    def is_follower(self) -> bool:
+        """The rank is joined to a group that another rank leads."""
+        return self.binding is not None and self.binding.group.leader != self.rank
+
+    @property
+    def is_left(self) -> bool:
+        """The leader of the joined group has left it: only a directive can come next."""
+        return self.binding is not None and self.binding.born in self._leaves
+
+    @property
+    def told(self) -> tuple[int, int]:
+        """The last committed move that this rank was told of, and the epoch of that directive."""
+        wanted = self.wanted
+        return (wanted.moved, wanted.stage.epoch) if wanted is not None else (0, 0)
+
+    @property
+    def is_moving(self) -> bool:
+        """What this rank parked may still be moved elsewhere."""
+        return self._moving is not None
+
+    @property
+    def may_drain(self) -> bool:
+        """It is joined to nothing, and waits for no outcome of a move."""
+        waits = self.is_moving and self.stage.phase is Phase.MOVE
+        return self.binding is None and not waits
+
+    def may_step(self, now_ms: int) -> bool:
+        """Say whether this rank may start a step of its group."""
+        return self.is_leader and self.serving and now_ms < self.lease_until
+
+    def on_directive(self, directive: Directive) -> None:
+        """Renew the time lease, if nothing speaks against it, and keep the highest directive.
+
+        At equal stages the newer one replaces, for its carry, kept leases and members.
+        """
+        if directive.incarnation != self.incarnation:
+            return
+        if self._may_renew(directive):
+            self.lease_until = max(self.lease_until, directive.answers_ms + directive.lease_ms)
+        held = self.wanted
+        if held is None or _order(directive) >= _order(held):
+            self.wanted = directive
+
+    def on_leave(self, born: int, *, for_move: bool = False) -> None:
+        """Take note that the leader left the formation `born`; older formations are ignored.
+
+        A parked rank may hear it before the directive that would make it join; the note then lets
+        it leave again. `for_move`: the leader says that its tasks are parked for a move.
+        """
+        if self.binding is None or born >= self.binding.born:
+            self._leaves[born] = for_move or self._leaves.get(born, False)
+
+    def next_move(self, *, idle: bool) -> Move | None:
+        """Return what to do at this safe point, if anything; changes nothing.
+
+        `idle`: the group that this rank leads has no unfinished task, so a drain is over.
+        """
+        wanted = self.wanted
+        if wanted is None or not self._is_due(wanted):
+            return None
+        to_be = wanted.target.binding_of(self.rank)
+        if self._promised is not None and self._copied is not None:
+            return Join(self._promised, self._copied)
+        if self.binding is not None and self.binding != to_be:
+            return self._leave(wanted, self.binding, idle)
+        if self._moving is not None and wanted.stage > Stage(self._moving, Phase.MOVE):
+            return self._resolve(wanted, self._moving)
+        if self.binding is not None:
+            return self._stay(wanted, self.binding)
+        if to_be is None:
+            # Cut out: nothing to join in any phase, and nobody waits for the acknowledgement.
+            is_new = wanted.stage.epoch > self.stage.epoch
+            return Park(wanted) if is_new else Ack(wanted.stage, wanted)
+        match wanted.stage.phase:
+            case Phase.PARK if wanted.carry in MOVING:
+                return Park(wanted)
+            case Phase.MOVE:
+                return Reshard(wanted) if self.rank in wanted.movers else Ack(wanted.stage, wanted)
+            case _:
+                return Join(to_be, wanted)
+
+    def made(self, move: Move) -> None:
+        """Take note that the shell carried out `move`, the last one that `next_move` gave."""
+        match move:
+            case Leave(directive=directive):
+                if move.carry is Carry.RESHARD and not move.group_lost:
+                    self._moving = directive.stage.epoch
+                self._park(directive)
+            case Park(directive=directive):
+                self._park(directive)
+            case Reshard(directive=directive):
+                self._moving, self._copied = directive.stage.epoch, directive
+                self._acknowledge(directive.stage, directive)
+            case Resolve(directive=directive):
+                self._moving = directive.stage.epoch if move.is_kept else None
+                if move.is_joined and directive.stage.epoch > move.epoch and self._copied:
+                    self._promised = self._copied.target.binding_of(self.rank)
+            case Join(binding=binding, directive=directive):
+                self._promised = None
+                self._join(binding, directive)
+            case Serve(directive=directive):
+                self.serving = True
+                self._acknowledge(directive.stage, directive)
+            case Ack(stage=stage, directive=directive):
+                self._acknowledge(stage, directive)
+            case _:
+                assert_never(move)
+
+    def _may_renew(self, directive: Directive) -> bool:
+        """Say whether the group that this rank leads can be taken to exist still.
+
+        If the lease had lapsed when the answered report was sent, the rank may have been cut out
+        meanwhile and its followers may be gone, even if it is taken in again by now. Only a target
+        that holds the same formation proves the opposite; a coordinator that has just started has
+        no target and knows nothing.
+        """
+        if self.binding is None or directive.answers_ms < self.lease_until:
+            return True
+        target = directive.target
+        return directive.stage.epoch > 0 and target.binding_of(self.rank) == self.binding
+
+    def _is_due(self, wanted: Directive) -> bool:
+        """Say whether there is anything to do for the directive.
+
+        Nothing is done for another layout of an epoch that was acknowledged: only a coordinator
+        that restarted without hearing of that epoch sends one, and it raises its epoch when it
+        reads this rank's report.
+        """
+        is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
+        return not is_foreign and (wanted.stage > self.stage or self._may_join_early(wanted))
+
+    def _may_join_early(self, wanted: Directive) -> bool:
+        """Say whether this rank is parked, and nothing is to be moved before it joins."""
+        is_parked = self.binding is None and self._moving is None
+        is_known = wanted.stage == self.stage == Stage(self.stage.epoch, Phase.PARK)
+        may_join = wanted.carry not in MOVING and wanted.target.binding_of(self.rank) is not None
+        return is_parked and is_known and may_join
+
+    def _resolve(self, wanted: Directive, epoch: int) -> Resolve:
+        copied = self._copied
+        if copied is None or not wanted.moved == epoch == copied.stage.epoch:
+            copied = None
+        is_joined = copied is not None and self._is_awaited(copied, wanted)
+        may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
+        is_kept = may_move and not is_joined
+        return Resolve(epoch, copied is not None, is_kept, is_joined, wanted)
+
+    def _is_awaited(self, copied: Directive, wanted: Directive) -> bool:
+        """Say whether the prepared group is wanted, or its leader may be in a step of it by now."""
+        binding = copied.target.binding_of(self.rank)
+        if wanted.stage.epoch == copied.stage.epoch or binding is None:
+            return binding is not None
+        # Whoever is in a step with a process that is lost gets out of it in another way.
+        then, now = dict(copied.members), dict(wanted.members)
+        ranks = binding.group.ranks
+        return ranks[0] != self.rank and all(now.get(rank) == then.get(rank) for rank in ranks)
+
+    def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
+        gone = self._gone(wanted, binding)
+        # After a lapsed lease the group can do no step, so there is nothing to wait for.
+        is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
+        is_drained = wanted.carry is Carry.DRAIN and idle
+        carry = wanted.carry
+        if self.is_leader:
+            if not self.serving and not is_drained:
+                # No task ends in a group that never served: its leader does not wait for any.
+                carry = PLAN_BEHIND.get(carry, carry)
+            may_leave = is_lost or carry not in PLAN_BEHIND or is_drained
+        else:
+            may_leave = self._is_left(binding, gone) or wanted.void == binding.born
+        if not may_leave:
+            return None
+        if carry in MOVING and self._leaves.get(binding.born, False):
+            # The leader may have heard before this rank did that others have drained by now.
+            carry = Carry.RESHARD
+        return Leave(binding, carry, self.is_leader, is_lost, wanted)
+
+    def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
+        """The leader will send no further step of the formation."""
+        return self.is_left or binding.group.leader in gone
+
+    def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
+        """Members of the joined group that are cut out, or are new processes."""
+        members = dict(wanted.members)
+        return frozenset(
+            rank
+            for rank in binding.group.ranks
+            if wanted.target.binding_of(rank) is None or members.get(rank) != self._members[rank]
+        )
+
+    def _stay(self, wanted: Directive, binding: Binding) -> Serve | Ack | None:
+        if self.serving or wanted.stage.phase is not Phase.SERVE:
+            return Ack(wanted.stage, wanted)
+        ranks = binding.group.ranks
+        granted = [grant.pages for grant in wanted.grants if grant.ranks == ranks]
+        if not granted:
+            return None
+        kept = next((kept for kept in wanted.kept if kept.ranks == ranks), None)
+        return Serve(binding, granted[0], kept, wanted)
+
+    def _park(self, directive: Directive) -> None:
+        self.binding = self._joined = None
+        self.serving = False
+        self._acknowledge(Stage(directive.stage.epoch, Phase.PARK), directive)
+
+    def _join(self, binding: Binding, directive: Directive) -> None:
+        members = dict(directive.members)
+        self.binding = binding
+        self.serving = False
+        self._members = {rank: members.get(rank) for rank in binding.group.ranks}
+        self._joined = binding, self._members
+        leaves = self._leaves.items()
+        self._leaves = {born: for_move for born, for_move in leaves if born >= binding.born}
+        self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
+
+    def _acknowledge(self, stage: Stage, directive: Directive) -> None:
+        assert stage >= self.stage, f"rank {self.rank} would go back from {self.stage} to {stage}."
+        self.stage = stage
+        self.target = directive.target
+
+
+def _order(directive: Directive) -> tuple[Stage, int]:
+    return directive.stage, directive.answers_ms

@@ -1,0 +1,95 @@
+"""Why a wanted switch cannot be: one sentence for an operator, or None.
+
+Checked before anything is touched; called by the core for the admin API and the policy.
+"""
+
+import itertools
+from collections.abc import Collection
+
+from comm_pool.layout import Group, Layout, Mode, Rank
+from coordinator.ranks.roster import Roster
+
+
+def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
+    """Return the reason why `layout` cannot be reached, if there is one."""
+    wide = [group for group in layout.groups if group.width > 1]
+    # One after the other: of a rank that is not available nothing may be known.
+    reasons = itertools.chain(
+        [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
+        (_refuse_group(group, roster) for group in wide),
+        (_refuse_drifted(group, roster) for group in wide),
+    )
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _refuse_narrow(layout: Layout, roster: Roster) -> str | None:
+    need = roster.narrowest
+    if need == 1 or roster.serves_whole(layout):
+        return None
+    return (
+        f"each rank holds only one of several parts of the weights, so groups are {need} wide: "
+        f"use 'tp{need}', or another mode of {need} ranks."
+    )
+
+
+def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
+    for rank in layout.ranks:
+        if rank >= roster.world:
+            return f"rank {rank} does not exist: the cell has ranks 0 to {roster.world - 1}."
+        if rank not in alive:
+            return f"rank {rank} is not available; write 'off1' in its place."
+    left_out = [rank for rank in alive if rank not in layout.ranks]
+    if left_out:
+        return f"rank {left_out[0]} is available but not in the layout: every rank must serve."
+    return None
+
+
+def _refuse_group(group: Group, roster: Roster) -> str | None:
+    if not roster.is_one_cohort(group.ranks):
+        newest = max(group.ranks, key=lambda rank: roster[rank].hello.cohort)
+        return (
+            f"rank {newest} was restarted without all others of {group.name}, so they have no "
+            f"communicators: keep them in dp, or say `aileron renew`, which restarts all ranks."
+        )
+    if (rank := roster.closed_by(group.ranks)) is not None:
+        return (
+            f"rank {rank} has closed {group.name} of ranks {group.ranks[0]} to {group.ranks[-1]} "
+            f"when a member was lost: use other groups, or say `aileron renew`, which restarts "
+            f"all ranks."
+        )
+    for rank in group.ranks:
+        if not roster.supports(rank, group.width):
+            return f"rank {rank} does not support groups {group.width} wide."
+        if group.mode not in (Mode.SP, Mode.SHIFT):
+            continue
+        if not roster.can_compute(rank, group.width, group.mixed or Mode.SP):
+            return _no_sp(rank, group, roster)
+    return None
+
+
+def _no_sp(rank: Rank, group: Group, roster: Roster) -> str:
+    if group.mixed is None and roster.narrowest > 1:
+        return (
+            f"{group.name} needs all of the weights on each rank, which holds only one of several "
+            f"parts of the weights: use 'tp{group.width}' or a mixed mode."
+        )
+    if group.mixed is None:
+        return (
+            f"rank {rank} cannot compute this model in sp {group.width} wide: "
+            f"use 'tp{group.width}'."
+        )
+    return (
+        f"rank {rank} has not prepared {group.mixed} for this model: start the cell with "
+        f"--mixed {group.mixed}, or use 'tp{group.width}'."
+    )
+
+
+def _refuse_drifted(group: Group, roster: Roster) -> str | None:
+    probed = roster.guard.why_not(group)
+    if probed is None:
+        return None
+    return (
+        f"{probed.mode} of ranks {group.ranks[0]} to {group.ranks[-1]} is out of service, because "
+        f"its probe was off by {probed.error_nats:.3g} nats: restart its ranks, or say "
+        f"`aileron put-back {probed.mode}`."
+    )

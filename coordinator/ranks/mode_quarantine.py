@@ -1,0 +1,97 @@
+"""The numerical guard: which modes compute something else than they should, and what is left. Pure.
+
+Ranks probe their modes at start and, where that is wanted, behind each switch, and tell the newest
+results again and again; one that has drifted bars the mode for those ranks until an operator puts
+it back or a new process takes the place of one of them. A group whose mode is barred falls back to
+tp, if that is another mode, or to dp; a rank whose dp is barred is left out of all layouts, because
+then its own weights are wrong. One rank serves on even so: a doubtful answer beats none, and the
+alert is out. Kept by the roster, asked by the core, by what refuses layouts and by the policy.
+"""
+
+from collections.abc import Collection, Iterable
+
+from comm_pool.layout import Group, Layout, Mode, Rank, step_name
+from coordinator.protocol.messages.rank import Probed
+
+Place = tuple[tuple[Rank, ...], str]
+"""Ranks, and the name of how they compute steps."""
+
+
+class Guard:
+    """What probes gave, and what is out of service."""
+
+    __slots__ = ("_newest", "_unsaid", "barred")
+
+    def __init__(self) -> None:
+        self._newest: dict[Place, Probed] = {}
+        self._unsaid: list[Probed] = []
+        self.barred: dict[Place, Probed] = {}
+        """What is out of service, with the probe that said so."""
+
+    def take(self, probed: Iterable[Probed]) -> None:
+        """Take what a rank tells; what is known already changes nothing."""
+        for each in probed:
+            place = (each.ranks, each.mode)
+            if self._newest.get(place) == each:
+                continue
+            self._newest[place] = each
+            if each.has_drifted and place not in self.barred:
+                self.barred[place] = each
+                self._unsaid.append(each)
+
+    def renewed(self, rank: Rank) -> None:
+        """A new process takes the rank's place: what was seen of its groups says nothing of it."""
+        self.barred = {place: why for place, why in self.barred.items() if rank not in place[0]}
+        # Leaders that live go on telling of the groups that they had with the old process.
+        led = [place for place in self._newest if place[0][0] == rank]
+        for place in led:
+            del self._newest[place]
+
+    def put_back(self, mode: str) -> bool:
+        """Let a mode serve again wherever it is barred; False if it is not."""
+        places = [place for place in self.barred if place[1] == mode]
+        for place in places:
+            del self.barred[place]
+        return bool(places)
+
+    def take_unsaid(self) -> list[Probed]:
+        """Return what was barred since the last call."""
+        unsaid, self._unsaid = self._unsaid, []
+        return unsaid
+
+    def newest(self) -> list[Probed]:
+        """Return the newest probe of each mode of each group, by ranks."""
+        return [self._newest[place] for place in sorted(self._newest)]
+
+    def modes_out(self) -> frozenset[str]:
+        """Return the modes that are barred anywhere."""
+        return frozenset(mode for _, mode in self.barred)
+
+    def why_not(self, group: Group) -> Probed | None:
+        """Return the probe that bars a group, if one does."""
+        names = (step_name(mode, group.width) for mode in group.step_modes)
+        places = ((group.ranks, name) for name in names)
+        return next((self.barred[place] for place in places if place in self.barred), None)
+
+    def is_wrong(self, rank: Rank) -> bool:
+        """Say whether the rank computes wrongly alone."""
+        return self.why_not(Group((rank,), Mode.DP)) is not None
+
+    def remaining(self, layout: Layout, narrowest: int = 1) -> Layout:
+        """Return the layout without what is barred; it is the same if nothing of it is.
+
+        Where groups narrower than `narrowest` cannot serve, one whose tp is barred serves on.
+        """
+        groups = [each for group in layout.groups for each in self._instead_of(group, narrowest)]
+        left = [each for each in groups if each.width > 1 or not self.is_wrong(each.leader)]
+        return Layout(tuple(left or groups[:1]))
+
+    def _instead_of(self, group: Group, narrowest: int) -> Collection[Group]:
+        if group.width == 1 or self.why_not(group) is None:
+            return (group,)
+        in_tp = Group(group.ranks, Mode.TP)
+        if self.why_not(in_tp) is None:
+            return (in_tp,)
+        if narrowest > 1:
+            return (group,)
+        return [Group((rank,), Mode.DP) for rank in group.ranks]

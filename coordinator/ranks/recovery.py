@@ -1,0 +1,85 @@
+"""What a coordinator that just started makes of the ranks' reports.
+
+Ranks that serve go on serving: if all of them agree, their layout and epoch are adopted as they
+are; otherwise the highest layout that any rank acknowledged is taken up again in a new epoch,
+without the ranks that are gone. Called by the switcher.
+"""
+
+from dataclasses import dataclass
+
+from comm_pool.layout import Layout, Rank
+from coordinator.protocol.messages.rank import Report
+from coordinator.protocol.terms import Binding, Phase, Stage, Target
+from coordinator.ranks.roster import Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where to take up the work: what the ranks are at, and the layout to have from now on."""
+
+    target: Target
+    stage: Stage
+    layout: Layout
+    serving: tuple[Binding, ...]
+    """The groups all of whose members serve; they need not stop."""
+    gone: tuple[Rank, ...]
+    """Ranks whose memory is lost: not heard, or started anew."""
+    cause: str
+
+    @property
+    def is_settled(self) -> bool:
+        """Every rank serves the layout that is wanted: nothing is to be done."""
+        return (
+            self.stage.phase is Phase.SERVE
+            and self.layout == self.target.layout
+            and self.serving == self.target.bindings
+        )
+
+
+def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
+    """Judge the reports; None while there is reason to wait for more.
+
+    `is_late`: a rank that was not heard by now has stopped by itself, as its lease is over.
+    """
+    reports = {rank: roster[rank].report for rank in roster.reported()}
+    heard = {rank: report for rank, report in reports.items() if report is not None}
+    exited = [rank for rank in roster if roster[rank].has_exited]
+    if not heard or (len(heard) + len(exited) < roster.world and not is_late):
+        return None
+    best = max(heard.values(), key=lambda report: report.stage)
+    target = best.target
+    if target is None:
+        missing = set(initial.ranks).difference(heard)
+        layout = _possible(initial.without(missing), roster)
+        return Resumed(Target(()), best.stage, layout, (), (), "start")
+    gone = tuple(
+        rank
+        for rank in map(Rank, range(roster.world))
+        if rank not in heard or heard[rank].stage.epoch == 0
+    )
+    return Resumed(
+        target=target,
+        stage=best.stage,
+        layout=_possible(target.layout.without(gone).plus(heard), roster),
+        serving=tuple(binding for binding in target.bindings if _serves(binding, target, heard)),
+        gone=gone,
+        cause="coordinator restarted",
+    )
+
+
+def _possible(layout: Layout, roster: Roster) -> Layout:
+    """Let ranks serve alone whose groups cannot be formed, as they were not started together."""
+    for group in layout.groups:
+        if not all(roster.supports(rank, group.width) for rank in group.ranks):
+            layout = layout.without(group.ranks).plus(group.ranks)
+    return layout
+
+
+def _serves(binding: Binding, target: Target, heard: dict[Rank, Report]) -> bool:
+    return all(
+        rank in heard
+        and heard[rank].binding == binding
+        and heard[rank].target == target
+        and heard[rank].stage.phase is Phase.SERVE
+        for rank in binding.group.ranks
+    )

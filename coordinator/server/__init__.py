@@ -1,0 +1,1 @@
+"""The gRPC server, the actor that runs the core, and the outgoing queues of sessions."""

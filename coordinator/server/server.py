@@ -1,0 +1,330 @@
+"""The gRPC server of a cell: one session per rank and per gateway, and those of launchers.
+
+Every session starts with the shared token and a hello of the right version; a second session of
+the same rank or gateway replaces the first. What peers say becomes events, what the core says
+leaves through the session's outbox. Decides nothing about ranks, tasks or layouts.
+"""
+
+import asyncio
+import functools
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import msgspec
+import structlog
+
+from comm_pool.layout import Rank
+from coordinator.model.events import (
+    Event,
+    GatewayClosed,
+    GatewayOpened,
+    GatewaySaid,
+    RankClosed,
+    RankExited,
+    RankOpened,
+    RankSaid,
+)
+from coordinator.protocol import wire
+from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import RankHello, Report
+from coordinator.protocol.metrics_wire import Measures
+from coordinator.server.core_actor import CoreOwner
+from coordinator.server.outbox import ENDED, Closing, Outbox
+from coordinator.telemetry.metrics_aggregator import Gathered
+
+log = structlog.get_logger()
+
+GATEWAYS_MAX = 256
+"""Most gateways with an open session."""
+HELLO_LIMIT_S = 30.0
+"""How long a peer may take to say hello; a rank says it between two steps."""
+STOP_GRACE_S = 1.0
+"""How long open sessions may take to end when the server stops."""
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Key = TypeVar("Key", Rank, str)
+Said = TypeVar("Said")
+
+REPLACED = Closing(grpc.StatusCode.ABORTED, "a newer session of the same peer took over.")
+
+
+STOPPING = Closing(
+    grpc.StatusCode.UNAVAILABLE, "the coordinator stops: open a session with the next one."
+)
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message is one sentence that says what to do."""
+
+
+class RefusedError(Exception):
+    """A session cannot be opened or go on; the peer is told why."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.closing = Closing(code, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """An open session: its outgoing queue, and what to do with what comes in and at the end."""
+
+    outbox: Outbox
+    hear: Callable[[bytes], Awaitable[None]]
+    close: Callable[[], None]
+
+
+class CellServer:
+    """Opens sessions for the ranks 0..world-1 and for gateways that know the token."""
+
+    def __init__(self, owner: CoreOwner, token: str, world: int) -> None:
+        self._owner = owner
+        self._token = token.encode()
+        self._world = world
+        self._incarnations: dict[Rank, int] = {}
+        self._ended: dict[Rank, int] = {}
+        """The newest process of each rank that a launcher saw end."""
+        self.gathered = Gathered()
+        """What gateways have measured; no business of the core's."""
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, listen: str) -> int:
+        """Listen on `host:port`; returns the port, which is chosen for port 0."""
+        # Without SO_REUSEPORT: a second coordinator on the port must fail, not share it.
+        server = grpc.aio.server(options=[*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0)])
+        handlers = {
+            wire.RANK_METHOD: grpc.stream_stream_rpc_method_handler(self._rank_session),
+            wire.GATEWAY_METHOD: grpc.stream_stream_rpc_method_handler(self._gateway_session),
+            wire.LAUNCHER_METHOD: grpc.stream_stream_rpc_method_handler(self._launcher_session),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(wire.SERVICE, handlers),)
+        )
+        try:
+            port = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ListenError(
+                f"cannot listen on {listen}: stop what uses the port, or set coordinator.listen to "
+                "a free one."
+            ) from error
+        await server.start()
+        self._server = server
+        return port
+
+    async def stop(self) -> None:
+        """End all sessions; peers come back to the next coordinator by themselves."""
+        owner = self._owner
+        peers = *owner.rank_outboxes.values(), *owner.gateway_outboxes.values()
+        for outbox in (*peers, *owner.launcher_outboxes):
+            outbox.close(STOPPING)
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+
+    async def _rank_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_rank)
+
+    async def _gateway_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_gateway)
+
+    async def _launcher_session(self, _: object, context: Context) -> None:
+        await self._session(context, self._open_launcher)
+
+    async def _session(
+        self, context: Context, open_session: Callable[[bytes], Awaitable[_Session]]
+    ) -> None:
+        """Open a session and say what the coordinator has to say until either side ends it."""
+        try:
+            self._authenticate(context)
+            session = await open_session(await _hello(context))
+        except RefusedError as refused:
+            log.warning("session_refused", peer=context.peer(), reason=str(refused))
+            await context.abort(refused.closing.code, refused.closing.reason)
+        listener = asyncio.create_task(_listen(context, session))
+        try:
+            while not isinstance(said := await session.outbox.take(), Closing):
+                await context.write(wire.encode(said))
+        finally:
+            session.close()
+            listener.cancel()
+        if said is not ENDED:
+            log.warning("session_closed", peer=context.peer(), reason=said.reason)
+            await context.abort(said.code, said.reason)
+
+    def _authenticate(self, context: Context) -> None:
+        given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_METADATA_KEY, "")
+        presented = given.encode() if isinstance(given, str) else given
+        if not hmac.compare_digest(presented, self._token):
+            raise RefusedError(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the shared token is wrong or missing: give every process of the cell the same "
+                "AILERON_TOKEN.",
+            )
+
+    async def _open_rank(self, raw: bytes) -> _Session:
+        hello = _decode(wire.decode_rank_up, raw)
+        if not isinstance(hello, RankHello):
+            raise RefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, "a rank's session starts with a hello."
+            )
+        _require_version(hello.version)
+        rank = hello.rank
+        if not 0 <= rank < self._world:
+            raise RefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"rank {rank} does not exist: the cell has ranks 0 to {self._world - 1}.",
+            )
+        if hello.incarnation < self._incarnations.get(rank, 0):
+            raise RefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"a newer process took the place of rank {rank}: end this one.",
+            )
+        if hello.incarnation <= self._ended.get(rank, -1):
+            raise RefusedError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this process of rank {rank} has ended, as its launcher says.",
+            )
+        self._incarnations[rank] = hello.incarnation
+
+        def read(message: bytes) -> Event:
+            report = _decode(wire.decode_rank_up, message)
+            if not isinstance(report, Report) or report.rank != rank:
+                raise RefusedError(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"only reports of rank {rank} belong into its session.",
+                )
+            return RankSaid(rank, report)
+
+        closed = RankClosed(rank, hello.incarnation)
+        return await self._open(self._owner.rank_outboxes, rank, RankOpened(hello), read, closed)
+
+    async def _open_launcher(self, raw: bytes) -> _Session:
+        async def hear(message: bytes) -> None:
+            said = _decode(wire.decode_launcher_up, message)
+            _require_version(said.version)
+            for rank, incarnation in said.ended:
+                if 0 <= rank < self._world and incarnation > self._ended.get(rank, -1):
+                    self._ended[rank] = incarnation
+                    await self._owner.post(
+                        RankExited(rank), functools.partial(self._is_newest, rank, incarnation)
+                    )
+
+        outbox = Outbox()
+        await hear(raw)
+        launchers = self._owner.launcher_outboxes
+        launchers.add(outbox)
+        return _Session(outbox, hear, lambda: launchers.discard(outbox))
+
+    def _is_newest(self, rank: Rank, incarnation: int) -> bool:
+        return self._incarnations.get(rank) == incarnation
+
+    async def _open_gateway(self, raw: bytes) -> _Session:
+        hello = _decode(wire.decode_gateway_up, raw)
+        if not isinstance(hello, GatewayHello):
+            raise RefusedError(
+                grpc.StatusCode.INVALID_ARGUMENT, "a gateway's session starts with a hello."
+            )
+        _require_version(hello.version)
+        gateway, outboxes = hello.gateway, self._owner.gateway_outboxes
+        if gateway not in outboxes and len(outboxes) >= GATEWAYS_MAX:
+            raise RefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
+            )
+
+        self._owner.batches.pop(gateway, None)
+
+        def read(message: bytes) -> Event | None:
+            said = _decode(wire.decode_gateway_up, message)
+            if isinstance(said, Measures):
+                self.gathered.take(gateway, said)
+                return None
+            if isinstance(said, GatewayHello):
+                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
+            if isinstance(said, BatchesRun):
+                self._owner.batches[gateway] = said.batches
+                return None
+            return GatewaySaid(gateway, said)
+
+        closed = GatewayClosed(gateway)
+        for gone in self._owner.batches.keys() - outboxes.keys():
+            del self._owner.batches[gone]
+        return await self._open(outboxes, gateway, GatewayOpened(hello), read, closed)
+
+    async def _open(
+        self,
+        outboxes: dict[Key, Outbox],
+        key: Key,
+        opened: Event,
+        read: Callable[[bytes], Event | None],
+        closed: Event,
+    ) -> _Session:
+        """Make a fresh outbox the one of `key`, in the step in which the core hears `opened`."""
+        outbox = Outbox()
+        owner = self._owner
+
+        def take_over() -> bool:
+            if (earlier := outboxes.get(key)) is not None:
+                earlier.close(REPLACED)
+            outboxes[key] = outbox
+            return True
+
+        def is_current() -> bool:
+            return outboxes.get(key) is outbox
+
+        def give_up() -> bool:
+            return is_current() and outboxes.pop(key) is outbox
+
+        async def hear(message: bytes) -> None:
+            if (event := read(message)) is not None:
+                await owner.post(event, is_current)
+
+        await owner.post(opened, take_over)
+        return _Session(outbox, hear, lambda: owner.post_soon(closed, give_up))
+
+
+async def _hello(context: Context) -> bytes:
+    try:
+        async with asyncio.timeout(HELLO_LIMIT_S):
+            raw = await context.read()
+    except TimeoutError:
+        raise RefusedError(
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_LIMIT_S:.0f} s."
+        ) from None
+    if not isinstance(raw, bytes):
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the session ended without a hello.")
+    return raw
+
+
+async def _listen(context: Context, session: _Session) -> None:
+    """Hear the peer until it ends the session or says what it may not."""
+    closing = ENDED
+    try:
+        while isinstance(raw := await context.read(), bytes):
+            await session.hear(raw)
+    except RefusedError as refused:
+        closing = refused.closing
+    finally:
+        session.outbox.close(closing)
+
+
+def _decode(decoder: Callable[[bytes], Said], raw: bytes) -> Said:
+    try:
+        return decoder(raw)
+    except msgspec.DecodeError as error:
+        raise RefusedError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"a message cannot be read ({error}): run the same version of aileron everywhere.",
+        ) from error
+
+
+def _require_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise RefusedError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"the peer speaks protocol version {version}, this coordinator {PROTOCOL_VERSION}: "
+            "run the same version of aileron everywhere.",
+        )

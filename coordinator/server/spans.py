@@ -1,0 +1,196 @@
+"""Spans of the coordinator: how long traced tasks queue, and what each switch did.
+
+It looks at the events and effects that pass the core, as `core_metrics` does, and changes nothing. A
+task queues once for each placement, also when a switch or a lost rank gives it back. A switch is a
+trace of its own, with links to the traced tasks that it met; it is told `SETTLE_MS` after its end,
+when what ranks and gateways measured of it is there. Only made where tracing is on.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from coordinator.model.events import (
+    Effect,
+    Event,
+    GatewaySaid,
+    RankSaid,
+    SwitchRecorded,
+    Tick,
+    ToGateway,
+    ToRank,
+)
+from coordinator.model.records import SwitchRecord
+from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.rank import Place
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
+from coordinator.protocol.trace_context import TraceContext, read_traceparent
+from coordinator.protocol.tracing import Span, Tracing, ago_ns
+from coordinator.telemetry.core_metrics import FAILURE_REASONS, PHASES, RANK_LOST, SETTLE_MS
+
+TASKS_MAX: Final = 16_384
+"""Most traced tasks that are followed; those that came first are forgotten."""
+LEFT_MAX: Final = 256
+"""Most tasks that are remembered when they have ended."""
+LINKS_MAX: Final = 64
+"""Most tasks that a switch's span names."""
+SWITCHES_LOOKED_AT: Final = 100
+
+CANCELLED: Final = "cancelled"
+ARRIVED: Final = "arrived"
+"""Why a task queues; other reasons are `RANK_LOST` and those of `ReturnCause`."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A traced task; `queueing` is its span while it waits for a group."""
+
+    header: TaskHeader
+    queueing: Span | None
+    placed_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A switch that has ended."""
+
+    record: SwitchRecord
+    met: tuple[TraceContext, ...]
+    due_ms: int
+
+
+class CellSpans:
+    """Makes the spans; `switches` returns the newest ones as the admin API shows them."""
+
+    def __init__(self, tracing: Tracing, switches: Callable[[], Mapping[str, Any]]) -> None:
+        self._tracing = tracing
+        self._switches = switches
+        self._tasks: OrderedDict[TaskId, _Known] = OrderedDict()
+        self._left: deque[tuple[int, _Known]] = deque(maxlen=LEFT_MAX)
+        """Tasks that ended last, with the time: a switch may have met them."""
+        self._ended: list[_Ended] = []
+
+    def saw_event(self, event: Event, now_ms: int) -> None:
+        """Note when tasks come, come back and go."""
+        match event:
+            case GatewaySaid(message=Submit(header=header)) if header.trace:
+                self._came(header)
+            case GatewaySaid(message=Cancel(task)):
+                self._gone(task, CANCELLED, now_ms)
+            case GatewaySaid(message=Done(task)):
+                self._gone(task, "", now_ms)
+            case RankSaid(report=report):
+                for returned in report.returned:
+                    self._queues(returned.task, str(returned.cause))
+            case Tick():
+                self._settle(now_ms)
+            case _:
+                pass
+
+    def saw_effect(self, effect: Effect, now_ms: int) -> None:
+        """Note placements, failures and switches."""
+        match effect:
+            case ToRank(message=Place(header=header) as place) if header.trace:
+                self._placed(place, now_ms)
+            case ToGateway(message=TaskFailed(task=task, code=code)):
+                self._gone(task, code if code in FAILURE_REASONS else "other", now_ms)
+            case ToGateway(message=Resubmit(task=task)):
+                self._queues(task, RANK_LOST)
+            case SwitchRecorded(record):
+                self._ended.append(_Ended(record, self._met(record), now_ms + SETTLE_MS))
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Tell what is left: the process ends."""
+        self._settle(None)
+
+    # ------------------------------------------------------------------ tasks
+
+    def _came(self, header: TaskHeader) -> None:
+        if header.task in self._tasks:
+            return  # Said again, by a new session or after a loss.
+        self._tasks[header.task] = _Known(header, self._queue_span(header, ARRIVED))
+        while len(self._tasks) > TASKS_MAX:
+            self._tasks.popitem(last=False)
+
+    def _queues(self, task: TaskId, why: str) -> None:
+        known = self._tasks.get(task)
+        if known is not None and known.queueing is None:
+            known.queueing = self._queue_span(known.header, why)
+
+    def _queue_span(self, header: TaskHeader, why: str) -> Span:
+        about = {"aileron.tier": header.tier.name.lower(), "aileron.queued_because": why}
+        return self._tracing.start("queue", header.trace, about)
+
+    def _placed(self, place: Place, now_ms: int) -> None:
+        known = self._tasks.get(place.header.task)
+        if known is None:
+            return
+        group = place.binding.group
+        if known.queueing is not None:
+            about: dict[str, str | int] = {"aileron.group": group.name}
+            about |= {"aileron.leader": int(group.leader), "aileron.attempt": place.attempt}
+            known.queueing.set(about)
+            known.queueing.end()
+            known.queueing = None
+        if known.placed_ms is None:
+            known.placed_ms = now_ms
+
+    def _gone(self, task: TaskId, why: str, now_ms: int) -> None:
+        known = self._tasks.pop(task, None)
+        if known is None:
+            return
+        if known.queueing is not None:
+            known.queueing.set({"aileron.left": why or "done"})
+            known.queueing.end(error="" if why in ("", CANCELLED) else why)
+        self._left.append((now_ms, known))
+
+    # ------------------------------------------------------------------ switches
+
+    def _met(self, record: SwitchRecord) -> tuple[TraceContext, ...]:
+        """Contexts of tasks that were with a group when the switch began."""
+        found: list[TraceContext] = []
+        left = [known for left_ms, known in self._left if left_ms >= record.started_ms]
+        for known in (*self._tasks.values(), *left):
+            if known.placed_ms is not None and known.placed_ms <= record.started_ms:
+                context = read_traceparent(known.header.trace)
+                if context is not None and len(found) < LINKS_MAX:
+                    found.append(context)
+        return tuple(found)
+
+    def _settle(self, now_ms: int | None) -> None:
+        due = [each for each in self._ended if now_ms is None or each.due_ms <= now_ms]
+        if not due:
+            return
+        self._ended = [each for each in self._ended if each not in due]
+        shown = {each["epoch"]: each for each in self._switches()["switches"]}
+        for each in due:
+            self._tell(each, shown.get(each.record.epoch, {}), now_ms)
+
+    def _tell(self, ended: _Ended, measured: Mapping[str, Any], now_ms: int | None) -> None:
+        record = ended.record
+        ended_ms_ago = 0 if now_ms is None else now_ms - (ended.due_ms - SETTLE_MS)
+        about: dict[str, str | int | float] = {
+            "aileron.epoch": record.epoch,
+            "aileron.switch.from": record.from_layout or "none",
+            "aileron.switch.to": record.to_layout,
+            "aileron.switch.cause": record.cause,
+            "aileron.switch.carry": str(record.carry),
+            "aileron.switch.outcome": str(record.outcome),
+        }
+        for phase, name in PHASES.items():
+            if measured.get(name):
+                about[f"aileron.switch.{phase}_seconds"] = measured[name] / 1_000
+        if measured.get("gap_ms_max", 0) > 0:
+            about["aileron.switch.pause_seconds"] = measured["gap_ms_max"] / 1_000
+        if measured.get("reshard_bytes", 0) > 0:
+            about["aileron.switch.reshard_bytes"] = measured["reshard_bytes"]
+        for carry, count in measured.get("tasks", {}).items():
+            if count:
+                about[f"aileron.switch.tasks.{carry}"] = count
+        began_ns = ago_ns(ended_ms_ago + record.total_ms)
+        span = self._tracing.start("switch", None, about, at_ns=began_ns, links=ended.met)
+        span.end(at_ns=began_ns + int(record.total_ms * 1e6))

@@ -1,0 +1,56 @@
+"""What ranks are told of the layout, and which of their reports are answered with it.
+
+An answer renews a rank's lease, and tells it that its coordinator is there; once in a while is
+enough for both. In a switch each rank reports several times within milliseconds, and answers that
+say nothing new would be read while others wait for what that rank does. Pure.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from comm_pool.layout import Rank
+from coordinator.model.events import ToRank
+from coordinator.protocol.messages.rank import Directive
+from coordinator.switching.switcher import Switcher
+
+
+class Answers:
+    """What each rank was told last, and when."""
+
+    __slots__ = ("_interval_ms", "_switcher", "_told")
+
+    def __init__(self, switcher: Switcher, interval_ms: int) -> None:
+        """At most so often the same is said again; 0 is always."""
+        self._switcher = switcher
+        self._interval_ms = interval_ms
+        self._told: dict[Rank, tuple[Directive, int]] = {}
+
+    def opened(self, rank: Rank) -> None:
+        """The rank has a new session: what was said in the one before may not have arrived."""
+        self._told.pop(rank, None)
+
+    def directives(self, ranks: Iterable[Rank], now_ms: int) -> list[ToRank]:
+        """Return what these ranks are to be told now."""
+        return [
+            self._tell(rank, directive, now_ms)
+            for rank in ranks
+            if (directive := self._switcher.directive_for(rank)) is not None
+        ]
+
+    def answer(self, rank: Rank, now_ms: int) -> list[ToRank]:
+        """Return the answer to a rank's report, if it is due."""
+        directive = self._switcher.directive_for(rank)
+        if directive is None or not self._is_due(rank, directive, now_ms):
+            return []
+        return [self._tell(rank, directive, now_ms)]
+
+    def _is_due(self, rank: Rank, directive: Directive, now_ms: int) -> bool:
+        told, at_ms = self._told.get(rank, (None, 0))
+        if told is None or now_ms - at_ms >= self._interval_ms:
+            return True
+        return msgspec.structs.replace(directive, answers_ms=told.answers_ms) != told
+
+    def _tell(self, rank: Rank, directive: Directive, now_ms: int) -> ToRank:
+        self._told[rank] = directive, now_ms
+        return ToRank(rank, directive)

@@ -1,0 +1,175 @@
+"""How a cell becomes whole again once what was lost has come back. Pure; called at each tick.
+
+A lost rank comes back in dp. Two things may stand between that and the layout that was served
+before: somebody must want it again, and, on CUDA, ranks that were not started together have no
+communicators with each other, and those that outlived a loss have closed theirs, so that they must
+all be started again, which costs nobody anything while there is nothing to do. Where there always
+is, a group that is only a part of the cell is started again while the others serve.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from comm_pool.layout import Group, Layout, Mode, Rank, format_layout
+from comm_pool.plan import communicator_plan
+from coordinator.model.events import Effect, ToLauncher, note
+from coordinator.model.records import Decision
+from coordinator.protocol.messages.launcher import RenewRanks
+from coordinator.protocol.terms import Carry
+from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.roster import Roster
+from coordinator.switching.switcher import Switcher
+
+RESTORED = "restored"
+"""The cause of a switch back to the layout that was wanted before a loss."""
+
+RENEWALS_APART_MS = 300_000
+"""Ranks are not started again sooner for the same purpose, whatever became of the last time."""
+
+
+class _Lasting:
+    """For how long something has been true."""
+
+    __slots__ = ("_since_ms",)
+
+    def __init__(self) -> None:
+        self._since_ms: int | None = None
+
+    def is_over(self, limit_ms: int, now_ms: int, *, is_true: bool) -> bool:
+        """Say whether it is true, and has been at each call for so long."""
+        if not is_true:
+            self._since_ms = None
+            return False
+        if self._since_ms is None:
+            self._since_ms = now_ms
+        return now_ms - self._since_ms >= limit_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RenewalTimes:
+    """For how long groups have been lacking before ranks are started again for them; 0 is never."""
+
+    idle_ms: int
+    """All ranks, when the cell has had no task for so long."""
+    busy_ms: int
+    """The ranks of one group, whatever there is to do."""
+
+
+class Restoring:
+    """The layout that was decided last, and what is to be done to have it again.
+
+    Where a policy decides, it finds out by itself what can be formed (`is_fixed` is False), and
+    only the ranks' renewal is asked for. A layout is restored when it could have been for
+    `settled_ms`, as ranks come back one by one, and some are soon lost again.
+    """
+
+    __slots__ = (
+        "_initial",
+        "_is_fixed",
+        "_lacking",
+        "_lacking_idle",
+        "_possible",
+        "_renew",
+        "_renewed",
+        "_settled_ms",
+        "_wanted",
+    )
+
+    def __init__(
+        self, initial: Layout, settled_ms: int, renew: RenewalTimes, *, is_fixed: bool
+    ) -> None:
+        self._initial = initial
+        self._wanted: Layout | None = None
+        self._settled_ms = settled_ms
+        self._renew = renew
+        self._renewed: dict[tuple[Rank, ...], int] = {}
+        """When these were started again last."""
+        self._is_fixed = is_fixed
+        self._possible = _Lasting()
+        self._lacking = _Lasting()
+        self._lacking_idle = _Lasting()
+
+    def decided(self, layout: Layout) -> None:
+        """Somebody wants this layout from now on."""
+        self._wanted = layout
+        self._possible = _Lasting()
+
+    def layout_due(self, switcher: Switcher, roster: Roster, now_ms: int) -> Layout | None:
+        """Return the layout that was decided, if the cell has left it and can have it again."""
+        if switcher.recovering or not self._is_fixed:
+            return None
+        if self._wanted is None:
+            # Behind a restart of the coordinator it is what the ranks were told last, unless that
+            # was to wait for each other.
+            told = switcher.served_layout
+            self._wanted = told if roster.serves_whole(told) else self._initial
+        wanted = _completed(self._wanted, self._initial, roster)
+        has_left = switcher.is_serving and switcher.target.layout != wanted
+        can_be = has_left and refuse(wanted, roster, switcher.alive) is None
+        return wanted if self._possible.is_over(self._settled_ms, now_ms, is_true=can_be) else None
+
+    def renewal_due(
+        self, switcher: Switcher, roster: Roster, now_ms: int, *, is_idle: bool
+    ) -> tuple[Rank, ...]:
+        """Return the ranks that should be started again together; empty if none should.
+
+        All ranks are there and serve, and cannot form a group that is wanted.
+        """
+        idle_ms, busy_ms = self._renew.idle_ms, self._renew.busy_ms
+        if switcher.recovering or not (idle_ms or busy_ms):
+            return ()
+        serves_whole = switcher.is_serving and len(switcher.alive) == roster.world
+        lacking = self._lacking_groups(switcher, roster) if serves_whole else []
+        parts = [each for each in lacking if len(each) < roster.world]
+        is_idle = self._lacking_idle.is_over(idle_ms, now_ms, is_true=is_idle and bool(lacking))
+        is_busy = self._lacking.is_over(busy_ms, now_ms, is_true=bool(parts))
+        wanted = [tuple(roster)] if idle_ms and is_idle else parts if busy_ms and is_busy else []
+        due = next((each for each in wanted if self._may_renew(each, now_ms)), ())
+        if due:
+            self._renewed[due] = now_ms
+            self._lacking, self._lacking_idle = _Lasting(), _Lasting()  # One after the other.
+        return due
+
+    def _may_renew(self, ranks: tuple[Rank, ...], now_ms: int) -> bool:
+        last_ms = self._renewed.get(ranks)
+        return last_ms is None or now_ms - last_ms >= RENEWALS_APART_MS
+
+    def _lacking_groups(self, switcher: Switcher, roster: Roster) -> list[tuple[Rank, ...]]:
+        """Return who cannot form a group that is wanted, or that the policy may want."""
+        if self._is_fixed and self._wanted is not None:
+            groups: Iterable[tuple[Rank, ...]] = (each.ranks for each in self._wanted.groups)
+        elif roster.has_closed or not roster.is_one_cohort(switcher.alive):
+            widths = {*(w for rank in roster for w in roster[rank].hello.widths), roster.widest}
+            groups = communicator_plan(
+                roster.world, [width for width in widths if roster.world % width == 0]
+            )
+        else:
+            groups = ()
+        return [ranks for ranks in groups if not roster.can_form(ranks)]
+
+
+def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
+    """Give groups to ranks that cannot serve alone, and were away when the layout was decided.
+
+    Those that they started with, where all of their ranks are free, else the narrowest.
+    """
+    if (width := roster.narrowest) == 1:
+        return layout
+    blocks = communicator_plan(roster.world, (width,))
+    for group in (*initial.groups, *(Group(ranks, Mode.TP) for ranks in blocks)):
+        if set(layout.ranks).isdisjoint(group.ranks):
+            layout = Layout((*layout.groups, group))
+    return layout
+
+
+def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:
+    """Return the decision to have the layout again."""
+    reason = "it was left because of a loss, and can be formed again"
+    return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORED)
+
+
+def renewal(roster: Roster, ranks: Iterable[Rank], cause: str) -> list[Effect]:
+    """Ask for the processes of these ranks to be started again, together."""
+    known = tuple((rank, roster[rank].incarnation) for rank in ranks if rank in roster)
+    told = note("renewal_wanted", ranks=[rank for rank, _ in known], cause=cause)
+    return [told, ToLauncher(RenewRanks(known))]

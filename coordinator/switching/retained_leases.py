@@ -1,0 +1,111 @@
+"""Which pages of unbound groups' leases are still needed, as far as their leaders told.
+
+Paused tasks of a group that is not bound keep some of its leased pages; every member must keep the
+same ones, or their lease tables drift apart. Invariant: what is echoed of a lease only shrinks
+while the group is unbound, and is constant while it is bound. Called by the switcher.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.terms import Binding
+
+
+@dataclass(slots=True)
+class _Lease:
+    kept: LeaseKept | None = None
+    is_bound: bool = False
+    """The group serves: its lease is whole, and `kept` is what it started from."""
+    served_born: int = 0
+    """The last formation that leased pages; what was kept of earlier ones is out of date."""
+
+
+class KeptLeases:
+    """The lease indices that remain, per group of ranks."""
+
+    __slots__ = ("_given_up", "_leases", "_lost_in")
+
+    def __init__(self) -> None:
+        self._leases: dict[tuple[Rank, ...], _Lease] = {}
+        self._lost_in: dict[Rank, int] = {}
+        """The last epoch in which a rank was lost; leases formed until then are worthless."""
+        self._given_up: dict[tuple[Rank, ...], int] = {}
+        """The same of groups whose members gave pages up before this coordinator was there."""
+
+    def on_report(self, leader: Rank, reported: tuple[LeaseKept, ...]) -> bool:
+        """Take what a leader still needs; return whether anything changed."""
+        own = [kept for kept in reported if kept.ranks[:1] == (leader,)]
+        return [self._accept(kept) for kept in own].count(True) > 0
+
+    def bind(self, binding: Binding) -> None:
+        """Freeze: the group is about to lease on top of what is kept now."""
+        if binding.group.width == 1:
+            # A rank that is alone owns its pages and leases none.
+            return
+        lease = self._leases.setdefault(binding.group.ranks, _Lease())
+        lease.is_bound = True
+        lease.served_born = binding.born
+
+    def unbind(self, binding: Binding) -> None:
+        """Listen to the group's leader again."""
+        if lease := self._leases.get(binding.group.ranks):
+            lease.is_bound = False
+
+    def drop(self, rank: Rank, epoch: int) -> None:
+        """Give up every lease that the rank shares: its part of the KV is lost.
+
+        No formation up to `epoch` counts any more, whatever is known of it.
+        """
+        self._lost_in[rank] = epoch
+        for ranks in self._leases:
+            if rank in ranks:
+                self._give_up(ranks, epoch)
+
+    def recover(self, held: Mapping[Rank, Collection[tuple[Rank, ...]]], epoch: int) -> None:
+        """Give up leases that some members have pages in, and others not; `epoch` is the highest.
+
+        Those had heard from an earlier coordinator that a member was lost, which may live and not
+        know.
+        """
+        for ranks in set(chain.from_iterable(held.values())):
+            if any(ranks not in held[rank] for rank in ranks if rank in held):
+                self._given_up[ranks] = epoch
+                self._give_up(ranks, epoch)
+
+    def know(self, binding: Binding) -> None:
+        """There may be a lease of these ranks: if one of them is lost, the others must hear."""
+        if binding.group.width > 1:
+            self._leases.setdefault(binding.group.ranks, _Lease())
+
+    def for_rank(self, rank: Rank) -> tuple[LeaseKept, ...]:
+        """Return what the rank is to keep, for each group that it is a member of."""
+        return tuple(
+            lease.kept for ranks, lease in self._leases.items() if rank in ranks and lease.kept
+        )
+
+    def _give_up(self, ranks: tuple[Rank, ...], epoch: int) -> None:
+        lease = self._leases.setdefault(ranks, _Lease())
+        version = lease.kept.version if lease.kept else 0
+        lease.kept = LeaseKept(ranks, version + 1, (), epoch)
+
+    def _accept(self, kept: LeaseKept) -> bool:
+        lease = self._leases.setdefault(kept.ranks, _Lease())
+        if lease.is_bound or kept.born < lease.served_born:
+            return False
+        if lease.kept is not None and _order(kept) <= _order(lease.kept):
+            return False
+        lost_in = (self._lost_in.get(rank, -1) for rank in kept.ranks)
+        if kept.born <= max(self._given_up.get(kept.ranks, -1), *lost_in):
+            # The leader had not heard of the loss; its tasks learn from the echo.
+            kept = msgspec.structs.replace(kept, indices=())
+        lease.kept = kept
+        return True
+
+
+def _order(kept: LeaseKept) -> tuple[int, int]:
+    return kept.born, kept.version

@@ -1,0 +1,391 @@
+"""The coordinator's side of the switch protocol: from one layout to the next, whatever fails.
+
+Invariant: the epoch only grows, a stage is left only when every rank of the target acknowledged
+it, and a rank is cut out only when its time lease is over or its process has ended. There is no
+abort: a change of mind is a new target with a higher epoch, at any time. Called by the core, which
+sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
+"""
+
+from collections.abc import Collection
+
+from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.model.records import SwitchLog, SwitchRecord
+from coordinator.model.settings import SwitchSettings
+from coordinator.protocol.messages.rank import Directive, RankHello, Report
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
+from coordinator.ranks.outliers import Health, Outcast
+from coordinator.ranks.recovery import Resumed, resume
+from coordinator.ranks.roster import Arrival, Roster
+from coordinator.switching.move_commits import Moves
+from coordinator.switching.page_grants import Grants
+from coordinator.switching.retained_leases import KeptLeases
+from coordinator.switching.targets import bind, have_joined, is_foreign, void, who_is_late
+
+NOTHING = Stage(0, Phase.PARK)
+"""Below every real stage: a directive with it renews leases and asks for nothing."""
+
+STALL_SHARE = 4
+"""A coordinator that did not listen for 1/4 of `lost_after_ms` does not count it as silence."""
+
+
+class Switcher:
+    """The wanted state of all ranks, and how far they are.
+
+    It starts recovering: until every rank has reported, or long enough, it only renews leases, so
+    that ranks which served under an earlier coordinator go on undisturbed.
+    """
+
+    __slots__ = (
+        "_decide_ms",
+        "_drain_until_ms",
+        "_grants",
+        "_health",
+        "_kept",
+        "_last_tick_ms",
+        "_moves",
+        "_recover_ms",
+        "_recover_until_ms",
+        "_roster",
+        "_settings",
+        "alive",
+        "carry",
+        "log",
+        "recovering",
+        "served_layout",
+        "stage",
+        "target",
+        "version",
+    )
+
+    def __init__(self, settings: SwitchSettings, roster: Roster, now_ms: int) -> None:
+        self._settings = settings
+        self._roster = roster
+        self._grants = Grants(roster)
+        self._health = Health(settings.health, roster.world)
+        self._kept = KeptLeases()
+        self._moves = Moves()
+        self._drain_until_ms = 0
+        self._last_tick_ms = now_ms
+        self._recover_ms = min(settings.lost_after_ms, settings.recover_ms)
+        """How long to wait for ranks that are missing, behind the first that comes; then 0."""
+        self._recover_until_ms = now_ms + self._recover_ms
+        self._decide_ms = 0
+        self.log = SwitchLog(settings.records_max)
+        self.stage = NOTHING
+        self.target = Target(())
+        self.alive: tuple[Rank, ...] = ()
+        """The ranks of the target: all that are not cut out."""
+        self.carry = settings.default_carry
+        self.recovering = True
+        self.served_layout = Layout(())
+        """The last layout that every rank served, or was told of by an earlier coordinator."""
+        self.version = 0
+        """Grows whenever directives change."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the target."""
+        return self.stage.epoch
+
+    @property
+    def is_serving(self) -> bool:
+        """Every rank of the target acknowledged SERVE."""
+        is_last = self.stage.phase is Phase.SERVE and bool(self.target.bindings)
+        return is_last and self._all_acknowledged()
+
+    def is_granted(self, binding: Binding) -> bool:
+        """Say whether the group is in the target and reached SERVE, now or in an earlier epoch."""
+        return binding in self._grants
+
+    def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
+        """Take in a rank that came, or came back as a new process."""
+        if self.recovering:
+            if self._recover_ms:
+                # Ranks of one launcher come up together, long after this process perhaps.
+                self._recover_until_ms = max(self._recover_until_ms, now_ms + self._recover_ms)
+                self._recover_ms = 0
+            self._moves.on_hello(hello)
+        if self.recovering or arrival in (Arrival.STALE, Arrival.AGAIN):
+            return
+        rank = hello.rank
+        layout = self.target.layout
+        self._health.renewed(rank)
+        if arrival is Arrival.RESTARTED and rank in self.alive:
+            self._kept.drop(rank, self.epoch)
+            layout = layout.without((rank,)).plus((rank,))
+            self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
+        else:
+            self._kept.drop(rank, self.epoch)
+            self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
+
+    def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
+        """Take a report that the roster counted; return its rank if it is cut out."""
+        if self._kept.on_report(report.rank, report.kept):
+            self.version += 1
+        if self.recovering:
+            self._moves.on_report(report)
+            return ()
+        rank = report.rank
+        cut_out = self._leave_out(self._health.on_report(report, self.alive, now_ms), now_ms)
+        newest = self._roster.report_of(rank)
+        if newest is not None and is_foreign(newest, self.target, self.epoch):
+            # An earlier coordinator got further than the ranks that were heard at the start knew.
+            self._change(self.target.layout.plus((rank,)), "epoch overtaken", now_ms)
+        elif rank not in self.alive and not (self.alive and self._roster.is_out(rank, now_ms)):
+            self._change(self.target.layout.plus((rank,)), f"rank {rank} is back", now_ms)
+        self._advance(now_ms)
+        return cut_out
+
+    def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
+        """Let time pass; return the ranks that are cut out: silent, late in a switch, or slow."""
+        self._forgive_own_stall(now_ms)
+        if self.recovering:
+            self._try_resume(now_ms)
+            return ()
+        limit_ms = self._settings.lost_after_ms
+        silent = [each for each in self.alive if self._roster.silent_since(each, now_ms) > limit_ms]
+        self.lose(silent, now_ms)
+        if now_ms >= self._drain_until_ms:
+            self.end_wait(now_ms)
+        self._advance(now_ms)
+        return (*silent, *self._take_out(now_ms))
+
+    @property
+    def is_draining(self) -> bool:
+        """Groups finish their tasks before they change."""
+        return self.stage.phase is Phase.PARK and self.carry is Carry.DRAIN
+
+    @property
+    def is_speculating(self) -> bool:
+        """Groups that are to change serve on until their old tasks have ended."""
+        return self.stage.phase is Phase.PARK and self.carry is Carry.SPECULATE
+
+    def end_wait(self, now_ms: int) -> None:
+        """Wait no longer for tasks to end, if that is what the switch under way does."""
+        if self.stage.phase is Phase.PARK:
+            self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
+
+    def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
+        """Go on without these ranks, for a cause that needs no lease to end, as a process's end."""
+        lost = [rank for rank in ranks if rank in self.alive and not self.recovering]
+        for rank in lost:
+            self._kept.drop(rank, self.epoch)
+        if names := ", ".join(map(str, lost)):
+            self._change(self.target.layout.without(lost), f"rank {names} {cause}", now_ms)
+
+    def retarget(
+        self,
+        layout: Layout,
+        carry: Carry,
+        cause: str,
+        now_ms: int,
+        *,
+        decide_ms: int = 0,
+        fresh: Collection[Rank] = (),
+    ) -> None:
+        """Want another layout from now on; allowed at any time.
+
+        Groups that stay keep their formation and go on serving, except those with a `fresh` rank.
+        A layout that is the target already only changes the carry plan of a switch under way.
+        Only groups that serve can speculate: behind another switch the tasks move at once.
+        """
+        if carry is Carry.SPECULATE and not self.is_serving:
+            carry = PLAN_BEHIND[carry]
+        if layout == self.target.layout and not fresh and self.epoch:
+            if self.stage.phase is Phase.PARK:
+                self._set_carry(carry, now_ms)
+            return
+        self._decide_ms = decide_ms
+        self._set_carry(carry, now_ms)
+        self._set_target(layout, cause, now_ms, fresh)
+
+    def directive_for(self, rank: Rank) -> Directive | None:
+        """Return what the rank should be told now; None if it has not reported or has ended."""
+        report = self._roster.report_of(rank)
+        if report is None or self._roster[rank].has_exited:
+            return None
+        stage = NOTHING if self.recovering else self.stage
+        return Directive(
+            incarnation=report.incarnation,
+            answers_ms=report.sent_at_ms,
+            lease_ms=self._settings.lease_ms,
+            stage=stage,
+            target=self.target,
+            carry=self.carry,
+            members=tuple((each, self._roster[each].incarnation) for each in self.alive),
+            void=0 if self.recovering else void(report, self.target, self._roster),
+            grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
+            kept=self._kept.for_rank(rank),
+            movers=self._moves.movers if stage.phase is Phase.MOVE else (),
+            moved=self._moves.committed(report.stage.epoch),
+        )
+
+    def has_moved(self, epoch: int) -> bool:
+        """Say whether the move of this epoch was committed."""
+        return self._moves.committed(epoch) == epoch > 0
+
+    def take_adopted(self) -> list[tuple[Rank, Adopted]]:
+        """Return the tasks that changed their leader since the last call, with the new one."""
+        return self._moves.take_adopted()
+
+    def starved(self) -> tuple[Rank, ...]:
+        """Return the leaders of groups that would gain much by forming anew."""
+        return self._grants.starved() if self.is_serving else ()
+
+    def integrity(self) -> None:
+        """Assert that what is said of groups and ranks is about those of the target."""
+        assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
+        granted = self._grants.all_of()
+        assert granted <= set(self.target.bindings), "a group of no target has a grant."
+        if self.stage.phase is Phase.SERVE:
+            assert granted == set(self.target.bindings), "a serving group has no grant."
+        assert self.recovering or self.epoch > 0, "no target after recovery."
+
+    def _change(
+        self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
+    ) -> None:
+        """Retarget for a cause that no one decided; a switch under way keeps its carry plan.
+
+        Ranks that come or go end a speculation: some are parked by then.
+        """
+        plan = self._settings.default_carry if self.stage.phase is Phase.SERVE else self.carry
+        self._set_carry(Carry.RESHARD if plan is Carry.SPECULATE else plan, now_ms)
+        self._set_target(layout, cause, now_ms, fresh)
+
+    def _set_target(self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank]) -> None:
+        reports = [report for rank in self._roster if (report := self._roster.report_of(rank))]
+        highest = max([self.epoch, *(report.stage.epoch for report in reports)])
+        previous = self.target
+        fresh = {*fresh, *self._half_formed()}
+        self.stage = Stage(highest + 1, Phase.PARK)
+        self.target = bind(layout, previous, self.stage.epoch, fresh)
+        self.alive = layout.ranks
+        for binding in previous.bindings:
+            if binding not in self.target.bindings:
+                self._grants.drop(binding)
+                self._kept.unbind(binding)
+        self.version += 1
+        self._start_record(cause, now_ms)
+
+    def _half_formed(self) -> list[Rank]:
+        """Ranks that a committed move prepared for groups that may not all have joined yet."""
+        if not self.has_moved(self.epoch):
+            return []
+        waiting = [each for each in self.target.bindings if not have_joined(each, self._roster)]
+        return [rank for binding in waiting for rank in binding.group.ranks]
+
+    def _start_record(self, cause: str, now_ms: int) -> None:
+        world = self._roster.world
+        self.log.start(
+            SwitchRecord(
+                epoch=self.epoch,
+                from_layout=format_layout(self.served_layout, world),
+                to_layout=format_layout(self.target.layout, world),
+                cause=cause,
+                carry=self.carry,
+                started_ms=now_ms,
+                decide_ms=self._decide_ms,
+            )
+        )
+        self._decide_ms = 0
+
+    def _set_carry(self, carry: Carry, now_ms: int) -> None:
+        self._drain_until_ms = now_ms + self._settings.drain_limit_ms
+        if carry is not self.carry:
+            self.carry = carry
+            self.version += 1
+
+    def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
+        """Go on without ranks that hold the others up, for a while."""
+        if self.is_serving:
+            outcasts = self._health.slow(self.alive, now_ms)
+        else:
+            late = {} if self.is_draining or self.is_speculating else self._late()
+            outcasts = self._health.late(self.stage, late, self.alive, now_ms)
+        return self._leave_out(outcasts, now_ms)
+
+    def _leave_out(self, outcasts: Collection[Outcast], now_ms: int) -> tuple[Rank, ...]:
+        for each in outcasts:
+            self._roster[each.rank].out_until_ms = now_ms + each.out_ms
+            self.lose((each.rank,), now_ms, each.cause)
+        return tuple(each.rank for each in outcasts)
+
+    def _late(self) -> dict[Rank, Binding | None]:
+        return who_is_late(self._roster, self.alive, self.stage, self.target)
+
+    def _all_acknowledged(self) -> bool:
+        return not self._late()
+
+    def _advance(self, now_ms: int) -> None:
+        while self.stage.phase is not Phase.SERVE and self._all_acknowledged():
+            self._complete(self.stage.phase)
+            self.version += 1
+        if self.is_serving:
+            self.served_layout = self.target.layout
+            self.log.served(now_ms)
+
+    def _complete(self, phase: Phase) -> None:
+        """Go on from a phase that every rank acknowledged."""
+        peers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
+        if phase is Phase.PARK and self.carry is Carry.RESHARD and self._moves.start(peers):
+            self.stage = Stage(self.epoch, Phase.MOVE)
+        elif phase is Phase.SWAP or (phase is Phase.MOVE and self._decide_move()):
+            self.stage = Stage(self.epoch, Phase.SERVE)
+            self._grant()
+        else:
+            self.stage = Stage(self.epoch, Phase.SWAP)
+
+    def _decide_move(self) -> bool:
+        """Return whether groups can begin at once: all that form them know what they will have."""
+        reports = map(self._roster.report_of, self._moves.movers)
+        if not self._moves.decide(self.epoch, reports):
+            return False
+        # Their ranks lease pages now, maybe before they are granted any.
+        for binding in self.target.bindings:
+            self._kept.know(binding)
+        return self._moves.cover(each for each in self.target.bindings if each not in self._grants)
+
+    def _grant(self) -> None:
+        for binding in self.target.bindings:
+            if binding not in self._grants:
+                self._grants.add(binding)
+                self._kept.bind(binding)
+
+    def _forgive_own_stall(self, now_ms: int) -> None:
+        stall_ms = now_ms - self._last_tick_ms
+        self._last_tick_ms = now_ms
+        if stall_ms > self._settings.lost_after_ms // STALL_SHARE:
+            self._roster.forgive(stall_ms, now_ms)
+            self._health.forgive(stall_ms, now_ms)
+            self._recover_until_ms += stall_ms
+
+    def _try_resume(self, now_ms: int) -> None:
+        resumed = resume(
+            self._roster, self._settings.initial, is_late=now_ms >= self._recover_until_ms
+        )
+        if resumed is None:
+            return
+        self.recovering = False
+        self.version += 1
+        self._take_over(resumed, now_ms)
+
+    def _take_over(self, resumed: Resumed, now_ms: int) -> None:
+        self.target = resumed.target
+        self.alive = resumed.target.layout.ranks
+        self.served_layout = resumed.target.layout
+        self.stage = resumed.stage
+        self._kept.recover(self._roster.leases(), resumed.stage.epoch)
+        self._moves.recover()
+        for binding in self.target.bindings:
+            self._kept.know(binding)
+        for binding in resumed.serving:
+            self._kept.bind(binding)
+            self._grants.resume(binding)
+        for rank in resumed.gone:
+            self._kept.drop(rank, self.epoch)
+        if not resumed.is_settled:
+            stopped = set(self.target.bindings).difference(resumed.serving)
+            fresh = [rank for binding in stopped for rank in binding.group.ranks]
+            self._set_target(resumed.layout, resumed.cause, now_ms, fresh)
+        self._advance(now_ms)

@@ -1,0 +1,72 @@
+"""How a layout becomes a target, and what becomes of groups that are in none any more.
+
+Called by the switcher.
+"""
+
+from collections.abc import Collection
+
+from comm_pool.layout import Layout, Rank
+from coordinator.protocol.messages.rank import Report
+from coordinator.protocol.terms import Binding, Phase, Stage, Target
+from coordinator.ranks.roster import Roster
+
+
+def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
+    """Return the layout's groups; those of `previous` keep their formation unless a rank is fresh.
+
+    New formations are born in `epoch`.
+    """
+    stays = {
+        binding.group: binding
+        for binding in previous.bindings
+        if not set(fresh).intersection(binding.group.ranks)
+    }
+    return Target(
+        tuple(stays[group] if group in stays else Binding(group, epoch) for group in layout.groups)
+    )
+
+
+def void(report: Report, target: Target, roster: Roster) -> int:
+    """Return the formation (`born`) that a rank is joined to, if nobody will lead it; else 0.
+
+    A leader is given SERVE only after it has told that it joined, or that it has its share of a
+    move into the formation. So one that has told neither, by its last report, has never served the
+    formation or has left it. Its last word is not needed then, and if it never served, there will
+    be none.
+    """
+    joined = report.binding
+    if joined is None or joined in target.bindings:
+        return 0
+    leader = roster.report_of(joined.group.leader)
+    return joined.born if leader is not None and not _may_serve(leader, joined) else 0
+
+
+def _may_serve(leader: Report, binding: Binding) -> bool:
+    """Say whether the leader serves the group, or may have been told to since this report."""
+    moved_to = leader.target if leader.stage.phase is Phase.MOVE else None
+    return leader.binding == binding or (moved_to is not None and binding in moved_to.bindings)
+
+
+def have_joined(binding: Binding, roster: Roster) -> bool:
+    """Say whether every member has told that it is joined to the group."""
+    reports = map(roster.report_of, binding.group.ranks)
+    return all(report is not None and report.binding == binding for report in reports)
+
+
+def is_foreign(report: Report, target: Target, epoch: int) -> bool:
+    """Say whether the rank acknowledged something that the coordinator of `target` never said."""
+    if report.stage.epoch == epoch:
+        return report.target != target
+    return report.stage.epoch > epoch
+
+
+def who_is_late(
+    roster: Roster, alive: Collection[Rank], stage: Stage, target: Target
+) -> dict[Rank, Binding | None]:
+    """Return the ranks that have not acknowledged the stage, with what each is joined to."""
+    reports = {rank: roster.report_of(rank) for rank in alive}
+    return {
+        rank: report.binding if report is not None else None
+        for rank, report in reports.items()
+        if report is None or report.stage < stage or report.target != target
+    }

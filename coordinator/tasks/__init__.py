@@ -1,0 +1,1 @@
+"""The task pool: queue, table, placement, shedding. Pure."""

@@ -1,0 +1,262 @@
+"""Which group takes which task: room, choice and what can ever fit.
+
+A group has room for a task while it holds fewer than `max_tasks` tasks, and the blocks of the
+tokens they have so far leave enough for those of the task. Later growth is the group's scheduler's
+business, which preempts. The least loaded group in tokens per rank is chosen, the lowest leader at
+a tie; tokens of the prompt that a group has read before make it so much less loaded.
+
+A round goes through the queue in order. A task without room claims the least loaded group that
+could hold it, so that later tasks do not take the room it waits for; `LOOK_AHEAD_TASKS` such tasks
+close their tier for the round. Called by the task pool and the core.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from comm_pool.layout import Rank
+from coordinator.protocol.terms import Binding, TaskId, Tier
+from coordinator.ranks.roster import Roster
+from coordinator.switching.stragglers import Stragglers
+from coordinator.switching.switcher import Switcher
+from coordinator.tasks.prefix_affinity import PrefixHomes
+from coordinator.tasks.task import Task
+from coordinator.tasks.task_queue import TaskQueue
+
+LOOK_AHEAD_TASKS = 32
+"""Tasks without room that are looked behind, per tier and round."""
+
+KNOWN_TOKEN_WORTH = 4
+"""So many tokens of others' context, which every step reads, one token that need not be read costs.
+
+Low on purpose: to read a token costs tens of times what it costs to hold it for a step, but tasks
+that end late wait for each other, and a prompt that many share is soon known to all groups.
+"""
+
+BATCH_RESERVE_DIVISOR = 8
+"""One in so many places of a group is kept free of batch tasks, for who comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that serves now and whose tasks go on after the switch under way."""
+
+    binding: Binding
+    max_tasks: int
+    blocks_total: int
+    block_tokens: int
+
+    tiers_kept: int = 0
+    """It is kept for so many of the most urgent tiers; 0 takes every task."""
+
+    cut_off: frozenset[str] = frozenset()
+    """Gateways' addresses that its leader cannot push tokens to now."""
+
+    @property
+    def leader(self) -> Rank:
+        """The rank to send tasks to."""
+        return self.binding.group.leader
+
+    def slots(self, tier: Tier) -> int:
+        """Return how many tasks it may hold when one of this tier is to be added."""
+        reserved = self.max_tasks // BATCH_RESERVE_DIVISOR if tier is Tier.BATCH else 0
+        return self.max_tasks - reserved
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that hold so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def reaches(self, task: Task) -> bool:
+        """Say whether the task's tokens would come to its gateway."""
+        return task.header.reply_to not in self.cut_off
+
+    def could_hold(self, task: Task) -> bool:
+        """Say whether the task can run here: alone, it fits when it is as long as it may become."""
+        return self.reaches(task) and self.blocks(task.context_tokens_max) <= self.blocks_total
+
+
+def open_groups(
+    switcher: Switcher,
+    roster: Roster,
+    stragglers: Stragglers,
+    kept: Mapping[Rank, int] | None = None,
+) -> tuple[OpenGroup, ...]:
+    """Return the groups to place into: granted, in the target, and serving by leaders' reports.
+
+    `kept` gives the leaders of groups that take only so many of the most urgent tiers.
+
+    While a switch waits for stragglers, also groups that are to change and have none.
+    """
+    if switcher.recovering:
+        return ()
+    bindings = [each for each in switcher.target.bindings if switcher.is_granted(each)]
+    if switcher.is_speculating:
+        changing = changing_groups(switcher, roster)
+        bindings += [each for each in changing if stragglers.is_idle(each.group.leader)]
+    groups = []
+    for binding in bindings:
+        if not roster.serves(binding.group):
+            continue
+        seen = roster[binding.group.leader]
+        report = seen.report
+        if report is not None and report.binding == binding and report.blocks_total > 0:
+            hello = seen.hello
+            group = OpenGroup(
+                binding,
+                hello.max_tasks,
+                report.blocks_total,
+                hello.tokens_per_slot,
+                kept.get(binding.group.leader, 0) if kept else 0,
+                frozenset(link.reply_to for link in report.links if link.is_open),
+            )
+            groups.append(group)
+    return tuple(groups)
+
+
+def changing_groups(switcher: Switcher, roster: Roster) -> list[Binding]:
+    """Return the groups that are bound, by their leaders' reports, but not in the target."""
+    reports = [report for rank in switcher.alive if (report := roster.report_of(rank))]
+    return [
+        report.binding
+        for report in reports
+        if report.binding is not None
+        and report.binding.group.leader == report.rank
+        and report.binding not in switcher.target.bindings
+    ]
+
+
+def drains(leader: Rank, switcher: Switcher, roster: Roster, *, was_waited_for: bool) -> bool:
+    """Say whether a task of this leader was one that a switch let finish first."""
+    if switcher.is_speculating:
+        return was_waited_for
+    if not switcher.is_draining:
+        return False
+    return leader in {each.group.leader for each in changing_groups(switcher, roster)}
+
+
+def max_context_tokens(roster: Roster, alive: Collection[Rank]) -> int:
+    """Return the longest context of any group that the ranks could form."""
+    longest = 0
+    for rank in alive:
+        width = 1
+        while rank % width == 0 and rank + width <= roster.world:
+            longest = max(longest, _context_of(rank, width, roster, alive))
+            width *= 2
+    return longest
+
+
+def _context_of(leader: Rank, width: int, roster: Roster, alive: Collection[Rank]) -> int:
+    ranks = [Rank(rank) for rank in range(leader, leader + width)]
+    if any(rank not in alive or not roster.supports(rank, width) for rank in ranks):
+        return 0
+    hellos = [roster[rank].hello for rank in ranks]
+    # One page is vLLM's null block.
+    pages = min(hello.pages_total for hello in hellos) - 1
+    slots = min(width, hellos[0].kv_heads)
+    limit = min(hello.max_model_len_tokens for hello in hellos)
+    return min(limit, pages * slots * hellos[0].tokens_per_slot)
+
+
+def _for_tier(
+    free: Sequence[OpenGroup], groups: Sequence[OpenGroup], task: Task
+) -> Sequence[OpenGroup]:
+    """Return those of the `free` groups that may take the task.
+
+    One that fits nowhere else goes to a group that is kept for more urgent tiers.
+    """
+    tier = task.header.tier
+    if not any(tier >= group.tiers_kept > 0 for group in groups):
+        return free
+    if not any(group.could_hold(task) for group in groups if not tier >= group.tiers_kept > 0):
+        return free
+    return [group for group in free if not tier >= group.tiers_kept > 0]
+
+
+class Loads:
+    """The context tokens of the tasks that each leader runs; paused ones do not count."""
+
+    __slots__ = ("_tasks", "_tokens", "homes")
+
+    def __init__(self) -> None:
+        self.homes = PrefixHomes()
+        self._tasks: dict[Rank, dict[TaskId, int]] = {}
+        self._tokens: dict[Rank, int] = {}
+
+    def count(self, leader: Rank, task: TaskId, tokens: int) -> None:
+        """Count a task, or change what it counts."""
+        tasks = self._tasks.setdefault(leader, {})
+        self._tokens[leader] = self._tokens.get(leader, 0) + tokens - tasks.get(task, 0)
+        tasks[task] = tokens
+
+    def remove(self, leader: Rank, task: TaskId) -> None:
+        """Count a task no more, if it is counted."""
+        tokens = self._tasks.get(leader, {}).pop(task, None)
+        if tokens is not None:
+            self._tokens[leader] -= tokens
+
+    def tasks(self, leader: Rank) -> int:
+        """Return how many tasks the leader runs."""
+        return len(self._tasks.get(leader, ()))
+
+    def of(self, leader: Rank) -> tuple[TaskId, ...]:
+        """Return the tasks that the leader runs."""
+        return tuple(self._tasks.get(leader, ()))
+
+    def counted(self) -> set[tuple[Rank, TaskId]]:
+        """Return every counted task with its leader."""
+        return {(leader, task) for leader, tasks in self._tasks.items() for task in tasks}
+
+    def tokens(self, leader: Rank) -> int:
+        """Return the context tokens that the leader's tasks hold."""
+        return self._tokens.get(leader, 0)
+
+    def has_room(self, group: OpenGroup, task: Task) -> bool:
+        """Say whether the group can take the task now."""
+        tasks = self.tasks(group.leader)
+        if tasks >= group.slots(task.header.tier) or not group.could_hold(task):
+            return False
+        # Each task wastes half a block on average; a block per task is on the safe side.
+        used = group.blocks(self.tokens(group.leader)) + tasks
+        return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
+
+    def choose(
+        self,
+        groups: Iterable[OpenGroup],
+        queue: TaskQueue,
+        task_of: Callable[[TaskId], Task],
+        now_ms: int,
+    ) -> list[tuple[Task, OpenGroup]]:
+        """Go one round through the queue; the chosen tasks are counted, but still queued."""
+        groups = tuple(groups)
+        free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
+        closed: set[Tier] = set()
+        blocked: Counter[Tier] = Counter()
+        chosen: list[tuple[Task, OpenGroup]] = []
+        for task in map(task_of, queue.in_order(now_ms, closed)) if free else ():
+            if not any(group.reaches(task) for group in groups):
+                continue  # Others of its tier need not wait for the link to its gateway.
+            groups_for = _for_tier(free, groups, task)
+            group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
+            if group is not None:
+                self.count(group.leader, task.id, task.context_tokens)
+                self.homes.came(group.binding, task.prefixes)
+                chosen.append((task, group))
+                continue
+            claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
+            free = [group for group in free if group is not claimed]
+            blocked[task.header.tier] += 1
+            if blocked[task.header.tier] >= LOOK_AHEAD_TASKS:
+                closed.add(task.header.tier)
+            if not free:
+                break
+        return chosen
+
+    def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
+        """Return the least loaded of those that are kept for the task's tier, else of the rest."""
+        kept = [group for group in groups if task.header.tier < group.tiers_kept]
+        return min(kept or groups, key=lambda group: self._weight(group, task), default=None)
+
+    def _weight(self, group: OpenGroup, task: Task) -> tuple[float, Rank]:
+        known_tokens = self.homes.matched_tokens(group.binding, task.prefixes)
+        tokens = self.tokens(group.leader) - KNOWN_TOKEN_WORTH * known_tokens
+        return tokens / group.binding.group.width, group.leader

@@ -1,0 +1,174 @@
+"""One task as the pool knows it; called by the task pool, which owns its state. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from comm_pool.layout import Rank
+from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.protocol.messages.gateway import Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.rank import Drop, Place, RankHello
+from coordinator.protocol.messages.tasks import HeldTask, TaskHeader
+from coordinator.protocol.terms import Binding, EndCause, TaskId
+
+ATTEMPTS_APART = 1_000
+"""More attempts of one task than one coordinator makes; the next one counts on behind them."""
+
+LOSSES_MAX = 3
+LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
+NOT_RUN = "The engine could not run this request: check its parameters, "
+FAILURES = {
+    EndCause.REFUSED: ("invalid_value", NOT_RUN + "and send it again."),
+    EndCause.FAILED: ("internal_error", NOT_RUN + "or ask the operator what the log says of it."),
+}
+"""What the client of a task is told that its leader could not run: a code and a fixed text.
+
+What the engine says of it may quote the request, or tell of the server's inside.
+"""
+
+
+class State(Enum):
+    """Where an unfinished task is; exactly one at a time."""
+
+    QUEUED = "queued"
+    """It waits in the pool for a group."""
+    PLACED = "placed"
+    """A leader runs it or has it waiting."""
+    PAUSED = "paused"
+    """Its leader holds its KV, but its group is not bound."""
+    RETURNING = "returning"
+    """Its leader was told to give it back."""
+    ASKED = "asked"
+    """Nobody here knows how far it got: its gateway is to submit it again."""
+
+
+HELD = frozenset({State.PLACED, State.PAUSED, State.RETURNING})
+"""The states in which a leader holds the task."""
+
+
+@dataclass(slots=True)
+class Task:
+    """An unfinished task.
+
+    `tokens` are those that the next attempt goes on behind, `generated` counts all that are known
+    of. `attempt` is the number of the last placement; in ASKED it is one that is never placed, so
+    that the gateway can tell tokens from before from those after.
+    """
+
+    header: TaskHeader
+    arrival: int
+    arrived_ms: int
+    state: State
+    since_ms: int
+    """When it came into its state."""
+    payload: bytes | None = None
+    """None until the gateway of a task that ranks held all along has submitted it again."""
+    prefixes: tuple[int, ...] = ()
+    """Hashes of the prompt's first blocks."""
+    tokens: tuple[int, ...] = ()
+    generated: int = 0
+    attempt: int = 0
+    leader: Rank | None = None
+    former: frozenset[Rank] = frozenset()
+    """Leaders that gave it on, and whose last tokens may still be under way."""
+    told: int = 0
+    """The highest attempt of which the gateway took tokens, or takes none any more."""
+    losses: int = 0
+    """How many ranks were lost while they led it."""
+    is_charged: bool = False
+    """Its tenant's share of the tier was charged with it."""
+
+    @property
+    def id(self) -> TaskId:
+        """The task's id."""
+        return self.header.task
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no rank has had it yet, so that its client has not got anything either."""
+        return not (self.attempt or self.told or self.tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens whose KV it needs for its next token."""
+        return self.header.prompt_tokens + self.generated + 1
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Tokens whose KV it may need before it ends."""
+        return self.header.prompt_tokens + self.header.max_tokens
+
+
+def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
+    """Return the queued task of a gateway's submission."""
+    return Task(
+        header=message.header,
+        arrival=arrival,
+        arrived_ms=arrived_ms,
+        state=State.QUEUED,
+        since_ms=arrived_ms,
+        payload=message.payload,
+        prefixes=message.prefixes,
+        tokens=message.delivered_tokens,
+        generated=len(message.delivered_tokens),
+        attempt=message.attempt,
+        told=message.attempt,
+    )
+
+
+def too_long(task: Task, limit: int) -> TaskFailed | None:
+    """Return why a task is too long for contexts of `limit` tokens; a limit of 0 is unknown."""
+    if not limit or task.context_tokens_max <= limit:
+        return None
+    reason = (
+        f"the largest context here is {limit} tokens, but the request asks for "
+        f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
+        f"{task.header.max_tokens} to generate."
+    )
+    return TaskFailed(task.id, "context_length_exceeded", reason)
+
+
+def out_of_time(task: Task) -> TaskFailed:
+    """Return how a task fails at its deadline."""
+    reason = f"the request did not finish within {task.header.deadline_ms} ms."
+    return TaskFailed(task.id, "deadline_exceeded", reason)
+
+
+def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
+    """Tell the leader of a group to run the task."""
+    assert task.payload is not None, f"task {task.id} is placed without its payload."
+    what = (task.header, task.attempt, binding, task.payload, task.tokens)
+    place = Place(*what, waited_ms=now_ms - task.arrived_ms)
+    return ToRank(binding.group.leader, place)
+
+
+def dropped(task: Task) -> list[Effect]:
+    """Tell the task's leader, if it has one, to forget it."""
+    return [] if task.leader is None else [ToRank(task.leader, Drop(task.id, task.attempt))]
+
+
+def ask(task: Task) -> Effect:
+    """Ask the task's gateway to submit it again, and to take no token of this attempt."""
+    return ToGateway(task.header.gateway, Resubmit(task.id, task.attempt))
+
+
+def not_held(hello: RankHello, believed: Iterable[Task], *, has_moved: bool) -> list[Task]:
+    """Return the tasks that were placed on a rank and did not get there.
+
+    It may hold an earlier attempt of one: what it was sent last was lost with its session. What a
+    move has given it counts only if the move is committed (`has_moved`). Until then a task that it
+    does not hold has been given back, and it may have said so in the session that is gone.
+    """
+    held = {(each.header.task, each.attempt) for each in hello.held}
+    moved = {each.task for each in hello.adopted} if has_moved else frozenset()
+    return [
+        task for task in believed if task.id not in moved and (task.id, task.attempt) not in held
+    ]
+
+
+def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bool:
+    """Say whether what a rank says that it holds is the task's newest attempt."""
+    if task.state in HELD:
+        is_known = task.leader == rank and task.attempt == held.attempt
+        return is_known or (recovering and held.attempt > task.attempt)
+    return task.state is State.ASKED and recovering and held.attempt >= task.told

@@ -1,0 +1,397 @@
+"""All unfinished tasks: who holds each, in which order the rest are taken, how each ends.
+
+Invariant: every task is in exactly one state and ends exactly once; an ended task is remembered
+for a while, so that late and repeated messages about it do no harm. Messages about a placement
+count only if they name its attempt. Called by the core, which hands in messages and carries out
+the effects that come back.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heappop, heappush
+
+from comm_pool.layout import Rank
+from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.model.settings import PoolLimits
+from coordinator.protocol.messages.gateway import (
+    Resubmit,
+    Submit,
+    TaskFailed,
+    Withdrawn,
+    cells_before,
+)
+from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
+from coordinator.protocol.messages.tasks import (
+    Adopted,
+    HeldTask,
+    TaskEnded,
+    TaskProgress,
+    TaskReturned,
+)
+from coordinator.protocol.terms import Carry, EndCause, ReturnCause, TaskId
+from coordinator.tasks.ended_tasks import EndedTask, EndedTasks
+from coordinator.tasks.placement import OpenGroup
+from coordinator.tasks.shedding import Shedding
+from coordinator.tasks.task import (
+    ATTEMPTS_APART,
+    FAILURES,
+    HELD,
+    LOSSES_MAX,
+    LOST_TOO_OFTEN,
+    State,
+    Task,
+    ask,
+    dropped,
+    is_newest,
+    new_task,
+    not_held,
+    out_of_time,
+    placed,
+    too_long,
+)
+from coordinator.tasks.task_table import TaskTable
+
+
+class TaskPool:
+    """The task pool of a cell.
+
+    While `recovering`, ranks are still to tell what they hold: nothing is placed, and a task that
+    is submitted may be one that a rank holds.
+    """
+
+    __slots__ = (
+        "_arrivals",
+        "_carried",
+        "_deadlines",
+        "_ended",
+        "_limits",
+        "_shedding",
+        "_tasks",
+        "_unclaimed",
+        "context_tokens_max",
+        "recovering",
+    )
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self._limits = limits
+        self._tasks = TaskTable(limits.ageing_ms)
+        self._ended = EndedTasks()
+        self._unclaimed: dict[TaskId, int] = {}
+        """Tasks that no gateway has asked for since it, or this coordinator, came: until when."""
+        self._deadlines: list[tuple[int, TaskId]] = []
+        self._arrivals = 0
+        self._carried: Counter[Carry] = Counter()
+        self._shedding = Shedding(limits.queue)
+        self.context_tokens_max = 0
+        """The longest context of any group that the ranks could form; 0 is unknown."""
+        self.recovering = True
+
+    @property
+    def tasks(self) -> TaskTable:
+        """The unfinished tasks, to be looked at only."""
+        return self._tasks
+
+    def take_carried(self) -> Counter[Carry]:
+        """Return how many tasks were paused and recomputed since the last call."""
+        carried, self._carried = self._carried, Counter()
+        return carried
+
+    def submit(self, message: Submit, now_ms: int) -> list[Effect]:
+        """Take a task in, or take note that its gateway still wants it."""
+        task = self._tasks.get(message.header.task)
+        if task is None:
+            ended = self._ended.get(message.header.task)
+            return self._admit(message, now_ms) if ended is None else self._again(message, ended)
+        self._unclaimed.pop(task.id, None)
+        if task.payload is None:
+            task.payload, task.prefixes = message.payload, message.prefixes
+        was_elsewhere = cells_before(message.attempt) > cells_before(max(task.attempt, task.told))
+        task.told = max(task.told, message.attempt)
+        if was_elsewhere:
+            return self._take_back(task, task.told, now_ms)
+        if task.state is State.ASKED and not self.recovering:
+            if message.attempt < task.attempt:
+                # Sent before the gateway read the question: tokens may be under way behind it.
+                return [ask(task)]
+            return self._go_on_behind(task, message, now_ms)
+        if task.state in HELD and task.attempt < task.told:
+            # An earlier coordinator gave that attempt up. Tokens of a later one may be under way.
+            return self._take_back(task, task.told, now_ms)
+        return []
+
+    def release(self, task_id: TaskId, *, is_done: bool = False) -> list[Effect]:
+        """End a task whose gateway needs nothing more: it was cancelled, or all tokens are there.
+
+        The leader may not have said so yet. If it is done and only one leader ever had it, that one
+        has ended it by itself: a drop would only make it wait for the step under way.
+        """
+        self._ended.settle(task_id)
+        task = self._tasks.get(task_id)
+        if task is None:
+            return []
+        is_known = is_done and task.state is State.PLACED and task.attempt == 1 and not task.former
+        return self._end(task, told_by=task.leader if is_known else None)
+
+    def withdraw(self, task_id: TaskId) -> list[Effect]:
+        """Give a task up for another cell, if no rank has had it."""
+        task = self._tasks.get(task_id)
+        if task is None or task.state is not State.QUEUED or not task.is_fresh:
+            return []
+        return [*self._give_up(task), ToGateway(task.header.gateway, Withdrawn(task_id))]
+
+    def gateway_opened(self, gateway: str, now_ms: int) -> None:
+        """Expect the gateway to submit all that it still wants."""
+        for task in self._tasks.of_gateway(gateway):
+            self._unclaimed[task] = now_ms + self._limits.claim_ms
+
+    def gateway_gone(self, gateway: str) -> list[Effect]:
+        """End all tasks of a gateway that does not come back."""
+        tasks = self._tasks.of_gateway(gateway)
+        return [effect for task in tasks for effect in self._give_up(self._tasks[task])]
+
+    def ended(self, rank: Rank, message: TaskEnded) -> list[Effect]:
+        """Take a leader's word that a task ended."""
+        task = self._tasks.current(rank, message.task, message.attempt)
+        if task is None:
+            return []
+        if (failure := FAILURES.get(message.cause)) is not None:
+            return self._fail(TaskFailed(task.id, *failure), told_by=rank)
+        has_tokens = message.cause is EndCause.FINISHED
+        return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
+
+    def returned(self, rank: Rank, message: TaskReturned, now_ms: int) -> list[Effect]:
+        """Queue a task again that its leader gave back, behind the tokens it has."""
+        task = self._tasks.current(rank, message.task, message.attempt)
+        if task is None:
+            return []
+        if message.cause is ReturnCause.RECOMPUTE and task.state is not State.RETURNING:
+            self._carried[Carry.RECOMPUTE] += 1
+        if len(message.generated_tokens) > len(task.tokens):
+            task.former |= {rank}
+        task.tokens = message.generated_tokens
+        task.generated = len(task.tokens)
+        if task.payload is None:
+            # Its gateway was not heard yet, so it cannot be placed.
+            return self._doubt(task, now_ms)
+        self._tasks.enter(task, State.QUEUED, now_ms)
+        return []
+
+    def adopted(self, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
+        """Take note that a committed move made `rank` the leader of a task."""
+        task = self._tasks.get(message.task)
+        if task is not None and (task.leader, task.attempt) == (rank, message.attempt):
+            return []
+        if task is None or task.leader is None or task.attempt != message.attempt - 1:
+            # It ended or was given up meanwhile, and may even run under the same number.
+            effects: list[Effect] = [ToRank(rank, Drop(message.task, message.attempt))]
+            is_new = task is not None and task.state is not State.ASKED
+            if task is not None and is_new and task.attempt <= message.attempt:
+                effects += self._take_back(task, message.attempt, now_ms)
+            return effects
+        task.former |= {task.leader}
+        task.attempt, task.generated = message.attempt, max(task.generated, message.generated)
+        self._tasks.enter(task, State.PLACED, now_ms, rank)
+        self._tasks.loads.homes.cached(rank, task.prefixes)  # Its KV came along.
+        self._carried[Carry.RESHARD] += 1
+        return []
+
+    def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> None:
+        """Take how far a leader's tasks are; only from its newest report."""
+        self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
+
+    def reconcile(self, hello: RankHello, now_ms: int, *, has_moved: bool = False) -> list[Effect]:
+        """Compare what a rank holds with what it is believed to hold; its session is new."""
+        effects: list[Effect] = []
+        believed = self._tasks.held_by(hello.rank)
+        for task in not_held(hello, believed, has_moved=has_moved):
+            effects += self._doubt(task, now_ms)
+        for each in hello.held:
+            effects += self._hold(hello.rank, each, now_ms)
+        return effects
+
+    def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
+        """Take up again what a lost rank led, behind what the gateways have of it."""
+        effects: list[Effect] = []
+        for task in self._tasks.held_by(rank):
+            task.losses += 1
+            if task.losses > LOSSES_MAX:
+                effects += self._fail(TaskFailed(task.id, "worker_lost", LOST_TOO_OFTEN))
+        return [*effects, *self.cut_off(rank, None, now_ms)]
+
+    def cut_off(self, rank: Rank, reply_to: str | None, now_ms: int) -> list[Effect]:
+        """The same for a rank that lost only its link to this address; None is all of them."""
+        effects: list[Effect] = []
+        for task in self._tasks:
+            # Its last tokens may be lost; or the rank lives, and comes back with the task.
+            was_led = task.leader == rank or (rank in task.former and task.state is not State.ASKED)
+            if was_led and reply_to in (None, task.header.reply_to):
+                effects += self._take_back(task, task.attempt, now_ms)
+        effects += [ToGateway(*each) for each in self._ended.in_doubt(rank, reply_to)]
+        return effects
+
+    def recovered(self, now_ms: int) -> list[Effect]:
+        """All ranks that live have told what they hold."""
+        self.recovering = False
+        effects: list[Effect] = []
+        for task in self._tasks:
+            if task.payload is None:
+                self._unclaimed[task.id] = now_ms + self._limits.claim_ms
+            if task.state is State.ASKED and task.payload is not None and not task.told:
+                # It was not submitted before, so no rank has ever run it.
+                self._tasks.enter(task, State.QUEUED, now_ms)
+            elif task.state is State.ASKED:
+                effects.append(ask(task))
+        return effects
+
+    def tick(self, now_ms: int) -> list[Effect]:
+        """Let time pass: deadlines, pauses, tasks that nobody claims."""
+        effects: list[Effect] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ms:
+            if task := self._tasks.get(heappop(self._deadlines)[1]):
+                effects += self._fail(out_of_time(task))
+        for shed in self._shedding.overdue(self._tasks, now_ms):
+            effects += self._fail(shed)
+        for task in [self._tasks[task_id] for task_id in sorted(self._tasks.paused)]:
+            if now_ms - task.since_ms >= self._limits.pause_limit_ms and task.leader is not None:
+                effects.append(ToRank(task.leader, GiveBack(task.id)))
+                self._tasks.enter(task, State.RETURNING, now_ms, task.leader)
+        for task_id in [task for task, until_ms in self._unclaimed.items() if now_ms >= until_ms]:
+            effects += self._give_up(self._tasks[task_id])
+        return effects
+
+    def place(self, groups: Iterable[OpenGroup], now_ms: int) -> list[Effect]:
+        """Give tasks to groups that have room, in order."""
+        tasks, groups = self._tasks, tuple(groups)
+        self._shedding.has_groups = bool(groups)
+        chosen = tasks.loads.choose(groups, tasks.queue, tasks.__getitem__, now_ms)
+        return [self._place(task, group, now_ms) for task, group in chosen]
+
+    def recheck_context(self) -> list[Effect]:
+        """Fail queued tasks that became too long for every group that can still be formed."""
+        queued = [task for task in self._tasks if task.state is State.QUEUED]
+        failures = [each for task in queued if (each := too_long(task, self.context_tokens_max))]
+        return [effect for failure in failures for effect in self._fail(failure)]
+
+    def integrity(self) -> None:
+        """Assert the invariant; costs O(tasks)."""
+        self._tasks.integrity()
+        for task in self._tasks:
+            assert task.id not in self._ended, f"task {task.id} has ended and has not."
+        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is waited for."
+
+    def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
+        """Take in a task that is not known, or refuse it."""
+        task = new_task(message, self._arrivals, now_ms)
+        if failure := too_long(task, self.context_tokens_max):
+            return [ToGateway(task.header.gateway, failure)]
+        # A stream that has begun is not turned away.
+        shed = None if task.told else self._shedding.make_room(self._tasks, task, now_ms)
+        if shed is not None and shed.task == task.id:
+            return [ToGateway(task.header.gateway, shed)]
+        effects = [] if shed is None else self._fail(shed)
+        self._arrivals += 1
+        if self.recovering or task.told:
+            # A rank that is not heard yet may hold it, or have run it before it was lost.
+            task.state = State.ASKED
+            task.attempt += ATTEMPTS_APART
+        self._add(task)
+        return [*effects, ask(task)] if task.told and not self.recovering else effects
+
+    def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
+        """A gateway submits a task that has ended."""
+        task_id = message.header.task
+        # A task that was in another cell since comes back: its end here was that it was taken away.
+        if cells_before(message.attempt) == cells_before(ended.attempt):
+            if ended.failure is not None:
+                return [ToGateway(ended.header.gateway, ended.failure)]
+            if not ended.may_return:
+                # It was cancelled, or its last tokens are on their way.
+                return []
+            if message.attempt <= ended.attempt:
+                return [ToGateway(ended.header.gateway, Resubmit(task_id, ended.attempt + 1))]
+        self._ended.revive(task_id)
+        self._add(new_task(message, ended.arrival, ended.arrived_ms))
+        return []
+
+    def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
+        """Queue a task again behind what its gateway has delivered."""
+        effects = dropped(task)
+        task.former = frozenset()
+        task.tokens = message.delivered_tokens
+        task.generated = len(task.tokens)
+        self._tasks.enter(task, State.QUEUED, now_ms)
+        return effects
+
+    def _add(self, task: Task) -> None:
+        self._tasks.add(task)
+        if task.header.deadline_ms:
+            heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
+
+    def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
+        task.attempt = max(task.attempt, task.told) + 1
+        self._shedding.placed(now_ms)
+        self._tasks.queue.placed(task, now_ms)
+        self._tasks.enter(task, State.PLACED, now_ms, group.leader)
+        return placed(task, group.binding, now_ms)
+
+    def _hold(self, rank: Rank, held: HeldTask, now_ms: int) -> list[Effect]:
+        """Believe a rank that it holds a task, unless more is known."""
+        task_id = held.header.task
+        task = self._tasks.get(task_id)
+        if task_id in self._ended or (
+            task and not is_newest(task, rank, held, recovering=self.recovering)
+        ):
+            return [ToRank(rank, Drop(task_id, held.attempt))]
+        effects: list[Effect] = []
+        if task is None:
+            task = Task(held.header, self._arrivals, now_ms, State.ASKED, now_ms)
+            self._arrivals += 1
+            self._add(task)
+            self._unclaimed[task_id] = now_ms + self._limits.claim_ms
+        elif task.leader is not None and task.leader != rank:
+            effects += dropped(task)
+        task.attempt = held.attempt
+        task.generated = max(task.generated, held.generated)
+        self._tasks.enter(task, State.PAUSED if held.paused else State.PLACED, now_ms, rank)
+        return effects
+
+    def _take_back(self, task: Task, attempt: int, now_ms: int) -> list[Effect]:
+        """Let a task go on behind what its gateway has, and nowhere up to this attempt."""
+        effects = dropped(task)
+        task.attempt = attempt
+        return [*effects, *self._doubt(task, now_ms)]
+
+    def _doubt(self, task: Task, now_ms: int) -> list[Effect]:
+        """Nobody here knows how far the task got: ask its gateway.
+
+        The question takes an attempt of its own, which is never placed, so that the answer can be
+        told from what the gateway sent before it.
+        """
+        self._tasks.enter(task, State.ASKED, now_ms)
+        task.attempt += 1
+        return [] if self.recovering else [ask(task)]
+
+    def _give_up(self, task: Task) -> list[Effect]:
+        """End a task that nobody seems to wait for; its gateway may yet come and ask."""
+        effects = self._end(task)
+        self._ended[task.id].may_return = True
+        return effects
+
+    def _end(
+        self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None
+    ) -> list[Effect]:
+        """Forget a task; a leader that did not tell itself is told to drop it."""
+        effects = dropped(task) if task.leader != told_by else []
+        self._tasks.remove(task)
+        self._unclaimed.pop(task.id, None)
+        pushers = task.former | {pushed_by} if pushed_by is not None else frozenset()
+        ended = EndedTask(task.header, task.attempt, task.arrival, task.arrived_ms, pushers)
+        self._ended.add(task.id, ended)
+        return effects
+
+    def _fail(self, failure: TaskFailed, *, told_by: Rank | None = None) -> list[Effect]:
+        """End a task, and tell its gateway why."""
+        task = self._tasks[failure.task]
+        effects = self._end(task, told_by=told_by)
+        self._ended[task.id].failure = failure
+        return [*effects, ToGateway(task.header.gateway, failure)]

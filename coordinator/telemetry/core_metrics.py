@@ -1,0 +1,188 @@
+"""What the coordinator measures itself: how long tasks wait, what fails, what switches did.
+
+It looks at the events and effects that pass the core, and changes nothing. What ranks and gateways
+measured of a switch comes in behind its end, so a switch is told `SETTLE_MS` later. Pure.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from coordinator.model.events import Effect, Event, GatewaySaid, RankSaid, ToGateway, ToRank
+from coordinator.model.records import SwitchRecord
+from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
+from coordinator.protocol.messages.rank import Place
+from coordinator.protocol.metrics_wire import Measure, Tally
+from coordinator.protocol.terms import ReturnCause, TaskId
+
+SETTLE_MS = 3_000
+"""How long after its end a switch's measurements are taken to be complete."""
+
+WAITING_MAX = 65_536
+"""Most tasks whose arrival is remembered."""
+
+WAIT_BOUNDS_S: Final = (
+    *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0),
+)
+SWITCH_BOUNDS_S: Final = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+
+QUEUE_WAIT: Final = Measure(
+    "aileron_queue_wait_seconds",
+    "From a task's arrival in the pool to its first placement.",
+    ("tier",),
+    WAIT_BOUNDS_S,
+)
+FAILURES: Final = Measure(
+    "aileron_task_failures", "Tasks that the coordinator ended with an error.", ("reason",)
+)
+REQUEUED: Final = Measure(
+    "aileron_tasks_requeued",
+    "Tasks that came back to the queue, by why their group lost or returned them.",
+    ("reason",),
+)
+RECOMPUTED: Final = Measure(
+    "aileron_recomputed_tokens",
+    "Tokens of tasks whose KV was lost or given up, placed again; prefix hits among them too.",
+)
+SWITCHES: Final = Measure("aileron_switch", "Switches that ended.", ("from", "to", "outcome"))
+SWITCH_DURATION: Final = Measure(
+    "aileron_switch_duration_seconds",
+    "Time that switches took by phase, of the slowest rank; phases without work are left out.",
+    ("phase",),
+    SWITCH_BOUNDS_S,
+)
+SWITCH_STALL: Final = Measure(
+    "aileron_switch_stall_seconds",
+    "Longest pause that any client's stream saw in a switch.",
+    (),
+    SWITCH_BOUNDS_S,
+)
+SWITCH_TASKS: Final = Measure(
+    "aileron_switch_tasks", "Running tasks by what a switch did to them.", ("carry",)
+)
+RESHARD_BYTES: Final = Measure("aileron_reshard_bytes", "KV bytes that moves pulled from peers.")
+
+PHASES: Final = {
+    "decide": "decide_ms",
+    "park": "park_ms",
+    "reshard": "reshard_ms",
+    "swap": "swap_ms",
+    "first_step": "first_step_ms",
+    "cut_over": "cut_over_ms",
+    "total": "total_ms",
+}
+"""Phase -> field of a switch."""
+
+RANK_LOST: Final = "rank_lost"
+"""Why a task comes back that its gateway has to submit again: its rank is lost, or the link from it
+to the gateway. See `ReturnCause` for others."""
+
+LAYOUT_PAIRS_MAX = 256
+"""Pairs of layouts that are counted by name; further ones are counted as "other"."""
+
+FAILURE_REASONS: Final = frozenset(
+    {
+        *("context_length_exceeded", "deadline_exceeded", "internal_error", "invalid_value"),
+        *("no_healthy_workers", "not_serving", "queue_full", "switching_timeout"),
+        *("tier_capacity", "worker_lost"),
+    }
+)
+
+
+class CoreWatcher:
+    """Measures of one coordinator since its start."""
+
+    def __init__(self, switches: Callable[[], list[dict[str, Any]]]) -> None:
+        """`switches` returns the newest switches as the admin API shows them."""
+        self._switches = switches
+        self._arrived: OrderedDict[TaskId, tuple[int, str]] = OrderedDict()
+        self._again: set[TaskId] = set()
+        """Tasks that queue once more, without the KV that they had."""
+        self._unsettled: dict[int, int] = {}
+        self._pairs: set[tuple[str, str]] = set()
+        self.tally = Tally()
+        for reason in (*ReturnCause, RANK_LOST):
+            self.tally.count(REQUEUED, str(reason), by=0)
+        self.tally.count(RECOMPUTED, by=0)
+        self.reshard_bytes_per_s = 0.0
+        """Of the last switch that moved KV."""
+
+    def saw_event(self, event: Event, now_ms: int) -> None:
+        """Note when tasks come and go."""
+        match event:
+            case GatewaySaid(message=Submit(header=header, attempt=0)):
+                arrival = (now_ms, header.tier.name.lower())
+                self._arrived.setdefault(header.task, arrival)
+                while len(self._arrived) > WAITING_MAX:
+                    self._arrived.popitem(last=False)
+            case GatewaySaid(message=Cancel(task) | Done(task)):
+                self._gone(task)
+            case RankSaid(report=report):
+                for returned in report.returned:
+                    lost_kv = returned.cause is ReturnCause.RECOMPUTE
+                    self._came_back(returned.task, str(returned.cause), lost_kv=lost_kv)
+            case _:
+                pass
+
+    def _gone(self, task: TaskId) -> None:
+        self._arrived.pop(task, None)
+        self._again.discard(task)
+
+    def _came_back(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
+        self.tally.count(REQUEUED, reason)
+        if lost_kv and len(self._again) < WAITING_MAX:
+            self._again.add(task)
+
+    def saw_effect(self, effect: Effect, now_ms: int) -> None:
+        """Measure placements and failures."""
+        match effect:
+            case ToRank(message=Place(header=header, generated_tokens=generated)):
+                arrived_ms, tier = self._arrived.pop(header.task, (0, ""))
+                if tier:
+                    self.tally.observe(QUEUE_WAIT, (now_ms - arrived_ms) / 1_000, tier)
+                if header.task in self._again:
+                    self._again.discard(header.task)
+                    self.tally.count(RECOMPUTED, by=header.prompt_tokens + len(generated))
+            case ToGateway(message=Resubmit(task=task)):
+                self._came_back(task, RANK_LOST, lost_kv=True)
+            case ToGateway(message=TaskFailed(task=task, code=code)):
+                self._gone(task)
+                self.tally.count(FAILURES, code if code in FAILURE_REASONS else "other")
+            case _:
+                pass
+
+    def switch_ended(self, record: SwitchRecord, now_ms: int) -> None:
+        """Count a switch now, and measure it when its measurements are there."""
+        pair = (record.from_layout or "none", record.to_layout)
+        if pair not in self._pairs and len(self._pairs) >= LAYOUT_PAIRS_MAX:
+            pair = ("other", "other")
+        self._pairs.add(pair)
+        self.tally.count(SWITCHES, *pair, record.outcome.value.replace(" ", "_"))
+        self._unsettled[record.epoch] = now_ms + SETTLE_MS
+
+    def settle(self, now_ms: int) -> None:
+        """Measure the switches that ended long enough ago; called on an interval."""
+        due = {epoch for epoch, at_ms in self._unsettled.items() if at_ms <= now_ms}
+        if not due:
+            return
+        for epoch in due:
+            del self._unsettled[epoch]
+        for switch in self._switches():
+            if switch["epoch"] in due:
+                self._measure(switch)
+
+    def _measure(self, switch: Mapping[str, Any]) -> None:
+        for phase, name in PHASES.items():
+            # A cut-over may take no time at all; of other phases 0 says that there was none.
+            if switch[name] or (phase == "cut_over" and switch[name] is not None):
+                self.tally.observe(SWITCH_DURATION, switch[name] / 1_000, phase)
+        if switch["gap_ms_max"] > 0:
+            self.tally.observe(SWITCH_STALL, switch["gap_ms_max"] / 1_000)
+        for carry, count in switch["tasks"].items():
+            self.tally.count(SWITCH_TASKS, carry, by=count)
+        if switch["reshard_bytes"] and switch["reshard_ms"]:
+            self.tally.count(RESHARD_BYTES, by=switch["reshard_bytes"])
+            self.reshard_bytes_per_s = switch["reshard_bytes"] / switch["reshard_ms"] * 1_000

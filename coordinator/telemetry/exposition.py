@@ -1,0 +1,347 @@
+"""From what the coordinator knows to Prometheus' metric families; names and labels are here.
+
+`aileron_*` are ours, `vllm:*` are vLLM 0.32's own (with the rank as `engine`, or `cell` for what
+gateways measured over all ranks), `gen_ai_*` are OpenTelemetry's spelling of the same values.
+Called by `metrics.py` when it renders.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Any, Final
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from coordinator.protocol.metrics_wire import (
+    DURATION,
+    TPOT,
+    TTFT,
+    VLLM_PREFIX,
+    Family,
+    Measure,
+    Series,
+    Tally,
+)
+
+View = Mapping[str, Any]
+
+CELL_ENGINE: Final = "cell"
+"""The `engine` of vLLM's metrics that are measured over all ranks."""
+
+PROVIDER: Final = "aileron"
+
+_GEN_AI: Final = {
+    "gen_ai_server_time_to_first_token_seconds": TTFT,
+    "gen_ai_server_time_per_output_token_seconds": TPOT,
+    "gen_ai_server_request_duration_seconds": DURATION,
+}
+_GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_response_model")
+
+
+def layout_metrics(layout: View) -> Iterator[Metric]:
+    """Return what serves, and each group's load."""
+    yield _gauge(
+        "aileron_layout_info",
+        "The layout that serves; always 1.",
+        ("layout", "epoch"),
+        [((layout["layout"] or "none", str(layout["epoch"])), 1)],
+    )
+    yield _plain("aileron_serving", "1 if every rank serves the wanted layout.", layout["serving"])
+    yield _plain("aileron_epoch", "The epoch of the wanted layout.", layout["epoch"])
+    for name, text, field in (
+        ("running", "Tasks that the group runs.", "running"),
+        ("waiting", "Tasks that wait inside the group.", "waiting"),
+        ("paused", "Tasks that the group holds paused.", "paused"),
+        ("pages_free", "Free KV pages of each member.", "pages_free"),
+        ("pages", "KV pages of each member.", "pages_total"),
+    ):
+        rows = [((str(group["leader"]), group["mode"]), group[field]) for group in layout["groups"]]
+        yield _gauge(f"aileron_group_{name}", text, ("leader", "mode"), rows)
+    yield _gauge(
+        "aileron_rank_group_info",
+        "The group that a rank belongs to; always 1.",
+        ("rank", "mode", "width", "leader"),
+        [
+            ((str(rank), group["mode"], str(group["width"]), str(group["leader"])), 1)
+            for group in layout["groups"]
+            for rank in group["ranks"]
+        ],
+    )
+
+
+def use_metrics(decisions: View) -> Iterator[Metric]:
+    """Return how much of the best layout is used, by the newest decision that looked at layouts."""
+    uses = (
+        [each["use"] for each in decision["candidates"] if "use" in each]
+        for decision in reversed(decisions["decisions"])
+    )
+    newest = next((found for found in uses if found), [])
+    rows = [((), min(newest))] if newest else []
+    yield _gauge(
+        "aileron_best_layout_use_ratio",
+        "Part of what the cell's best layout can do for which requests ask now, as the adaptive "
+        "policy predicts; while it is low, a switch is cheaper than a cell.",
+        (),
+        rows,
+    )
+
+
+def probe_metrics(probes: Iterable[View], out: Iterable[View]) -> Iterator[Metric]:
+    """Return what the numerical guard measured last of each mode of each group, and what is out."""
+    rows = [((each["mode"], _span(each)), each) for each in probes]
+    states = {labels: 0 for labels, _ in rows} | {(each["mode"], _span(each)): 1 for each in out}
+    yield _gauge(
+        "aileron_mode_out_of_service",
+        "1 if a mode of these ranks was taken out of service because its probe drifted.",
+        ("mode", "ranks"),
+        list(states.items()),
+    )
+    for name, text, field in (
+        ("error", "How far the newest probe was off, per token, in nats.", "error_nats"),
+        ("error_max", "From where on a mode is taken out of service.", "error_max_nats"),
+    ):
+        values = [(labels, each[field]) for labels, each in rows]
+        yield _gauge(f"aileron_probe_{name}_nats", text, ("mode", "ranks"), values)
+    yield _gauge(
+        "aileron_probe_seconds",
+        "How long the newest probe took.",
+        ("mode", "ranks"),
+        [(labels, each["took_ms"] / 1_000) for labels, each in rows],
+    )
+
+
+def _span(view: View) -> str:
+    ranks = view["ranks"]
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
+    """Return the state of each rank: heard, leased, restarted, its pages and steps."""
+    ranks = list(ranks)
+    heard = [each for each in ranks if "heartbeat_age_ms" in each]
+    yield _plain(
+        "aileron_ranks_alive", "Ranks that can serve.", sum(bool(r["available"]) for r in ranks)
+    )
+    yield _gauge(
+        "aileron_rank_state",
+        "Where a rank is on its way into an epoch; 1 for the state that it is in.",
+        ("rank", "state"),
+        [((str(r["rank"]), _state(r)), 1) for r in ranks],
+    )
+    for name, text, field in (
+        ("heartbeat_age", "Time since a rank was heard.", "heartbeat_age_ms"),
+        ("lease_left", "Time for which a rank may still step unheard.", "lease_left_ms"),
+    ):
+        rows = [((str(r["rank"]),), r[field] / 1_000) for r in heard]
+        yield _gauge(f"aileron_{name}_seconds", text, ("rank",), rows)
+    restarts = CounterMetricFamily(
+        "aileron_rank_restarts", "Processes that took a rank's place.", labels=("rank",)
+    )
+    for rank in heard:
+        restarts.add_metric((str(rank["rank"]),), rank["restarts"])
+    yield restarts
+    reported = [each for each in heard if "pages" in each]
+    yield _gauge(
+        "aileron_pages",
+        "KV pages of a rank by owner: free, its own group's, leased to wide groups.",
+        ("rank", "owner"),
+        [
+            ((str(r["rank"]), owner), r["pages"][owner])
+            for r in reported
+            for owner in ("free", "owned", "leased")
+        ],
+    )
+    yield _gauge(
+        "aileron_rank_links_cut",
+        "Links to gateways over which a rank cannot push tokens; other ranks do.",
+        ("rank",),
+        [((str(r["rank"]),), len(r["cut_off"])) for r in reported],
+    )
+    yield from _process_metrics([each for each in reported if each["gauges"]])
+
+
+def _state(rank: View) -> str:
+    if not rank["available"]:
+        return "away"
+    return str(rank["phase"]) if "pages" in rank else "starting"
+
+
+def _process_metrics(ranks: list[View]) -> Iterator[Metric]:
+    yield _gauge(
+        "aileron_rank_resident_memory_bytes",
+        "Resident host memory of a rank's process.",
+        ("rank",),
+        [((str(r["rank"]),), r["gauges"].get("rss_bytes", 0)) for r in ranks],
+    )
+    steps = CounterMetricFamily(
+        "aileron_rank_steps", "Forward steps of a rank.", labels=("rank", "mode")
+    )
+    for rank in ranks:
+        in_sp = rank["gauges"].get("steps_sp", 0)
+        steps.add_metric((str(rank["rank"]), "sp"), in_sp)
+        steps.add_metric((str(rank["rank"]), "dp_or_tp"), rank["gauges"].get("steps", 0) - in_sp)
+    yield steps
+
+
+def queue_metrics(queue: View, now_ms: int) -> Iterator[Metric]:
+    """Return what waits, by tier."""
+    tiers = queue["tiers"].items()
+    for name, text, field in (
+        ("queue_depth", "Tasks that wait for a group.", "queued"),
+        ("queue_tokens", "Most tokens that waiting tasks may come to.", "tokens"),
+        ("tier_placed", "Tasks that a group holds.", "placed"),
+    ):
+        yield _gauge(f"aileron_{name}", text, ("tier",), [((t,), each[field]) for t, each in tiers])
+    yield _gauge(
+        "aileron_queue_oldest_seconds",
+        "How long the oldest waiting task has waited.",
+        ("tier",),
+        [((t,), oldest_s(each, now_ms)) for t, each in tiers],
+    )
+    rows = [((state,), count) for state, count in queue["tasks"].items()]
+    yield _gauge("aileron_tasks", "Unfinished tasks.", ("state",), rows)
+
+
+def oldest_s(tier: View, now_ms: int) -> float:
+    """Return how long a tier's oldest task has waited, in seconds; 0 if none waits."""
+    oldest_ms = tier["oldest_ms"]
+    return 0.0 if oldest_ms is None else max(0, now_ms - oldest_ms) / 1_000
+
+
+def engine_metrics(layout: View, ranks: Iterable[View], model: str) -> Iterator[Metric]:
+    """Return vLLM's metrics of the engine; `engine` is the rank that leads the scheduler."""
+    names = ("model_name", "engine")
+    groups = [((model, str(group["leader"])), group) for group in layout["groups"]]
+    for name, text, field in (
+        ("running", "Number of requests in model execution batches.", "running"),
+        ("waiting", "Number of requests waiting to be processed.", "waiting"),
+    ):
+        rows = [(labels, group[field]) for labels, group in groups]
+        yield _gauge(f"vllm:num_requests_{name}", text, names, rows)
+    yield _gauge(
+        "vllm:kv_cache_usage_perc",
+        "KV-cache usage. 1 means 100 percent usage.",
+        names,
+        [(labels, _usage(group)) for labels, group in groups],
+    )
+    counted = [each for each in ranks if "prefix_queries" in each.get("gauges", {})]
+    for name, text, field in (
+        (
+            "prefix_cache_queries",
+            "Prefix cache queries, in terms of number of queried tokens.",
+            "prefix_queries",
+        ),
+        (
+            "prefix_cache_hits",
+            "Prefix cache hits, in terms of number of cached tokens.",
+            "prefix_hits",
+        ),
+        (
+            "num_preemptions",
+            "Cumulative number of preemption from the engine.",
+            "preemptions",
+        ),
+    ):
+        family = CounterMetricFamily(VLLM_PREFIX + name, text, labels=names)
+        for rank in counted:
+            family.add_metric((model, str(rank["rank"])), rank["gauges"][field])
+        yield family
+
+
+def _usage(group: View) -> float:
+    total = group["pages_total"]
+    return 1 - group["pages_free"] / total if total else 0.0
+
+
+def tally_metrics(families: Iterable[Family], model: str) -> Iterator[Metric]:
+    """Return counted and timed measures; vLLM's get the labels back that it gives them."""
+    for family in families:
+        if family.name.startswith(VLLM_PREFIX):
+            names = ("model_name", "engine", *family.labels)
+            yield _measured(family, names, (model, CELL_ENGINE))
+        else:
+            yield _measured(family, family.labels)
+
+
+def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
+    """Return TTFT, time per output token and request duration as OpenTelemetry spells them."""
+    for name, measure in _GEN_AI.items():
+        series = _by(tally, measure, "operation")
+        values = tuple(Series((each.labels[0], PROVIDER, model), *_rest(each)) for each in series)
+        yield _measured(
+            Family(name, measure.text, _GEN_AI_LABELS, measure.bounds, values), _GEN_AI_LABELS
+        )
+
+
+def prediction_metrics(
+    last: Mapping[tuple[str, str], tuple[float, float]],
+) -> Iterator[Metric]:
+    """Return what was predicted and observed last, by measure and tier."""
+    names = ("measure", "tier")
+    for place, (name, text) in enumerate(
+        (
+            ("predicted", "Mean time that the adaptive policy predicted last, and compared."),
+            ("observed", "Mean time that was observed where the policy predicted."),
+        )
+    ):
+        rows = [(labels, pair[place]) for labels, pair in last.items()]
+        yield _gauge(f"aileron_policy_{name}_seconds", text, names, rows)
+
+
+def tier_family(tally: Tally, measure: Measure) -> Family:
+    """Return a measure by tier alone."""
+    series = tuple(_by(tally, measure, "tier"))
+    return Family(measure.name, measure.text, ("tier",), measure.bounds, series)
+
+
+def _by(tally: Tally, measure: Measure, label: str) -> list[Series]:
+    """Sum a measure over all labels but one."""
+    at = measure.labels.index(label)
+    summed = Tally()
+    one = Measure(measure.name, measure.text, (label,), measure.bounds)
+    for labels, growing in tally.series_of(measure).items():
+        summed.add(one, (labels[at],), growing.value, growing.counts)
+    return [
+        Series(labels, growing.value, tuple(growing.counts))
+        for labels, growing in summed.series_of(one).items()
+    ]
+
+
+def _rest(series: Series) -> tuple[float, tuple[int, ...]]:
+    return series.value, series.counts
+
+
+def _measured(
+    family: Family, labels: tuple[str, ...], before: tuple[str, ...] = ()
+) -> CounterMetricFamily | HistogramMetricFamily:
+    if not family.bounds:
+        counter = CounterMetricFamily(family.name, family.text, labels=labels)
+        for each in family.series:
+            counter.add_metric((*before, *each.labels), each.value)
+        return counter
+    histogram = HistogramMetricFamily(family.name, family.text, labels=labels)
+    bounds = [*(repr(float(bound)) for bound in family.bounds), "+Inf"]
+    for each in family.series:
+        buckets = list(zip(bounds, map(float, accumulate(each.counts)), strict=True))
+        histogram.add_metric((*before, *each.labels), buckets, each.value)
+    return histogram
+
+
+def _gauge(
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    rows: Iterable[tuple[tuple[str, ...], float]],
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _plain(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)

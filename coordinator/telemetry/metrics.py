@@ -1,0 +1,134 @@
+"""Prometheus metrics of a cell: the core's views, what the coordinator saw, what gateways told.
+
+Rendered at most once in `CACHED_MS`, however many scrape. Labels hold nothing that clients choose.
+Called by the admin API.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from coordinator.protocol.metrics_wire import DURATION, TPOT, TTFT
+from coordinator.protocol.policy_config import SloConfig
+from coordinator.telemetry import exposition
+from coordinator.telemetry.core_metrics import CoreWatcher
+from coordinator.telemetry.metrics_aggregator import Gathered
+from coordinator.telemetry.prediction_tracker import CameTrue
+
+CACHED_MS = 1_000
+DECISIONS_LOOKED_AT = 16
+
+View = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """What metrics are made of; each is asked once per render."""
+
+    layout: Callable[[], View]
+    ranks: Callable[[], View]
+    queue: Callable[[], View]
+    decisions: Callable[[int], View]
+    clock: Callable[[], int]
+    """Milliseconds of the core's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the process lives."""
+
+    model: str = "unknown"
+    version: str = "unknown"
+    slo: SloConfig = field(default_factory=SloConfig)
+
+
+class Metrics:
+    """The registry of one coordinator.
+
+    `gathered` is what its gateways told, the others what was seen of its core.
+    """
+
+    def __init__(
+        self,
+        views: Views,
+        gathered: Gathered,
+        watcher: CoreWatcher,
+        came_true: CameTrue,
+        facts: Facts | None = None,
+    ) -> None:
+        self._views = views
+        self.gathered = gathered
+        self.watcher = watcher
+        self.came_true = came_true
+        self._registry = CollectorRegistry()
+        self._registry.register(_CellCollector(self, views, facts or Facts()))
+        ProcessCollector(registry=self._registry)
+        self._rendered: tuple[int, bytes] | None = None
+
+    def render(self) -> bytes:
+        """Return the exposition text, which is at most `CACHED_MS` old."""
+        now_ms = self._views.clock()
+        if self._rendered is None or now_ms - self._rendered[0] >= CACHED_MS:
+            self.watcher.settle(now_ms)
+            self._rendered = now_ms, generate_latest(self._registry)
+        return self._rendered[1]
+
+
+class _CellCollector(Collector):
+    def __init__(self, metrics: Metrics, views: Views, facts: Facts) -> None:
+        self._metrics = metrics
+        self._views = views
+        self._facts = facts
+
+    def describe(self) -> Iterator[Metric]:
+        """Return nothing: names are unique by construction, and asking needs a running core."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the views once."""
+        layout, of_ranks = self._views.layout(), self._views.ranks()
+        ranks = of_ranks["ranks"]
+        yield from self._facts_metrics()
+        yield from exposition.layout_metrics(layout)
+        yield from exposition.rank_metrics(ranks)
+        yield from exposition.use_metrics(self._views.decisions(DECISIONS_LOOKED_AT))
+        yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])
+        yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
+        model = self._facts.model
+        yield from exposition.engine_metrics(layout, ranks, model)
+        watcher, told = self._metrics.watcher, self._metrics.gathered.tally
+        yield from exposition.tally_metrics(watcher.tally.families(), model)
+        came_true = self._metrics.came_true
+        yield from exposition.tally_metrics(came_true.tally.families(), model)
+        yield from exposition.prediction_metrics(came_true.last)
+        yield GaugeMetricFamily(
+            "aileron_reshard_bytes_per_second",
+            "How fast the last switch with a move pulled KV, over all ranks.",
+            value=watcher.reshard_bytes_per_s,
+        )
+        by_tier = {each.name: each for each in (TTFT, TPOT, DURATION)}
+        families = [
+            exposition.tier_family(told, by_tier[each.name]) if each.name in by_tier else each
+            for each in told.families()
+        ]
+        yield from exposition.tally_metrics(families, model)
+        yield from exposition.gen_ai_metrics(told, model)
+
+    def _facts_metrics(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "aileron_build_info", "This build; always 1.", labels=("version", "model")
+        )
+        info.add_metric((self._facts.version, self._facts.model), 1)
+        yield info
+        targets = GaugeMetricFamily(
+            "aileron_slo_target_seconds", "The objectives of each tier.", labels=("tier", "measure")
+        )
+        for tier, target in self._facts.slo:
+            for measure, value_ms in (("ttft", target.ttft_ms), ("tpot", target.tpot_ms)):
+                if value_ms is not None:
+                    targets.add_metric((tier, measure), value_ms / 1_000)
+        yield targets

@@ -1,0 +1,67 @@
+"""What all gateways have measured, added up so that no total ever falls.
+
+Each message of a gateway holds its totals. What grew since its last one is added, so gateways may
+come and go and messages may repeat. Unknown names, and more series than `SERIES_MAX` of one name,
+are not taken. Called by the server, for current sessions alone.
+"""
+
+from collections import OrderedDict
+
+from coordinator.protocol.metrics_wire import OWN, VLLM_PREFIX, Family, Measure, Measures, Tally
+
+GATEWAYS_REMEMBERED = 1_024
+"""Gateways whose last totals are kept; those heard of longest ago are forgotten."""
+FAMILIES_MAX = 256
+SERIES_MAX = 512
+"""Most series of one name, over all gateways."""
+LABEL_CHARS_MAX = 64
+
+_Told = dict[tuple[str, tuple[str, ...]], tuple[float, tuple[int, ...]]]
+
+
+class Gathered:
+    """The totals of a cell's gateways."""
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+        self._measures: dict[str, Measure] = {}
+        self._told: OrderedDict[str, _Told] = OrderedDict()
+
+    def take(self, gateway: str, said: Measures) -> None:
+        """Add what grew since the gateway's last message."""
+        told = self._told.setdefault(gateway, {})
+        self._told.move_to_end(gateway)
+        while len(self._told) > GATEWAYS_REMEMBERED:
+            self._told.popitem(last=False)
+        for family in said.families:
+            measure = self._known(family)
+            if measure is not None:
+                self._take(told, family, measure)
+
+    def _known(self, family: Family) -> Measure | None:
+        """Return the measure of a family, None if it is not to be taken."""
+        own = OWN.get(family.name)
+        known = self._measures.get(family.name, own)
+        if known is None:
+            if not family.name.startswith(VLLM_PREFIX) or len(self._measures) >= FAMILIES_MAX:
+                return None
+            known = Measure(family.name, family.text, family.labels, family.bounds)
+        self._measures[family.name] = known
+        is_same = (known.labels, known.bounds) == (family.labels, family.bounds)
+        return known if is_same else None
+
+    def _take(self, told: _Told, family: Family, measure: Measure) -> None:
+        buckets = len(measure.bounds) + 1 if measure.bounds else 0
+        for series in family.series:
+            known = self.tally.series_of(measure)
+            is_fit = len(series.labels) == len(measure.labels) and len(series.counts) == buckets
+            is_short = all(len(label) <= LABEL_CHARS_MAX for label in series.labels)
+            if not (is_fit and is_short):
+                continue
+            if series.labels not in known and len(known) >= SERIES_MAX:
+                continue
+            value, counts = told.get((family.name, series.labels), (0.0, (0,) * buckets))
+            grown = tuple(new - old for new, old in zip(series.counts, counts, strict=True))
+            told[family.name, series.labels] = (series.value, series.counts)
+            if series.value >= value and min(grown, default=0) >= 0:
+                self.tally.add(measure, series.labels, series.value - value, grown)

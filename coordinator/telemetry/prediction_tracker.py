@@ -1,0 +1,120 @@
+"""The adaptive policy's predictions against what came true.
+
+One prediction at a time is followed: of the layout that serves, over the policy's horizon. Then
+what gateways measured in that time is what came true. Gateways tell totals once per second, so a
+prediction is compared with as long a time, told up to a second later. A prediction whose layout did
+not stay says nothing and is dropped. Pure.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from coordinator.model.events import Effect, Event, Foreseen
+from coordinator.policy.forecast import Expected
+from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Measure, Tally
+
+TTFT_NAME, TPOT_NAME, ATTAINMENT = "time_to_first_token", "time_per_output_token", "attainment"
+
+RATIO_BOUNDS: Final = (
+    *(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
+)
+LEAST: Final = 0.01
+"""Shares below this are taken for it: a ratio needs something to divide by."""
+
+RATIO: Final = Measure(
+    "aileron_policy_prediction_ratio",
+    "What the adaptive policy predicted of the layout that served, over what was observed.",
+    ("measure", "tier"),
+    RATIO_BOUNDS,
+)
+PREDICTIONS: Final = Measure(
+    "aileron_policy_predictions",
+    "Predictions of the adaptive policy that were followed, by what became of them.",
+    ("outcome",),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What gateways had measured of a tier at one time: sums and counts."""
+
+    ttft: tuple[float, int]
+    pauses: tuple[float, int]
+    good: float
+    judged: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    foreseen: Foreseen
+    until_ms: int
+    before: dict[str, _Totals]
+
+
+class CameTrue:
+    """Follows predictions; `told` is what gateways have measured."""
+
+    def __init__(self, told: Tally) -> None:
+        self._told = told
+        self._followed: _Followed | None = None
+        self.tally = Tally()
+        self.last: dict[tuple[str, str], tuple[float, float]] = {}
+        """(measure, tier) -> what was predicted and observed last, in seconds."""
+
+    def saw_event(self, event: Event, now_ms: int) -> None:
+        """Nothing that happens concerns predictions."""
+
+    def saw_effect(self, effect: Effect, now_ms: int) -> None:
+        """Compare the prediction that is followed when its time is over, and take the next."""
+        if not isinstance(effect, Foreseen):
+            return
+        followed = self._followed
+        if followed is not None and followed.foreseen.epoch != effect.epoch:
+            self.tally.count(PREDICTIONS, "switched")
+            followed = None
+        elif followed is not None and now_ms >= followed.until_ms:
+            compared = [self._compare(each, followed) for each in followed.foreseen.tiers]
+            self.tally.count(PREDICTIONS, "compared" if any(compared) else "idle")
+            followed = None
+        if followed is None:
+            tiers = [each.tier for each in effect.tiers]
+            until_ms = now_ms + effect.horizon_ms
+            followed = _Followed(effect, until_ms, {tier: self._totals(tier) for tier in tiers})
+        self._followed = followed
+
+    def _compare(self, expected: Expected, followed: _Followed) -> bool:
+        """Compare what was predicted for a tier; False if nothing was observed."""
+        before, now = followed.before[expected.tier], self._totals(expected.tier)
+        for name, predicted_s, old, new in (
+            (TTFT_NAME, expected.ttft_s, before.ttft, now.ttft),
+            (TPOT_NAME, expected.tpot_s, before.pauses, now.pauses),
+        ):
+            observed_s = _mean(old, new)
+            if observed_s > 0:
+                self.last[name, expected.tier] = (predicted_s, observed_s)
+                self.tally.observe(RATIO, predicted_s / observed_s, name, expected.tier)
+        if judged := now.judged - before.judged:
+            share = (now.good - before.good) / judged
+            ratio = max(expected.attainment, LEAST) / max(share, LEAST)
+            self.tally.observe(RATIO, ratio, ATTAINMENT, expected.tier)
+        return now != before
+
+    def _totals(self, tier: str) -> _Totals:
+        return _Totals(
+            ttft=self._sum(TTFT, tier),
+            pauses=self._sum(ITL, tier),
+            good=self._sum(SLO_GOOD, tier)[0],
+            judged=self._sum(SLO_TOTAL, tier)[0],
+        )
+
+    def _sum(self, measure: Measure, tier: str) -> tuple[float, int]:
+        at = measure.labels.index("tier")
+        series = self._told.series_of(measure).items()
+        of_tier = [each for labels, each in series if labels[at] == tier]
+        return sum(each.value for each in of_tier), sum(sum(each.counts) for each in of_tier)
+
+
+def _mean(old: tuple[float, int], new: tuple[float, int]) -> float:
+    """Return the mean of what came between two totals, 0 if nothing did."""
+    count = new[1] - old[1]
+    return (new[0] - old[0]) / count if count > 0 else 0.0
