@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
-from gateway.logs import set_up_logging
+from gateway.telemetry.logs import set_up_logging
 
 VLLM_ENVIRONMENT = {
     # Its lines go through our logging, to one place in one form.

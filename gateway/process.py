@@ -25,27 +25,28 @@ from coordinator.protocol.config import Config, GatewayConfig
 from coordinator.protocol.messages.gateway import BatchesRun, BatchProgress
 from coordinator.protocol.terms import Tier
 from coordinator.protocol.tracing import start_tracing
-from gateway import vllm_app, vllm_engine_wire, vllm_grammar
+from gateway.admission.keyring import KeyRing
+from gateway.admission.rates import RateLimits
+from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_storage import SharedStorage
 from gateway.batches.api import batch_routes
 from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
-from gateway.cells.fleet import set_up_fleet
-from gateway.connection import Connection, ConnectionLimits
-from gateway.edge import Edge, EdgeLimits
-from gateway.engine_measures import engine_families
-from gateway.errors import api_error
-from gateway.keyring import KeyRing
-from gateway.measuring import RequestMeter
-from gateway.rates import RateLimits
-from gateway.relay import Relay
-from gateway.routes import Readiness, add_own_routes, close_other_routes
-from gateway.sandbox import Nursery, Sandbox
-from gateway.shared_replays import SharedReplays
-from gateway.shared_storage import SharedStorage
-from gateway.siblings import Announce, Siblings
+from gateway.engine import app as vllm_app
+from gateway.engine import grammar, wire
+from gateway.engine.sandbox import Nursery, Sandbox
+from gateway.http.connection import Connection, ConnectionLimits
+from gateway.http.edge import Edge, EdgeLimits
+from gateway.http.errors import api_error
+from gateway.http.routes import Readiness, add_own_routes, close_other_routes
+from gateway.prefork import Announce, Siblings
+from gateway.relay.cell_sessions import set_up_fleet
+from gateway.relay.relay import Relay
 from gateway.sockets import Inbox, Sockets, listen
-from gateway.spans import RequestSpans, TaskSpans
-from gateway.telling import Teller
+from gateway.telemetry.engine_metrics import engine_families
+from gateway.telemetry.meter import RequestMeter
+from gateway.telemetry.metrics_publisher import Teller
+from gateway.telemetry.spans import RequestSpans, TaskSpans
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
@@ -119,7 +120,7 @@ class Gateway:
     async def run(self, front_end: vllm_app.FrontEndConfig, nursery: Nursery) -> None:
         """Serve until a signal ends it."""
         sandbox = Sandbox(nursery)
-        self._sockets.send_ready(vllm_engine_wire.ready_frame(front_end.vllm))
+        self._sockets.send_ready(wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_called),
             Inbox(self._sockets.tokens, self._relay.leader_said),
@@ -373,7 +374,7 @@ def serve(config: Config, token: str) -> int:
 
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
         # Forked before there are threads and sockets, none of which a child should have.
-        nursery = Nursery(partial(vllm_grammar.prepare, front_end.vllm), vllm_grammar.COMPILE_S)
+        nursery = Nursery(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
         own = listen(host, port, shared=shared)
         _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
 

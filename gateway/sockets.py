@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from coordinator.protocol import wire
-from gateway.vllm_engine_wire import ENGINE_IDENTITY
+from gateway.engine.wire import ENGINE_IDENTITY
 
 BURST_MESSAGES = 64
 """Messages handled before the loop may do something else."""

@@ -12,7 +12,11 @@ PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadg
 DISTRIBUTION = "aileron"
 
 FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 400
+FILE_LINES_TYPICAL_MAX = 500
+"""A longer file has its reason in `LONG_FILES`."""
+FILE_LINES_MAX = 700
+LONG_FILES: dict[str, str] = {}
+"""Why each file of more than `FILE_LINES_TYPICAL_MAX` lines is not two; entries only leave."""
 FILES_MIN = 700
 """So many there are at least: a search that finds nothing would find no fault either."""
 TEXT_BYTES_MAX = 1024 * 1024
@@ -20,7 +24,7 @@ TEXT_BYTES_MAX = 1024 * 1024
 BANNED_NAMES = frozenset({"utils.py", "util.py", "helpers.py", "common.py", "misc.py"})
 SHADOWING_NAMES = frozenset({"types.py", "queue.py", "select.py", "signal.py", "logging.py"})
 ENGINE_PACKAGES = frozenset({"vllm"})
-ENGINE_PREFIX = "vllm_"
+ENGINE_FOLDER = "engine"
 ENGINE_ADAPTERS = (
     "comm_pool/cpu/plane_group.py",
     "comm_pool/cuda/collective_abort.py",
@@ -101,6 +105,8 @@ def test_files_are_short() -> None:
     lines = {name_of(path): file_of(path).lines for path in EVERYTHING}
     assert len(lines) > FILES_MIN
     assert not {name: count for name, count in lines.items() if count > FILE_LINES_MAX}
+    long = {name for name, count in lines.items() if count > FILE_LINES_TYPICAL_MAX}
+    assert long == set(LONG_FILES)
 
 
 def test_functions_are_short() -> None:
@@ -126,12 +132,11 @@ def test_files_have_telling_names() -> None:
 
 
 def test_only_adapters_touch_vllm() -> None:
-    """One adapter module per seam, each with the engine in its name or its folder's."""
+    """One adapter module per seam, in the engine's folder or in the list above."""
     assert not [
         name_of(path)
         for path in PRODUCT
-        if not path.name.startswith(ENGINE_PREFIX)
-        and "engine" not in path.parts
+        if ENGINE_FOLDER not in path.relative_to(ROOT).parts
         and name_of(path) not in ENGINE_ADAPTERS
         and ENGINE_PACKAGES.intersection(name.split(".")[0] for name in file_of(path).imports)
     ]

@@ -35,8 +35,8 @@ def main() -> int:
             shared_token()
         set_up_logging()
         # Imported late: the checks above answer in milliseconds, vLLM's import takes seconds.
-        from worker.launcher import Launcher, probe
-        from worker.vllm_config import EngineConfigError
+        from worker.engine.config import EngineConfigError
+        from worker.launch.launcher import Launcher, probe
 
         try:
             return probe(config) if args.command == "doctor" else Launcher(config).run()

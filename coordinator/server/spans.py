@@ -1,9 +1,9 @@
 """Spans of the coordinator: how long traced tasks queue, and what each switch did.
 
-It looks at the events and effects that pass the core, as `core_metrics` does, and changes nothing. A
-task queues once for each placement, also when a switch or a lost rank gives it back. A switch is a
-trace of its own, with links to the traced tasks that it met; it is told `SETTLE_MS` after its end,
-when what ranks and gateways measured of it is there. Only made where tracing is on.
+It looks at the events and effects that pass the core, as `core_metrics` does, and changes nothing.
+A task queues once for each placement, also when a switch or a lost rank gives it back. A switch is
+a trace of its own, with links to the traced tasks that it met; it is told `SETTLE_MS` after its
+end, when what ranks and gateways measured of it is there. Only made where tracing is on.
 """
 
 from collections import OrderedDict, deque

@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.batches.content import Content, new_id
-from gateway.batches.desk import BatchDesk
 from gateway.batches.line_call import TENANT_KEY
+from gateway.batches.service import BatchDesk
 from gateway.batches.store import (
     FileInUseError,
     PageWanted,
@@ -43,8 +43,8 @@ from gateway.batches.terms import (
     NotAllowedError,
 )
 from gateway.batches.upload import FORM_BYTES_MAX, UPLOAD_WAIT_S, Upload, receive_file
-from gateway.errors import ApiError, api_error
-from gateway.intake import BodyReader
+from gateway.http.errors import ApiError, api_error
+from gateway.http.intake import BodyReader
 
 UPLOADS_MAX = 16
 """Most uploads at once."""

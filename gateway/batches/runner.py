@@ -25,6 +25,7 @@ from gateway.batches.lines import (
     read_line,
     split_results,
 )
+from gateway.batches.next_step import LineBook, Step, next_step
 from gateway.batches.store import BatchStore, Claim, LeaseLostError, StorageError, StoreCalls
 from gateway.batches.terms import (
     BatchRecord,
@@ -36,7 +37,6 @@ from gateway.batches.terms import (
     failed,
     validated,
 )
-from gateway.batches.work import LineBook, Step, next_step
 
 STORAGE_PAUSE_S_MIN = 0.5
 STORAGE_PAUSE_S_MAX = 10.0

@@ -5,9 +5,9 @@ from pathlib import Path
 from coordinator.protocol.config import REDIS_SCHEMES, BatchesConfig
 from gateway.batches.api import BatchParts
 from gateway.batches.content import Content
-from gateway.batches.desk import BatchDesk, DeskSettings
 from gateway.batches.redis_store import RedisStore
 from gateway.batches.runner import AnswerLine
+from gateway.batches.service import BatchDesk, DeskSettings
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import BatchStore, StoreCalls
 

@@ -22,8 +22,8 @@ from coordinator.protocol.prefixes import BLOCK_TOKENS, prefix_hashes
 from coordinator.protocol.registry import RedisRegistry
 from coordinator.protocol.terms import EndCause, TaskId, Tier
 from coordinator.tasks.task_pool import TaskPool
-from gateway.cells.placement import Needs
-from gateway.cells.roster import CellRoster
+from gateway.fleet.placement import Needs
+from gateway.fleet.roster import CellRoster
 from tests.harness.coordinator.pools import group
 from tests.harness.redis.redis_server import Redis
 
@@ -127,8 +127,8 @@ def relay_tokens() -> float:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    from gateway.relay import Relay
-    from gateway.vllm_engine_wire import AddRequest
+    from gateway.engine.wire import AddRequest
+    from gateway.relay.relay import Relay
 
     steps = 100
 

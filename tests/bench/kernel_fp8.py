@@ -2,11 +2,11 @@
 
 `python -m tests.bench.kernel_fp8 --json fp8.json` tries the tilings of kernel_fp8_tilings.py for
 every shape and bucket, then times the winners for 1 to 256 tokens against `torch._scaled_mm` as
-worker/vllm_fp8.py uses it without our kernel, and against vLLM's CUTLASS kernel on packed copies.
-Times are microseconds of one GEMM in a CUDA graph that goes through more weights than the cache
-holds; "layer" times have vLLM's quantization of the input in front of each GEMM. Prints a table,
-the winners as source for `worker.vllm_fp8_kernel.TUNED`, and writes JSON. `--dry-run` only counts
-what it would try; a CPU will do. Exit status 1 if a result is wrong.
+worker/engine/weights/fp8.py uses it without our kernel, and against vLLM's CUTLASS kernel on packed
+copies. Times are microseconds of one GEMM in a CUDA graph that goes through more weights than the
+cache holds; "layer" times have vLLM's quantization of the input in front of each GEMM. Prints a
+table, the winners as source for `worker.engine.weights.fp8_kernel.TUNED`, and writes JSON.
+`--dry-run` only counts what it would try; a CPU will do. Exit status 1 if a result is wrong.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from tests.bench.kernel_fp8_tilings import SHAPES, tilings, to_compile
-from worker.vllm_fp8_kernel import (
+from worker.engine.weights.fp8_kernel import (
     BUCKETS,
     Tiling,
     bucket_of,
@@ -106,7 +106,7 @@ class Operands:
 
     def ways(self, tiling: Tiling, packed: list[torch.Tensor]) -> dict[str, Way]:
         """GEMM functions of quantized tokens, a weight and token scales, with their weights."""
-        from worker.vllm_fp8 import strided_scaled_mm
+        from worker.engine.weights.fp8 import strided_scaled_mm
 
         def torchs(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             return strided_scaled_mm(a, b, scale, self.scale, torch.bfloat16, self.unit)

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from worker.vllm_fp8_kernel import BUCKETS, STEPS_PER_PART, Tiling, default_tiling
+from worker.engine.weights.fp8_kernel import BUCKETS, STEPS_PER_PART, Tiling, default_tiling
 
 SHAPES = {
     "70b-tp4-o": (8192, 2048, 8192),

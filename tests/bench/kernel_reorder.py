@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 
-from worker.vllm_reorder import reorder_qkv
-from worker.vllm_rope_kernel import rotate_shards
+from worker.engine.weights.reorder import reorder_qkv
+from worker.engine.weights.rope_kernel import rotate_shards
 
 SHARDS = 4
 HEAD_DIM = 128

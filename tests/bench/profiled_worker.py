@@ -27,13 +27,33 @@ ROWS = 60
 """Of each profile."""
 
 WATCHED = {
-    "worker.member.Member": ("place", "begin", "park", "join", "unbind", "hand_over", "withdraw"),
-    "worker.stepping.Stepping": ("lead", "execute", "_finish", "_push"),
-    "worker.rank_loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
-    "worker.move_planning.MovePlanning": ("foresee", "plan"),
-    "worker.moving.Moving": ("tell", "_await_told", "_restore", "_go_on", "_hand_over", "_adopt"),
-    "worker.move_rounds.Rounds": ("_beside_steps", "_behind_steps", "_meet_settled"),
-    "worker.vllm_scheduler.ModeScheduler": ("plan_step", "finish_step", "adopt", "tidy"),
+    "worker.rank.runtime.Member": (
+        "place",
+        "begin",
+        "park",
+        "join",
+        "unbind",
+        "hand_over",
+        "withdraw",
+    ),
+    "worker.rank.steps.Stepping": ("lead", "execute", "_finish", "_push"),
+    "worker.rank.loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
+    "worker.rank.migration.plan_ahead.MovePlanning": ("foresee", "plan"),
+    "worker.rank.migration.migration.Moving": (
+        "tell",
+        "_await_told",
+        "_restore",
+        "_go_on",
+        "_hand_over",
+        "_adopt",
+    ),
+    "worker.rank.migration.copy_rounds.Rounds": ("_beside_steps", "_behind_steps", "_meet_settled"),
+    "worker.engine.scheduling.scheduler.ModeScheduler": (
+        "plan_step",
+        "finish_step",
+        "adopt",
+        "tidy",
+    ),
 }
 
 
@@ -66,7 +86,7 @@ def trace_prefills(out: Path) -> None:
     """Leave torch's own profile of a few prefills of a wide group: host and device times by op."""
     from torch.profiler import ProfilerActivity, profile
 
-    from worker.stepping import Stepping
+    from worker.rank.steps import Stepping
 
     execute = Stepping.execute
     seen = 0
@@ -90,7 +110,7 @@ def trace_prefills(out: Path) -> None:
 
 def install(out: Path, kind: str) -> None:
     """Let the ranks' loops leave their profile behind."""
-    from worker.rank_loop import RankLoop
+    from worker.rank.loop import RankLoop
 
     if kind == "torch":
         trace_prefills(out)

@@ -18,7 +18,7 @@ def install(wanted: str) -> None:
     """Let all copies of a rank's moves have these shapes."""
     from kvadaptor.transfer.copy_kernel import Shape
     from kvadaptor.transfer.unit_copy import KernelCopier
-    from worker.move_rounds import Rounds
+    from worker.rank.migration.copy_rounds import Rounds
 
     shapes = [Shape(*map(int, each.split("/"))) for each in wanted.split(",")]
     warm, carry_out = KernelCopier.warm, Rounds.carry_out

@@ -16,8 +16,8 @@ from vllm.triton_utils import dispatcher
 
 from coordinator.protocol.config import check_config
 from tests.harness.cells.servers import MODEL
-from worker import vllm_device
-from worker.vllm_config import EngineConfigError, replica_config
+from worker.engine import device
+from worker.engine.config import EngineConfigError, replica_config
 
 THREADS = Path("/proc/self/task")
 
@@ -29,9 +29,9 @@ def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
         )
     )
     threads, frozen = set(THREADS.iterdir()), gc.get_freeze_count()
-    vllm_device._register_platform.cache_clear()
+    device._register_platform.cache_clear()
     try:
-        vllm_device.prepare_launcher(base)
+        device.prepare_launcher(base)
         assert dispatcher._registry, "vLLM's CPU kernels are registered"
         # A fork has the forking thread alone: what others held would be locked for ever. Threads
         # of earlier tests may end meanwhile.
@@ -40,9 +40,9 @@ def test_a_launcher_prepares_what_all_ranks_need_and_can_still_fork() -> None:
     finally:
         gc.unfreeze()
     # A rank takes what is there.
-    before = vllm_device._register_platform.cache_info().misses
-    vllm_device.prepare_process(base, 0, 0)
-    assert vllm_device._register_platform.cache_info().misses == before
+    before = device._register_platform.cache_info().misses
+    device.prepare_process(base, 0, 0)
+    assert device._register_platform.cache_info().misses == before
 
 
 def test_ranks_that_share_a_device_are_told_how_much_of_it_they_may_take() -> None:
@@ -65,7 +65,7 @@ def test_ranks_that_share_a_device_use_custom_all_reduce_where_all_devices_reach
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: reach)
     monkeypatch.setattr(custom_all_reduce, "_can_p2p", refuses)
     monkeypatch.setattr(current_platform, "is_fully_connected", refuses, raising=False)
-    vllm_device._share_device()
+    device._share_device()
     assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert custom_all_reduce._can_p2p(0, 2) is reach
     assert current_platform.is_fully_connected([0, 0]) is reach

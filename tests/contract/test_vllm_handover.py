@@ -22,13 +22,13 @@ from tests.harness.vllm.mode_schedulers import (
     step,
     told,
 )
-from worker.vllm_handover import (
+from worker.engine.scheduling.handover import (
     CachedChain,
     FinishedChains,
     forget_hashes,
     prefixes_of,
 )
-from worker.vllm_scheduler import ModeScheduler
+from worker.engine.scheduling.scheduler import ModeScheduler
 
 
 def test_a_task_goes_on_with_its_next_token(base: VllmConfig, hasher: Any) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import (  # noqa: E402
 )
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: E402
 
-from worker.vllm_moe import RankedExperts  # noqa: E402
+from worker.engine.weights.moe import RankedExperts  # noqa: E402
 
 
 def gpu_source(name: str) -> str:

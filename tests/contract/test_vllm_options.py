@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway import vllm_app
+from gateway.engine import app
 from worker.demo import MODEL_DIR
 
 
@@ -20,4 +20,4 @@ from worker.demo import MODEL_DIR
 def test_an_option_that_would_have_no_effect_is_refused(option: str, value: str) -> None:
     args = [option + value] if option.endswith("=") else [option, value]
     with pytest.raises(ValueError, match=f"{option.rstrip('=')} is not offered: .*[.]$"):
-        vllm_app.configure(str(MODEL_DIR), "demo", args)
+        app.configure(str(MODEL_DIR), "demo", args)

@@ -38,11 +38,11 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
 from kvadaptor.translate import SlotTable, translate  # noqa: E402
 from kvadaptor.views import KVBuffer  # noqa: E402
-from worker import vllm_layers  # noqa: E402
-from worker.vllm_config import thinned  # noqa: E402
-from worker.vllm_grants import BlockGrants  # noqa: E402
-from worker.vllm_runner import PositionGenerator, position_seed  # noqa: E402
-from worker.vllm_step_plan import StepPlan, give_lists, listed  # noqa: E402
+from worker.engine.config import thinned  # noqa: E402
+from worker.engine.runners.cpu import PositionGenerator, position_seed  # noqa: E402
+from worker.engine.scheduling.grants import BlockGrants  # noqa: E402
+from worker.engine.scheduling.step_plan import StepPlan, give_lists, listed  # noqa: E402
+from worker.engine.weights import layers  # noqa: E402
 
 
 def test_version_is_the_pinned_one() -> None:
@@ -89,9 +89,9 @@ def test_runner_and_scheduler_have_the_methods_that_we_override() -> None:
 
 
 def test_our_layers_are_plugged_in() -> None:
-    assert op_registry_oot["QKVParallelLinear"] is vllm_layers.ShardMajorQKV
-    assert op_registry_oot["MergedColumnParallelLinear"] is vllm_layers.ShardMajorGateUp
-    assert op_registry_oot["RowParallelLinear"] is vllm_layers.ViewedRow
+    assert op_registry_oot["QKVParallelLinear"] is layers.ShardMajorQKV
+    assert op_registry_oot["MergedColumnParallelLinear"] is layers.ShardMajorGateUp
+    assert op_registry_oot["RowParallelLinear"] is layers.ViewedRow
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -104,14 +104,14 @@ def test_shard_major_rows_give_natural_order_back(shards: int, width: int) -> No
     stored = torch.nn.Parameter(torch.zeros(32, 5), requires_grad=False)
     start = 0
     for number, part in enumerate(natural.split([16, 8, 8])):
-        vllm_layers.scatter_shards(stored, part, shards, start, sizes[number])
+        layers.scatter_shards(stored, part, shards, start, sizes[number])
         start += sizes[number]
     x = torch.randn(3, 5)
     expected = torch.nn.functional.linear(x, natural)
     q, k, v = (part.chunk(width, -1) for part in expected.split([16, 8, 8], -1))
     for rank in range(width):
         out = torch.nn.functional.linear(x, stored.data.chunk(width, 0)[rank])
-        restored = vllm_layers.restore_natural_order(out, shards // width, sizes)
+        restored = layers.restore_natural_order(out, shards // width, sizes)
         torch.testing.assert_close(restored, torch.cat([q[rank], k[rank], v[rank]], -1))
 
 
@@ -130,12 +130,12 @@ def test_kv_heads_that_shards_share_come_out_once(shards: int, width: int, kv_he
         sizes,
         strict=True,
     ):
-        vllm_layers.scatter_shards(stored, part, shards, start, size)
+        layers.scatter_shards(stored, part, shards, start, size)
     x = torch.randn(3, 5)
     for rank in range(width):
         out = torch.nn.functional.linear(x, stored.data.chunk(width, 0)[rank])
         held = shards // width
-        restored = vllm_layers.restore_natural_order(out, held, sizes, min(copies, held))
+        restored = layers.restore_natural_order(out, held, sizes, min(copies, held))
         first = rank * kv_heads // width
         mine = slice(2 * first, 2 * (first + max(1, kv_heads // width)))
         natural = torch.cat([q.chunk(width)[rank], k[mine], v[mine]])
@@ -147,15 +147,15 @@ def test_a_part_of_a_fused_weight_is_its_run_of_shards() -> None:
     q, k = torch.arange(16.0).view(8, 2), 100 + torch.arange(8.0).view(4, 2)
     parts = []
     for part in range(2):
-        plan = vllm_layers.ShardPlan(4, 2, loads=True)
+        plan = layers.ShardPlan(4, 2, loads=True)
         stored = torch.nn.Parameter(torch.zeros(6, 2), requires_grad=False)
         for start, size, natural in ((0, 2, q), (2, 1, k)):
-            own = vllm_layers.own_shards(natural, plan, part)
-            vllm_layers.scatter_shards(stored, own, plan.held, start, size)
+            own = layers.own_shards(natural, plan, part)
+            layers.scatter_shards(stored, own, plan.held, start, size)
         parts.append(stored.data)
     whole = torch.nn.Parameter(torch.zeros(12, 2), requires_grad=False)
     for start, size, natural in ((0, 2, q), (2, 1, k)):
-        vllm_layers.scatter_shards(whole, natural, 4, start, size)
+        layers.scatter_shards(whole, natural, 4, start, size)
     assert torch.equal(torch.cat(parts), whole.data)
 
 
@@ -165,17 +165,17 @@ def test_a_range_is_found_in_all_of_a_tensor_and_in_the_part_that_it_is_in() -> 
         wanted = full[2 * rank : 2 * rank + 2]
         half = full.chunk(2)[rank // 2]
         for source in (full, half, wanted):
-            found = vllm_layers.own_range(source, 0, 4, rank, 2)
+            found = layers.own_range(source, 0, 4, rank, 2)
             assert torch.equal(found, wanted)
             assert found.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
-    assert vllm_layers.own_range(full, 1, 2, 1, 1)[:, 0].tolist() == full[:, 1].tolist()
-    assert vllm_layers.own_range(full, 0, 4, 1, 3) is full, "its size is refused by the caller"
+    assert layers.own_range(full, 1, 2, 1, 1)[:, 0].tolist() == full[:, 1].tolist()
+    assert layers.own_range(full, 0, 4, 1, 3) is full, "its size is refused by the caller"
 
 
 def test_a_fused_weight_that_does_not_divide_is_refused() -> None:
     param = torch.nn.Parameter(torch.zeros(12, 2), requires_grad=False)
-    with pytest.raises(vllm_layers.ViewError, match="--widths"):
-        vllm_layers.scatter_shards(param, torch.zeros(6, 2), 4, 0, 1)
+    with pytest.raises(layers.ViewError, match="--widths"):
+        layers.scatter_shards(param, torch.zeros(6, 2), 4, 0, 1)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.harness.vllm.mode_schedulers import (
     step,
     told,
 )
-from worker.vllm_handover import go_on
+from worker.engine.scheduling.handover import go_on
 
 
 def test_a_task_is_told_as_it_will_be_behind_the_step_under_way(

@@ -39,7 +39,7 @@ def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
 
 def steps_in_parts(world: World, parts: int) -> list[bool]:
     """For each step whether what came in parts is what came in one."""
-    from worker.vllm_exchange import Exchange
+    from worker.engine.sequence_parallel.exchange import Exchange
 
     group: Any = Group(world)
     exchange = Exchange(PLAN, group)

@@ -22,7 +22,7 @@ QUANTIZATION = "fp8_per_tensor"
 
 ENGINE = ["--quantization", QUANTIZATION, *cuda_scores.ENGINE]
 LENGTHS = (600, 200)
-"""Tokens of the two texts: on both sides of worker.vllm_fp8.FEW_TOKENS."""
+"""Tokens of the two texts: on both sides of worker.engine.weights.fp8.FEW_TOKENS."""
 
 
 def texts() -> list[list[int]]:
@@ -102,7 +102,7 @@ def test_the_strided_product_is_right_where_cutlass_is_not(per_channel: bool) ->
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
-    from worker.vllm_fp8 import strided_scaled_mm
+    from worker.engine.weights.fp8 import strided_scaled_mm
 
     current_platform.import_kernels()
     generator = torch.Generator("cuda").manual_seed(0)
@@ -140,14 +140,14 @@ def test_the_strided_product_is_right_where_cutlass_is_not(per_channel: bool) ->
 
 
 FEW = (1, 7, 16, 17, 32, 64, 100, 128, 129, 256)
-"""Tokens of both kinds, full tiles and others, in every bucket of worker.vllm_fp8_kernel."""
+"""Tokens of both kinds, full tiles and others, in every bucket of `fp8_kernel`."""
 
 
 def few_token_tilings(tokens: int, outputs: int, inputs: int) -> list[Any]:
     """The one that serves, and it with other numbers of parts, another loader, an early launch."""
     from dataclasses import replace
 
-    from worker.vllm_fp8_kernel import tiling_for
+    from worker.engine.weights.fp8_kernel import tiling_for
 
     chosen = tiling_for(tokens, outputs, inputs)
     found = [chosen, replace(chosen, bulk=not chosen.bulk), replace(chosen, early=True)]
@@ -161,7 +161,7 @@ def test_few_tokens_are_multiplied_right_and_alike_every_time(outputs: int, inpu
     """All ways, launched alone and from a graph; also where tiles do not divide the matrix."""
     import torch
 
-    from worker.vllm_fp8_kernel import few_tokens_mm, workspace_of
+    from worker.engine.weights.fp8_kernel import few_tokens_mm, workspace_of
 
     device = torch.device("cuda", 0)
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -208,7 +208,7 @@ def test_few_tokens_take_about_as_long_as_cutlass_on_packed_weights() -> None:
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
-    from worker.vllm_fp8_kernel import few_tokens_mm, workspace_of
+    from worker.engine.weights.fp8_kernel import few_tokens_mm, workspace_of
 
     current_platform.import_kernels()
     device = torch.device("cuda", 0)
@@ -235,7 +235,7 @@ def test_weights_that_are_quantized_while_loading_leave_no_part_of_a_block_behin
     """Ten of the 80 layers of a 70B model, each weight beside the bf16 one that it is made of."""
     import torch
 
-    from worker.vllm_device import whole_blocks
+    from worker.engine.device import whole_blocks
 
     device = torch.device("cuda", 0)
 

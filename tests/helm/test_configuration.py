@@ -252,7 +252,7 @@ def constant(file: str, name: str) -> float:
 def test_streams_are_drained_before_a_pod_is_killed(release: Release) -> None:
     drain_s = constant("gateway/process.py", "DRAIN_S")
     end_s = constant("gateway/process.py", "SHUTDOWN_S") + constant("gateway/process.py", "FLUSH_S")
-    ranks_s = constant("worker/launcher.py", "STOP_LIMIT_S")
+    ranks_s = constant("worker/launch/launcher.py", "STOP_LIMIT_S")
     for _, pod, container in processes(release):
         grace_s = pod["spec"]["terminationGracePeriodSeconds"]
         if container["name"] == "gateway":

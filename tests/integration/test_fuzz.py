@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.routes import VLLM_ROUTES
+from gateway.http.routes import VLLM_ROUTES
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -48,9 +48,9 @@ def open_schema() -> dict[str, Any]:
     """vLLM's OpenAPI document, cut down to the routes that are open."""
     from vllm.entrypoints.launchers.app import build_app
 
-    from gateway import vllm_app
+    from gateway.engine import app
 
-    config = vllm_app.configure(str(MODEL_DIR), "demo", ["--max-model-len", "512"])
+    config = app.configure(str(MODEL_DIR), "demo", ["--max-model-len", "512"])
     schema: dict[str, Any] = build_app(
         config.args, ("generate",), config.vllm.model_config
     ).openapi()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from coordinator.protocol.messages.gateway import Cancel, Done, Submit, TaskFailed
 from coordinator.protocol.terms import Tier
-from gateway.admission import REFUSAL_HOLDS_S
+from gateway.admission.permits import REFUSAL_HOLDS_S
 from tests.harness.cells.gateway_cell import WAITED_MS, FakeCell, GatewayProcess, Ran
 from worker.demo import MODEL_DIR
 
@@ -378,8 +378,8 @@ def test_no_route_of_vllm_answers_that_is_not_listed(
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     from vllm.entrypoints.launchers.app import build_app
 
-    from gateway import vllm_app
-    from gateway.routes import BATCH_ROUTES, OWN_ROUTES, VLLM_ROUTES
+    from gateway.engine import app as vllm_app
+    from gateway.http.routes import BATCH_ROUTES, OWN_ROUTES, VLLM_ROUTES
 
     config = vllm_app.configure(str(MODEL_DIR), "demo", ["--max-model-len", "512"])
     app = build_app(config.args, ("generate",), config.vllm.model_config)

@@ -23,8 +23,8 @@ from coordinator.protocol.messages.gateway import (
     TaskFailed,
 )
 from coordinator.protocol.terms import Tier
-from gateway.admission import REFUSAL_HOLDS_S, REFUSED_CODE
-from gateway.answer import KEEP_ALIVE
+from gateway.admission.permits import REFUSAL_HOLDS_S, REFUSED_CODE
+from gateway.http.answer import KEEP_ALIVE
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran, text_of
 from tests.harness.cells.hasty_gateway import HASTY_S, KEEP_ALIVE_ENV
 from worker.demo import MODEL_DIR

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from coordinator.protocol.messages.gateway import Submit, TaskFailed
-from gateway.intake import BODY_GRACE_S
+from gateway.http.intake import BODY_GRACE_S
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 from tests.harness.cells.hasty_gateway import COMPILE_ENV, HASTY_S
 from tests.harness.gateway.hostile_requests import (

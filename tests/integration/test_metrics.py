@@ -25,7 +25,7 @@ from PIL import Image
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.engine_measures import LEFT_OUT
+from gateway.telemetry.engine_metrics import LEFT_OUT
 from tests.harness.browser.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.cells.admin import get_json
 from tests.harness.cells.busy_client import CHAT, BusyClients, post

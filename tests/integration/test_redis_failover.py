@@ -13,12 +13,17 @@ import redis
 from starlette.types import Message, Receive, Scope, Send
 
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
-from gateway.edge import Edge
-from gateway.errors import current_request
-from gateway.keyring import KeyRing
-from gateway.rates import RateLimits
-from gateway.shared_replays import SharedReplays
-from gateway.shared_storage import STORAGE_RETRY_S, STORAGE_WAIT_S, SharedStorage, WaitBudget
+from gateway.admission.keyring import KeyRing
+from gateway.admission.rates import RateLimits
+from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_storage import (
+    STORAGE_RETRY_S,
+    STORAGE_WAIT_S,
+    SharedStorage,
+    WaitBudget,
+)
+from gateway.http.edge import Edge
+from gateway.http.errors import current_request
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.gateway.edge_app import CHAT, application
 from tests.harness.redis.redis_pair import RedisPair

@@ -30,8 +30,13 @@ AWAY_LIMIT_S = 30
 SENT: Counter[str] = Counter()
 """Requests to each cell so far."""
 OWN_MODULES = (
-    *("coordinator.process", "coordinator.server.spans", "gateway.spans", "gateway.edge"),
-    *("gateway.tasks", "worker.traced_book"),
+    *(
+        "coordinator.process",
+        "coordinator.server.spans",
+        "gateway.telemetry.spans",
+        "gateway.http.edge",
+    ),
+    *("gateway.relay.open_requests", "worker.io.tracing"),
 )
 
 

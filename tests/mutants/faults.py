@@ -31,7 +31,7 @@ class Fault:
 
 FAULTS = {
     "view's offset": Fault(
-        "worker/vllm_layers.py",
+        "worker/engine/weights/layers.py",
         "return full.narrow(dim, rank % held * size, size)",
         "return full.narrow(dim, rank % held * (size - 1), size)",
         ("tests/integration/test_numerics.py",),
@@ -55,25 +55,25 @@ FAULTS = {
         ("tests/unit/coordinator", "tests/simulation/test_switch.py"),
     ),
     "seed's draw": Fault(
-        "worker/vllm_runner.py",
+        "worker/engine/runners/cpu.py",
         "z = (seed + (position + 1) * _MIX) & ((1 << 64) - 1)",
         "z = (seed + (position // 2 + 1) * _MIX) & ((1 << 64) - 1)",
         ("tests/unit/worker", "tests/contract"),
     ),
     "stream's order": Fault(
-        "gateway/token_stream.py",
+        "gateway/relay/token_stream.py",
         "if span.first <= self.expected:\n                return index",
         "if span.first <= self.expected + 1:\n                return index",
         ("tests/unit/gateway/test_token_stream.py", "tests/property/test_token_stream.py"),
     ),
     "tier's clamp": Fault(
-        "gateway/tiers.py",
+        "gateway/admission/tiers.py",
         "else max(wanted, self.highest)",
         "else min(wanted, self.highest)",
         ("tests/unit/gateway/test_tiers.py",),
     ),
     "limit": Fault(
-        "gateway/edge.py",
+        "gateway/http/edge.py",
         "if len(call.body) > self._limits.body_bytes_max:",
         "if len(call.body) > 2 * self._limits.body_bytes_max:",
         ("tests/unit/gateway",),

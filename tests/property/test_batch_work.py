@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from gateway.batches import terms
 from gateway.batches.lines import Result, split_results, with_results
+from gateway.batches.next_step import PAUSE_S_MAX, TRIES_MAX, LineBook, Step, next_step
 from gateway.batches.terms import ENDED, NEXT, BatchRecord, NotAllowedError, Status
-from gateway.batches.work import PAUSE_S_MAX, TRIES_MAX, LineBook, Step, next_step
 
 STATUSES = st.sampled_from([200, 400, 404, 408, 429, 500, 503, 504])
 WINDOW_S = 1_000

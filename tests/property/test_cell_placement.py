@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.cells.placement import (
+from gateway.fleet.placement import (
     AFFINITY_LOAD_MAX,
     LOAD_STEP,
     Candidate,

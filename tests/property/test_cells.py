@@ -31,10 +31,10 @@ from coordinator.protocol.messages.rank import Drop, Place, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded, TaskHeader
 from coordinator.protocol.terms import EndCause, TaskId, Tier
 from coordinator.tasks.task_pool import TaskPool
-from gateway.cells.roster import CellRoster
-from gateway.cells.spread import Spread, needs_of
-from gateway.tasks import Task, TaskBook
-from gateway.token_stream import Trim, Verdict
+from gateway.fleet.rebalancer import Spread, needs_of
+from gateway.fleet.roster import CellRoster
+from gateway.relay.open_requests import Task, TaskBook
+from gateway.relay.token_stream import Trim, Verdict
 from tests.harness.coordinator.pools import ZERO, group
 
 NAMES = ("a", "b", "c")

@@ -11,7 +11,7 @@ from coordinator.ranks.outliers import HealthSettings
 from coordinator.switching.targets import have_joined
 from tests.simulation.checkers import MoveChecker
 from tests.simulation.network import Weather
-from worker.restarts import split
+from worker.launch.restarts import split
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from coordinator.protocol.terms import TaskId
 from coordinator.simulator.cell import Arrival, Run, SimCell
-from gateway.cells.placement import Candidate, Needs, choose
+from gateway.fleet.placement import Candidate, Needs, choose
 
 TELL_S = 0.1
 

@@ -1,4 +1,4 @@
-"""A rank's part in a move of KV, as `worker.moving` plays it: tell, plan, copy, resolve.
+"""A rank's part in a move of KV, as `Moving` plays it: tell, plan, copy, resolve.
 
 Peers read each other's boards and memory without asking, at any later tick: of processes that stand
 still, have gone on to another layout, or are dead.

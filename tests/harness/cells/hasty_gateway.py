@@ -26,11 +26,11 @@ TICK_ENV = "AILERON_TEST_TICK_S"
 
 PATIENCE = {
     DRAIN_ENV: ("gateway.process", "DRAIN_S"),
-    STALL_ENV: ("gateway.answer", "SEND_STALL_S"),
-    KEEP_ALIVE_ENV: ("gateway.answer", "KEEP_ALIVE_S"),
-    HEADER_ENV: ("gateway.connection", "HEADER_WAIT_S"),
-    BODY_ENV: ("gateway.intake", "BODY_GRACE_S"),
-    COMPILE_ENV: ("gateway.vllm_grammar", "COMPILE_S"),
+    STALL_ENV: ("gateway.http.answer", "SEND_STALL_S"),
+    KEEP_ALIVE_ENV: ("gateway.http.answer", "KEEP_ALIVE_S"),
+    HEADER_ENV: ("gateway.http.connection", "HEADER_WAIT_S"),
+    BODY_ENV: ("gateway.http.intake", "BODY_GRACE_S"),
+    COMPILE_ENV: ("gateway.engine.grammar", "COMPILE_S"),
     TICK_ENV: ("gateway.process", "TICK_S"),
 }
 """The module of the product and the constant that each of them sets."""

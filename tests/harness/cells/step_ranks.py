@@ -30,7 +30,7 @@ from tests.harness.cells.servers import free_port
 from tests.harness.cells.warm import run_module
 from tests.harness.vllm.engine_request import encoded_request
 from tests.harness.vllm.reshard_cases import vllm_settings
-from worker.launcher import fork_rank, memory_of
+from worker.launch.launcher import fork_rank, memory_of
 
 Choice = Callable[[int], StepMode]
 """Tokens of a step -> how to compute it."""
@@ -69,8 +69,8 @@ class Collector:
 
 def lead(member: Any, binding: Binding, collector: Collector, spec: dict[str, Any]) -> Any:
     """Do all runs as the group's leader, then let the followers go."""
-    from worker.step_queue import Begin, LeaveGroup
-    from worker.vllm_mode import PreparedMode
+    from worker.engine.mode import PreparedMode
+    from worker.io.step_queue import Begin, LeaveGroup
 
     pages = member.engine.kv.num_pages - 1
     member.lead(Begin(BORN, (), pages))
@@ -113,11 +113,11 @@ def serve(
     config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
 ) -> None:
     """Build one rank and do its part."""
-    from worker.member import Member
-    from worker.rank_process import build_engine
-    from worker.rank_spec import everyone, rank_spec
-    from worker.restarts import Cohort
-    from worker.step_queue import LeaveGroup
+    from worker.io.step_queue import LeaveGroup
+    from worker.launch.process import build_engine
+    from worker.launch.restarts import Cohort
+    from worker.rank.runtime import Member
+    from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
     own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1))
@@ -153,8 +153,8 @@ def run_steps(folder: Path, spec: dict[str, Any]) -> Any:
 
 def main() -> int:
     """Start all ranks and wait for them."""
-    from worker.vllm_config import replica_config
-    from worker.vllm_device import prepare_launcher
+    from worker.engine.config import replica_config
+    from worker.engine.device import prepare_launcher
 
     spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     ranks = spec["ranks"]

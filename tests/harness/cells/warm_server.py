@@ -24,14 +24,14 @@ MESSAGE_BYTES_MAX = 1 << 17
 
 IMPORTS = {
     "worker": (
-        "worker.launcher",
+        "worker.launch.launcher",
         "vllm.model_executor.layers.quantization.online.base",
         "vllm.v1.worker.cpu_model_runner",
         "vllm.model_executor.models.llama",
     ),
     "gateway": ("gateway.process",),
     "product": (
-        "worker.launcher",
+        "worker.launch.launcher",
         "vllm.model_executor.layers.quantization.online.base",
         "vllm.v1.worker.cpu_model_runner",
         "vllm.model_executor.models.llama",

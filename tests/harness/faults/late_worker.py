@@ -27,9 +27,9 @@ from comm_pool.pool import activate
 from kvadaptor.transfer.unit_copy import ArrayCopier
 from kvadaptor.transfer.unit_copy import Copies as Job
 from kvadaptor.translate import translate
-from worker.rank_loop import RankLoop
-from worker.vllm_mode import PreparedMode
-from worker.vllm_rank import RankEngine
+from worker.engine.mode import PreparedMode
+from worker.engine.rank_engine import RankEngine
+from worker.rank.loop import RankLoop
 
 LATE_S = 0.015
 """How long a step waits on the device before it is computed."""

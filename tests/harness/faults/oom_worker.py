@@ -17,7 +17,7 @@ os.environ.update({**VLLM_ENVIRONMENT, **os.environ, **FIXED_ENVIRONMENT})
 import torch
 
 from kvadaptor.transfer.movers import PeerMover
-from worker.rank_loop import RankLoop
+from worker.rank.loop import RankLoop
 
 FOLDER = "OOM_FOLDER"
 STEP, COPIES = "step", "copies"
@@ -33,10 +33,10 @@ def _ask_too_much() -> None:
 
 def _runners() -> Any:
     if torch.cuda.is_available():
-        from worker.vllm_runner_gpu import GpuModeRunner
+        from worker.engine.runners.gpu import GpuModeRunner
 
         return GpuModeRunner
-    from worker.vllm_runner import ModeRunner
+    from worker.engine.runners.cpu import ModeRunner
 
     return ModeRunner
 

@@ -21,7 +21,7 @@ from vllm.distributed import parallel_state
 
 from comm_pool.cuda.collective_abort import Drainer, WayOut
 from comm_pool.pool import _warm
-from worker.vllm_device import _share_device
+from worker.engine.device import _share_device
 
 LIMIT_S = 120
 ROUNDS = 8

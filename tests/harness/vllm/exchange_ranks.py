@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from comm_pool.head_exchange import HeadExchange
 from tests.harness.vllm.mover_ranks import World, run_ranks
-from worker.vllm_exchange import Exchange, prove_exchange
-from worker.vllm_layers import ViewError
+from worker.engine.sequence_parallel.exchange import Exchange, prove_exchange
+from worker.engine.weights.layers import ViewError
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 150

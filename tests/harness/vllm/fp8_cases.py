@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from worker import vllm_fp8, vllm_fp8_kernel
-from worker.vllm_fp8_kernel import Tiling, Workspace, few_tokens_mm
+from worker.engine.weights import fp8, fp8_kernel
+from worker.engine.weights.fp8_kernel import Tiling, Workspace, few_tokens_mm
 
 FP8 = torch.float8_e4m3fn
 CPU = torch.device("cpu")
@@ -239,11 +239,11 @@ def test_the_layers_kernel_uses_it_for_few_tokens(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`StridedFp8Kernel`, as it is on a GPU that runs the kernel, with the tiling it would have."""
-    monkeypatch.setattr(vllm_fp8, "is_hopper", lambda device: True)
-    vllm_fp8_kernel.workspace_of.cache_clear()
-    kernel = vllm_fp8.StridedFp8Kernel.__new__(vllm_fp8.StridedFp8Kernel)
+    monkeypatch.setattr(fp8, "is_hopper", lambda device: True)
+    fp8_kernel.workspace_of.cache_clear()
+    kernel = fp8.StridedFp8Kernel.__new__(fp8.StridedFp8Kernel)
     kernel.prepare(CPU)
-    vllm_fp8_kernel.workspace_of.cache_clear()
+    fp8_kernel.workspace_of.cache_clear()
     case = Case((tokens, 64, 128, 256), with_bias=True)
     calls = []
     launch = kernel.few_tokens

@@ -1,6 +1,6 @@
 """What every tiling of the fp8 GEMM must keep to."""
 
-from worker.vllm_fp8_kernel import Tiling
+from worker.engine.weights.fp8_kernel import Tiling
 
 SHARED_BYTES = 227 * 1024
 """What a program may have of a Hopper SM's shared memory."""

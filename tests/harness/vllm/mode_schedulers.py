@@ -21,13 +21,13 @@ from comm_pool.layout import Mode
 from coordinator.protocol.config import check_config
 from kvadaptor.views import LAYOUT, KVBuffer
 from tests.harness.cells.servers import MODEL
-from worker.vllm_config import ModeKey, mode_config, replica_config
-from worker.vllm_handover import (
+from worker.engine.config import ModeKey, mode_config, replica_config
+from worker.engine.scheduling.handover import (
     RunningState,
     restore,
 )
-from worker.vllm_scheduler import ModeScheduler
-from worker.vllm_step_plan import StepPlan
+from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.engine.scheduling.step_plan import StepPlan
 
 BLOCK = 32
 WIDTH = 4

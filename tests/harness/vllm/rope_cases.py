@@ -22,11 +22,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from worker import vllm_rope_kernel
-from worker.vllm_layers import restore_natural_order
-from worker.vllm_rope import DeferredNorm, FusedRope, fuse_rope
-from worker.vllm_rope_kernel import rotate_shards
-from worker.vllm_tree import build_tp_tree, foreign_bytes, load_replica
+from worker.engine.weights import rope_kernel
+from worker.engine.weights.layers import restore_natural_order
+from worker.engine.weights.rope import DeferredNorm, FusedRope, fuse_rope
+from worker.engine.weights.rope_kernel import rotate_shards
+from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica
 
 MAX_POSITION = 64
 EPSILON = 1e-6
@@ -170,7 +170,7 @@ def test_the_comparison_sees_sabotage(wrong: str) -> None:
 
 
 def test_every_load_of_the_row_stands_before_the_barrier() -> None:
-    source = inspect.getsource(vllm_rope_kernel._rotate_shards.fn)
+    source = inspect.getsource(rope_kernel._rotate_shards.fn)
     before, after = source.split("tl.debug_barrier()")
     assert before.count("tl.store(") == 0
     assert after.count("tl.load(") == 0

@@ -23,8 +23,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
 from comm_pool.layout import Mode
-from worker.vllm_config import ModeKey, mode_config
-from worker.vllm_tree import build_tp_tree, load_replica
+from worker.engine.config import ModeKey, mode_config
+from worker.engine.weights.tree import build_tp_tree, load_replica
 
 SHARDS = 4
 HIDDEN, INNER, VOCAB, LAYERS, HEADS, HEAD = 128, 256, 512, 2, 4, 32

@@ -8,7 +8,7 @@ import numpy as np
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
 from kvadaptor.pages import PagePool
-from worker.member import Member
+from worker.rank.runtime import Member
 
 RANKS = (Rank(0), Rank(1))
 WIDE = Binding(Group(RANKS, Mode.TP), 4)

@@ -8,10 +8,10 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
-from worker.book import LedTask, TaskBook
-from worker.step_queue import Step
-from worker.step_times import StepCurve, StepTimes
-from worker.stepping import Stepping
+from worker.engine.step_times import StepCurve, StepTimes
+from worker.io.step_queue import Step
+from worker.rank.led_tasks import LedTask, TaskBook
+from worker.rank.steps import Stepping
 
 DP = Binding(Group((Rank(0),), Mode.DP), 3)
 TP = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)

@@ -7,7 +7,7 @@ pytest.importorskip("vllm")
 from tests.bench.kernel_fp8 import source_of
 from tests.bench.kernel_fp8_tilings import SHAPES, tilings
 from tests.harness.vllm.fp8_tilings import check_tiling
-from worker.vllm_fp8_kernel import BUCKETS, Tiling, default_tiling
+from worker.engine.weights.fp8_kernel import BUCKETS, Tiling, default_tiling
 
 
 def test_the_benchmark_tries_what_can_run_and_prints_what_can_be_pasted() -> None:

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.protocol.terms import Tier
-from gateway import admission
-from gateway.admission import (
+from gateway.admission import permits as admission
+from gateway.admission.permits import (
     REFUSAL_HOLDS_S,
     SHARE_OF_TIER,
     TENANT_FACTOR,
     Admission,
     Refusals,
 )
-from gateway.edge import Edge
-from gateway.errors import ApiError, api_error
+from gateway.http.edge import Edge
+from gateway.http.errors import ApiError, api_error
 from tests.harness.gateway.edge_app import CHAT, application, error_of
 
 FULL = api_error("queue_full", "Full.", retry_after_s=7)

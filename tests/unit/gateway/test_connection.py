@@ -13,8 +13,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from gateway import connection
-from gateway.connection import HEADER_BYTES_MAX, HEADERS_MAX, Connection, ConnectionLimits
+from gateway.http import connection
+from gateway.http.connection import HEADER_BYTES_MAX, HEADERS_MAX, Connection, ConnectionLimits
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"

@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from gateway.errors import (
+from gateway.http.errors import (
     CODES,
     MESSAGE_CHARS_MAX,
     SERVER_ERROR_MESSAGE,

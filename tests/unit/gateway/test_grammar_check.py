@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.grammar_check import (
+from gateway.http.grammar_check import (
     REGEX_CHARS_MAX,
     SCHEMA_PROPERTIES_MAX,
     check_grammar,

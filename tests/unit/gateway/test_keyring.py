@@ -8,9 +8,9 @@ import pytest
 
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
-from gateway import keyring
-from gateway.errors import ApiError
-from gateway.keyring import WRONG_KEYS_PER_MINUTE, KeyRing
+from gateway.admission import keyring
+from gateway.admission.keyring import WRONG_KEYS_PER_MINUTE, KeyRing
+from gateway.http.errors import ApiError
 
 HERE = "127.0.0.1"
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import body_check, large_bytes
-from gateway.large_bytes import PIECE_BYTES, contains, count, matches
+from gateway.http import body_check, large_bytes
+from gateway.http.large_bytes import PIECE_BYTES, contains, count, matches
 
 LONE = body_check._LONE_SURROGATE
 LONE_BYTES = body_check._SURROGATES_BYTES

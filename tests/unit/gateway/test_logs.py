@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from gateway.logs import set_up_logging
+from gateway.telemetry.logs import set_up_logging
 
 SECRET = "a secret prompt"
 
@@ -33,7 +33,7 @@ def test_failures_are_logged_without_the_request(
 ) -> None:
     set_up_logging(json=json)
     vllm = logging.getLogger("vllm.entrypoints.openai.serving")
-    own = structlog.get_logger("gateway.edge")
+    own = structlog.get_logger("gateway.http.edge")
     vllm.warning("Error with %s", SECRET)
     try:
         fail()
@@ -51,7 +51,7 @@ def test_failures_are_logged_without_the_request(
 
 def test_own_lines_and_others_pass(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging(json=True)
-    structlog.get_logger("gateway.edge").info("client_lost", reason='a\n{"event": "forged"}')
+    structlog.get_logger("gateway.http.edge").info("client_lost", reason='a\n{"event": "forged"}')
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
     lines = [json_module.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["event"] for line in lines] == ["client_lost", "Invalid HTTP request received."]

@@ -19,9 +19,9 @@ from coordinator.protocol.metrics_wire import (
 )
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.engine_measures import engine_families
-from gateway.measuring import CLIENT_GONE_STATUS, RequestMeter
-from gateway.tasks import Task
+from gateway.relay.open_requests import Task
+from gateway.telemetry.engine_metrics import engine_families
+from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
 
 TARGETS = {Tier.STANDARD: SloTarget(ttft_ms=500, tpot_ms=100)}
 

@@ -10,11 +10,11 @@ import pytest
 
 from coordinator.protocol.keys import ApiKey, hash_of
 from coordinator.protocol.registry import RedisRegistry
-from gateway import shared_storage
-from gateway.errors import ApiError
-from gateway.rates import RateLimits, duration
-from gateway.shared_replays import SharedReplays
-from gateway.shared_storage import SharedStorage, WaitBudget
+from gateway.admission import shared_storage
+from gateway.admission.rates import RateLimits, duration
+from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_storage import SharedStorage, WaitBudget
+from gateway.http.errors import ApiError
 from tests.harness.redis.redis_server import IS_REAL, Redis
 
 

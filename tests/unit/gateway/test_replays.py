@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway import replays
-from gateway.edge import Edge
-from gateway.errors import ApiError
-from gateway.replays import KEPT_S, KeptAnswer, Replays
+from gateway.admission import idempotency
+from gateway.admission.idempotency import KEPT_S, KeptAnswer, Replays
+from gateway.http.edge import Edge
+from gateway.http.errors import ApiError
 from tests.harness.gateway.edge_app import CHAT, error_of
 
 ANSWER = KeptAnswer(200, [], b"x" * 10)
@@ -112,8 +112,8 @@ def test_answers_are_forgotten_after_a_day() -> None:
 
 
 def test_not_more_is_kept_than_bearable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "BYTES_MAX", 25)
-    monkeypatch.setattr(replays, "ANSWER_BYTES_MAX", 15)
+    monkeypatch.setattr(idempotency, "BYTES_MAX", 25)
+    monkeypatch.setattr(idempotency, "ANSWER_BYTES_MAX", 15)
     kept = Replays()
     assert kept.begin("t", "running", b"r", 0.0) is None
     for key in "abc":

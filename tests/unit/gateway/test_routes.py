@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from gateway.errors import api_error
-from gateway.routes import (
+from gateway.http.errors import api_error
+from gateway.http.routes import (
     VLLM_ROUTES,
     Readiness,
     add_own_routes,

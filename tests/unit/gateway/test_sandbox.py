@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import asyncio, ctypes, json, os, sys, time
 from gateway import sandbox
-from gateway.sandbox import BusyError, Nursery, Sandbox, TooSlowError
+from gateway.engine.sandbox import BusyError, Nursery, Sandbox, TooSlowError
 
 asked = 0
 

@@ -14,8 +14,8 @@ from coordinator.protocol.messages.gateway import (
     TaskFailed,
 )
 from coordinator.protocol.terms import TaskId
-from gateway import session as session_module
-from gateway.session import CoordinatorSession
+from gateway.relay import session as session_module
+from gateway.relay.session import CoordinatorSession
 from tests.harness.cells.gateway_cell import SERVING, TOKEN, FakeCell
 
 

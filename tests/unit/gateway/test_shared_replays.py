@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway import shared_replays, shared_storage
-from gateway.errors import ApiError
-from gateway.replays import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
-from gateway.shared_replays import CLAIM_S, SharedReplays
-from gateway.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
+from gateway.admission import shared_idempotency, shared_storage
+from gateway.admission.idempotency import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
+from gateway.admission.shared_idempotency import CLAIM_S, SharedReplays
+from gateway.admission.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
+from gateway.http.errors import ApiError
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.redis.redis_server import IS_REAL, Redis
 
@@ -105,7 +105,7 @@ async def test_gateways_share_answers_and_claims(gateway: Make) -> None:
     await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
     assert code_of(await two.begin("t", "a", b"other", 0.0, WaitBudget())) == "invalid_value"
-    assert 0 < await two._redis.ttl(shared_replays._name(("t", "a"))) <= KEPT_S
+    assert 0 < await two._redis.ttl(shared_idempotency._name(("t", "a"))) <= KEPT_S
 
 
 async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:
@@ -120,7 +120,7 @@ async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:
 async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
     one, two = gateway(), gateway()
     assert await one.begin("t", "a", b"r", 0.0, WaitBudget()) is None
-    name = shared_replays._name(("t", "a"))
+    name = shared_idempotency._name(("t", "a"))
     assert 0 < await two._redis.ttl(name) <= CLAIM_S
     await two._redis.delete(name)  # What Redis does then.
     assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) is None

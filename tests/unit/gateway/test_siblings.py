@@ -15,7 +15,7 @@ from tests.harness.cells.servers import ROOT
 
 PARENT = """
 import signal, sys, time
-from gateway.siblings import Siblings
+from gateway.prefork import Siblings
 
 def serve(announce):
     stops = []

@@ -12,10 +12,10 @@ from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import start_tracing
 from gateway.batches.line_call import LineCall
-from gateway.edge import Edge
-from gateway.errors import ApiError, RequestState, current_request
-from gateway.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
-from gateway.tasks import GapMeter, TaskBook
+from gateway.http.edge import Edge
+from gateway.http.errors import ApiError, RequestState, current_request
+from gateway.relay.open_requests import GapMeter, TaskBook
+from gateway.telemetry.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
 from tests.harness.cells.collector import Collector, Seen, collector
 from tests.harness.gateway.edge_app import Browser
 

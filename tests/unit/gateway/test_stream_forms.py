@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway import answer
-from gateway.edge import Edge
-from gateway.errors import RequestState, api_error
-from gateway.stream_forms import CompletionForm, ResponsesForm, StreamForm, stream_form
+from gateway.http import answer
+from gateway.http.edge import Edge
+from gateway.http.errors import RequestState, api_error
+from gateway.http.stream_forms import CompletionForm, ResponsesForm, StreamForm, stream_form
 from tests.harness.gateway.edge_app import FAILURE, Browser, application
 
 PATH = "/v1/responses"

@@ -7,9 +7,9 @@ from coordinator.protocol.messages.gateway import Cancel, Done, Submit
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
-from gateway import tasks
-from gateway.errors import ApiError, RequestState
-from gateway.tasks import ONE_CELL, GapMeter, Task, TaskBook, family
+from gateway.http.errors import ApiError, RequestState
+from gateway.relay import open_requests
+from gateway.relay.open_requests import ONE_CELL, GapMeter, Task, TaskBook, family
 
 A, B = TaskId("chat-a"), TaskId("chat-b")
 
@@ -50,8 +50,8 @@ def test_a_stream_that_is_too_far_behind_is_told(book: TaskBook) -> None:
     for name, request in (("0_a", slow), ("1_a", slow), ("b", quick)):
         book.open(header(TaskId(name)), b"payload", 0.0, request=request)
     book.open(header(TaskId("c")), b"payload", 0.0)
-    slow.relayed_tokens = tasks.UNREAD_TOKENS_MAX
-    quick.relayed_tokens = 10 * tasks.UNREAD_TOKENS_MAX
+    slow.relayed_tokens = open_requests.UNREAD_TOKENS_MAX
+    quick.relayed_tokens = 10 * open_requests.UNREAD_TOKENS_MAX
     quick.generated_tokens = quick.relayed_tokens - 1
     assert book.unread() == []
     slow.relayed_tokens += 1
@@ -128,8 +128,8 @@ def test_family(task: str, parent: str) -> None:
 
 
 def test_tasks_and_their_bytes_are_bounded(book: TaskBook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "OPEN_TASKS_MAX", 2)
-    monkeypatch.setattr(tasks, "PAYLOAD_BYTES_MAX", 10)
+    monkeypatch.setattr(open_requests, "OPEN_TASKS_MAX", 2)
+    monkeypatch.setattr(open_requests, "PAYLOAD_BYTES_MAX", 10)
     open_task(book, A)
     refusal = book.open(header(B), b"payload", 0.0)
     assert isinstance(refusal, ApiError)
@@ -146,8 +146,8 @@ def test_tasks_and_their_bytes_are_bounded(book: TaskBook, monkeypatch: pytest.M
 def test_task_that_the_coordinator_never_got_is_given_up(book: TaskBook) -> None:
     book.session_closed()
     open_task(book, A, now_s=10.0)
-    assert book.expired(10.0 + tasks.SUBMIT_WAIT_S) == []
-    [(task, error)] = book.expired(10.1 + tasks.SUBMIT_WAIT_S)
+    assert book.expired(10.0 + open_requests.SUBMIT_WAIT_S) == []
+    [(task, error)] = book.expired(10.1 + open_requests.SUBMIT_WAIT_S)
     assert (task, error.status, error.code) == (A, 503, "no_healthy_workers")
     book.session_opened()
     assert book.expired(1_000.0) == []
@@ -155,18 +155,18 @@ def test_task_that_the_coordinator_never_got_is_given_up(book: TaskBook) -> None
 
 def test_stream_that_misses_a_token_is_given_up(book: TaskBook) -> None:
     open_task(book, A).held_since_s = 1.0
-    assert book.expired(1.0 + tasks.GAP_WAIT_S) == []
-    [(task, error)] = book.expired(1.1 + tasks.GAP_WAIT_S)
+    assert book.expired(1.0 + open_requests.GAP_WAIT_S) == []
+    [(task, error)] = book.expired(1.1 + open_requests.GAP_WAIT_S)
     assert (task, error.status) == (A, 500)
 
 
-WOKE_S = 2.0 + tasks.STALL_S + 10 * tasks.SUBMIT_WAIT_S
+WOKE_S = 2.0 + open_requests.STALL_S + 10 * open_requests.SUBMIT_WAIT_S
 
 
 def test_a_token_may_have_come_while_the_gateway_stood_still(book: TaskBook) -> None:
     open_task(book, A).held_since_s = 1.0
     assert book.expired(2.0) == []
-    left_s = tasks.GAP_WAIT_S - 1.0
+    left_s = open_requests.GAP_WAIT_S - 1.0
     for second in range(int(left_s) + 1):
         assert book.expired(WOKE_S + second) == []
     [(task, error)] = book.expired(WOKE_S + left_s + 0.1)
@@ -192,7 +192,7 @@ def test_a_deadline_passes_while_the_gateway_stands_still(book: TaskBook) -> Non
 def test_ended_tasks_are_remembered_up_to_a_limit(
     book: TaskBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "ENDED_REMEMBERED", 2)
+    monkeypatch.setattr(open_requests, "ENDED_REMEMBERED", 2)
     for number in range(4):
         open_task(book, TaskId(f"t{number}"))
         book.finish(TaskId(f"t{number}"))

@@ -17,10 +17,10 @@ from coordinator.protocol.metrics_wire import (
 )
 from coordinator.protocol.terms import Tier
 from coordinator.telemetry.metrics_aggregator import Gathered
-from gateway.cells.placement import preferred
-from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster
-from gateway.measuring import RequestMeter
-from gateway.telling import ENGINE_TELL_TICKS, TELL_TICKS, Teller, Telling
+from gateway.fleet.placement import preferred
+from gateway.fleet.roster import FORGOTTEN_AFTER_S, CellRoster
+from gateway.telemetry.meter import RequestMeter
+from gateway.telemetry.metrics_publisher import ENGINE_TELL_TICKS, TELL_TICKS, Teller, Telling
 
 OK = ("/v1/completions", "batch", "200")
 CHAT = "/v1/chat/completions"

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from coordinator.protocol.terms import Tier
-from gateway.errors import ApiError
-from gateway.tiers import (
+from gateway.admission.tiers import (
     PRIORITY_OF_TIER,
     TierRules,
     reword_service_tier,
@@ -14,6 +13,7 @@ from gateway.tiers import (
     tier_of_priority,
     tier_of_service_tier,
 )
+from gateway.http.errors import ApiError
 
 
 @pytest.mark.parametrize("tier", list(Tier))

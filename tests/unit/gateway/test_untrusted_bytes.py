@@ -21,9 +21,9 @@ PACKAGES = ("gateway", "coordinator", "worker", "comm_pool", "kvadaptor", "loadg
 UNPICKLES = frozenset({"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"})
 OWN_MEMORY = {
     "comm_pool/cpu/step_ring.py",
-    "worker/measured.py",
-    "worker/moving.py",
-    "worker/move_planning.py",
+    "worker/engine/startup_cache.py",
+    "worker/rank/migration/migration.py",
+    "worker/rank/migration/plan_ahead.py",
 }
 """Read what ranks of one launcher left for each other in memory that only their user opens."""
 
@@ -73,7 +73,7 @@ def test_there_are_decoders_to_try() -> None:
 
 def test_vllm_s_decoders_do_not_unpickle(trap: Trap) -> None:
     serial = pytest.importorskip("vllm.v1.serial_utils")
-    engine = pytest.importorskip("gateway.vllm_engine_wire")
+    engine = pytest.importorskip("gateway.engine.wire")
     for message in disguises(trap):
         for decode in (engine._decode_any, engine._decode_outputs):
             # It may be refused in any way, or come out as bytes.

@@ -9,9 +9,9 @@ import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 from vllm.connections import HTTPConnection
 
-from gateway import vllm_media
-from gateway.media import is_public
-from gateway.vllm_media import keep_public
+from gateway.engine import media
+from gateway.engine.media import keep_public
+from gateway.http.media import is_public
 
 NAME = "media.example"
 
@@ -106,7 +106,7 @@ async def test_the_address_that_is_checked_is_the_one_that_is_used(
         seen.append(address)
         return True
 
-    monkeypatch.setattr(vllm_media, "is_public", is_fine)
+    monkeypatch.setattr(media, "is_public", is_fine)
     names = Names([["127.0.0.1"], ["10.0.0.1"]])
     assert await fetch(site, names) == b"hi"
     assert (site.visits, names.asked, seen) == (1, 1, ["127.0.0.1"])

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from coordinator.protocol.logs import FAILED_EVENTS
-from gateway.vllm_rendering import join_output_messages, refuse_unreadable
+from gateway.engine.rendering import join_output_messages, refuse_unreadable
 
 METHODS = {"render_chat": "messages", "render_completion": "prompt", "render_responses": "input"}
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
-from worker.step_queue import Begin
+from worker.io.step_queue import Begin
 
 
 @pytest.fixture(autouse=True)

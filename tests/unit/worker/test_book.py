@@ -4,7 +4,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
-from worker.book import LedTask, TaskBook
+from worker.rank.led_tasks import LedTask, TaskBook
 
 A = TaskId("a")
 GROUP = Group((Rank(0),), Mode.DP)

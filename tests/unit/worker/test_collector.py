@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.collector import PAUSE_MAX_S, Collector
+from worker.io.gc_pause import PAUSE_MAX_S, Collector
 
 
 @pytest.fixture(autouse=True)

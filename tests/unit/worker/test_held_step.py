@@ -10,9 +10,9 @@ pytest.importorskip("vllm")
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from tests.harness.worker.stepping_rank import DP, TP, PreparedMode, Stage, follow
-from worker import held_step
-from worker.held_step import HeldStep
-from worker.step_queue import Step
+from worker.io.step_queue import Step
+from worker.rank import deferred_step
+from worker.rank.deferred_step import HeldStep
 
 JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 
@@ -92,7 +92,7 @@ def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [stage.stepping.is_late]
     hold(stage)
     for limit_s in (60.0, -1.0):
-        monkeypatch.setattr(held_step, "HOLD_LIMIT_S", limit_s)
+        monkeypatch.setattr(deferred_step, "HOLD_LIMIT_S", limit_s)
         seen.append(stage.stepping.is_late)
     stage.stepping.catch_up()
     assert [*seen, stage.stepping.is_late] == [False, False, True, False]

@@ -13,8 +13,8 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import TaskId, Tier
 from kvadaptor.pages import PagePool
-from worker.book import LedTask, TaskBook
-from worker.hello import hello_of
+from worker.rank.hello import hello_of
+from worker.rank.led_tasks import LedTask, TaskBook
 
 PAIR = (Rank(0), Rank(1))
 

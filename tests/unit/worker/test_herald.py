@@ -11,7 +11,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
-from worker.herald import HeraldPipe, Told, _Herald
+from worker.launch.exit_reporter import HeraldPipe, Told, _Herald
 
 TOKEN = "a-token"
 LIMIT_S = 20

@@ -12,7 +12,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import Leave, Park
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target
-from worker.leaving import STEPS_MAX, Leaving, is_worth_a_step
+from worker.rank.departure import STEPS_MAX, Leaving, is_worth_a_step
 
 MS = 1_000_000
 ALONE = [Binding(Group((Rank(rank),), Mode.DP), 3) for rank in range(3)]

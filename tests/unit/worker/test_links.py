@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.links import CONNECT_LIMIT_S, FORGIVEN_AFTER_S, GONE_AFTER_S, HOLDS_S, Links
+from worker.io.gateway_breakers import (
+    CONNECT_LIMIT_S,
+    FORGIVEN_AFTER_S,
+    GONE_AFTER_S,
+    HOLDS_S,
+    Links,
+)
 
 TO = "tcp://gateway:1"
 TICK_S = 0.1

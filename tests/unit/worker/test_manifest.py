@@ -13,8 +13,8 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
-from worker.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
-from worker.vllm_handover import CachedChain, RunningState
+from worker.engine.scheduling.handover import CachedChain, RunningState
+from worker.rank.migration.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
 
 PAGES = 12
 BLOCK = 16

@@ -3,8 +3,8 @@
 from comm_pool.cpu.cell_memory import cell_memory
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
-from worker.measured import Measured
-from worker.step_times import StepCurve, StepTimes
+from worker.engine.startup_cache import Measured
+from worker.engine.step_times import StepCurve, StepTimes
 
 
 def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:

@@ -13,9 +13,9 @@ from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Phase
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
-from worker.move_rounds import OvertakenError
-from worker.moving import Moving
-from worker.step_queue import Begin, Step
+from worker.io.step_queue import Begin, Step
+from worker.rank.migration.copy_rounds import OvertakenError
+from worker.rank.migration.migration import Moving
 
 EPOCH = 7
 

@@ -14,9 +14,9 @@ from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import Binding, Carry, Phase
 from kvadaptor.pages import PagePool
 from tests.harness.coordinator.builders import directive, target
-from worker.lease_members import LeaseNews
-from worker.member import Member
-from worker.move_rounds import Pending
+from worker.rank.lease_members import LeaseNews
+from worker.rank.migration.copy_rounds import Pending
+from worker.rank.runtime import Member
 
 RANKS = (Rank(0), Rank(1))
 GROUP = Group(RANKS, Mode.TP)

@@ -12,8 +12,8 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
-from worker import move_planning
-from worker.move_planning import MovePlanning
+from worker.rank.migration import plan_ahead
+from worker.rank.migration.plan_ahead import MovePlanning
 
 EPOCH = 7
 BORN = 1
@@ -46,7 +46,7 @@ class Desk:
         }
         self.made: list[Any] = []
         self.fails = False
-        monkeypatch.setattr(move_planning, "plan_move", self._plan)
+        monkeypatch.setattr(plan_ahead, "plan_move", self._plan)
         kv = SimpleNamespace(geometry="geometry", num_pages=9)
         self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
         engine = SimpleNamespace(kv=kv, spec=self.spec)

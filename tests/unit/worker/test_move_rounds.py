@@ -16,7 +16,14 @@ from comm_pool.mailbox import GAVE_UP
 from kvadaptor.reshard.plan import UnitCopies
 from kvadaptor.transfer.movers import Finish, MoveStats, PeerMover
 from kvadaptor.transfer.unit_copy import MoveError
-from worker.move_rounds import Meanwhile, MoveFailedError, OvertakenError, Pending, Rounds, split
+from worker.rank.migration.copy_rounds import (
+    Meanwhile,
+    MoveFailedError,
+    OvertakenError,
+    Pending,
+    Rounds,
+    split,
+)
 
 UNITS = 20
 
@@ -306,7 +313,9 @@ def test_pages_are_used_again_when_all_ranks_have_copied() -> None:
 def test_who_does_not_copy_any_more_is_not_waited_for(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.move_rounds.COPIES_LIMIT_S", 0.2 if why == "is lost" else 60.0)
+    monkeypatch.setattr(
+        "worker.rank.migration.copy_rounds.COPIES_LIMIT_S", 0.2 if why == "is lost" else 60.0
+    )
     stage = Stage(PARTS, late=True)
     stage.run()
     other = stage.boards[Rank(1)]

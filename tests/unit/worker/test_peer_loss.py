@@ -5,7 +5,7 @@ from coordinator.protocol.messages.rank import Stop
 from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
-from worker.peer_loss import PeerLoss
+from worker.launch.peer_failure import PeerLoss
 
 TP2 = target("tp2+dp2", 1)
 LIMIT_S = 1.0

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
-from worker.probing import Probing
+from worker.rank.quarantine_probe import Probing
 
 RANKS = (Rank(0), Rank(1))
 TP2, SP2 = Group(RANKS, Mode.TP), Group(RANKS, Mode.SP)

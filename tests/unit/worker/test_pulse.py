@@ -4,8 +4,8 @@ import os
 import signal
 import time
 
-from worker.pulse import Pulse
-from worker.watchdog import Progress
+from worker.launch.heartbeat import Pulse
+from worker.launch.watchdog import Progress
 
 POLL_S = 0.02
 LIMIT_S = 0.2

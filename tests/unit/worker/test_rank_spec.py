@@ -4,9 +4,9 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
-from worker import rank_spec as module
-from worker.rank_spec import everyone, rank_spec
-from worker.restarts import Cohort
+from worker import spec as module
+from worker.launch.restarts import Cohort
+from worker.spec import everyone, rank_spec
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Binding, EndCause
 from tests.harness.coordinator.builders import header
 from worker import __main__ as command
-from worker import launcher
-from worker import member as member_module
 from worker.demo import MODEL_DIR
-from worker.member import Member
+from worker.launch import launcher
+from worker.rank import runtime as member_module
+from worker.rank.runtime import Member
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
 

@@ -6,7 +6,7 @@ import pytest
 
 from comm_pool.layout import Mode
 from coordinator.policy.step_line import fit
-from worker.step_log import StepLog
+from worker.rank.step_log import StepLog
 
 MS = 1_000_000
 

@@ -11,10 +11,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from comm_pool.layout import Group, Mode, Rank, StepMode
 from comm_pool.mixed import Mixed
-from worker.step_times import StepCurve, StepTimes
-from worker.vllm_config import ModeKey
-from worker.vllm_mode import PreparedMode
-from worker.vllm_step_plan import StepPlan
+from worker.engine.config import ModeKey
+from worker.engine.mode import PreparedMode
+from worker.engine.scheduling.step_plan import StepPlan
+from worker.engine.step_times import StepCurve, StepTimes
 
 TP = StepCurve(((1, 1_000), (100, 3_000)))
 SP = StepCurve(((1, 2_000), (100, 2_100)))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comm_pool.layout import Mode, StepMode
-from worker.step_times import (
+from worker.engine.step_times import (
     StepCurve,
     StepTimes,
     chosen_parts,

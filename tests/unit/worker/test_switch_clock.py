@@ -3,8 +3,8 @@
 import pytest
 
 from coordinator.protocol.messages.rank import SwitchTimes
-from worker import switch_clock
-from worker.switch_clock import RECENT_STEP_NS, SwitchClock
+from worker.rank import switch_clock
+from worker.rank.switch_clock import RECENT_STEP_NS, SwitchClock
 
 MS = 1_000_000
 

@@ -31,10 +31,11 @@ from tests.harness.vllm.trees import (
     tree_process,
     write_model,
 )
-from worker import vllm_config, vllm_fp8
-from worker.vllm_layers import ViewError, place_scales
-from worker.vllm_selftest import prove_tree, stored_rows
-from worker.vllm_tree import foreign_bytes
+from worker.engine import config
+from worker.engine.weights import fp8
+from worker.engine.weights.layers import ViewError, place_scales
+from worker.engine.weights.selftest import prove_tree, stored_rows
+from worker.engine.weights.tree import foreign_bytes
 
 KINDS = ("fp8", "fp8-static", "channel")
 FUSED = {
@@ -141,11 +142,11 @@ def test_only_row_parallel_layers_of_trees_leave_vllms_kernel(
     trees = loaded[kind].trees
     tree = linears(trees.view(2, 0))
     for name, source in linears(trees.replica).items():
-        own = vllm_fp8.kernel_of(source)
-        assert type(own) in vllm_fp8.UNPACKED_KERNELS
-        viewed = vllm_fp8.kernel_of(tree[name])
+        own = fp8.kernel_of(source)
+        assert type(own) in fp8.UNPACKED_KERNELS
+        viewed = fp8.kernel_of(tree[name])
         if isinstance(source, RowParallelLinear):
-            assert type(viewed) is vllm_fp8.StridedFp8Kernel
+            assert type(viewed) is fp8.StridedFp8Kernel
             assert tree[name].weight.stride() == (1, source.input_size)
             assert source.requires_unquantized_input
         else:
@@ -167,26 +168,26 @@ def test_a_cutlass_kernel_learns_the_width_of_its_share() -> None:
         for kernel, n in zip(kernels, (64, 128), strict=True)
     )
     kernels[0].logical_output_size = None
-    assert vllm_fp8._view_kernel("qkv_proj", share, source) is kernels[0]
+    assert fp8._view_kernel("qkv_proj", share, source) is kernels[0]
     assert kernels[0].logical_output_size == 64
     source.quant_method.fp8_linear = object()
     with pytest.raises(AssertionError):
-        vllm_fp8._view_kernel("qkv_proj", share, source)
+        fp8._view_kernel("qkv_proj", share, source)
 
 
 def test_a_share_that_would_need_padding_is_refused(loaded: dict[str, Loaded]) -> None:
     layer = SimpleNamespace(input_size_per_partition=HIDDEN, output_size_per_partition=24)
     with pytest.raises(ViewError, match="multiples of 16"):
-        vllm_fp8.bind_quantized("layer", layer, layer, 2, 0)
+        fp8.bind_quantized("layer", layer, layer, 2, 0)
 
 
 def test_an_unknown_kernel_is_refused(loaded: dict[str, Loaded]) -> None:
     layer = linears(loaded["fp8"].trees.view(2, 0))["model.layers.0.mlp.down_proj"]
     with pytest.raises(ViewError, match="down_proj computes with StridedFp8Kernel"):
-        vllm_fp8.check_quantized("down_proj", layer)
+        fp8.check_quantized("down_proj", layer)
     layer.quant_method = object()
     with pytest.raises(ViewError, match="down_proj computes with object"):
-        vllm_fp8.check_quantized("down_proj", layer)
+        fp8.check_quantized("down_proj", layer)
 
 
 def test_a_padded_weight_is_refused(loaded: dict[str, Loaded]) -> None:
@@ -196,12 +197,12 @@ def test_a_padded_weight_is_refused(loaded: dict[str, Loaded]) -> None:
     layer.weight = Parameter(padded, requires_grad=False)
     try:
         with pytest.raises(ViewError, match="not a plain fp8 matrix"):
-            vllm_fp8.check_quantized("down_proj", layer)
+            fp8.check_quantized("down_proj", layer)
     finally:
         layer.weight = whole
 
 
-@pytest.mark.parametrize("tokens", [1, 8, vllm_fp8.FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, 8, fp8.FEW_TOKENS + 1])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -218,7 +219,7 @@ def test_the_strided_product(
     b = whole[:, HIDDEN:].t()
     scale_a = random(tokens, 1).abs() + 0.1 if per_token else torch.tensor(0.5)
     scale_b = random(48, 1).abs() + 0.1 if per_channel else torch.tensor([0.25])
-    out = vllm_fp8.strided_scaled_mm(a, b, scale_a, scale_b, dtype, torch.ones(1))
+    out = fp8.strided_scaled_mm(a, b, scale_a, scale_b, dtype, torch.ones(1))
     wanted = (a.float() * scale_a) @ (whole[:, HIDDEN:].float() * scale_b).t()
     assert out.dtype == dtype
     assert out.shape == (tokens, 48)
@@ -273,7 +274,7 @@ def online(shorthand: str) -> Any:
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(config, "current_platform", SimpleNamespace(is_cpu=lambda: False))
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -289,13 +290,13 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_plain_fp8_is_taken(name: str, quant: Any) -> None:
-    assert not vllm_config._quantization_refusal(given(name, quant))[0]
+    assert not config._quantization_refusal(given(name, quant))[0]
 
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> None:
-    assert not vllm_config._quantization_refusal(loaded[kind].trees.base)[0]
+    assert not config._quantization_refusal(loaded[kind].trees.base)[0]
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -322,7 +323,7 @@ def test_real_configurations_are_taken(loaded: dict[str, Loaded], kind: str) -> 
 def test_other_quantizations_are_refused_with_a_reason_and_a_way(
     name: str, quant: Any, why: str
 ) -> None:
-    refused, what, instead = vllm_config._quantization_refusal(given(name, quant))
+    refused, what, instead = config._quantization_refusal(given(name, quant))
     assert refused
     assert why in what
     assert "--quantization" in f"{what} {instead}"
@@ -330,7 +331,7 @@ def test_other_quantizations_are_refused_with_a_reason_and_a_way(
 
 def test_fp8_on_cpu_is_refused() -> None:
     quant = named("fp8", weight_block_size=None)
-    refused, what, instead = vllm_config._quantization_refusal(given("fp8", quant))
+    refused, what, instead = config._quantization_refusal(given("fp8", quant))
     assert refused
     assert "CPU" in what
     assert "bf16" in instead

@@ -15,8 +15,15 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.harness.vllm.fp8_tilings import SHARED_BYTES, check_tiling
-from worker import vllm_fp8, vllm_fp8_kernel
-from worker.vllm_fp8_kernel import BUCKETS, TOKENS_MAX, TUNED, Tiling, default_tiling, tiling_for
+from worker.engine.weights import fp8, fp8_kernel
+from worker.engine.weights.fp8_kernel import (
+    BUCKETS,
+    TOKENS_MAX,
+    TUNED,
+    Tiling,
+    default_tiling,
+    tiling_for,
+)
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
@@ -69,7 +76,7 @@ def test_it_compiles_for_hopper(
     )
     kinds = {"a": a, "w": w, "out": "*bf16", "arrivals": "*i32"}
     kinds |= dict.fromkeys(("scale_a", "scale_w", "bias", "partials"), "*fp32")
-    kernel = vllm_fp8_kernel._few_tokens
+    kernel = fp8_kernel._few_tokens
     source = ASTSource(
         fn=kernel,
         signature={
@@ -117,11 +124,11 @@ def test_a_tuned_tiling_goes_before_the_default(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_tokens_are_the_same_for_both_modules() -> None:
-    assert TOKENS_MAX == vllm_fp8.FEW_TOKENS
+    assert TOKENS_MAX == fp8.FEW_TOKENS
 
 
-def prepared() -> vllm_fp8.StridedFp8Kernel:
-    kernel = vllm_fp8.StridedFp8Kernel.__new__(vllm_fp8.StridedFp8Kernel)
+def prepared() -> fp8.StridedFp8Kernel:
+    kernel = fp8.StridedFp8Kernel.__new__(fp8.StridedFp8Kernel)
     kernel.prepare(torch.device("cpu"))
     return kernel
 
@@ -133,11 +140,11 @@ def test_only_hopper_gpus_have_the_kernel_and_prove_it() -> None:
 
 
 def test_every_bucket_and_path_is_proved_at_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_fp8, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8, "is_hopper", lambda device: True)
     counts = prepared().proof_tokens
-    vllm_fp8_kernel.workspace_of.cache_clear()
+    fp8_kernel.workspace_of.cache_clear()
     few = [count for count in counts if count <= TOKENS_MAX]
-    assert {vllm_fp8_kernel.bucket_of(count) for count in few} == set(BUCKETS)
+    assert {fp8_kernel.bucket_of(count) for count in few} == set(BUCKETS)
     many = [count for count in counts if count > TOKENS_MAX]
-    assert any(count < vllm_fp8.MANY_TOKENS for count in many)
-    assert any(count >= vllm_fp8.MANY_TOKENS for count in many)
+    assert any(count < fp8.MANY_TOKENS for count in many)
+    assert any(count >= fp8.MANY_TOKENS for count in many)

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from vllm.config import VllmConfig
 from vllm.device_allocator.alloc_conf import set_alloc_conf
 
-from worker import vllm_device
-from worker.vllm_device import MAX_SPLIT_MIB, MemoryNotes, kv_budget_bytes, whole_blocks
+from worker.engine import device
+from worker.engine.device import MAX_SPLIT_MIB, MemoryNotes, kv_budget_bytes, whole_blocks
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 LIMIT = f"max_split_size_mb:{MAX_SPLIT_MIB}"
@@ -39,8 +39,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
             set_alloc_conf(text)
             texts.append(text)
 
-        monkeypatch.setattr(vllm_device, "current_alloc_conf", lambda: given)
-        monkeypatch.setattr(vllm_device, "set_alloc_conf", note)
+        monkeypatch.setattr(device, "current_alloc_conf", lambda: given)
+        monkeypatch.setattr(device, "set_alloc_conf", note)
         monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
         return texts
 
@@ -88,7 +88,7 @@ def test_other_allocators_are_left_alone(told: Told) -> None:
 
 def test_stages_say_who_holds_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used = iter([500, 75_000])
-    monkeypatch.setattr(vllm_device, "used_bytes", lambda _: next(used))
+    monkeypatch.setattr(device, "used_bytes", lambda _: next(used))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 72_000)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 74_000)
     notes = MemoryNotes(CUDA)
@@ -136,6 +136,6 @@ def test_kv_gets_its_share_of_the_device_without_what_was_there_before(
     )
     used_bytes, total = int(used * GIB), 10 * GIB
     before = used_bytes - 5 * GIB
-    monkeypatch.setattr(vllm_device, "used_bytes", lambda _: used_bytes)
+    monkeypatch.setattr(device, "used_bytes", lambda _: used_bytes)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - used_bytes, total))
     assert kv_budget_bytes(cast(VllmConfig, config), CUDA, before, GIB) == int(expected * GIB)

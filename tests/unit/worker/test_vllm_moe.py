@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from vllm.distributed import parallel_state
 
 from tests.harness.vllm.trees import CPU, Trees, tree_process
-from worker.vllm_layers import ViewError
-from worker.vllm_moe import experts_of, prove_experts
-from worker.vllm_selftest import prove_tree
-from worker.vllm_tree import check_widths, foreign_bytes
+from worker.engine.weights.layers import ViewError
+from worker.engine.weights.moe import experts_of, prove_experts
+from worker.engine.weights.selftest import prove_tree
+from worker.engine.weights.tree import check_widths, foreign_bytes
 
 EXPERTS = 8
 

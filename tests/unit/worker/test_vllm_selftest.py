@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.harness.vllm.trees import CPU, SHARDS, Trees, tree_process, write_and_name
-from worker import vllm_fp8
-from worker.vllm_layers import ShardPlan, ViewError
-from worker.vllm_selftest import column_error, prove_tree, stored_rows
+from worker.engine.weights import fp8
+from worker.engine.weights.layers import ShardPlan, ViewError
+from worker.engine.weights.selftest import column_error, prove_tree, stored_rows
 
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 KINDS = 5
@@ -209,7 +209,7 @@ def test_fp8_columns_of_the_other_rank_are_refused(built: dict[str, Trees]) -> N
     trees = built["fp8_per_tensor"]
     tree = trees.view(2, 1)
     name = MLP + "down_proj"
-    assert isinstance(tree.get_submodule(name).quant_method.fp8_linear, vllm_fp8.StridedFp8Kernel)
+    assert isinstance(tree.get_submodule(name).quant_method.fp8_linear, fp8.StridedFp8Kernel)
     whole = trees.replica.get_submodule(name).weight.data
     tree.get_submodule(name).weight.data = whole.chunk(2, 0)[0]
     with pytest.raises(ViewError, match=f"layer {name} of rank 1"):

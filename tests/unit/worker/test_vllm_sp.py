@@ -53,8 +53,8 @@ class Alone:
 def test_layers_of_a_part_find_the_group_that_has_the_same_tokens(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.vllm_exchange import Exchange
-    from worker.vllm_sp import MixedParallel
+    from worker.engine.sequence_parallel.exchange import Exchange
+    from worker.engine.sequence_parallel.tree import MixedParallel
 
     reducing, whole, group = object(), object(), Alone()
     found: list[Any] = []
@@ -102,8 +102,8 @@ class CustomAllReduce:
 
 def test_graphs_of_a_mixed_tree_are_captured_within_the_group_that_reduces() -> None:
     """Otherwise its custom all-reduces read addresses that nobody has written."""
-    from worker.vllm_exchange import Exchange
-    from worker.vllm_sp import MixedParallel, capturing
+    from worker.engine.sequence_parallel.exchange import Exchange
+    from worker.engine.sequence_parallel.tree import MixedParallel, capturing
 
     alone: Any = Alone()
     exchange = Exchange(HeadExchange(4, 4, 1), alone)
@@ -131,7 +131,7 @@ class Runner:
     modes = (Mode.TP, Mode.SP)
 
     def __init__(self, parts_tried: tuple[int, ...], took_ms: dict[tuple[int, int], float]) -> None:
-        from worker.vllm_exchange import Exchange
+        from worker.engine.sequence_parallel.exchange import Exchange
 
         group: Any = Alone()
         group.cpu_group = "the group's own"
@@ -146,7 +146,7 @@ class Runner:
 
 
 def test_all_ranks_of_a_group_settle_on_the_same_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker import vllm_calibrate
+    from worker.engine import calibrate
 
     # Here 4,096 tokens are sooner done in two parts; the other rank finds that they are not.
     own = {(2_048, 1): 90, (2_048, 2): 91, (4_096, 1): 200, (4_096, 2): 150}
@@ -160,9 +160,9 @@ def test_all_ranks_of_a_group_settle_on_the_same_parts(monkeypatch: pytest.Monke
     def timed(runner: Runner, _mode: Any, tokens: int, _device: Any) -> float:
         return runner.seconds(tokens)
 
-    monkeypatch.setattr(vllm_calibrate, "_timed_step", timed)
+    monkeypatch.setattr(calibrate, "_timed_step", timed)
     monkeypatch.setattr(dist, "all_reduce", slower_of_both)
-    vllm_calibrate.settle_parts(runner, torch.device("cuda"))
+    calibrate.settle_parts(runner, torch.device("cuda"))
     assert runner.exchange.parts_from == ((2_048, 1), (4_096, 1), (8_192, 2))
     found = []
     for tokens in (1, 2_047, 8_191, 8_192, 9_000):
@@ -173,7 +173,7 @@ def test_all_ranks_of_a_group_settle_on_the_same_parts(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nothing_is_measured_where_nothing_is_to_choose(device: str) -> None:
-    from worker.vllm_calibrate import settle_parts
+    from worker.engine.calibrate import settle_parts
 
     runner = Runner((1,), {})
     settle_parts(runner, torch.device(device))

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBuffer
 from vllm.v1.worker.gpu.states import RequestState
 
-from worker.vllm_token_rows import take_arrays
+from worker.engine.scheduling.token_rows import take_arrays
 
 
 class Buffer:

@@ -11,8 +11,8 @@ from comm_pool.layout import Rank
 from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import Carry, Phase
 from tests.harness.coordinator.builders import directive, target
-from worker.peer_loss import GRACE_S, PeerLoss
-from worker.watchdog import POLL_S, Progress, call_out
+from worker.launch.peer_failure import GRACE_S, PeerLoss
+from worker.launch.watchdog import POLL_S, Progress, call_out
 
 LIMIT_S = 2.0
 
@@ -167,7 +167,7 @@ def test_the_watchdog_goes_on_when_there_is_no_way_out() -> None:
 STUCK = """
 import time
 from types import SimpleNamespace
-from worker.watchdog import Progress, watch
+from worker.launch.watchdog import Progress, watch
 
 def waits_for_what_never_comes():
     time.sleep(60)

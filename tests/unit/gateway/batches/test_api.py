@@ -18,7 +18,7 @@ from gateway.batches import terms, upload
 from gateway.batches.api import batch_routes
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import StorageFullError
-from gateway.edge import Edge
+from gateway.http.edge import Edge
 from tests.harness.cells.batch_process import FOREVER_S, Served
 
 URL = "/v1/completions"

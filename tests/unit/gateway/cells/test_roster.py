@@ -10,8 +10,8 @@ from coordinator.protocol.prefixes import (
     prefix_hashes,
 )
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.cells.placement import Needs
-from gateway.cells.roster import FORGOTTEN_AFTER_S, CellRoster, MoveReason
+from gateway.fleet.placement import Needs
+from gateway.fleet.roster import FORGOTTEN_AFTER_S, CellRoster, MoveReason
 
 A, B = "a:1", "b:1"
 STATE = CellState("dp2", 1, serving=True, world=2, ranks_alive=2, queued=0, max_context_tokens=512)

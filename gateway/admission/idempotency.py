@@ -1,0 +1,112 @@
+"""Answers that are kept for clients that ask again with the same `Idempotency-Key`.
+
+A finished answer that was not streamed comes back as it was, for a day; while the first request is
+still being answered, a second one is refused. Errors are not kept: asking again is what they are
+for. Kept in memory, so by each gateway for itself; `shared_replays` keeps them for all. Pure.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.http.errors import ApiError, api_error
+
+IDEMPOTENCY_HEADER: Final = "idempotency-key"
+KEPT_S = 24 * 3_600
+KEY_CHARS_MAX = 255
+ANSWER_BYTES_MAX = 1024**2
+"""A larger answer is not kept."""
+BYTES_MAX = 64 * 1024**2
+"""Most bytes of all answers that are kept; the oldest go first."""
+KEYS_MAX = 10_000
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """A finished answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@dataclass(slots=True)
+class _Slot:
+    request: bytes
+    until_s: float
+    answer: KeptAnswer | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.answer.body) if self.answer else 0
+
+
+def check_key(key: str) -> ApiError | None:
+    """Return what is wrong with an `Idempotency-Key`."""
+    if 0 < len(key) <= KEY_CHARS_MAX and key.isprintable():
+        return None
+    text = f"Idempotency-Key must be 1 to {KEY_CHARS_MAX} printable characters."
+    return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
+
+
+def used_for_another() -> ApiError:
+    """Return the error of a key that was used before."""
+    text = "This Idempotency-Key was used for another request: use a fresh one for each."
+    return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
+
+
+def being_answered() -> ApiError:
+    """Return the error of a key whose first request has no answer yet."""
+    return api_error("conflict", "The request with this Idempotency-Key is being answered.")
+
+
+class Replays:
+    """The answers of one gateway."""
+
+    def __init__(self) -> None:
+        self._slots: OrderedDict[tuple[str, str], _Slot] = OrderedDict()
+        self._bytes = 0
+
+    def has(self, place: tuple[str, str], now_s: float) -> bool:
+        """Say whether a request with this tenant and key was begun here and is not forgotten."""
+        slot = self._slots.get(place)
+        return slot is not None and (slot.answer is None or now_s < slot.until_s)
+
+    def begin(
+        self, tenant: str, key: str, request: bytes, now_s: float
+    ) -> KeptAnswer | ApiError | None:
+        """Return the kept answer, why there is none, or None: then answer it and call `end`.
+
+        `request` stands for everything that makes two requests the same.
+        """
+        slot = self._slots.get((tenant, key))
+        if slot is not None and slot.answer is not None and now_s >= slot.until_s:
+            self._drop((tenant, key))
+            slot = None
+        if slot is None:
+            self._slots[tenant, key] = _Slot(request, now_s + KEPT_S)
+            return None
+        if slot.request != request:
+            return used_for_another()
+        if slot.answer is None:
+            return being_answered()
+        return slot.answer
+
+    def end(self, tenant: str, key: str, answer: KeptAnswer | None) -> None:
+        """The request has its answer; if none can be kept, the next one is a new request."""
+        if answer is None or len(answer.body) > ANSWER_BYTES_MAX:
+            self._drop((tenant, key))
+            return
+        self._slots[tenant, key].answer = answer
+        self._slots.move_to_end((tenant, key))
+        self._bytes += len(answer.body)
+        for oldest in list(self._slots):
+            if self._bytes <= BYTES_MAX and len(self._slots) <= KEYS_MAX:
+                break
+            if self._slots[oldest].answer is not None:
+                self._drop(oldest)
+
+    def _drop(self, place: tuple[str, str]) -> None:
+        self._bytes -= self._slots.pop(place).size

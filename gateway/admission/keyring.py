@@ -1,0 +1,96 @@
+"""Who a client is: the API key it sends, looked up by hash, and whoever sends too many wrong ones.
+
+The key file is read again when it changes; a file that cannot be read changes nothing but the log.
+Called by the edge for every request but the probes.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+from limits import RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import FixedWindowRateLimiter
+
+from coordinator.protocol.config import ConfigError
+from coordinator.protocol.keys import ApiKey, hash_of, load_keys
+from gateway.http.errors import ApiError, api_error
+
+RELOAD_S = 1.0
+"""How often the key file is looked at."""
+
+KEY_CHARS_MAX = 512
+"""A longer Authorization header is not even hashed."""
+
+WRONG_KEYS_PER_MINUTE = 60
+"""Wrong keys of one address that are answered with 401; more get 429, right ones pass."""
+
+log = structlog.get_logger(__name__)
+
+
+class KeyRing:
+    """The keys of a gateway; without a file everyone is the same anonymous client."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file; raises `ConfigError` with a sentence if there is one that cannot be."""
+        self._path = Path(path) if path else None
+        self._keys: Mapping[str, ApiKey] = {}
+        self._stamp: tuple[int, int, int] | None = None
+        self._wrong = FixedWindowRateLimiter(MemoryStorage())
+        self._wrong_limit = RateLimitItemPerMinute(WRONG_KEYS_PER_MINUTE)
+        if self._path is not None:
+            self._stamp = _stamp(self._path)
+            self._keys = load_keys(self._path)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed."""
+        return self._path is None
+
+    async def identify(self, headers: Mapping[str, str], address: str) -> ApiKey | ApiError | None:
+        """Return the client's key, None for an anonymous one, or why it is refused."""
+        if self.is_open:
+            return None
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        secret = secret.strip()
+        if scheme.lower() == "bearer" and 0 < len(secret) <= KEY_CHARS_MAX:
+            digest = hash_of(secret)
+            key = self._keys.get(digest)
+            if key is not None and hmac.compare_digest(key.hash, digest):
+                return key
+        if not await self._wrong.hit(self._wrong_limit, address):
+            text = "Too many wrong API keys came from this address; wait before the next one."
+            return api_error("rate_limit_exceeded", text, retry_after_s=60)
+        if not secret:
+            text = "No API key was sent: send it as `Authorization: Bearer KEY`."
+        else:
+            text = "The API key is not valid: check it, or ask the server's operator for one."
+        return api_error("invalid_api_key", text)
+
+    async def watch(self) -> None:
+        """Read the file again whenever it changes, until cancelled."""
+        if self._path is None:
+            return
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            stamp = await asyncio.to_thread(_stamp, self._path)
+            if stamp is None or stamp == self._stamp:
+                continue
+            self._stamp = stamp
+            try:
+                self._keys = await asyncio.to_thread(load_keys, self._path)
+            except ConfigError as error:
+                log.warning("keys_not_read", reason=str(error), keys=len(self._keys))
+            else:
+                log.info("keys_read", keys=len(self._keys))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the file; None while it is being replaced."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

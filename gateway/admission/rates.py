@@ -1,0 +1,144 @@
+"""Requests and tokens per minute of each API key, counted in memory or in Redis by `limits`.
+
+Requests and the prompt's estimated tokens are charged when a request comes, generated tokens when
+it ends. Redis is shared by all gateways; whenever it is slow or away each counts for itself. Called
+by the edge.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from limits import RateLimitItem, RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
+from limits.storage import storage_from_string
+
+from coordinator.protocol.keys import ApiKey
+from coordinator.protocol.registry import CLIENT_OPTIONS
+from gateway.admission.shared_storage import SharedStorage, StorageAwayError, WaitBudget
+from gateway.http.errors import ApiError, api_error
+
+RETRY_AFTER_MAX_S = 60
+
+Headers = list[tuple[bytes, bytes]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What is left of one limit."""
+
+    what: str
+    limit: int
+    remaining: int
+    reset_s: float
+
+    def headers(self) -> Headers:
+        """Return OpenAI's three headers."""
+        values = {
+            "limit": str(self.limit),
+            "remaining": str(max(self.remaining, 0)),
+            "reset": duration(self.reset_s),
+        }
+        return [
+            (f"x-ratelimit-{name}-{self.what}".encode(), value.encode())
+            for name, value in values.items()
+        ]
+
+
+class RateLimits:
+    """The counters of a gateway."""
+
+    def __init__(self, storage: SharedStorage) -> None:
+        self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._storage = storage
+        self._shared = _connect(storage.url) if storage.is_shared else None
+
+    async def admit(
+        self, key: ApiKey, prompt_tokens: int, budget: WaitBudget
+    ) -> Headers | ApiError:
+        """Charge a request; return the headers of its answer, or why it must wait."""
+        return await self._count(lambda limiter: _admit(limiter, key, prompt_tokens), budget)
+
+    async def charge(self, key: ApiKey, tokens: int, budget: WaitBudget) -> None:
+        """Charge tokens that were generated; they may not exceed what is left of the limit."""
+        if key.tokens_per_minute and tokens > 0:
+            await self._count(lambda limiter: _charge(limiter, key, tokens), budget)
+
+    async def _count(
+        self,
+        work: Callable[[SlidingWindowCounterRateLimiter], Awaitable[Result]],
+        budget: WaitBudget,
+    ) -> Result:
+        shared = self._shared
+        if shared is None:
+            return await work(self._local)
+        try:
+            return await self._storage.ask(lambda: work(shared), budget)
+        except StorageAwayError:
+            return await work(self._local)
+
+
+def duration(seconds: float) -> str:
+    """Write a time as OpenAI does: 12ms, 7.5s, 6m0s."""
+    if seconds < 1:
+        return f"{max(round(seconds * 1_000), 0)}ms"
+    if seconds < 60:
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    return f"{int(seconds // 60)}m{int(seconds % 60)}s"
+
+
+def _connect(url: str) -> SlidingWindowCounterRateLimiter:
+    options: dict[str, Any] = {} if url.startswith("memory:") else dict(CLIENT_OPTIONS)
+    # What redis-py calls unix:// is redis+unix:// to this library.
+    named = f"redis+{url}" if url.startswith("unix://") else url
+    storage = storage_from_string(f"async+{named}", implementation="redispy", **options)
+    return SlidingWindowCounterRateLimiter(storage)
+
+
+async def _admit(
+    limiter: SlidingWindowCounterRateLimiter, key: ApiKey, prompt_tokens: int
+) -> Headers | ApiError:
+    limits = [
+        (what, RateLimitItemPerMinute(limit), cost)
+        for what, limit, cost in (
+            ("requests", key.requests_per_minute, 1),
+            ("tokens", key.tokens_per_minute, prompt_tokens),
+        )
+        if limit
+    ]
+    # Nothing is charged for a request that one of the limits refuses. Each step asks for both
+    # limits at once: every way to Redis and back takes of what a request may wait.
+    full: list[tuple[str, RateLimitItem]] = []
+    for step in (limiter.test, limiter.hit):
+        if not full:
+            calls = [step(item, key.id, what, cost=cost) for what, item, cost in limits]
+            fits = await asyncio.gather(*calls)
+            full = [limits[number][:2] for number, fit in enumerate(fits) if not fit]
+    windows = await asyncio.gather(*(_window(limiter, item, key, what) for what, item, _ in limits))
+    headers = [header for window in windows for header in window.headers()]
+    if not full:
+        return headers
+    what, item = full[0]
+    reset_s = next(window.reset_s for window in windows if window.what == what)
+    wait_s = min(max(round(reset_s + 0.5), 1), RETRY_AFTER_MAX_S)
+    text = f"The limit of {item.amount} {what} per minute of this API key is reached."
+    error = api_error("rate_limit_exceeded", text, retry_after_s=wait_s)
+    return replace(error, extra_headers=tuple(headers))
+
+
+async def _charge(limiter: SlidingWindowCounterRateLimiter, key: ApiKey, tokens: int) -> None:
+    item = RateLimitItemPerMinute(key.tokens_per_minute)
+    left = (await limiter.get_window_stats(item, key.id, "tokens")).remaining
+    if (cost := min(tokens, left)) > 0:
+        await limiter.hit(item, key.id, "tokens", cost=cost)
+
+
+async def _window(
+    limiter: SlidingWindowCounterRateLimiter, item: RateLimitItem, key: ApiKey, what: str
+) -> _Window:
+    stats = await limiter.get_window_stats(item, key.id, what)
+    return _Window(what, item.amount, stats.remaining, max(stats.reset_time - time.time(), 0.0))

@@ -1,0 +1,147 @@
+"""Answers kept for `Idempotency-Key` by all gateways together, in Redis if there is one.
+
+A gateway that begins a request claims its key in Redis, and its answer takes the claim's place; a
+second request with the key gets the answer, or is refused while there is none yet. What a gateway
+has answered itself it keeps as well, as `Replays` does: that serves while Redis is slow or away. A
+claim whose gateway has died lasts as long as OpenAI's clients wait for an answer. Called by the
+edge.
+"""
+
+import contextlib
+import hashlib
+import secrets
+from typing import Any, Final
+
+import msgspec
+
+from coordinator.protocol.registry import CLIENT_OPTIONS
+from gateway.admission.idempotency import (
+    ANSWER_BYTES_MAX,
+    KEPT_S,
+    KeptAnswer,
+    Replays,
+    being_answered,
+    check_key,
+    used_for_another,
+)
+from gateway.admission.shared_storage import SharedStorage, StorageAwayError, WaitBudget
+from gateway.http.errors import ApiError
+
+CLAIM_S: Final = 600
+"""How long a claim lasts that nobody ends: the OpenAI clients' own time limit."""
+PREFIX: Final = "aileron:replays:"
+Place = tuple[str, str]
+"""Tenant and key."""
+
+
+class _Kept(msgspec.Struct, array_like=True):
+    """What stands in Redis: a claim, or an answer."""
+
+    request: bytes
+    gateway: str
+    answer: KeptAnswer | None = None
+
+
+_decode = msgspec.msgpack.Decoder(_Kept).decode
+
+
+class SharedReplays:
+    """The answers that one gateway sees."""
+
+    def __init__(self, storage: SharedStorage) -> None:
+        self._storage = storage
+        self._local = Replays()
+        self._gateway = secrets.token_hex(8)
+        self._claims: dict[Place, bytes] = {}
+        """The requests that this gateway has claimed in Redis and is answering."""
+        self._redis: Any = _connect(storage.url) if storage.is_shared else None
+
+    async def begin(
+        self, tenant: str, key: str, request: bytes, now_s: float, budget: WaitBudget
+    ) -> KeptAnswer | ApiError | None:
+        """Return the kept answer, why there is none, or None: then answer it and call `end`."""
+        if (error := check_key(key)) is not None:
+            return error
+        place = (tenant, key)
+        if self._redis is None or self._local.has(place, now_s):
+            return self._local.begin(tenant, key, request, now_s)
+        try:
+            return await self._storage.ask(lambda: self._claim(place, request), budget)
+        except StorageAwayError:
+            if place in self._claims:
+                return being_answered()
+            return self._local.begin(tenant, key, request, now_s)
+
+    async def end(
+        self, tenant: str, key: str, answer: KeptAnswer | None, now_s: float, budget: WaitBudget
+    ) -> None:
+        """The request has its answer; if none can be kept, the next one is a new request."""
+        place = (tenant, key)
+        if place not in self._claims:
+            self._local.end(tenant, key, answer)
+            return
+        request = self._claims.pop(place)
+        if answer is not None and len(answer.body) > ANSWER_BYTES_MAX:
+            answer = None
+        self._local.begin(tenant, key, request, now_s)
+        self._local.end(tenant, key, answer)
+        with contextlib.suppress(StorageAwayError):
+            await self._storage.ask(lambda: self._settle(place, request, answer), budget)
+
+    async def close(self) -> None:
+        """Close what is open."""
+        if self._redis is not None:
+            await self._redis.aclose()
+
+    async def _claim(self, place: Place, request: bytes) -> KeptAnswer | ApiError | None:
+        name = _name(place)
+        claim = msgspec.msgpack.encode(_Kept(request, self._gateway))
+        if not await self._redis.set(name, claim, nx=True, ex=CLAIM_S):
+            found = await self._redis.get(name)
+            kept = _decode(found) if found is not None else None
+            if kept is not None and kept.request != request:
+                return used_for_another()
+            if kept is not None and kept.answer is not None:
+                return kept.answer
+            if kept is not None and (kept.gateway != self._gateway or place in self._claims):
+                return being_answered()
+            # The claim has just gone, or is one of ours that ended while Redis was away.
+            await self._redis.set(name, claim, ex=CLAIM_S)
+        self._claims[place] = request
+        return None
+
+    async def _settle(self, place: Place, request: bytes, answer: KeptAnswer | None) -> None:
+        """Put the answer where the claim is, if that is still ours."""
+        from redis.exceptions import WatchError
+
+        name = _name(place)
+        async with self._redis.pipeline() as pipe:
+            await pipe.watch(name)
+            found = await pipe.get(name)
+            if found is None or (kept := _decode(found)).gateway != self._gateway or kept.answer:
+                return
+            pipe.multi()
+            if answer is None:
+                pipe.delete(name)
+            else:
+                text = msgspec.msgpack.encode(_Kept(request, self._gateway, answer))
+                pipe.set(name, text, ex=KEPT_S)
+            try:
+                await pipe.execute()
+            except WatchError:
+                return  # It ran out in this moment, and somebody else has begun.
+
+
+def _connect(url: str) -> Any:
+    """A client, untyped: redis-py's types describe replies of all versions and settings at once.
+
+    Imported only where Redis is used: redis-py brings OpenTelemetry with it, if that is installed.
+    """
+    import redis.asyncio
+
+    return redis.asyncio.Redis.from_url(url, **CLIENT_OPTIONS)
+
+
+def _name(place: Place) -> str:
+    """Name the key in Redis: what clients choose is hashed."""
+    return PREFIX + hashlib.sha256("\0".join(place).encode()).hexdigest()

@@ -1,0 +1,249 @@
+"""vLLM's OpenAI front end, built from the cell's configuration (vLLM 0.32.0).
+
+`build_app`, `init_app_state` and `AsyncLLM` are used as they are, over AsyncLLM's seam for engines
+that it does not manage (`client_addresses`). Two differences: `generate` raises a task's failure
+as an error that both of vLLM's ways of answering, whole and streamed, understand; and requests and
+outputs, which are of this process only, do not take the way over the engine's sockets.
+"""
+
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.connections import global_http_connection
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.exceptions import GenerationError
+from vllm.outputs import RequestOutput
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+
+from gateway.engine.grammar import UnfitGrammarError, try_grammar
+from gateway.engine.media import keep_public
+from gateway.engine.rendering import join_output_messages, keep_to_the_template, refuse_unreadable
+from gateway.engine.sandbox import Sandbox
+from gateway.engine.wire import (
+    AbortRequests,
+    EngineMessage,
+    Frames,
+    decode_outputs,
+    failure_of,
+    read_request,
+    write_note,
+)
+from gateway.http.errors import ApiError, RequestState, current_request
+from gateway.http.intake import REQUEST_ID_HEADER
+
+_FAILED = ("error", "abort")
+_OPENAI_REASON = {"repetition": "stop"}
+"""Finish reasons that only vLLM knows, in OpenAI's words."""
+
+NO_MEDIA_DOMAIN = "media.invalid"
+"""An empty list would allow every domain."""
+
+
+class TaskFailedError(GenerationError):
+    """A task ended without its end. vLLM makes some answer of it, `errors.shape_error` ours."""
+
+    def __init__(self, error: ApiError) -> None:
+        """Note the failure where the HTTP side finds it."""
+        super().__init__(error.message)
+        self.status_code = HTTPStatus(error.status)
+        request = current_request.get()
+        if request is not None:
+            request.failure = error
+
+
+class RelayedLLM(AsyncLLM):
+    """AsyncLLM whose engine is the relay."""
+
+    sandbox: Sandbox | None = None
+    """Where grammars are tried out; without one they are checked in the event loop."""
+
+    def connect(self, say: Callable[[EngineMessage], None]) -> None:
+        """Hand requests and aborts to the relay by a call: the sockets cost five thread hops."""
+        client = self._client
+
+        async def add_request(request: EngineCoreRequest) -> None:
+            request.client_index = client.client_index
+            if (message := read_request(request)) is not None:
+                say(message)
+
+        async def abort_requests(request_ids: list[str]) -> None:
+            say(AbortRequests(tuple(request_ids)))
+
+        client.add_request_async = add_request
+        client.abort_requests_async = abort_requests
+
+    def take_outputs(self, frames: Frames) -> None:
+        """Take a batch of outputs as if it had come over the engine's socket."""
+        self._client.outputs_queue.put_nowait(decode_outputs(frames))
+
+    @property
+    def _client(self) -> AsyncMPClient:
+        client: AsyncMPClient = self.engine_core
+        return client
+
+    def use_sandbox(self, sandbox: Sandbox) -> None:
+        """Try grammars out in a sandbox from now on, instead of in the event loop."""
+        self.sandbox = sandbox
+        self.input_processor.structured_outputs_config = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
+
+        What the relay must know of the request travels to it as the session's name.
+        """
+        request = current_request.get() or RequestState()
+        stream = self._generate(request, *args, **kwargs)
+        request.streams.append(stream)
+        return stream
+
+    async def _generate(
+        self, request: RequestState, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self.sandbox is not None:
+            await self._try_grammar(args[1] if len(args) > 1 else kwargs["sampling_params"])
+        session = kwargs.get("session_id")
+        note = write_note(request.tenant, request.deadline_ms, session, request.trace)
+        async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
+            async for output in outputs:
+                for choice in output.outputs:
+                    reason = choice.finish_reason
+                    request.generated_tokens += len(choice.token_ids)
+                    if reason in _FAILED:
+                        raise TaskFailedError(failure_of(choice.stop_reason))
+                    if reason is not None:
+                        choice.finish_reason = _OPENAI_REASON.get(reason, reason)
+                        request.finish_reasons += (choice.finish_reason,)
+                yield output
+
+    async def _try_grammar(self, params: Any) -> None:
+        assert self.sandbox is not None
+        try:
+            await try_grammar(self.sandbox, params)
+        except UnfitGrammarError as unfit:
+            raise TaskFailedError(unfit.error) from None
+
+
+_NO_CORS = "answers to pages of other origins are the business of a proxy in front"
+_NO_TLS = "TLS is the business of a proxy in front"
+_NOT_OFFERED = {
+    **dict.fromkeys(
+        ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"), _NO_CORS
+    ),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), _NO_TLS),
+    "api_key": "keys are in gateway.keys_file",
+    "host": "it is gateway.host",
+    "port": "it is gateway.port",
+    "uds": "the gateway listens at gateway.host and gateway.port",
+    "middleware": "nothing comes between the gateway and vLLM",
+    "root_path": "paths are those of OpenAI's API",
+}
+"""Options of vLLM's server that have no effect here, or a wrong one, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEndConfig:
+    """vLLM's arguments and the configuration that follows from them."""
+
+    args: Namespace
+    vllm: VllmConfig
+
+
+def configure(
+    model: str,
+    served_name: str,
+    engine_args: Sequence[str],
+    media_domains: Sequence[str] = (),
+) -> FrontEndConfig:
+    """Read vLLM's options as `vllm serve` does; raises ValueError with a sentence for bad ones."""
+    parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
+    args = parser.parse_args(
+        [
+            *("--model", model, "--served-model-name", served_name),
+            *engine_args,
+            "--disable-fastapi-docs",
+        ]
+    )
+    for name, why in _NOT_OFFERED.items():
+        if getattr(args, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"model.engine_args: {option} is not offered: {why}.")
+    # The layout decides how ranks compute; the front end sees one engine.
+    args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
+    # The edge has checked every URL; this is the second lock on the same door.
+    args.allowed_media_domains = list(media_domains) or [NO_MEDIA_DOMAIN]
+    args.allowed_local_media_path = ""
+    args.trust_request_chat_template = False
+    return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
+
+
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> None:
+        raise ValueError(f"model.engine_args: {message}.")
+
+
+async def build_front_end(
+    config: FrontEndConfig,
+    say: Callable[[EngineMessage], None],
+    *,
+    input_address: str,
+    output_address: str,
+) -> tuple[FastAPI, RelayedLLM]:
+    """Build AsyncLLM and the app around it.
+
+    The engine's ready frame must be on its way to `input_address`, and the engine must answer
+    utility calls while this runs: AsyncLLM's constructor waits for the one, the app for the other.
+    `say` takes the requests.
+    """
+    llm = RelayedLLM.from_vllm_config(
+        config.vllm,
+        enable_log_requests=config.args.enable_log_requests,
+        disable_log_stats=config.args.disable_log_stats,
+        client_addresses={"input_address": input_address, "output_address": output_address},
+    )
+    llm.connect(say)
+    tasks = await llm.get_supported_tasks()
+    level = logging.getLogger().level
+    app = build_app(config.args, tasks, llm.model_config)
+    # A package that vLLM imports for its routes turns the root logger down.
+    logging.getLogger().setLevel(level)
+    await init_app_state(llm, app.state, config.args, tasks)
+    keep_to_the_template()
+    refuse_unreadable(app.state.online_renderer)
+    _name_responses(app.state.openai_serving_responses)
+    keep_public(global_http_connection)
+    # Some variables are asked for with every token; from now on they stay as they are.
+    envs.enable_envs_cache()
+    return app, llm
+
+
+def _name_responses(serving: OpenAIServingResponses) -> None:
+    """Name a response as its request, as vLLM does with chat completions.
+
+    And fill in what OpenAI lets be null, but vLLM's own answer then does not.
+    """
+    create = serving.create_responses
+
+    async def create_named(request: ResponsesRequest, raw_request: Request) -> Any:
+        request.request_id = f"resp_{raw_request.headers[REQUEST_ID_HEADER]}"
+        request.background = False
+        request.truncation = request.truncation or "disabled"
+        join_output_messages(request)
+        return await create(request, raw_request)
+
+    serving.create_responses = create_named

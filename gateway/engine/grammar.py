@@ -1,0 +1,86 @@
+"""Grammars tried out before a rank gets them, where they can hold up nobody (vLLM 0.32.0).
+
+vLLM checks a request's grammar on the event loop and compiles it on the rank; both run native code
+that some schemas keep busy for minutes. Here a sandbox does both first, within a deadline, and what
+vLLM's check makes of the parameters is handed back, so that the event loop need not check again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.request import get_structured_output_key
+
+from gateway.engine.sandbox import BusyError, Sandbox, TooSlowError
+from gateway.http.errors import ApiError, api_error
+
+COMPILE_S = 5.0
+"""How long a grammar may take to be checked and compiled."""
+
+_COMPILED_BY_XGRAMMAR = ("xgrammar", "auto")
+_CHECKED = ("_backend", "_backend_was_auto")
+
+
+class UnfitGrammarError(Exception):
+    """The grammar is refused."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def prepare(config: VllmConfig) -> Callable[[bytes], bytes]:
+    """Return what workers call: parameters in, checked parameters or what is wrong out."""
+    tokenizer = cached_tokenizer_from_config(model_config=config.model_config)
+    backend = None
+    if config.structured_outputs_config.backend in _COMPILED_BY_XGRAMMAR:
+        # Here, so that it is made once and not in every worker.
+        backend = XgrammarBackend(config, tokenizer, config.model_config.get_vocab_size())
+
+    def check(question: bytes) -> bytes:
+        fields = msgspec.json.decode(question)
+        try:
+            params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+            params._validate_structured_outputs(
+                config.model_config, config.structured_outputs_config, tokenizer
+            )
+            checked = params.structured_outputs
+            if checked._backend == "xgrammar" and backend is not None:
+                backend.compile_grammar(*get_structured_output_key(checked))
+        except (VLLMValidationError, ValueError, TypeError, RuntimeError) as error:
+            return msgspec.json.encode({"error": str(error)[:1_000]})
+        return msgspec.json.encode({"params": _fields_of(checked)})
+
+    return check
+
+
+async def try_grammar(sandbox: Sandbox, params: Any) -> None:
+    """Check a request's grammar, if it has one; raises `UnfitGrammarError` or vLLM's own error."""
+    grammar = getattr(params, "structured_outputs", None)
+    if grammar is None or grammar._backend is not None:
+        return
+    question = msgspec.json.encode(
+        {name: value for name, value in _fields_of(grammar).items() if name not in _CHECKED}
+    )
+    try:
+        answer = msgspec.json.decode(await sandbox.ask(question))
+    except TooSlowError:
+        text = f"The grammar or schema takes longer than {COMPILE_S:.0f} s to compile: simplify it."
+        raise UnfitGrammarError(api_error("invalid_value", text)) from None
+    except BusyError:
+        text = "Too many grammars are waiting to be compiled; try again soon."
+        raise UnfitGrammarError(api_error("tier_capacity", text, retry_after_s=5)) from None
+    if "error" in answer:
+        raise VLLMValidationError(answer["error"])
+    for name, value in answer["params"].items():
+        setattr(grammar, name, value)
+
+
+def _fields_of(grammar: StructuredOutputsParams) -> dict[str, Any]:
+    return {field.name: getattr(grammar, field.name) for field in dataclasses.fields(grammar)}

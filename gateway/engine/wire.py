@@ -1,0 +1,303 @@
+"""vLLM's private engine wire, seen from the engine's side (vLLM 0.32.0).
+
+The one module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
+as they write it, and the calls of methods that come from AsyncLLM's ROUTER socket and are answered
+at its PULL socket. `tests/integration/test_gateway.py` is its contract test. Called by the relay.
+"""
+
+import copy
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from gateway.http.errors import ApiError, RequestState, api_error, current_request
+
+ENGINE_IDENTITY = (0).to_bytes(2, "little")
+"""ZeroMQ identity of engine 0, as which the relay poses."""
+
+SUPPORTED_TASKS = ("generate",)
+SEED_BITS = 63
+FAILURE_MARK = "aileron-failure:"
+"""Start of a `stop_reason` that carries an `ApiError` to `vllm_app`."""
+
+NOTE_MARK = "aileron-note:"
+"""Start of a `session_id` that carries what the gateway knows of a request."""
+
+Frames = Sequence[bytes | memoryview]
+Output = EngineCoreOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """A request to run; `frames` are vLLM's again, with a seed."""
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    priority: int
+    tenant: str
+    deadline_ms: int
+    trace: str
+    frames: tuple[bytes, ...]
+    state: RequestState | None = None
+    """What the HTTP side is to know of the request."""
+    prompt_token_ids: Sequence[int] = ()
+    """Empty for a prompt of embeddings."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnfitRequest:
+    """A request of a kind that this engine does not run."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """Requests that nobody waits for any more."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityCall:
+    """A method that AsyncLLM calls on its engine."""
+
+    call_id: int
+    method: str
+    args: tuple[Any, ...]
+
+
+EngineMessage = AddRequest | UnfitRequest | AbortRequests | UtilityCall
+
+
+class _TokenIds(msgspec.Struct, array_like=True, gc=False):
+    """The first fields of `EngineCoreOutput`; msgspec skips the others quickly."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+
+class _BatchIds(msgspec.Struct, array_like=True, gc=False):
+    """The first fields of `EngineCoreOutputs`; a leader must not answer utility calls."""
+
+    engine_index: int
+    outputs: list[_TokenIds] = []
+    scheduler_stats: msgspec.Raw = msgspec.Raw()
+    timestamp: float = 0.0
+    utility_output: None = None
+
+
+_encoder = MsgpackEncoder()
+_decode_any = MsgpackDecoder().decode
+_decode_outputs = MsgpackDecoder(EngineCoreOutputs).decode
+_decode_ids = msgspec.msgpack.Decoder(_BatchIds).decode
+
+WireError = msgspec.MsgspecError
+"""Raised for frames that are not what they should be."""
+
+
+def _encode(value: Any) -> tuple[bytes, ...]:
+    return tuple(bytes(buffer) for buffer in _encoder.encode(value))
+
+
+def ready_frame(config: VllmConfig) -> bytes:
+    """The first message of an engine: what it is, from the front end's own configuration."""
+    parallel, scheduler, cache = (
+        config.parallel_config,
+        config.scheduler_config,
+        config.cache_config,
+    )
+    response = EngineCoreReadyResponse(
+        max_model_len=config.model_config.max_model_len,
+        num_gpu_blocks=0,
+        block_size=cache.block_size,
+        dp_stats_address=None,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+        vllm_version=vllm.__version__,
+        world_size=parallel.world_size,
+        data_parallel_size=parallel.data_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        decode_context_parallel_size=parallel.decode_context_parallel_size,
+        data_parallel_rank=0,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        instance_id=config.instance_id,
+        supports_lora=False,
+        max_loras=0,
+    )
+    return msgspec.msgpack.encode(response)
+
+
+def decode_call(frames: Frames) -> UtilityCall | None:
+    """Read what AsyncLLM sent over its socket; None for what concerns only vLLM's own engines.
+
+    Requests and aborts do not come here: AsyncLLM hands them over by a call.
+    """
+    if EngineCoreRequestType(bytes(frames[0])) != EngineCoreRequestType.UTILITY:
+        return None
+    _client, call_id, method, args = _decode_any(frames[1:])
+    return UtilityCall(call_id, method, tuple(args))
+
+
+def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
+    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already.
+
+    To be called in the context of the HTTP request that it came from.
+    """
+    if request.abort_immediately:
+        return None
+    # AsyncLLM goes on using its own: one object of parameters serves all choices of a request.
+    request, params = copy.copy(request), request.sampling_params
+    if params is None:
+        return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
+    if request.resumable:
+        return UnfitRequest(request.request_id, "Streamed input is not supported.")
+    note = _read_note(request.session_id)
+    request.session_id = note.session_id
+    if params.seed is None:
+        # All ranks of a group must draw the same tokens, and so must a later attempt.
+        params = request.sampling_params = copy.copy(params)
+        params.seed = secrets.randbits(SEED_BITS)
+    if request.prompt_token_ids is not None:
+        prompt_tokens = len(request.prompt_token_ids)
+    else:
+        prompt_tokens = len(request.prompt_embeds) if request.prompt_embeds is not None else 0
+    return AddRequest(
+        request_id=request.request_id,
+        prompt_tokens=prompt_tokens,
+        max_tokens=params.max_tokens or 0,
+        priority=request.priority,
+        tenant=note.tenant,
+        deadline_ms=note.deadline_ms,
+        trace=note.trace,
+        frames=_encode(request),
+        state=current_request.get(),
+        prompt_token_ids=request.prompt_token_ids or (),
+    )
+
+
+class _Note(msgspec.Struct, array_like=True):
+    tenant: str
+    deadline_ms: int
+    session_id: str | None
+    trace: str = ""
+
+
+def write_note(tenant: str, deadline_ms: int, session_id: str | None, trace: str = "") -> str:
+    """Put what the gateway knows of a request into the name of its session."""
+    return NOTE_MARK + msgspec.json.encode([tenant, deadline_ms, session_id, trace]).decode()
+
+
+def _read_note(session_id: str | None) -> _Note:
+    if session_id is None or not session_id.startswith(NOTE_MARK):
+        return _Note("", 0, session_id)
+    return msgspec.json.decode(session_id.removeprefix(NOTE_MARK), type=_Note)
+
+
+def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
+    """Answer a method call: the layout, not the front end, pauses and switches engines here."""
+    answers: dict[str, Any] = {
+        "get_supported_tasks": SUPPORTED_TASKS,
+        "is_scheduler_paused": False,
+        "is_sleeping": False,
+        "pause_scheduler": None,
+        "resume_scheduler": None,
+        "reset_prefix_cache": True,
+        "reset_mm_cache": None,
+        "reset_encoder_cache": None,
+        "profile": None,
+        "list_loras": [],
+    }
+    if call.method in answers:
+        output = UtilityOutput(call.call_id, result=UtilityResult(answers[call.method]))
+    else:
+        reason = f"{call.method} is not available behind this gateway"
+        output = UtilityOutput(call.call_id, failure_message=reason)
+    return _encode(EngineCoreOutputs(utility_output=output))
+
+
+def encode_failure(request_ids: Sequence[str], error: ApiError) -> tuple[bytes, ...]:
+    """Outputs that end these requests with an error; `failure_of` reads it at the other side."""
+    reason = FAILURE_MARK + _encode_failure_note(error)
+    outputs = [
+        EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+        for request_id in request_ids
+    ]
+    return _encode(EngineCoreOutputs(outputs=outputs))
+
+
+def _encode_failure_note(error: ApiError) -> str:
+    return msgspec.json.encode([error.code, error.message, error.retry_after_s]).decode()
+
+
+def failure_of(stop_reason: int | str | None) -> ApiError:
+    """The error in the `stop_reason` of an output that ended with an error."""
+    if isinstance(stop_reason, str) and stop_reason.startswith(FAILURE_MARK):
+        code, message, retry_s = msgspec.json.decode(stop_reason.removeprefix(FAILURE_MARK))
+        return api_error(code, message, retry_after_s=retry_s)
+    return api_error("internal_error", "The request failed while text was generated.")
+
+
+def read_token_ids(frames: Frames) -> list[list[int]]:
+    """Token ids of each output of a batch, without decoding the rest."""
+    batch = _decode_ids(frames[0])
+    if batch.engine_index != 0:
+        raise msgspec.ValidationError("outputs of another engine than 0")
+    return [output.new_token_ids for output in batch.outputs]
+
+
+def decode_outputs(frames: Frames) -> EngineCoreOutputs:
+    """Read a whole batch."""
+    return _decode_outputs(frames)
+
+
+def encode_outputs(batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> tuple[bytes, ...]:
+    """Write a batch again with other outputs."""
+    batch.outputs = outputs
+    return _encode(batch)
+
+
+def trim_output(output: EngineCoreOutput, skip: int, keep: int, *, finished: bool) -> None:
+    """Leave tokens skip..skip+keep-1 of an output, and nothing that is told once per request.
+
+    Prompt logprobs, prefill statistics and queue events came with an earlier attempt already.
+    """
+    whole = keep == len(output.new_token_ids)
+    output.new_token_ids = output.new_token_ids[skip : skip + keep]
+    output.new_prompt_logprobs_tensors = None
+    output.prompt_token_id_logprobs = None
+    output.prefill_stats = None
+    output.events = None
+    output.routed_experts = None
+    if not finished:
+        output.finish_reason = None
+        output.stop_reason = None
+    if whole:
+        return
+    if output.new_logprobs is not None:
+        cut = slice(skip, skip + keep)
+        token_ids, logprobs, ranks, _ = output.new_logprobs
+        output.new_logprobs = (
+            type(output.new_logprobs)(token_ids[cut], logprobs[cut], ranks[cut]) if keep else None
+        )
+    if output.new_sampling_mask is not None:
+        mask = output.new_sampling_mask
+        output.new_sampling_mask = mask.slice_request(skip, keep) if keep else None

@@ -1,0 +1,115 @@
+"""Which cell each open task is in: what goes elsewhere when cells die, drain, fill up or fall idle.
+
+A stream goes on in another cell behind the tokens that were delivered. What the former cell still
+sends is dropped by the task's token stream, and the former cell is told to forget the task: at
+once, or when it is back. Called by the relay with its clock's time in seconds; pure.
+"""
+
+from collections.abc import Callable, Collection
+
+from coordinator.protocol.messages.gateway import GatewayUp, Withdraw
+from coordinator.protocol.messages.tasks import TaskHeader
+from coordinator.protocol.terms import TaskId
+from gateway.fleet.placement import Needs
+from gateway.fleet.roster import CellRoster, MoveReason
+from gateway.relay.open_requests import Task, TaskBook
+
+FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
+"""A cell that refuses a task so says nothing about other cells."""
+
+Told = list[tuple[str, GatewayUp]]
+"""Whom to tell what, in order."""
+
+
+def needs_of(header: TaskHeader) -> Needs:
+    """Return what a cell must have for a task."""
+    return Needs(header.task, header.tier, header.prompt_tokens + header.max_tokens)
+
+
+class Spread:
+    """Moves a gateway's open tasks between the cells of its roster."""
+
+    def __init__(
+        self,
+        book: TaskBook,
+        cells: CellRoster,
+        moved: Callable[[MoveReason], None] = lambda _: None,
+    ) -> None:
+        """`moved` is called for each task that leaves a cell."""
+        self._book = book
+        self._cells = cells
+        self._moved = moved
+        self._asked: dict[TaskId, str] = {}
+        """Queued tasks that a cell was asked to give up, with the cell that is to get them."""
+
+    def tick(self, now_s: float) -> Told:
+        """Let time pass: cells die, queues grow."""
+        told = self.cell_changed(now_s)
+        told += self._spill()
+        for cell in self._cells.forget({task.cell for task in self._book if task.cell}, now_s):
+            self._book.forget(cell)
+        return told
+
+    def cell_changed(self, now_s: float) -> Told:
+        """Take tasks to where they can be: those of cells that are left, and those of none."""
+        if not (self._cells.in_fleet and self._cells.are_open):
+            return []
+        left, up = self._cells.left(now_s), self._cells.up
+        away = [
+            task
+            for task in self._book
+            if task.cell in left or not (task.submitted or task.cell in up)
+        ]
+        told: Told = []
+        for task in away:
+            told += self._move(task, left.get(task.cell or "", MoveReason.DEAD))
+        return told
+
+    def refused(self, task_id: TaskId, code: str, cell: str) -> Told:
+        """A cell failed a task: if it was only full, another one may have room."""
+        task = self._book.get(task_id)
+        if task is None or task.cell != cell or code not in FULL_CODES or task.delivered:
+            return []
+        task.refused_by = (*task.refused_by, cell)
+        return self._move(task, MoveReason.FULL, task.refused_by)
+
+    def withdrawn(self, task_id: TaskId, cell: str) -> Told:
+        """A cell gave up a queued task, as it was asked to."""
+        wanted = self._asked.pop(task_id, None)
+        task = self._book.get(task_id)
+        if task is None or task.cell != cell:
+            return []
+        if wanted in self._cells.up:
+            return self._to(task, wanted, MoveReason.SPILL)
+        # The idle cell is gone: any other one, or this one again.
+        return self._move(task, MoveReason.SPILL) or [(cell, task.submit())]
+
+    def _move(self, task: Task, reason: MoveReason, without: Collection[str] = ()) -> Told:
+        """Take a task to another cell; nothing if there is none."""
+        if not self._cells.in_fleet:
+            return []
+        cell = self._cells.choose(needs_of(task.header), task.prefixes, without)
+        return [] if cell is None or cell == task.cell else self._to(task, cell, reason)
+
+    def _to(self, task: Task, cell: str, reason: MoveReason) -> Told:
+        self._asked.pop(task.id, None)
+        if task.cell is not None:
+            self._moved(reason)
+        self._cells.sent(cell, task.prefixes)
+        return self._book.move(task, cell)
+
+    def _spill(self) -> Told:
+        """Ask busy cells for tasks that wait there and could begin elsewhere."""
+        self._asked = {task: cell for task, cell in self._asked.items() if self._book.get(task)}
+        told: Told = []
+        for each in self._cells.spills():
+            waiting = [
+                task
+                for task in self._book.of_cell(each.busy)
+                if task.submitted and not task.stream.attempt and task.id not in self._asked
+            ]
+            # The last in the queue gain most.
+            for task in waiting[-each.tasks :]:
+                self._asked[task.id] = each.idle
+                told.append((each.busy, Withdraw(task.id)))
+        return told

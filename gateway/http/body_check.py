@@ -1,0 +1,275 @@
+"""What a request's body may be: well-formed, of bounded shape, and within the caps of parameters.
+
+Checked before vLLM reads it, because Python's JSON and pydantic take seconds for a body of a few
+megabytes that is made of small values, and recursion ends them with a 500. Nothing of the body is
+ever quoted in an error. Called by the edge, in a thread for large bodies. Pure.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from gateway.http.errors import ApiError, api_error
+from gateway.http.grammar_check import check_grammar
+from gateway.http.large_bytes import breathe, contains, count, matches
+from gateway.http.media import check_media
+
+JSON_DEPTH_MAX = 64
+"""Deepest nesting of arrays and objects."""
+JSON_KEYS_MAX = 10_000
+"""Most members of all objects of a body together."""
+JSON_VALUES_MAX = 262_144
+"""Most values of a body; a prompt may come as a list of token ids."""
+
+CHOICES_MAX = 8
+"""Most choices (`n`, `best_of`) of one request."""
+PROMPTS_MAX = 256
+"""Most prompts of one completion request, times its choices."""
+STOPS_MAX = 16
+STOP_CHARS_MAX = 1_024
+LOGIT_BIAS_MAX = 1_024
+TOKEN_IDS_MAX = 1_024
+"""Most token ids in a list that steers sampling."""
+TOOLS_MAX = 128
+OWN_TOOLS: Final[frozenset[str]] = frozenset({"function", "custom", "namespace"})
+"""Types of tools that the client runs; vLLM would leave others out without a word."""
+SCHEMA_BYTES_MAX = 64 * 1024
+"""Largest `response_format`, `structured_outputs`, `text` or single set of tools."""
+MODEL_CHARS_MAX = 256
+TOKENS_MAX = 2**31 - 1
+"""Largest number of tokens that a request may name."""
+
+UNSUPPORTED: Final[tuple[str, ...]] = (
+    "chat_template",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "kv_transfer_params",
+    "repetition_detection",
+    "data_parallel_rank",
+    "use_beam_search",
+    "lora_request",
+    "kv_hints",
+    "ec_transfer_params",
+    "previous_input_messages",
+    "previous_response_id",
+    "conversation",
+    "background",
+)
+"""Parameters with which a client would steer the server itself, or that it cannot run.
+
+The last ones are the Responses API's stored state: nothing is stored, whatever `store` says.
+"""
+
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
+)
+_SURROGATES_BYTES = 12
+"""Of a pair in escapes; the pattern looks at no more."""
+_FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
+_STRUCTURE = frozenset(b'"{}[],:')
+_NOT_STRUCTURE = bytes(set(range(256)) - _STRUCTURE)
+_STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+
+
+class _Fields(msgspec.Struct):
+    """The members that are looked at; msgspec checks the others for form and skips them."""
+
+    model: object = None
+    service_tier: object = None
+    n: object = None
+    best_of: object = None
+    stop: object = None
+    stop_token_ids: object = None
+    allowed_token_ids: object = None
+    logit_bias: object = None
+    max_tokens: object = None
+    max_completion_tokens: object = None
+    max_output_tokens: object = None
+    min_tokens: object = None
+    bad_words: object = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    media_io_kwargs: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    repetition_detection: msgspec.Raw = msgspec.Raw()
+    data_parallel_rank: msgspec.Raw = msgspec.Raw()
+    use_beam_search: msgspec.Raw = msgspec.Raw()
+    lora_request: msgspec.Raw = msgspec.Raw()
+    kv_hints: msgspec.Raw = msgspec.Raw()
+    ec_transfer_params: msgspec.Raw = msgspec.Raw()
+    previous_input_messages: msgspec.Raw = msgspec.Raw()
+    previous_response_id: msgspec.Raw = msgspec.Raw()
+    conversation: msgspec.Raw = msgspec.Raw()
+    background: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class BodyFacts:
+    """What the gateway itself must know of a body."""
+
+    service_tier: object
+    prompt_tokens_estimate: int
+    """About a quarter of the body's bytes, as OpenAI's own limits estimate."""
+
+
+def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiError:
+    """Return what is needed of a body, or what is wrong with it."""
+    if (error := _check_shape(body)) is not None:
+        return error
+    try:
+        fields = msgspec.json.decode(body, type=_Fields)
+        # What was skipped may turn out to be wrong only when it is looked at.
+        return _check_fields(fields, media_domains) or BodyFacts(
+            fields.service_tier, len(body) // 4
+        )
+    except msgspec.ValidationError:
+        return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return api_error("invalid_json", "The request's body is not valid JSON.")
+
+
+def _check_fields(fields: _Fields, media_domains: frozenset[str]) -> ApiError | None:
+    error = _check_sizes(fields) or _check_numbers(fields) or _check_unsupported(fields)
+    for name in ("messages", "input"):
+        error = error or check_media(bytes(getattr(fields, name)), media_domains, name)
+    return error
+
+
+def _check_shape(body: bytes) -> ApiError | None:
+    """Refuse what is costly or impossible to parse; linear, and in large steps of C."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return api_error("invalid_json", "The request's body is not valid UTF-8.")
+    if contains(body, b"\\u") and matches(_LONE_SURROGATE, body, _SURROGATES_BYTES):
+        return api_error("invalid_json", "A \\u escape in the body is half of a character.")
+    brackets = count(body, b"{") + count(body, b"[")
+    values, keys = brackets + count(body, b","), count(body, b":")
+    if brackets <= JSON_DEPTH_MAX and values <= JSON_VALUES_MAX and keys <= JSON_KEYS_MAX:
+        return None
+    # Too much at first sight, but strings may hold such characters: look outside of them.
+    plain = _structure(body)
+    if count(plain, b'"') > 2 * (JSON_VALUES_MAX + JSON_KEYS_MAX):
+        return _too_many(f"more than {JSON_VALUES_MAX} values")
+    outside = b"".join(plain.split(b'"')[::2])
+    brackets = count(outside, b"{") + count(outside, b"[")
+    if brackets + count(outside, b",") > JSON_VALUES_MAX:
+        return _too_many(f"more than {JSON_VALUES_MAX} values")
+    if count(outside, b":") > JSON_KEYS_MAX:
+        return _too_many(f"more than {JSON_KEYS_MAX} members in objects")
+    if brackets > JSON_DEPTH_MAX and _depth(outside) > JSON_DEPTH_MAX:
+        return _too_many(f"more than {JSON_DEPTH_MAX} levels of nesting")
+    return None
+
+
+def _structure(body: bytes) -> bytes:
+    """What JSON's structure is made of, with quotes but not with escaped ones."""
+    for escape in (b"\\\\", b'\\"'):
+        body = body.replace(escape, b"")
+        breathe(body)
+    body = body.translate(None, _NOT_STRUCTURE)
+    breathe(body)
+    return body
+
+
+def _depth(outside: bytes) -> int:
+    deepest = depth = 0
+    for byte in outside.translate(None, b",:"):
+        depth += _STEP[byte]
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _too_many(what: str) -> ApiError:
+    return api_error("invalid_json", f"The request's body has {what}; send less at once.")
+
+
+def _check_sizes(fields: _Fields) -> ApiError | None:
+    lists: tuple[tuple[str, Any, int], ...] = (
+        ("stop", fields.stop, STOPS_MAX),
+        ("stop_token_ids", fields.stop_token_ids, TOKEN_IDS_MAX),
+        ("allowed_token_ids", fields.allowed_token_ids, JSON_VALUES_MAX),
+        ("logit_bias", fields.logit_bias, LOGIT_BIAS_MAX),
+        ("bad_words", fields.bad_words, TOKEN_IDS_MAX),
+    )
+    for name, value, most in lists:
+        if isinstance(value, list | dict) and len(value) > most:
+            return _invalid(name, f"may have {most} entries at most")
+    stops = fields.stop if isinstance(fields.stop, list) else [fields.stop]
+    if any(isinstance(each, str) and len(each) > STOP_CHARS_MAX for each in stops):
+        return _invalid("stop", f"may have {STOP_CHARS_MAX} characters per string at most")
+    if isinstance(fields.model, str) and len(fields.model) > MODEL_CHARS_MAX:
+        return _invalid("model", f"may have {MODEL_CHARS_MAX} characters at most")
+    for name in ("tools", "response_format", "structured_outputs", "text"):
+        if len(bytes(getattr(fields, name))) > SCHEMA_BYTES_MAX:
+            return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
+        raw = bytes(getattr(fields, name))
+        if _FOREIGN_SCHEMA.search(raw):
+            return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
+        if raw[:1] in (b"{", b"[") and (reason := check_grammar(raw)):
+            return _invalid(name, reason)
+    if _count(fields.tools) > TOOLS_MAX:
+        return _invalid("tools", f"may have {TOOLS_MAX} entries at most")
+    if not _kinds(fields.tools) <= OWN_TOOLS:
+        text = "This server runs no tools itself: tools may be of type function or custom."
+        return api_error("unsupported_parameter", text, "tools")
+    return None
+
+
+def _check_numbers(fields: _Fields) -> ApiError | None:
+    for name in ("n", "best_of"):
+        value = getattr(fields, name)
+        if isinstance(value, int | float) and not 1 <= value <= CHOICES_MAX:
+            return _invalid(name, f"must be between 1 and {CHOICES_MAX}")
+    choices = int(fields.n) if isinstance(fields.n, int | float) else 1
+    if _prompts(bytes(fields.prompt)) * choices > PROMPTS_MAX:
+        return _invalid("prompt", f"times n may be {PROMPTS_MAX} prompts at most")
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
+        value = getattr(fields, name)
+        if isinstance(value, int | float) and not 0 <= value <= TOKENS_MAX:
+            return _invalid(name, f"must be between 0 and {TOKENS_MAX}")
+    return None
+
+
+def _check_unsupported(fields: _Fields) -> ApiError | None:
+    for name in UNSUPPORTED:
+        if bytes(getattr(fields, name)) not in (b"", b"null", b"false"):
+            text = f"{name} is not available to requests on this server: leave it out."
+            return api_error("unsupported_parameter", text, name)
+    return None
+
+
+def _prompts(prompt: bytes) -> int:
+    """Count the prompts; a list of numbers is one prompt of token ids."""
+    if not prompt.startswith(b"["):
+        return 1
+    first = prompt[1:].lstrip()[:1]
+    return _count(msgspec.Raw(prompt)) if first in (b'"', b"[", b"{") else 1
+
+
+def _count(raw: msgspec.Raw) -> int:
+    if not bytes(raw).startswith(b"["):
+        return 0
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+
+
+def _kinds(tools: msgspec.Raw) -> set[str]:
+    """Return the types of tools, as far as they are words; what else is wrong vLLM will say."""
+    if not bytes(tools).startswith(b"["):
+        return set()
+    entries = msgspec.json.decode(tools)
+    kinds = [tool.get("type") for tool in entries if isinstance(tool, dict)]
+    return {kind for kind in kinds if isinstance(kind, str)}
+
+
+def _invalid(param: str, rule: str) -> ApiError:
+    return api_error("invalid_value", f"{param} {rule}.", param)

@@ -1,0 +1,244 @@
+"""One client connection: uvicorn's httptools protocol, with the limits that it does not have.
+
+Bounds the number, size and time of headers and the number of connections, answers broken HTTP in
+OpenAI's shape, and lets a client that is refused in the middle of its body read the answer. Bodies
+are bounded by the edge. uvicorn makes one of these per connection.
+"""
+
+import asyncio
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gateway.http.errors import ApiError, api_error
+from gateway.http.jitter import with_jitter
+
+HEADERS_MAX = 64
+HEADER_BYTES_MAX = 32 * 1024
+"""Most bytes of a request line and its headers together."""
+
+HEADER_WAIT_S = 10.0
+"""How long a client may take from a request's first byte to its headers' end."""
+
+LINGER_S = 1.0
+"""How long what a refused client still sends is thrown away, so that it reads the answer."""
+
+LINGER_BYTES_MAX = 8 * 1024**2
+
+REST_BYTES_MAX = 256 * 1024
+"""Most bytes of a body that are read behind its answer to keep the connection."""
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """How many connections there may be, and how many there are of each address."""
+
+    connections_max: int
+    per_address_max: int = 0
+    addresses: Counter[str] = field(default_factory=Counter)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection with limits."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._address = ""
+        self._header_bytes = 0
+        self._is_new = True
+        self._in_headers = True
+        self._in_body = False
+        self._refusal: ApiError | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._discarded_bytes: int | None = None
+        """Bytes thrown away since the answer was complete; None while bytes are wanted."""
+        self._rest_timer: asyncio.TimerHandle | None = None
+        """Runs while an answer is complete and its request's body is not."""
+        self._rest_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or refuse it if there are too many."""
+        super().connection_made(transport)
+        self._address = self.client[0] if self.client else ""
+        counts = self._limits.addresses
+        counts[self._address] += 1
+        per_address = self._limits.per_address_max
+        if len(self.connections) > self._limits.connections_max:
+            self._refuse(api_error("too_many_connections", "The server has no connection left."))
+        elif per_address and counts[self._address] > per_address:
+            text = f"One address may hold {per_address} connections at most."
+            self._refuse(api_error("too_many_connections", text))
+        else:
+            self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._stop_header_timer()
+        self._stop_rest_timer()
+        self._limits.addresses[self._address] -= 1
+        if not self._limits.addresses[self._address]:
+            del self._limits.addresses[self._address]
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the client."""
+        if self._discarded_bytes is not None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > LINGER_BYTES_MAX:
+                self.transport.abort()
+            return
+        if self._rest_timer is not None:
+            self._rest_bytes += len(data)
+        if self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_timer is None:
+                self._start_header_timer()
+        super().data_received(data)
+        if self._rest_timer is not None and self._rest_bytes > REST_BYTES_MAX:
+            self._rest_is_too_much()
+        if self._in_headers and self._header_bytes > HEADER_BYTES_MAX:
+            self._refuse(_headers_too_large())
+
+    def on_message_begin(self) -> None:
+        """Start a request."""
+        super().on_message_begin()
+        self._in_headers = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header."""
+        super().on_header(name, value)
+        if len(self.headers) > HEADERS_MAX:
+            self._refusal = _headers_too_large()
+            # The parser turns this into its error, and uvicorn into a call of send_400_response.
+            raise httptools.HttpParserInvalidMethodError
+
+    def on_headers_complete(self) -> None:
+        """Start answering."""
+        if len(self.url) + sum(len(n) + len(v) + 4 for n, v in self.headers) > HEADER_BYTES_MAX:
+            self._refusal = _headers_too_large()
+            raise httptools.HttpParserInvalidMethodError
+        if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in self.headers):
+            # The parser would notice too, but only when the request is on its way.
+            raise httptools.HttpParserInvalidMethodError
+        super().on_headers_complete()
+        self._is_new = False
+        self._in_headers, self._in_body = False, True
+        self._header_bytes = 0
+        self._stop_header_timer()
+        # Whoever closes after an answer must not cut it off from a client that is still sending.
+        self.cycle.transport = cast(asyncio.Transport, _Ending(self.transport, self))
+
+    def on_message_complete(self) -> None:
+        """Take note that the body is complete."""
+        super().on_message_complete()
+        self._stop_rest_timer()
+        self._in_headers, self._in_body = True, False
+
+    def on_response_complete(self) -> None:
+        """Keep the connection for the next request, if this one comes to its end soon.
+
+        A client that was not told that the connection ends may reuse it: closing it because its
+        body came in later than the answer went out would fail that request.
+        """
+        if self._discarded_bytes is not None:
+            # It is being closed already; nothing more is read from it.
+            self.server_state.total_requests += 1
+            return
+        super().on_response_complete()
+        if self._in_body and not self.transport.is_closing():
+            self._rest_bytes = 0
+            self._rest_timer = self.loop.call_later(LINGER_S, self._rest_is_too_much)
+
+    def _rest_is_too_much(self) -> None:
+        self._stop_rest_timer()
+        if not self.transport.is_closing():
+            self.close_gently()
+
+    def _stop_rest_timer(self) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
+        """Answer what is no HTTP, or cut off an answer whose client has gone out of step."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        error = self._refusal or api_error("invalid_http", "The request is not valid HTTP/1.1.")
+        self._refuse(error)
+
+    def close_gently(self) -> None:
+        """Close when the client has had a chance to read what was sent."""
+        if self._discarded_bytes is not None:
+            return
+        if not self._in_body:
+            self.transport.close()
+            return
+        self._discarded_bytes = 0
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer without the application, and close."""
+        if self.transport.is_closing() or self._discarded_bytes is not None:
+            return
+        self._stop_header_timer()
+        error = with_jitter(error)
+        body = error.body()
+        headers = [
+            *error.headers(),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", uuid.uuid4().hex.encode()),
+            (b"connection", b"close"),
+        ]
+        lines = [b"%s: %s\r\n" % header for header in headers]
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
+        self._in_body = True
+        self.close_gently()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(HEADER_WAIT_S, self._headers_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing() or not self._in_headers:
+            return
+        if self._header_bytes:
+            text = f"The request's headers did not arrive within {HEADER_WAIT_S:.0f} s."
+            self._refuse(api_error("request_timeout", text))
+        elif self._is_new:
+            self.transport.close()
+
+
+class _Ending:
+    """The transport as an answer sees it: closing waits for the client."""
+
+    __slots__ = ("_connection", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._connection = connection
+        # Bound once: an answer writes for every token.
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+
+    def close(self) -> None:
+        """Close soon."""
+        self._connection.close_gently()
+
+
+def _headers_too_large() -> ApiError:
+    text = f"Send {HEADERS_MAX} headers with {HEADER_BYTES_MAX} bytes at most."
+    return api_error("headers_too_large", text)

@@ -1,0 +1,234 @@
+"""A request on its way in: its headers, read once, and its body, read within limits.
+
+Called by the edge. What a request says that is wrong comes back as an `ApiError`.
+"""
+
+import asyncio
+import hashlib
+import re
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.types import Message, Receive, Scope
+
+from gateway.admission.tiers import PRIORITY_OF_TIER, VLLM_PRIORITY_HEADER
+from gateway.http.answer import Answer
+from gateway.http.errors import ApiError, api_error
+
+BODY_WAIT_S = 30.0
+"""How long a client may take to send its body."""
+
+BODY_GRACE_S = 5.0
+BODY_RATE_MIN = 1_024
+"""Bytes per second that a body must average once the grace is over."""
+
+DEADLINE_MS_MAX = 86_400_000
+
+REQUEST_ID_HEADER = "x-request-id"
+CLIENT_REQUEST_ID_HEADER = "x-client-request-id"
+DEADLINE_HEADER = "x-request-deadline-ms"
+RETRY_COUNT_HEADER = "x-stainless-retry-count"
+"""How often OpenAI's clients have asked before. Their `x-stainless-timeout` is not read: it bounds
+each read, not the answer, and a client that gives up closes its connection, which frees its place.
+"""
+FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
+
+SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
+    {
+        *("host", "content-type", "content-length", "authorization", "transfer-encoding"),
+        *("x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER, *FAIRNESS_HEADERS),
+        *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
+    }
+)
+"""Headers that two readers would understand differently if they came twice."""
+
+_INNER_PREFIXES = (b"x-vllm-", b"x-aileron-", b"x-gateway-", b"x-llm-d-", b"x-data-parallel-")
+"""Headers that steer what is behind the gateway: no client's are passed on."""
+
+_DROPPED = frozenset(
+    {
+        *(REQUEST_ID_HEADER.encode(), b"content-length", b"authorization", b"x-priority-tier"),
+        *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
+        *(b"proxy-authorization", b"proxy-connection", b"expect"),
+    }
+)
+"""Headers for the gateway alone, and those that concern one connection only."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_FAIRNESS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client went away before its request was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The headers of a request, by lower-case name."""
+
+    headers: Mapping[str, str]
+    repeated: frozenset[str]
+    request_id: str
+    address: str
+    """The client's IP address, or that of the proxy in front."""
+
+    def check(self, http_version: str) -> ApiError | None:
+        """Return what is wrong with the headers as such."""
+        if self.repeated & SINGLE_HEADERS:
+            return api_error("invalid_http", "A header came twice that may come once.")
+        if http_version == "1.1" and not self.headers.get("host"):
+            return api_error("invalid_http", "HTTP/1.1 requests need a Host header.")
+        return None
+
+    def deadline_ms(self) -> int | ApiError:
+        """Return after how many milliseconds the answer is of no use; 0 is never."""
+        value = self.headers.get(DEADLINE_HEADER, "0").strip()
+        if not (value.isascii() and value.isdecimal()) or len(value) > len(str(DEADLINE_MS_MAX)):
+            return _bad_deadline()
+        return _bad_deadline() if int(value) > DEADLINE_MS_MAX else int(value)
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether an OpenAI client says that it has asked before."""
+        count = self.headers.get(RETRY_COUNT_HEADER, "0")
+        return count.isascii() and count.isdecimal() and count.strip("0") != ""
+
+    def fairness_id(self) -> str:
+        """Return the tenant that a proxy in front names; only to be believed without keys."""
+        for name in FAIRNESS_HEADERS:
+            if _FAIRNESS_ID.fullmatch(self.headers.get(name, "")):
+                return self.headers[name]
+        return ""
+
+
+def read_head(scope: Scope) -> RequestHead:
+    """Read the headers of an ASGI scope."""
+    pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    headers = {name.lower(): value for name, value in pairs}
+    counts = Counter(name.lower() for name, _ in pairs) if len(headers) < len(pairs) else {}
+    client = scope.get("client")
+    return RequestHead(
+        headers=headers,
+        repeated=frozenset(name for name, count in counts.items() if count > 1),
+        request_id=_request_id(headers),
+        address=client[0] if client else "",
+    )
+
+
+class BodyReader:
+    """Reads a body piece by piece: of at most so many bytes, and not slower than bearable."""
+
+    def __init__(
+        self, receive: Receive, headers: Mapping[str, str], most: int, wait_s: float = BODY_WAIT_S
+    ) -> None:
+        self._receive = receive
+        self._length = headers.get("content-length", "")
+        self._most = most
+        self._wait_s = wait_s
+        self._clock = asyncio.get_running_loop().time
+        self._began_s = self._clock()
+        self._bytes = 0
+        self.is_complete = False
+        """Nothing more comes."""
+
+    def check_length(self) -> ApiError | None:
+        """Return the error of a body that says itself that it is too long."""
+        length = self._length
+        if length and (len(length) > 15 or not length.isdecimal() or int(length) > self._most):
+            return self._too_large()
+        return None
+
+    async def read(self) -> bytes | ApiError:
+        """Return the next piece; raises `ClientGoneError`."""
+        earned_s = BODY_GRACE_S + self._bytes / BODY_RATE_MIN
+        try:
+            async with asyncio.timeout_at(self._began_s + min(earned_s, self._wait_s)):
+                message = await self._receive()
+        except TimeoutError:
+            text = f"The body must arrive within {self._wait_s:.0f} s, at {BODY_RATE_MIN} bytes/s."
+            return api_error("request_timeout", text)
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        piece: bytes = message.get("body", b"")
+        self._bytes += len(piece)
+        self.is_complete = not message.get("more_body", False)
+        return self._too_large() if self._bytes > self._most else piece
+
+    def _too_large(self) -> ApiError:
+        text = f"A request's body may have {self._most} bytes at most."
+        return api_error("request_too_large", text)
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes | ApiError:
+    """Read a body of at most `most` bytes; raises `ClientGoneError`."""
+    reader = BodyReader(receive, headers, most)
+    if (error := reader.check_length()) is not None:
+        return error
+    body = bytearray()
+    while not reader.is_complete:
+        piece = await reader.read()
+        if isinstance(piece, ApiError):
+            return piece
+        body += piece
+    return bytes(body)
+
+
+class Replay:
+    """Gives the body that was read already, then what the client does next."""
+
+    def __init__(self, body: bytes, receive: Receive, gone: Callable[[], None]) -> None:
+        """`gone` is called when the client leaves."""
+        self._body: bytes | None = body
+        self._receive = receive
+        self._gone = gone
+        self.length = len(body)
+
+    def digest(self) -> bytes:
+        """Return what tells this body from others, before it was given."""
+        return hashlib.sha256(self._body or b"").digest()
+
+    async def __call__(self) -> Message:
+        """Stand in for ASGI's `receive`."""
+        if self._body is None:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone()
+            return message
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, Any]:
+    """Return the scope as vLLM is to see it; without a length the body's is the client's word."""
+    kept: Headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name.lower() not in _DROPPED and not name.lower().startswith(_INNER_PREFIXES)
+    ]
+    own = {
+        REQUEST_ID_HEADER: answer.request_id,
+        VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
+    }
+    if length is None:
+        kept += [pair for pair in scope["headers"] if pair[0].lower() == b"content-length"]
+    else:
+        own["content-length"] = str(length)
+    headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
+    return {**scope, "headers": headers}
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    for name in (REQUEST_ID_HEADER, CLIENT_REQUEST_ID_HEADER):
+        if _REQUEST_ID.fullmatch(headers.get(name, "")):
+            return headers[name]
+    return uuid.uuid4().hex
+
+
+def _bad_deadline() -> ApiError:
+    text = f"X-Request-Deadline-Ms must be milliseconds, {DEADLINE_MS_MAX} at most."
+    return api_error("invalid_value", text, DEADLINE_HEADER)

@@ -1,0 +1,96 @@
+"""Which media a chat message may name: inline data, and URLs of domains that are allowed.
+
+A server that fetches what clients name can be made to read its own network and its own files, so
+nothing is fetched unless its domain is in `gateway.media_domains`. What such a name resolves to is
+checked where it is fetched, by `vllm_media`. Called by the body check. Pure.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from gateway.http.errors import ApiError, api_error
+from gateway.http.large_bytes import contains
+
+_MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", "file", "file_url"})
+_MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
+"""Without one of these in its bytes a message names no media; a key may be written in escapes."""
+
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""IPv6 addresses that stand for IPv4 ones (RFC 6052)."""
+
+_PLAIN_URL = re.compile(r"[!-\[\]-~]+")
+"""Printable ASCII but the backslash, about which URL parsers do not agree."""
+
+
+def check_media(
+    messages: bytes, domains: frozenset[str], param: str = "messages"
+) -> ApiError | None:
+    """Return what is wrong with the media that messages name; `param` is where they stand."""
+    if not any(contains(messages, mark) for mark in _MARKS):
+        return None
+    for url in _urls(msgspec.json.decode(messages)):
+        if not _is_allowed(url, domains):
+            text = (
+                "Media must be inline (a data: URL) or come from an allowed domain; the server's "
+                "operator sets gateway.media_domains."
+            )
+            return api_error("invalid_value", text, param)
+    return None
+
+
+def _urls(value: Any) -> Iterator[object]:
+    """Yield every media reference at any depth; the nesting is bounded already."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _urls(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key in _MEDIA_KEYS and each is not None:
+                yield each.get("url", "") if isinstance(each, dict) else each
+            else:
+                yield from _urls(each)
+
+
+def _is_allowed(url: object, domains: frozenset[str]) -> bool:
+    if not isinstance(url, str):
+        return False
+    if url[:5].lower() == "data:":
+        return True
+    if not _PLAIN_URL.fullmatch(url):
+        return False
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    if parts.scheme not in ("http", "https") or "@" in parts.netloc:
+        return False
+    return host in domains and not _is_private(host)
+
+
+def is_public(address: str) -> bool:
+    """Say whether an IP address is one host's on the internet, whatever it is wrapped in.
+
+    Raises ValueError if it is no address.
+    """
+    plain = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(plain, ipaddress.IPv6Address):
+        inner = plain.ipv4_mapped or plain.sixtofour
+        if plain in _NAT64:
+            inner = ipaddress.IPv4Address(plain.packed[-4:])
+        if inner is not None:
+            return is_public(str(inner))
+    return plain.is_global and not plain.is_multicast
+
+
+def _is_private(host: str) -> bool:
+    """Say whether a host is an address that only this network has."""
+    try:
+        return not is_public(host)
+    except ValueError:
+        return host == "localhost"

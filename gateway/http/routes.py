@@ -1,0 +1,209 @@
+"""What the serving port answers: an allow-list, and the few routes that are ours.
+
+Whatever is not listed here does not exist, so a route that vLLM adds stays closed until someone
+opens it on purpose. `RouteTable` is asked before the application is, and `close_other_routes`
+takes the rest out of the application as well.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.http.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
+from gateway.http.field_names import FieldNames, field_names
+
+VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/models"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/version"),
+    }
+)
+"""The routes of vLLM that stay open."""
+
+MODEL_PATH = "/v1/models/{model:path}"
+RESPONSE_PATH = "/v1/responses/{response}"
+STORED_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        *(("GET", RESPONSE_PATH), ("DELETE", RESPONSE_PATH), ("POST", f"{RESPONSE_PATH}/cancel")),
+        ("GET", f"{RESPONSE_PATH}/input_items"),
+    }
+)
+"""Routes of stored responses: none is stored, and each of these says so."""
+
+OWN_ROUTES: Final[frozenset[tuple[str, str]]] = STORED_ROUTES | {
+    *(("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)),
+}
+
+FILE_PATH = "/v1/files/{file}"
+BATCH_PATH = "/v1/batches/{batch}"
+BATCH_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
+    {
+        *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", FILE_PATH), ("DELETE", FILE_PATH)),
+        *(("GET", f"{FILE_PATH}/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches")),
+        *(("GET", BATCH_PATH), ("POST", f"{BATCH_PATH}/cancel")),
+    }
+)
+"""The routes of files and batches, see `gateway.batches.api`."""
+
+OPEN_PATHS: Final[frozenset[str]] = frozenset({"/health", "/ping", "/ready"})
+"""Probes, which need no key."""
+
+_ROUTES = VLLM_ROUTES | OWN_ROUTES | BATCH_ROUTES
+_PATTERNS: Final = (
+    (re.compile(r"/v1/models/.+()"), MODEL_PATH),
+    (re.compile(r"/v1/responses/[^/]+(/cancel|/input_items)?"), RESPONSE_PATH),
+    (re.compile(r"/v1/files/[^/]+(/content)?"), FILE_PATH),
+    (re.compile(r"/v1/batches/[^/]+(/cancel)?"), BATCH_PATH),
+)
+"""Paths with a name in them, and the routes that stand for them."""
+
+_ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
+_MODELS = b"/v1/models/"
+
+_PLAIN_ERRORS = frozenset({"literal_error", "enum"})
+"""Errors of pydantic that quote what is allowed; the others may quote the request."""
+
+OTHER_ROUTE = "other"
+"""The name of all routes that do not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether requests can be served now; `reason` says why not."""
+
+    ready: bool
+    reason: ApiError | None = None
+    layout: str = ""
+    epoch: int = 0
+
+
+def takes_no_json(path: str) -> bool:
+    """Say whether a POST to this path has another body than JSON, or none: the route reads it."""
+    return path == "/v1/files" or path.endswith("/cancel")
+
+
+def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None:
+    """None if the route exists, else the error that says what is wrong with it.
+
+    `raw_path` is the path as it was sent: a slash in it that is written as %2F would be one for
+    this server and none for a proxy that looks at paths. Only names of models may have one.
+    """
+    if _ENCODED_SLASH.search(raw_path) and not raw_path.startswith(_MODELS):
+        path = ""
+    path = _named(path)
+    methods = {known for known, route in _ROUTES if route == path}
+    if not methods:
+        return api_error("unknown_url", "Unknown request URL: check the method and the path.")
+    if method not in methods:
+        allowed = ", ".join(sorted(methods))
+        return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
+    return None
+
+
+def route_name(method: str, path: str) -> str:
+    """Name the route in metrics: one of those that exist, or "other"."""
+    if find_route(method, path) is not None:
+        return OTHER_ROUTE
+    return _named(path)
+
+
+def _named(path: str) -> str:
+    """Put the route's own words where the path has a name."""
+    for pattern, named in _PATTERNS:
+        if found := pattern.fullmatch(path):
+            return named + (found.group(1) or "")
+    return path
+
+
+def close_other_routes(app: FastAPI) -> None:
+    """Leave only vLLM's listed routes in the application; raises if one of them is missing."""
+    plain = [route for route in app.router.routes if isinstance(route, Route)]
+    kept = [route for route in plain if _names(route) and _names(route) <= VLLM_ROUTES]
+    missing = VLLM_ROUTES - {name for route in kept for name in _names(route)}
+    if missing:
+        raise RuntimeError(f"this vLLM lacks the routes {sorted(missing)}.")
+    app.router.routes[:] = kept
+
+
+def _names(route: Route) -> set[tuple[str, str]]:
+    return {(method, route.path) for method in route.methods or ()}
+
+
+def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
+    """Add liveness, readiness, the retrieval of one model, and that no response is stored."""
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        now = readiness()
+        if now.reason is not None:
+            return _respond(now.reason)
+        return JSONResponse({"status": "ready", "layout": now.layout, "epoch": now.epoch})
+
+    async def retrieve_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        models = await request.app.state.openai_serving_models.show_available_models()
+        for card in models.data:
+            if card.id == name:
+                return JSONResponse(card.model_dump())
+        return _respond(api_error("model_not_found", MODEL_NOT_FOUND_MESSAGE, "model"))
+
+    async def find_response(_: Request) -> Response:
+        text = "There is no such response: this server stores none, so send the whole input."
+        return _respond(api_error("not_found", text, "response_id"))
+
+    app.router.routes += [
+        *(Route(path, find_response, methods=[method]) for method, path in STORED_ROUTES),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+        Route(MODEL_PATH, retrieve_model, methods=["GET"]),
+    ]
+    names = _body_fields(app)
+
+    async def refuse_request(_: Request, error: RequestValidationError) -> Response:
+        return _respond(_invalid_request(error, names))
+
+    app.exception_handler(RequestValidationError)(refuse_request)
+    # vLLM's app may have been put together already, with the handlers of that time.
+    app.middleware_stack = None
+
+
+def _body_fields(app: FastAPI) -> FieldNames:
+    """Return the fields of all bodies that the application's routes take."""
+    bodies = [route.body_field for route in app.router.routes if isinstance(route, APIRoute)]
+    kinds: list[Any] = [body.field_info.annotation for body in bodies if body is not None]
+    return field_names(TypeAdapter(kind).core_schema for kind in kinds)
+
+
+def _invalid_request(error: RequestValidationError, names: FieldNames) -> ApiError:
+    """Say in one sentence what is wrong with a request's body."""
+    first = error.errors()[0] if error.errors() else "The request is not valid."
+    if not isinstance(first, dict):
+        return api_error("invalid_value", str(first))
+    text = str(first.get("msg", "")).removeprefix("Value error, ")
+    if first.get("type") not in _PLAIN_ERRORS:
+        text = strip_echo(text) or "the value is not valid"
+    if first.get("type") == "json_invalid":
+        return api_error("invalid_json", "The request's body is not valid JSON.")
+    param = names.way_to(first.get("loc", ())[1:])
+    return api_error("invalid_value", f"{param}: {text}" if param else text, param)
+
+
+def _respond(error: ApiError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    return Response(error.body(), status_code=error.status, headers=headers)

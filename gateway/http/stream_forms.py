@@ -1,0 +1,152 @@
+"""What the streams of each API look like: how they begin, name their tier, fail and end.
+
+Chat and text completions end with `[DONE]` and fail with a bare `error` object. The Responses API
+has typed events: two of them come before there is any token, the last one is named by the
+response's status, and an `error` event carries its fields both where OpenAI's schema has them and
+where OpenAI's clients look for them. An event is one message of vLLM's. Pure.
+"""
+
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from gateway.admission.tiers import VLLM_SERVICE_TIERS
+from gateway.http.errors import ApiError, RequestState, failed_event
+
+RESPONSES_PATH: Final = "/v1/responses"
+
+STREAM_END: Final = b"data: [DONE]\n\n"
+_ERROR_EVENT = b'data: {"error"'
+_NO_TIER = b'"service_tier":null'
+_CHUNK_EVENT = b"data: {"
+
+_PREFACE: Final = (b"event: response.created\n", b"event: response.in_progress\n")
+_COMPLETED = b"event: response.completed\n"
+_ENDS: Final = (_COMPLETED, b"event: response.incomplete\n", b"event: error\n")
+_WITH_RESPONSE: Final = (*_PREFACE, _COMPLETED)
+_DATA = b"\ndata: "
+
+
+class StreamForm(Protocol):
+    """How one API streams."""
+
+    always_names_tier: bool
+    """Whether answers name the tier even if the request's body did not."""
+
+    def is_preface(self, event: bytes) -> bool:
+        """Say whether an event comes before there is a token: a request may still be refused."""
+
+    def find_error(self, event: bytes, state: RequestState) -> ApiError | None:
+        """Return the error if the event is one."""
+
+    def is_end(self, event: bytes) -> bool:
+        """Say whether nothing is missing of a stream whose last event this is."""
+
+    def event(self, event: bytes, service_tier: str) -> bytes:
+        """Return an event as the client is to get it; an empty tier is not named."""
+
+    def whole(self, body: bytes, service_tier: str) -> bytes:
+        """Return the body of an answer that is not streamed, which names its tier."""
+
+    def error_event(self, error: ApiError, last: bytes) -> bytes:
+        """Return the event that ends a stream whose last event was `last`, if there was one."""
+
+
+class CompletionForm:
+    """Chat and text completions; anything else that streams is held to the same."""
+
+    always_names_tier = False
+
+    def is_preface(self, event: bytes) -> bool:  # noqa: ARG002
+        """None is: the first event holds a token, or at least a role."""
+        return False
+
+    def find_error(self, event: bytes, state: RequestState) -> ApiError | None:
+        """Return vLLM's error in our words."""
+        return failed_event(event, state.failure) if event.startswith(_ERROR_EVENT) else None
+
+    def is_end(self, event: bytes) -> bool:
+        """Say whether this is `[DONE]`."""
+        return event.endswith(STREAM_END)
+
+    def event(self, event: bytes, service_tier: str) -> bytes:
+        """Put the tier into a chunk."""
+        if not service_tier or not event.startswith(_CHUNK_EVENT):
+            return event
+        return _with_tier(_CHUNK_EVENT, event, service_tier)
+
+    def whole(self, body: bytes, service_tier: str) -> bytes:
+        """Put the tier into the object."""
+        return _with_tier(b"{", body, service_tier) if body.startswith(b"{") else body
+
+    def error_event(self, error: ApiError, last: bytes) -> bytes:  # noqa: ARG002
+        """Return the error as a chunk of its own."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class ResponsesForm:
+    """The Responses API."""
+
+    always_names_tier = True
+
+    def is_preface(self, event: bytes) -> bool:
+        """Say whether the event only says that the response was taken."""
+        return event.startswith(_PREFACE)
+
+    def find_error(self, event: bytes, state: RequestState) -> ApiError | None:  # noqa: ARG002
+        """Return the task's failure: vLLM has no event of its own for it, whatever it sends."""
+        return state.failure
+
+    def is_end(self, event: bytes) -> bool:
+        """Say whether the response is told as a whole, or its error is."""
+        return event.startswith(_ENDS)
+
+    def event(self, event: bytes, service_tier: str) -> bytes:
+        """Name the tier; a response that is incomplete ends with an event that says so."""
+        if not event.startswith(_WITH_RESPONSE):
+            return event
+        fields = _data(event)
+        response = fields["response"]
+        response["service_tier"] = service_tier
+        if response.get("status") == "incomplete":
+            fields["type"] = "response.incomplete"
+        return _typed(fields)
+
+    def whole(self, body: bytes, service_tier: str) -> bytes:
+        """Name the tier that answered."""
+        response = msgspec.json.decode(body)
+        if isinstance(response, dict) and response.get("service_tier") in VLLM_SERVICE_TIERS:
+            response["service_tier"] = service_tier
+        return msgspec.json.encode(response)
+
+    def error_event(self, error: ApiError, last: bytes) -> bytes:
+        """Return an `error` event; OpenAI's clients raise for its nested object."""
+        number = _data(last).get("sequence_number", -1) if _DATA in last else -1
+        fields = {"message": error.message, "param": error.param, "code": error.code}
+        nested = {**fields, "type": error.type}
+        return _typed({"type": "error", "sequence_number": number + 1, **fields, "error": nested})
+
+
+_COMPLETION, _RESPONSES = CompletionForm(), ResponsesForm()
+
+
+def stream_form(path: str) -> StreamForm:
+    """Return how the route at a path streams."""
+    return _RESPONSES if path == RESPONSES_PATH else _COMPLETION
+
+
+def _with_tier(prefix: bytes, body: bytes, service_tier: str) -> bytes:
+    field = b'"service_tier":"%s"' % service_tier.encode()
+    if _NO_TIER in body:
+        # Within a string the quotes would be escaped.
+        return body.replace(_NO_TIER, field, 1)
+    return prefix + field + b"," + body[len(prefix) :]
+
+
+def _data(event: bytes) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.json.decode(event.partition(_DATA)[2])
+    return fields
+
+
+def _typed(fields: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), msgspec.json.encode(fields))

@@ -1,0 +1,1 @@
+"""Requests on their way to the coordinator, and tokens on their way back."""

@@ -1,0 +1,168 @@
+"""The gateway's sessions with all cells that it knows, and where it learns which those are.
+
+Cells are the one of the configuration, a list in it, or what a registry names. The registry is
+asked on an interval and never on a request's way: while it is slow, full or away, the gateway goes
+on with the cells that it knows. Called by the process.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import structlog
+
+from coordinator.protocol.config import Config
+from coordinator.protocol.messages.gateway import GatewayDown, GatewayUp
+from coordinator.protocol.registry import CellRegistry, RedisRegistry, RegistryAwayError
+from gateway.fleet.placement import preferred
+from gateway.fleet.roster import CellRoster
+from gateway.relay.session import CoordinatorSession
+
+LOOKS_PER_LEASE = 5
+"""How often the registry is asked in the time in which a cell's lease runs out."""
+
+log = structlog.get_logger(__name__)
+
+
+class Listener(Protocol):
+    """Whom cells talk to."""
+
+    def session_opened(self, cell: str) -> Iterable[GatewayUp]:
+        """A cell answered; return what it must know first."""
+
+    def session_closed(self, cell: str) -> None:
+        """Nothing can be sent to the cell until its next session."""
+
+    def coordinator_said(self, message: GatewayDown, cell: str) -> None:
+        """A message of a cell came."""
+
+
+class _Link:
+    """One cell's session, and what tells its messages from those of others."""
+
+    def __init__(self, cell: str, session: CoordinatorSession, listener: Listener) -> None:
+        self._cell = cell
+        self._listener = listener
+        self.session = session
+        self.work = asyncio.create_task(session.run(self))
+
+    def session_opened(self) -> Iterable[GatewayUp]:
+        """Pass it on with the cell's name."""
+        return self._listener.session_opened(self._cell)
+
+    def session_closed(self) -> None:
+        """Pass it on with the cell's name."""
+        self._listener.session_closed(self._cell)
+
+    def coordinator_said(self, message: GatewayDown) -> None:
+        """Pass it on with the cell's name."""
+        self._listener.coordinator_said(message, self._cell)
+
+
+class Fleet:
+    """Keeps a session open with every cell of a roster until it is cancelled."""
+
+    def __init__(
+        self,
+        cells: CellRoster,
+        token: str,
+        gateway: str,
+        registry: CellRegistry | None = None,
+        look_every_s: float = 1.0,
+        away: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`registry` names the cells; None leaves those that the roster begins with.
+
+        `away` is called whenever the registry did not answer.
+        """
+        self.cells = cells
+        self._token = token
+        self._gateway = gateway
+        self._registry = registry
+        self._look_every_s = look_every_s
+        self._away = away
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def home(self) -> CoordinatorSession | None:
+        """The session with the cell that is told what belongs to no cell, if one is up.
+
+        Each gateway has its own, so that a fleet's are spread over the cells.
+        """
+        up = self.cells.up
+        return self.session(preferred(self._gateway, up)) if up else None
+
+    def session(self, cell: str) -> CoordinatorSession | None:
+        """Return the session with a cell, as long as it lasts."""
+        link = self._links.get(cell)
+        return link.session if link is not None and link.session.up else None
+
+    def send(self, message: GatewayUp, cell: str) -> None:
+        """Send to a cell soon, in order, if its session is up."""
+        if (link := self._links.get(cell)) is not None:
+            link.session.send(message)
+
+    def broadcast(self, message: GatewayUp) -> None:
+        """Send to all cells whose sessions are up."""
+        for link in self._links.values():
+            link.session.send(message)
+
+    async def flush(self) -> None:
+        """Return when everything was sent to all cells with a session."""
+        await asyncio.gather(*(link.session.flush() for link in self._links.values()))
+
+    async def run(self, listener: Listener) -> None:
+        """Keep sessions open; raises what a session raises."""
+        try:
+            while True:
+                await self._look()
+                if (own := asyncio.current_task()) is not None and own.cancelling():
+                    # The driver kept the cancellation to itself.
+                    return
+                self._hold(listener)
+                await asyncio.sleep(self._look_every_s)
+        finally:
+            work = [link.work for link in self._links.values()]
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            if self._registry is not None:
+                await self._registry.close()
+
+    async def _look(self) -> None:
+        if self._registry is None:
+            return
+        try:
+            found = await self._registry.cells()
+        except RegistryAwayError as error:
+            # The cells that are known are still there.
+            self._away()
+            log.warning("registry_away", reason=str(error), cells=len(self._links))
+        else:
+            self.cells.found(found, time.monotonic())
+
+    def _hold(self, listener: Listener) -> None:
+        """Open sessions with new cells, and end those of cells that are forgotten."""
+        known = set(self.cells)
+        for cell in known - self._links.keys():
+            session = CoordinatorSession(cell, self._token, self._gateway)
+            self._links[cell] = _Link(cell, session, listener)
+        for cell in self._links.keys() - known:
+            self._links.pop(cell).work.cancel()
+        for link in self._links.values():
+            if link.work.done():
+                link.work.result()
+
+
+def set_up_fleet(config: Config, token: str, gateway: str, away: Callable[[], None]) -> Fleet:
+    """Return the fleet that a configuration names; nothing is opened yet."""
+    fleet = config.fleet
+    if not fleet.is_on:
+        return Fleet(CellRoster.alone(config.coordinator.listen), token, gateway)
+    cells = CellRoster(fleet.cells, fleet.dead_after_ms / 1_000, in_fleet=True)
+    if not fleet.redis:
+        return Fleet(cells, token, gateway)
+    registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
+    look_every_s = fleet.lease_ms / 1_000 / LOOKS_PER_LEASE
+    return Fleet(cells, token, gateway, registry, look_every_s, away)

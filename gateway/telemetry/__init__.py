@@ -1,0 +1,1 @@
+"""What a gateway measures, traces and logs."""

@@ -1,0 +1,162 @@
+"""What a gateway measures of its requests and streams.
+
+TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the
+front end, for the cell that the stream is in then; requests where their answers end. Labels are
+tiers, listed routes, status codes and known error codes: nothing that a client chooses. Called by
+the relay and the edge with their clock's time in seconds; pure.
+"""
+
+import math
+from collections.abc import Mapping
+
+from coordinator.protocol.metrics_wire import (
+    CELL_MOVES,
+    CLIENT_RETRIES,
+    DISCONNECTS,
+    DURATION,
+    ITL,
+    REGISTRY_AWAY,
+    REJECTIONS,
+    REQUESTS,
+    SLO_GOOD,
+    SLO_TOTAL,
+    STORAGE_AWAY,
+    TIER_CLAMPED,
+    TOKENS,
+    TPOT,
+    TTFT,
+    Tally,
+)
+from coordinator.protocol.policy_config import SloTarget
+from coordinator.protocol.terms import TaskId, Tier
+from gateway.admission.tiers import tier_name
+from gateway.fleet.roster import MoveReason
+from gateway.http.errors import CODES
+from gateway.relay.open_requests import Task, family
+
+CLIENT_GONE_STATUS = 499
+"""The status under which a request is counted whose client left; nginx's number."""
+
+CHAT, TEXT = "chat", "text_completion"
+"""Operations, as OpenTelemetry names them."""
+
+OPERATION_OF_ROUTE = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": CHAT,
+    "/v1/completions": TEXT,
+}
+_CHAT_PREFIXES = ("chatcmpl-", "resp_")
+"""What vLLM's ids of chat requests and responses start with."""
+
+
+class RequestMeter:
+    """Counts and times of one gateway process since its start."""
+
+    def __init__(self, targets: Mapping[Tier, SloTarget] | None = None) -> None:
+        """Judge by these objectives; a tier without one is not judged."""
+        self._targets = targets or {}
+        self._cells: dict[str, Tally] = {}
+        self.tally = Tally()
+        """What belongs to no cell."""
+        # Known from the start, so that the first one is seen to grow.
+        for measure in (STORAGE_AWAY, REGISTRY_AWAY):
+            self.tally.count(measure, by=0)
+        for reason in MoveReason:
+            self.tally.count(CELL_MOVES, reason, by=0)
+        for tier in Tier:
+            self.tally.count(TIER_CLAMPED, tier_name(tier), by=0)
+
+    def of(self, cell: str | None) -> Tally:
+        """Return what belongs to streams of a cell, or of none."""
+        return self.tally if cell is None else self._cells.setdefault(cell, Tally())
+
+    def by_cell(self) -> list[tuple[str, Tally]]:
+        """Return each cell that had streams, with its tally."""
+        return list(self._cells.items())
+
+    def forget(self, cell: str) -> None:
+        """The cell is gone for good, and what was measured in it was told."""
+        self._cells.pop(cell, None)
+
+    def tokens(self, task: Task, count: int, now_s: float) -> None:
+        """Tokens are about to be handed to the front end; `task.delivered` is what was before."""
+        tier, tally = tier_name(task.header.tier), self.of(task.cell)
+        tally.count(TOKENS, tier, by=count)
+        if task.delivered:
+            tally.observe(ITL, now_s - task.last_token_at_s, tier)
+            return
+        task.first_token_at_s = now_s
+        tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
+
+    def ended(self, task: Task, now_s: float, *, failed: bool = False) -> None:
+        """Judge a task that is finished, failed, or not waited for any more.
+
+        vLLM ends a stream at a stop string as it ends one whose client left, so a stream that has
+        tokens is judged by those. One without is judged once its first token was too late.
+        """
+        tier, tally = tier_name(task.header.tier), self.of(task.cell)
+        count = len(task.delivered)
+        if count > 1:
+            tally.observe(TPOT, _mean_s(task), tier, _operation(task))
+        target = self._targets.get(task.header.tier)
+        if target is None:
+            return
+        ttft_ms, tpot_ms = target.ttft_ms or math.inf, target.tpot_ms or math.inf
+        waited_ms = (now_s - task.opened_at_s) * 1_000
+        if not (count or failed or waited_ms > ttft_ms):
+            return
+        is_good = (
+            not failed
+            and count > 0
+            and (task.first_token_at_s - task.opened_at_s) * 1_000 <= ttft_ms
+            and (count == 1 or _mean_s(task) * 1_000 <= tpot_ms)
+        )
+        tally.count(SLO_TOTAL, tier)
+        tally.count(SLO_GOOD, tier, by=is_good)
+
+    def answered(self, route: str, tier: Tier, status: int, reason: str, took_s: float) -> None:
+        """Count an answer that has ended; `reason` is its error's code, or empty.
+
+        Probes are not counted: what an operator asks every second says nothing of clients.
+        """
+        name = tier_name(tier)
+        self.tally.count(REQUESTS, route, name, str(status))
+        if status == CLIENT_GONE_STATUS:
+            self.tally.count(DISCONNECTS, name)
+        elif reason:
+            self.tally.count(REJECTIONS, reason if reason in CODES else "other", name)
+        elif status == 200 and route in OPERATION_OF_ROUTE:
+            self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
+
+    def retried(self, tier: Tier) -> None:
+        """Count an answer to a client that had asked before, by its own word."""
+        self.tally.count(CLIENT_RETRIES, tier_name(tier))
+
+    def clamped(self, tier: Tier) -> None:
+        """Count a request that got this tier and had asked for a higher one."""
+        self.tally.count(TIER_CLAMPED, tier_name(tier))
+
+    def moved(self, reason: MoveReason) -> None:
+        """Count a task that goes on in another cell."""
+        self.tally.count(CELL_MOVES, reason)
+
+    def storage_away(self) -> None:
+        """Count that the Redis which gateways share did not answer."""
+        self.tally.count(STORAGE_AWAY)
+
+    def registry_away(self) -> None:
+        """Count that the registry of cells did not answer."""
+        self.tally.count(REGISTRY_AWAY)
+
+
+def operation_of(task: TaskId) -> str:
+    """Return what a task's request is, in OpenTelemetry's words."""
+    return CHAT if family(task).startswith(_CHAT_PREFIXES) else TEXT
+
+
+def _operation(task: Task) -> str:
+    return operation_of(task.id)
+
+
+def _mean_s(task: Task) -> float:
+    return (task.last_token_at_s - task.first_token_at_s) / (len(task.delivered) - 1)

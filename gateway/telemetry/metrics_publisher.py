@@ -1,0 +1,129 @@
+"""Which cell is told what of a gateway's measures, and when.
+
+What belongs to a stream is told to the cell that has it. What the gateway measures of itself, of
+HTTP and of vLLM's front end, is told to one cell, its home, so that it is added up once. Called by
+the process on its ticks; pure.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures, Series, Tally
+from gateway.fleet.roster import CellRoster
+from gateway.telemetry.meter import RequestMeter
+
+TELL_TICKS = 4
+"""Ticks between two messages with what was measured."""
+ENGINE_TELL_TICKS = 20
+"""The same for vLLM's own metrics, which take 3 ms to read."""
+COORDINATORS_REMEMBERED = 1_024
+"""Coordinators whose shares are kept; those told longest ago are forgotten."""
+
+
+class Session(Protocol):
+    """A session with a cell."""
+
+    coordinator: str
+    """Who answers in it."""
+
+    def send(self, message: Measures) -> None:
+        """Send soon."""
+
+
+class Fleet(Protocol):
+    """Whom a gateway has sessions with."""
+
+    @property
+    def cells(self) -> CellRoster:
+        """The cells that are known."""
+
+    @property
+    def home(self) -> Session | None:
+        """The session with the cell that is told what belongs to no cell."""
+
+    def session(self, cell: str) -> Session | None:
+        """Return the session with a cell, as long as it lasts."""
+
+
+class Telling:
+    """Turns totals into messages: what one coordinator was told is not told to the next.
+
+    A coordinator's share is what grew while it was the one to be told. It only grows, so messages
+    may be lost and repeated, and a coordinator that is told again goes on from its own share.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[tuple[str, tuple[str, ...]], Series]] = {}
+        self._shares: OrderedDict[str, Tally] = OrderedDict()
+
+    def give(self, coordinator: str, families: Iterable[Family], source: str = "") -> None:
+        """Add to a coordinator's share what grew since these totals were given last.
+
+        Totals of two sources may have the same names: they are added up.
+        """
+        share = self._shares.setdefault(coordinator, Tally())
+        self._shares.move_to_end(coordinator)
+        while len(self._shares) > COORDINATORS_REMEMBERED:
+            self._shares.popitem(last=False)
+        known = self._known.setdefault(source, {})
+        for each in families:
+            own = Measure(each.name, each.text, each.labels, each.bounds)
+            measure = OWN.get(each.name, own)
+            for new in each.series:
+                nothing = Series(new.labels, 0.0, (0,) * len(new.counts))
+                old = known.get((each.name, new.labels), nothing)
+                known[each.name, new.labels] = new
+                grown = zip(new.counts, old.counts, strict=True)
+                share.add(measure, new.labels, new.value - old.value, (a - b for a, b in grown))
+
+    def message(self, coordinator: str) -> Measures:
+        """Return the message for a coordinator, which has heard what the others were told."""
+        return Measures(self._shares[coordinator].families())
+
+    def forget(self, source: str) -> None:
+        """These totals are given no more."""
+        self._known.pop(source, None)
+
+
+class Teller:
+    """Tells the cells of a fleet what a gateway has measured."""
+
+    def __init__(
+        self, fleet: Fleet, meter: RequestMeter, engine: Callable[[], Iterable[Family]]
+    ) -> None:
+        """`engine` reads vLLM's own metrics."""
+        self._fleet = fleet
+        self._meter = meter
+        self._engine = engine
+        self._own, self._of_engine = Telling(), Telling()
+        self._ticks = 0
+
+    def tick(self) -> None:
+        """Let a tick's time pass."""
+        self._ticks += 1
+        home = self._fleet.home
+        if self._ticks % TELL_TICKS == 0:
+            self._tell_own(home)
+        if home is not None and self._ticks % ENGINE_TELL_TICKS == 0:
+            self._of_engine.give(home.coordinator, self._engine())
+            home.send(self._of_engine.message(home.coordinator))
+
+    def _tell_own(self, home: Session | None) -> None:
+        sessions: dict[str, Session] = {}
+        if home is not None:
+            self._own.give(home.coordinator, self._meter.tally.families())
+            sessions[home.coordinator] = home
+        for cell, tally in self._meter.by_cell():
+            is_known = cell in self._fleet.cells
+            session = self._fleet.session(cell) if is_known else home
+            if session is None:
+                continue
+            self._own.give(session.coordinator, tally.families(), source=f"cell {cell}")
+            sessions[session.coordinator] = session
+            if not is_known:
+                # It is gone for good; what it was not told any more is in the sum all the same.
+                self._meter.forget(cell)
+                self._own.forget(f"cell {cell}")
+        for coordinator, session in sessions.items():
+            session.send(self._own.message(coordinator))

@@ -1,0 +1,149 @@
+"""The spans of a gateway: one for each HTTP request, below it one for each task that it becomes.
+
+A request's span has what HTTP knows, a task's what OpenTelemetry's conventions for generative AI
+ask for. Neither holds anything that a client wrote, its request id apart. Only made for requests
+that are sampled; whoever is not has None in its place.
+"""
+
+from starlette.types import Scope
+
+from coordinator.protocol import trace_context as words
+from coordinator.protocol.terms import TaskId, Tier
+from coordinator.protocol.tracing import Span, Tracing
+from gateway.admission.tiers import tier_name
+from gateway.http.errors import RequestState
+from gateway.http.routes import OTHER_ROUTE, route_name
+from gateway.relay.open_requests import Task
+from gateway.telemetry.meter import CHAT, OPERATION_OF_ROUTE, operation_of
+
+CROSSINGS_MAX = 64
+"""Most switches that are told of one task."""
+
+
+class RequestSpans:
+    """Begins the spans of requests."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        """Use a process's tracing."""
+        self._tracing = tracing
+
+    def begin(self, scope: Scope, traceparent: str, request_id: str) -> "RequestSpan | None":
+        """Begin the span of a request, if it is sampled; its `traceparent` may be anything."""
+        parent = words.read_traceparent(traceparent)
+        if not self._tracing.is_sampled(parent):
+            return None
+        method, route = scope["method"], route_name(scope["method"], scope["path"])
+        is_known = route != OTHER_ROUTE
+        about = {
+            words.HTTP_METHOD: method if is_known else "_OTHER",
+            words.HTTP_ROUTE: route,
+            words.URL_SCHEME: scope.get("scheme", "http"),
+            "aileron.request_id": request_id,
+        }
+        if route in OPERATION_OF_ROUTE:
+            about[words.OPERATION] = OPERATION_OF_ROUTE[route]
+        name = f"{method} {route}" if is_known else "HTTP"
+        return RequestSpan(self._tracing.start(name, parent, about, kind="server"))
+
+    def begin_line(self, path: str) -> "RequestSpan | None":
+        """Begin the span of a line of a batch, which no client waits for, if it is sampled."""
+        if not self._tracing.is_sampled(None):
+            return None
+        about = {words.OPERATION: OPERATION_OF_ROUTE.get(path, CHAT)}
+        return RequestSpan(self._tracing.start("batch line", None, about))
+
+
+class RequestSpan:
+    """The span of a request that is being answered."""
+
+    __slots__ = ("_span", "traceparent")
+
+    def __init__(self, span: Span) -> None:
+        """Wrap a span."""
+        self._span = span
+        self.traceparent = span.traceparent
+
+    def end(self, status: int, error_code: str, tier: Tier, request: RequestState) -> None:
+        """End it with what became of the request."""
+        about: dict[str, str | int | list[str]] = {words.HTTP_STATUS: status}
+        about["aileron.tier"] = tier_name(tier)
+        if request.generated_tokens:
+            about[words.OUTPUT_TOKENS] = request.generated_tokens
+        if request.finish_reasons:
+            about[words.FINISH_REASONS] = list(request.finish_reasons)
+        self._span.set(about)
+        error = error_code or (str(status) if status >= 500 else "")
+        # A client's own mistake is no error of the server's, as the conventions have it.
+        is_ours = status >= 500 or (error_code and status == 200)
+        if error and not is_ours:
+            self._span.set({words.ERROR_TYPE: error})
+        self._span.end(error=error if is_ours else "")
+
+
+class TaskSpans:
+    """Begins the spans of tasks."""
+
+    def __init__(self, tracing: Tracing, model: str) -> None:
+        """Use a process's tracing; `model` is the served name."""
+        self._tracing = tracing
+        self._model = model
+
+    def begin(
+        self, task: TaskId, parent: str, *, tier: Tier, prompt_tokens: int, max_tokens: int
+    ) -> "TaskSpan":
+        """Begin the span of a task of a sampled request."""
+        operation = operation_of(task)
+        about: dict[str, str | int] = {
+            words.OPERATION: operation,
+            words.PROVIDER_NAME: words.PROVIDER,
+            words.REQUEST_MODEL: self._model,
+            words.RESPONSE_MODEL: self._model,
+            words.REQUEST_MAX_TOKENS: max_tokens,
+            words.INPUT_TOKENS: prompt_tokens,
+            "aileron.task": task,
+            "aileron.tier": tier_name(tier),
+        }
+        return TaskSpan(self._tracing.start(f"{operation} {self._model}", parent, about))
+
+
+class TaskSpan:
+    """The span of a task, from its arrival at the relay until its last token is handed on."""
+
+    __slots__ = ("_crossings", "_error", "_span", "traceparent")
+
+    def __init__(self, span: Span) -> None:
+        """Wrap a span."""
+        self._span = span
+        self._crossings = 0
+        self._error = ""
+        self.traceparent = span.traceparent
+
+    def crossed(self, epoch: int, pause_s: float) -> None:
+        """A switch met the task: this is its first token of `epoch`, after such a pause."""
+        self._crossings += 1
+        if self._crossings <= CROSSINGS_MAX:
+            about = {"aileron.epoch": epoch, "aileron.pause_seconds": pause_s}
+            self._span.event(words.SWITCH_EVENT, about)
+
+    def failed(self, error_code: str) -> None:
+        """Note why the task will end; one that nobody waits for any more has no error."""
+        self._error = error_code
+
+    def ended(self, task: Task) -> None:
+        """End it with what was delivered."""
+        count = len(task.delivered)
+        about: dict[str, int | float] = {
+            words.OUTPUT_TOKENS: count,
+            "aileron.switches": self._crossings,
+        }
+        if count:
+            about[words.FIRST_CHUNK] = task.first_token_at_s - task.opened_at_s
+        if count > 1:
+            lasted_s = task.last_token_at_s - task.first_token_at_s
+            about["aileron.time_per_output_token"] = lasted_s / (count - 1)
+        self._span.set(about)
+        self._span.end(error=self._error)
+
+    def refused(self, error_code: str) -> None:
+        """End it for a task that was never opened."""
+        self._span.end(error=error_code)

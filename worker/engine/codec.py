@@ -1,0 +1,51 @@
+"""vLLM adapter: a task's opaque payload -> vLLM's Request; step outputs -> frames for gateways."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.structured_output import StructuredOutputManager
+
+from coordinator.protocol.wire import decode_frames
+from worker.engine.scheduling.handover import RunningState, restore
+
+
+class Intake:
+    """Decodes payloads; grammar compilation starts here, in vLLM's own thread pool."""
+
+    def __init__(
+        self, hasher: Callable[..., Any] | None, structured_output: StructuredOutputManager
+    ) -> None:
+        self._hasher = hasher
+        self._structured_output = structured_output
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+
+    def request(self, payload: bytes) -> Request:
+        """Build a fresh request; raises whatever vLLM finds wrong with it."""
+        core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
+        request = Request.from_engine_core_request(core_request, self._hasher)
+        if request.use_structured_output:
+            self._structured_output.grammar_init(request)
+        return request
+
+    def restored(self, payload: bytes, state: RunningState) -> Request:
+        """Build a request that goes on where another group left it, its block hashes known."""
+        core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
+        request = Request.from_engine_core_request(core_request, None)
+        restore(request, state, self._hasher)
+        if request.use_structured_output:
+            self._structured_output.grammar_init(request)
+        return request
+
+
+class OutputCodec:
+    """Encodes step outputs as vLLM's engine would; one instance per thread."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+
+    def frames(self, outputs: Sequence[EngineCoreOutput]) -> Sequence[bytes]:
+        """Frames that vLLM's front end decodes as the outputs of engine 0."""
+        return self._encoder.encode(EngineCoreOutputs(engine_index=0, outputs=list(outputs)))

@@ -1,0 +1,225 @@
+"""vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner and KV memory."""
+
+import functools
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+import torch
+import vllm.ir
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.device_allocator.alloc_conf import current_alloc_conf, set_alloc_conf
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_random_seed
+
+from comm_pool.layout import StepMode
+
+log = structlog.get_logger()
+
+NCCL_SETTINGS = {"NCCL_BUFFSIZE": 2 << 20, "NCCL_LL128_BUFFSIZE": 4915200 // 4}
+"""Bytes per channel and peer of NCCL's two large protocols; half and a quarter of its own.
+
+Small messages are custom all-reduce's, so LL128 has little to do. Fewer channels
+(NCCL_MAX_CTAS=16) would save more, but all-reduces of a prefill would take 9 to 12 % longer.
+"""
+
+TORCH_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""torch's own watchdog would end a process whose communicators are aborted to let it out of a
+collective, or which misses the store of a process that was lost; ranks have a watchdog."""
+
+MAX_SPLIT_MIB = 20
+"""From this size on, free blocks are used whole while weights are loaded; torch takes no less."""
+
+
+def prepare_launcher(base: VllmConfig) -> None:
+    """Do before ranks are forked what each of them would do alike, so that it is done once.
+
+    On CUDA nothing is imported here that might open a device: no process could use it after a fork.
+    """
+    if current_platform.is_cpu():
+        import vllm.model_executor.layers.quantization.online.base
+        import vllm.v1.worker.cpu_model_runner  # noqa: F401 -- each takes a second
+
+        _register_platform()
+        get_model_architecture(base.model_config)
+    # Ranks need not look through what was imported when they collect, nor copy its pages.
+    gc.collect()
+    gc.freeze()
+
+
+@functools.cache
+def _register_platform() -> None:
+    load_general_plugins()
+    current_platform.import_kernels()
+    current_platform.register_triton_kernel_overrides()
+
+
+def prepare_process(
+    base: VllmConfig, rank: int, threads: int, ranks_per_device: int = 1
+) -> torch.device:
+    """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
+    is_cpu = current_platform.is_cpu()
+    if is_cpu:
+        from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
+
+        _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
+    _register_platform()
+    # Without these two, vLLM's norms run as single torch operations: +1 ms per step on an H200.
+    base.kernel_config.ir_op_priority.set_default()
+    vllm.ir.set_default_torch_wrap(base.compilation_config.ir_enable_torch_wrap)
+    base.parallel_config.rank = rank
+    device = torch.device("cpu") if is_cpu else torch.device("cuda", rank // ranks_per_device)
+    if is_cpu:
+        base.parallel_config.disable_custom_all_reduce = True
+    else:
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        for name, value in {**NCCL_SETTINGS, **TORCH_SETTINGS}.items():
+            os.environ.setdefault(name, str(value))
+        if ranks_per_device > 1:
+            _share_device()
+        # Its workspace is one per process, whatever the group: here a rank has several groups.
+        os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
+
+        torch.cuda.set_device(device)
+        init_workspace_manager(device)
+    if threads:
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    set_random_seed(base.model_config.seed)
+    return device
+
+
+def _share_device() -> None:
+    """Let ranks of one device talk to each other; an NCCL before 2.30 says `Duplicate GPU`."""
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+    devices = range(torch.cuda.device_count())
+    if all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2)):
+        # vLLM looks for a device of each member, where there are fewer.
+        custom_all_reduce._can_p2p = _reaches
+        current_platform.is_fully_connected = _reaches
+
+
+def _reaches(*_: object) -> bool:
+    return True
+
+
+def make_runner(
+    config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+) -> Any:
+    """The runner of one width: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
+    if device.type == "cuda":
+        from worker.engine.runners.gpu import GpuModeRunner
+
+        return GpuModeRunner(config, device, trees)
+    from worker.engine.runners.cpu import ModeRunner
+
+    return ModeRunner(config, device, trees)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Device memory that is in use, by this process or others; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    gc.collect()  # What loading left behind would be counted for good.
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+@contextmanager
+def whole_blocks(device: torch.device) -> Iterator[None]:
+    """Cut nothing inside out of a large free block of torch's cache; vLLM's worker loads alike.
+
+    Quantized while loading, each layer frees its bf16 weights. A weight of a later layer that took
+    a part of such a block would keep all of it from the driver for good: 1.39 GB for the fp8
+    weights of a 70B model, which KV would lack.
+    """
+    if device.type == "cpu" or torch.cuda.memory.get_allocator_backend() != "native":
+        yield
+        return
+    given = current_alloc_conf()
+    # Torch forgets what the text does not name; of two values for one option the last counts.
+    named = [given.strip().rstrip(",")] if given.strip() else []
+    set_alloc_conf(",".join([*named, f"max_split_size_mb:{MAX_SPLIT_MIB}"]))
+    try:
+        yield
+    finally:
+        set_alloc_conf(given)
+
+
+class MemoryNotes:
+    """What start-up takes of a device, stage by stage, so that nothing of it is without a name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._used = used_bytes(device)
+        self.context = self._used
+        """Of the driver, before anything of ours is there."""
+
+    def note(self, stage: str) -> None:
+        """Log the bytes that this stage has left in use, and who holds what is in use by now.
+
+        What torch has reserved beyond what is allocated are free parts of blocks that it cannot
+        give back; what is outside of torch is the driver's, its libraries' or of other processes.
+        """
+        before, self._used = self._used, used_bytes(self._device)
+        if self._device.type != "cuda":
+            return
+        reserved = torch.cuda.memory_reserved(self._device)
+        log.info(
+            "device_memory",
+            stage=stage,
+            taken=self._used - before,
+            used=self._used,
+            allocated=torch.cuda.memory_allocated(self._device),
+            reserved=reserved,
+            outside=self._used - reserved,
+        )
+
+    def rest(self, named: int) -> int:
+        """Bytes in use now beside the context and what has a name."""
+        return max(0, used_bytes(self._device) - self.context - named)
+
+
+def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
+    """Peak of what one forward pass of the largest batch (`profile`) allocates; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    profile()
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def kv_budget_bytes(config: VllmConfig, device: torch.device, before: int, reserved: int) -> int:
+    """Memory for KV: what the user said, else what is left of the device.
+
+    `before` bytes were in use before the rank made anything: as in vLLM they are no part of the
+    share that was asked for. `reserved` bytes stay free for activations and for the graphs that are
+    captured afterwards.
+    """
+    given = config.cache_config.kv_cache_memory_bytes
+    if given is not None or device.type == "cpu":
+        assert given is not None, "the KV memory of CPU ranks is set by engine_arguments."
+        return int(given)
+    used = used_bytes(device)
+    free, total = torch.cuda.mem_get_info(device)
+    asked = int(config.cache_config.gpu_memory_utilization * total)
+    return min(asked - (used - before), free) - reserved

@@ -1,0 +1,74 @@
+"""vLLM adapter: what is ready for the groups of one width on this rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from comm_pool.layout import Group, Mode, StepMode
+from comm_pool.pool import Communicator
+from kvadaptor.translate import SlotTable, translate
+from worker.engine.config import ModeKey
+from worker.engine.scheduling.scheduler import ModeScheduler
+from worker.engine.scheduling.step_plan import StepPlan
+from worker.engine.step_times import StepTimes
+from worker.rank.no_room import NoRoomError
+
+
+@dataclass(slots=True)
+class PreparedMode:
+    """The ready objects of one width on this rank; `scheduler` only where this rank leads.
+
+    `key` names the mode that runner and configuration were made for: dp, or tp for wide groups.
+    """
+
+    key: ModeKey
+    communicator: Communicator
+    runner: Any
+    table: SlotTable | None
+    scheduler: ModeScheduler | None
+    config: VllmConfig
+    times: StepTimes
+    """How long steps take; a width that is not warm yet has none."""
+    _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
+
+    def calibrate(self, times: StepTimes) -> None:
+        """Choose by these times from now on."""
+        self.times = times
+        shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
+        self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank schedules for its group of this width."""
+        return self.communicator.rank_in_group == 0
+
+    def mode_of_step(self, group: Group, tokens: int) -> StepMode:
+        """How to compute a step of so many tokens in a group of this width."""
+        shared = group.mixed or Mode.SP
+        if group.mode is not Mode.SHIFT:
+            return shared if group.mode is Mode.SP else group.mode
+        start = self._from_tokens.get(shared)
+        return shared if start is not None and tokens >= start else Mode.TP
+
+    def execute(self, plan: StepPlan) -> Any:
+        """Run one step on this rank; the width must be selected.
+
+        On CUDA the result is still under way: `get_output` waits for it. Raises `NoRoomError`.
+        """
+        return self.ready(plan)()
+
+    def ready(self, plan: StepPlan) -> Callable[[], Any]:
+        """Return what runs a step later, as long as the width is selected, where its KV is now."""
+        output = plan.output if self.table is None else translate(plan.output, self.table)
+
+        def run() -> Any:
+            self.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
+            try:
+                return self.runner.run(output, plan.grammar, plan.resuming, plan.known)
+            except torch.OutOfMemoryError as error:
+                raise NoRoomError(str(error)) from None
+
+        return run

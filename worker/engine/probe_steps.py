@@ -1,0 +1,87 @@
+"""vLLM adapter: the probe as steps of requests that ask for the log-probabilities of their prompt.
+
+Steps are what a scheduler would plan, but none knows of them: each text is computed alone, at a
+safe point, and its KV goes to vLLM's null block, which is never read for a task. So the probe needs
+no page, hits and evicts nothing in the prefix cache, and whatever waits or runs stays as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from comm_pool.layout import StepMode
+from worker.engine.probe import error_max_nats, probe_texts
+from worker.engine.scheduling.step_plan import StepPlan
+from worker.rank.inflight_step import UnderWay
+
+NULL_BLOCK = 0
+"""It stands for blocks that a window has left behind; every slot table maps it to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeBatch:
+    """The texts of one model, and how far modes may be apart on them."""
+
+    texts: tuple[tuple[int, ...], ...]
+    error_max_nats: float
+
+    @classmethod
+    def of(cls, config: VllmConfig, tokens_per_slot: int) -> "ProbeBatch":
+        """Make the probe of a model whose KV blocks hold so many tokens."""
+        model = config.model_config
+        # The token that is drawn behind a text has to fit into the model's context too.
+        length = min(tokens_per_slot, model.max_model_len - 1)
+        length = min(length, config.scheduler_config.max_num_batched_tokens)
+        dtype = str(model.dtype).removeprefix("torch.")
+        limit = error_max_nats(
+            dtype, is_quantized=config.quant_config is not None, has_experts=model.is_moe
+        )
+        return cls(probe_texts(model.get_vocab_size(), length), limit)
+
+    def run(self, execute: Callable[[StepPlan], Any], mode: StepMode) -> tuple[float, ...]:
+        """Compute all texts in one mode; `execute` runs a step on all ranks of the group.
+
+        Returns the log-probability of each token behind a text's first, in nats.
+        """
+        values: list[float] = []
+        before: set[str] = set()
+        for number, text in enumerate(self.texts):
+            name = f"aileron-probe-{number}"
+            plan = StepPlan(_step_of(name, text, before), None, mode=mode)
+            values += _log_probabilities(UnderWay(plan, execute(plan)).tokens(), name)
+            before = {name}
+        last = SchedulerOutput.make_empty()
+        last.finished_req_ids = before
+        execute(StepPlan(last, None, mode=mode))
+        return tuple(values)
+
+
+def _step_of(name: str, text: tuple[int, ...], finished: set[str]) -> SchedulerOutput:
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            req_id=name,
+            prompt_token_ids=list(text),
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+            pooling_params=None,
+            block_ids=([NULL_BLOCK],),
+            num_computed_tokens=0,
+            lora_request=None,
+            prefill_token_ids=list(text),
+        )
+    ]
+    step.num_scheduled_tokens = {name: len(text)}
+    step.total_num_scheduled_tokens = len(text)
+    step.finished_req_ids = finished
+    return step
+
+
+def _log_probabilities(result: Any, name: str) -> list[float]:
+    """What a step's output says of the tokens of a prompt; nothing if it says nothing."""
+    told = (result.prompt_logprobs_dict or {}).get(name)
+    return [] if told is None else told.logprobs[:, 0].tolist()

@@ -1,0 +1,357 @@
+"""vLLM adapter: everything a rank prepares at start-up, one set of objects per width.
+
+Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV sized
+from what is truly left, schedulers, and the graphs and one warm step per mode. All ranks do it
+together, but for one that joins others while they serve (CPU): it does it alone. Afterwards
+selecting a width is two assignments: no allocation, no new process group, no collective. tp, sp and
+mixed modes of a width share all but the tree, so they change from one step to the next.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+from vllm import envs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from comm_pool.layout import Mode, Rank, StepMode
+from comm_pool.mailbox import Board
+from comm_pool.pool import CommunicatorPool, activate
+from kvadaptor.pages import PagePool
+from kvadaptor.transfer.movers import Mover
+from kvadaptor.translate import SlotTable
+from kvadaptor.views import LAYOUT, KVBuffer, geometry_of, whole_specs
+from worker.engine.calibrate import measure_steps, settle_parts
+from worker.engine.config import ModeKey, mode_config
+from worker.engine.counters import engine_totals, process_gauges
+from worker.engine.device import (
+    MemoryNotes,
+    activation_bytes,
+    kv_budget_bytes,
+    make_runner,
+    prepare_process,
+    used_bytes,
+)
+from worker.engine.mode import PreparedMode
+from worker.engine.peers import gathered_peers, shared_peers, take_kv
+from worker.engine.probe_steps import ProbeBatch
+from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
+from worker.engine.startup_cache import Measured, Probes
+from worker.engine.step_times import StepTimes
+from worker.engine.weights.layers import ViewError
+from worker.engine.weights.trees import TreeBuilder
+from worker.spec import RankSpec, modes_widths
+
+log = structlog.get_logger()
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total) while a rank starts."""
+
+
+def settle_environment() -> None:
+    """Let vLLM remember its environment variables, as its own engine does: steps ask for them."""
+    envs.enable_envs_cache()
+
+
+class RankEngine:
+    """A rank's replica, KV buffer, page accounting and prepared modes."""
+
+    def __init__(self, base: VllmConfig, spec: RankSpec, progress: Progress) -> None:
+        self.spec = spec
+        self.base = base
+        self.device = prepare_process(base, spec.rank, spec.threads, spec.ranks_per_device)
+        notes = MemoryNotes(self.device)
+        self._token = torch.zeros(64, device=self.device)
+        progress("communicators", 0, max(1, len(spec.widths) - 1 + len(spec.mixed)))
+        self.communicators = CommunicatorPool(
+            base,
+            rank=spec.rank,
+            first=spec.first,
+            world=spec.world,
+            widths=spec.widths,
+            mixed=spec.mixed,
+            init_method=spec.init_method,
+            device=self.device,
+            progress=lambda done, total: progress("communicators", done, total),
+            memory=spec.memory,
+            rehearses=spec.joins,
+        )
+        notes.note("communicators")
+        progress("weights", 0, 1)
+        self.keys = tuple(
+            ModeKey(Mode.DP if width == 1 else Mode.TP, width) for width in modes_widths(spec)
+        )
+        configs = {key: mode_config(base, key, LAYOUT.name) for key in self.keys}
+        builder = TreeBuilder(base, configs, self.keys, spec, self.communicators, self.device)
+        replica = builder.load()
+        progress("weights", 1, 1)
+        notes.note("weights")
+        trees = builder.trees(replica, lambda done, total: progress("modes", done, total))
+        notes.note("trees")
+        self.replica_bytes, self.view_bytes = builder.replica_bytes, builder.view_bytes
+        self.other_bytes: dict[str, int] = {"context": notes.context}
+        """Device memory of runners, graphs and activations, by piece."""
+        runners = {key: self._build_runner(configs[key], key, trees[key]) for key in self.keys}
+        self.kv = self._allocate_kv(configs, runners, progress)
+        progress("kv", 1, 1)
+        notes.note("graph trials and kv")
+        self.boards, self.mover = self._connect_peers()
+        notes.note("peers")
+        self.pages = PagePool(self.kv.num_pages)
+        self.block_hasher = self._block_hasher()
+        structured = StructuredOutputManager(configs[self.keys[0]])
+        self.structured_output = structured
+        self.modes = {
+            key: self._prepare(key, configs[key], runners[key], structured) for key in self.keys
+        }
+        self.probe = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot)
+        self.probed: Probes = {}
+        """Of the start."""
+        self._warm(progress)
+        notes.note("graphs and warm steps")
+        if spec.parts > 1:
+            # Alone it computes nothing: so it waits for those that have the other parts.
+            key = ModeKey(Mode.DP, 1)
+            config = mode_config(base, key, LAYOUT.name)
+            self.modes[key] = self._prepare(key, config, None, structured)
+        named = sum(size for name, size in self.memory() if name not in ("context", "activations"))
+        self.other_bytes["rest"] = notes.rest(named)
+
+    # ------------------------------------------------------------------ building
+
+    def _build_runner(
+        self, config: VllmConfig, key: ModeKey, trees: dict[StepMode, nn.Module]
+    ) -> Any:
+        activate(self.communicators.of_width(key.width))
+        before = used_bytes(self.device)
+        with set_current_vllm_config(config):
+            runner = make_runner(config, self.device, trees)
+        self.other_bytes[f"runner_{key}"] = max(0, used_bytes(self.device) - before)
+        return runner
+
+    def _reserved_bytes(
+        self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
+    ) -> int:
+        """Device memory that steps and graphs will need beside KV; a collective of all ranks.
+
+        vLLM measures a mode's graphs on a KV cache of a few blocks and throws them away, because
+        graphs hold addresses of the real one, which cannot be sized before.
+        """
+        first = self.keys[0]
+        activate(self.communicators.of_width(first.width))
+        with set_current_vllm_config(configs[first]):
+            activations = activation_bytes(self.device, runners[first].profile_run)
+        self.other_bytes["activations"] = activations
+        expected: list[tuple[int, int]] = []
+        for done, key in enumerate(self.keys):
+            progress("graph trial", done, len(self.keys))
+            communicator = self.communicators.of_width(key.width)
+            activate(communicator)
+            communicator.group.barrier()
+            with set_current_vllm_config(configs[key]):
+                expected.append(runners[key].expected_graph_bytes())
+        progress("graph trial", len(self.keys), len(self.keys))
+        graphs = max(working for working, _ in expected) + sum(rest for _, rest in expected)
+        log.info("memory_reserved", rank=self.spec.rank, activations=activations, graphs=graphs)
+        return activations + graphs
+
+    def _allocate_kv(
+        self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
+    ) -> KVBuffer:
+        config, runner = configs[self.keys[0]], runners[self.keys[0]]
+        with set_current_vllm_config(config):
+            specs = whole_specs(runner.get_kv_cache_spec(), config)
+        if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
+            raise ViewError("the model has layers without plain attention; they cannot be split.")
+        reserved = self._reserved_bytes(configs, runners, progress)
+        budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
+        geometry = geometry_of(specs)
+        pages = geometry.num_pages(budget)
+        if config.cache_config.num_gpu_blocks_override is not None:
+            pages = config.cache_config.num_gpu_blocks_override
+        widest = self.spec.widest  # It serves what no rank holds alone.
+        longest = config.model_config.max_model_len
+        if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
+            raise ViewError(
+                f"{pages} pages of KV memory, but a group {widest} wide needs {need} for a task of "
+                f"{longest} tokens: raise --kv-cache-memory-bytes or lower --max-model-len."
+            )
+        memory = self.spec.memory
+        take = partial(take_kv, memory, self.spec.rank) if memory is not None else None
+        return KVBuffer(specs, pages, self.device, take)
+
+    def _connect_peers(self) -> tuple[dict[Rank, Board], Mover]:
+        """Boards and KV memory of all that it can move tasks to."""
+        spec = self.spec
+        if spec.memory is not None:
+            boards, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
+        else:
+            boards, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
+        for width in spec.widths:
+            if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
+                mover.warm(width)
+        return boards, mover
+
+    @property
+    def is_synchronous(self) -> bool:
+        """A step is over when it was launched."""
+        return self.device.type == "cpu"
+
+    @property
+    def holds_steps(self) -> bool:
+        """A group is left for a move with a held step instead of one that is under way."""
+        return self.is_synchronous
+
+    def done(self) -> Callable[[], bool]:
+        """Return what tells whether the device has done all that was launched until now."""
+        if self.device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: bool(event.query())
+
+    def mark(self) -> Callable[[], None]:
+        """Return what lets the caller's later work wait for what this thread has launched."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def meet(self, mode: PreparedMode) -> None:
+        """What is launched from now on comes behind what all members of the group have launched."""
+        mode.communicator.group.all_reduce(self._token)
+
+    def copy_aside(self) -> None:
+        """Let the calling thread's copies run beside the steps that are under way."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            # Before the kernels of a step that has not ended: all that follows waits for copies.
+            torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-1))
+
+    def _prepare(
+        self,
+        key: ModeKey,
+        config: VllmConfig,
+        runner: Any,
+        structured: StructuredOutputManager,
+    ) -> PreparedMode:
+        communicator = self.communicators.of_width(key.width)
+        activate(communicator)
+        kv_config = self.kv.config(key.width)
+        config.cache_config.num_gpu_blocks = kv_config.num_blocks
+        slots = self.kv.geometry.slots_per_page(key.width)
+        with set_current_vllm_config(config):
+            if runner is not None:
+                runner.adopt_kv(kv_config, self.kv, key.width)
+            scheduler = None
+            if communicator.rank_in_group == 0:
+                asynchronous = config.scheduler_config.async_scheduling
+                kind = AsyncModeScheduler if asynchronous else ModeScheduler
+                scheduler = kind(config, kv_config, structured, slots)
+        table = SlotTable(self.kv.num_pages, slots) if key.width > 1 else None
+        times = StepTimes(key.width, {})
+        return PreparedMode(key, communicator, runner, table, scheduler, config, times)
+
+    def _block_hasher(self) -> "Callable[..., list[bytes]] | None":
+        cache = self.base.cache_config
+        if not cache.enable_prefix_caching:
+            return None
+        hash_fn = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        return get_request_block_hasher(cache.block_size, hash_fn)
+
+    def _warm(self, progress: Progress) -> None:
+        """Graphs, one forward pass per mode and its step times, all ranks in one order.
+
+        Who joins others that serve takes over what needs them, and is with them from here on.
+        """
+        spec, known = self.spec, None
+        if spec.joins and spec.memory is not None:
+            known = Measured.left(spec.memory, spec.rank)
+        for done, (key, mode) in enumerate(self.modes.items()):
+            progress("warm", done, len(self.modes))
+            self.select(key.width)
+            mode.communicator.group.barrier()
+            with set_current_vllm_config(mode.config):
+                self.other_bytes[f"graphs_{key}"] = mode.runner.prepare_graphs()
+                mode.runner.warm()
+                mode.communicator.group.barrier()
+                settle_parts(mode.runner, self.device)
+                if known is None:
+                    mode.calibrate(measure_steps(mode.runner, key.width, self.device))
+                else:
+                    mode.calibrate(known.times[key.width])
+            if known is None or key.width == 1:
+                self._probe(mode)
+        if known is not None:
+            self.probed = {**known.probed, **self.probed}
+        elif spec.memory is not None:
+            times = {key.width: mode.times for key, mode in self.modes.items()}
+            Measured(times, self.probed).leave(spec.memory, spec.rank)
+            self.communicators.of_width(max(spec.widths)).group.barrier()
+        self.communicators.join()
+        progress("warm", len(self.modes), len(self.modes))
+
+    def _probe(self, mode: PreparedMode) -> None:
+        """Compute the probe in all modes of a width that is selected, together with its group."""
+        for each in mode.runner.modes:
+            started_ns = time.perf_counter_ns()
+            values = self.probe.run(mode.execute, each)
+            took_us = (time.perf_counter_ns() - started_ns) // 1000
+            self.probed[mode.key.width, each] = values, took_us
+
+    # ------------------------------------------------------------------ serving
+
+    def of_width(self, width: int) -> PreparedMode:
+        """What is ready for groups of this width, whatever their mode."""
+        return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
+
+    def select(self, width: int, born: int = 0) -> PreparedMode:
+        """Make this the width that vLLM's layers of this process compute in, for a formation."""
+        mode = self.of_width(width)
+        self.communicators.enter(born)
+        activate(mode.communicator)
+        return mode
+
+    def memory(self) -> tuple[tuple[str, int], ...]:
+        """(what, bytes) of weights, views, communicators and KV."""
+        communicators = tuple(
+            (f"communicator_{name}", each.memory_bytes) for name, each in self.communicators.named()
+        )
+        views = tuple((f"views_{name}", size) for name, size in self.view_bytes.items())
+        return (
+            ("weights", self.replica_bytes),
+            *views,
+            *communicators,
+            *((name, size) for name, size in self.other_bytes.items() if size),
+            ("kv", self.kv.raw.numel()),
+        )
+
+    def communicator_ms(self) -> dict[str, float]:
+        """How long each communicator took to create and warm, in milliseconds."""
+        return {
+            f"communicator_{name}_ms": round(each.created_ms, 1)
+            for name, each in self.communicators.named()
+        }
+
+    def step_times(self) -> tuple[StepTimes, ...]:
+        """What was measured at start-up, by width."""
+        return tuple(mode.times for mode in self.modes.values() if mode.times.curves)
+
+    def gauges(self) -> tuple[tuple[str, int], ...]:
+        """What a leak would show in, and what vLLM's schedulers counted."""
+        return (
+            *process_gauges(),
+            ("process_groups", self.communicators.process_groups()),
+            ("process_groups_at_start", self.communicators.created),
+            *engine_totals(mode.scheduler for mode in self.modes.values()),
+        )

@@ -1,0 +1,1 @@
+"""vLLM's model runners, one for each kind of device."""

@@ -1,0 +1,229 @@
+"""vLLM adapter: one model runner per mode, over a ready module tree and a view of the KV buffer.
+
+This is the seam for model runner V1, which vLLM uses on CPU. Four things differ from vLLM's own:
+the KV cache is adopted instead of allocated, a step may be computed by one of several trees, a task
+that continues elsewhere enters with the tokens it has, and random draws depend on (seed, position)
+alone, so that they are the same in every mode, on every rank of a group and after a hand-over.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingType
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.utils import bind_kv_cache
+
+from comm_pool.layout import StepMode
+from kvadaptor.views import KVBuffer
+from worker.engine.calibrate import CPU_TOKENS_MAX
+from worker.engine.scheduling.step_plan import TokenIds, Tokens, give_lists, listed
+from worker.engine.sequence_parallel.exchange import Exchange
+from worker.engine.sequence_parallel.tree import exchange_of
+
+_SEED_MASK = (1 << 63) - 1
+_MIX = 0x9E3779B97F4A7C15
+"""Weyl constant of splitmix64; spreads consecutive positions over the seed space."""
+
+
+def position_seed(seed: int, position: int) -> int:
+    """Seed of the draw for output token `position`, counted from 0 (splitmix64 finaliser)."""
+    z = (seed + (position + 1) * _MIX) & ((1 << 64) - 1)
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
+    return (z ^ (z >> 31)) & _SEED_MASK
+
+
+class PositionGenerator(torch.Generator):
+    """A request's generator; it is seeded anew before each draw, so it has no offset to rewind.
+
+    vLLM 0.32 rewinds generators after a partial prefill, which CPU generators refuse with an error.
+    """
+
+    def get_offset(self) -> int:
+        """See the class."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """See the class."""
+
+
+class ModeRunner(CPUModelRunner):
+    """vLLM's CPU runner for the groups of one width."""
+
+    def __init__(
+        self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
+    ) -> None:
+        """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
+        super().__init__(config, device)
+        self._trees = dict(trees)
+        self.model = next(iter(self._trees.values()))
+        self._kv_views: dict[str, torch.Tensor] = {}
+        self._resuming: Mapping[str, list[int]] = {}
+        self._forgotten: frozenset[str] = frozenset()
+
+    def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
+        """Use the rank's buffer as the KV cache of this width."""
+        self._kv_views = kv.views(width)
+        self.initialize_kv_cache(config)
+
+    def initialize_kv_cache_tensors(
+        self,
+        kv_cache_config: KVCacheConfig,
+        kernel_block_sizes: list[int],
+        kv_cache_allocation_context: AbstractContextManager[Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Bind the adopted views instead of allocating."""
+        bind_kv_cache(
+            self._kv_views, self.compilation_config.static_forward_context, self.kv_caches
+        )
+        return self._kv_views
+
+    @property
+    def modes(self) -> tuple[StepMode, ...]:
+        """How a step can be computed; the first is vLLM's own way."""
+        return tuple(self._trees)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The exchange of its sp steps, if it has any."""
+        return exchange_of(self._trees)
+
+    @property
+    def graphed_tokens(self) -> int:
+        """Up to so many tokens every step of the first tree replays a graph: none does on CPU."""
+        return 0
+
+    def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
+        """Compute in this mode from now on; modes of a width share everything but the tree."""
+        del reads_prompts  # There are no graphs on CPU.
+        self.model = self._trees[mode]
+
+    def run(
+        self,
+        step: SchedulerOutput,
+        grammar: GrammarOutput | None,
+        resuming: Mapping[str, TokenIds],
+        known: Mapping[str, Tokens],
+    ) -> ModelRunnerOutput:
+        """Execute one step; `resuming` gives the tokens that new tasks of it already have."""
+        del known  # Of the same tasks, as arrays.
+        give_lists(step)
+        self._resuming = {name: listed(ids) for name, ids in resuming.items()}
+        output = self.execute_model(step)
+        if output is None:
+            output = self.sample_tokens(grammar)
+        assert isinstance(output, ModelRunnerOutput)
+        return output
+
+    def forget_tasks(self) -> None:
+        """Let no task be known any more at the next step: some were left in mid-step."""
+        self._forgotten = frozenset(self.requests)
+
+    def expected_graph_bytes(self) -> tuple[int, int]:
+        """There are no graphs on CPU."""
+        return 0, 0
+
+    def prepare_graphs(self) -> int:
+        """There are no graphs on CPU."""
+        return 0
+
+    def warm(self) -> None:
+        """Compute once in each mode. All ranks of the group must call it together.
+
+        A step of the largest size would take seconds, and on CPU leaves nothing behind.
+        """
+        for mode in self._trees:
+            self.use(mode)
+            self._dummy_run(min(self.max_num_tokens, CPU_TOKENS_MAX))
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._forgotten:
+            finished = scheduler_output.finished_req_ids | self._forgotten
+            scheduler_output = dataclasses.replace(scheduler_output, finished_req_ids=finished)
+            self._forgotten = frozenset()
+        new = scheduler_output.scheduled_new_reqs
+        step = self._continue_tasks(scheduler_output) if self._resuming else scheduler_output
+        correction = super()._update_states(step)
+        for request in new:
+            self._use_position_generator(request.req_id)
+        return correction
+
+    def _use_position_generator(self, req_id: str) -> None:
+        state = self.requests[req_id]
+        params = state.sampling_params
+        if params is None or params.sampling_type != SamplingType.RANDOM_SEED:
+            return
+        state.generator = PositionGenerator(device=self.device)
+        index = self.input_batch.req_id_to_index.get(req_id)
+        if index is not None:
+            self.input_batch.generators[index] = state.generator
+
+    def _continue_tasks(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Turn new requests that have tokens already into vLLM's "resumed from preemption" ones."""
+        cached = step.scheduled_cached_reqs
+        resumed = [r for r in step.scheduled_new_reqs if r.req_id in self._resuming]
+        # A task may come back to the mode that it left before that mode's next step: its old state
+        # must go first, or vLLM would take the new one away with it.
+        again = step.finished_req_ids & {r.req_id for r in resumed}
+        for req_id in again:
+            self.requests.pop(req_id, None)
+            self.num_prompt_logprobs.pop(req_id, None)
+            self.input_batch.remove_request(req_id)
+        for request in resumed:
+            self.requests[request.req_id] = _state_of(request, self._resuming[request.req_id])
+        return dataclasses.replace(
+            step,
+            finished_req_ids=step.finished_req_ids - again,
+            scheduled_new_reqs=[
+                r for r in step.scheduled_new_reqs if r.req_id not in self._resuming
+            ],
+            scheduled_cached_reqs=dataclasses.replace(
+                cached,
+                req_ids=cached.req_ids + [r.req_id for r in resumed],
+                resumed_req_ids=cached.resumed_req_ids | {r.req_id for r in resumed},
+                new_block_ids=cached.new_block_ids + [r.block_ids for r in resumed],
+                num_computed_tokens=cached.num_computed_tokens
+                + [r.num_computed_tokens for r in resumed],
+                num_output_tokens=cached.num_output_tokens
+                + [len(self._resuming[r.req_id]) for r in resumed],
+            ),
+        )
+
+    def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Count ranks without torch.compile, which takes seconds at the first prompt."""
+        with torch.compiler.set_stance("force_eager"):
+            return super()._get_prompt_logprobs_dict(*args, **kwargs)
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        batch = self.input_batch
+        for index, generator in batch.generators.items():
+            state = self.requests[batch.req_ids[index]]
+            position = len(state.output_token_ids)
+            generator.manual_seed(position_seed(state.sampling_params.seed, position))
+        return super()._sample(logits, spec_decode_metadata)
+
+
+def _state_of(request: NewRequestData, generated: list[int]) -> CachedRequestState:
+    return CachedRequestState(
+        req_id=request.req_id,
+        prompt_token_ids=request.prompt_token_ids,
+        prompt_embeds=request.prompt_embeds,
+        prompt_is_token_ids=request.prompt_is_token_ids,
+        mm_features=request.mm_features,
+        sampling_params=request.sampling_params,
+        pooling_params=request.pooling_params,
+        generator=None,
+        block_ids=request.block_ids,
+        num_computed_tokens=request.num_computed_tokens,
+        output_token_ids=list(generated),
+        lora_request=request.lora_request,
+    )

@@ -1,0 +1,1 @@
+"""vLLM's scheduler for one mode: blocks that are granted, tasks that are handed over."""

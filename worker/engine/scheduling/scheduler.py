@@ -1,0 +1,353 @@
+"""vLLM adapter: vLLM's scheduler for one mode, over the blocks that are granted to it.
+
+The block pool knows every logical block of the mode, but only granted ones are free to allocate.
+Parking withdraws all free blocks and tells which lease indices (pages) running tasks still hold;
+those tasks simply stay where they are until their mode is bound again.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from coordinator.protocol.prefixes import prefix_hashes
+from kvadaptor.pages import distinct
+from worker.engine.counters import EngineCounts
+from worker.engine.scheduling.grants import BlockGrants
+from worker.engine.scheduling.handover import (
+    CachedChain,
+    FinishedChains,
+    RunningState,
+    cache_chain,
+    can_move,
+    forget_hashes,
+    register_blocks,
+    running_state,
+    take_blocks,
+)
+from worker.engine.scheduling.step_plan import StepPlan, Tokens
+
+REGISTERED_PER_STEP = 32
+"""Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
+
+
+class ModeScheduler(Scheduler):
+    """vLLM's scheduler for the group of one width that this rank leads."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_config: KVCacheConfig,
+        structured_output: StructuredOutputManager,
+        slots_per_page: int,
+    ) -> None:
+        block_size = kv_config.kv_cache_groups[0].kv_cache_spec.block_size
+        super().__init__(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=structured_output,
+            block_size=block_size,
+            hash_block_size=block_size,
+            log_stats=True,
+        )
+        # Blocks of a task that ends while a step of it is under way are not free before that ends.
+        self.defer_block_free = True
+        self._counts = EngineCounts()
+        self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
+        self._generated: dict[str, list[int]] = {}
+        self._known: dict[str, Tokens] = {}
+        """Tokens of tasks that have moved here and were not sent to followers yet."""
+        self._unfed_grammars: set[str] = set()
+        self._finished_chains = FinishedChains(self.block_size)
+        self._unregistered: list[Request] = []
+        """Tasks that a move brought, whose blocks cannot be hit yet."""
+        self._gone: set[str] = set()
+        """Tasks that a move took away, and that vLLM has not been told of yet."""
+
+    def add_task(self, request: Request, generated: list[int]) -> None:
+        """Take a task into the waiting queue; `generated` tokens were made by earlier attempts."""
+        if generated:
+            request.append_output_token_ids(generated)
+            request.prefill_stats = None  # Was reported by the first attempt.
+            if request.sampling_params is not None:
+                request.sampling_params.prompt_logprobs = None  # Likewise.
+            self._generated[request.request_id] = generated
+            if request.use_structured_output:
+                self._unfed_grammars.add(request.request_id)
+        self._take_in(request)
+
+    def counted(self) -> EngineCounts:
+        """What vLLM counted since the rank started."""
+        self._counts.drain(self.kv_cache_manager)
+        return self._counts
+
+    def make_stats(self, *_: Any, **__: Any) -> None:
+        """Leave vLLM's statistics where they are: a rank tells totals, not a share per step."""
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._counts.preemptions += 1
+
+    def _take_in(self, request: Request) -> None:
+        """Queue a request; a front end that has tokens of it knows when it was queued first."""
+        self.add_request(request)
+        if request.num_output_tokens:
+            request.events.clear()
+
+    def plan_step(self, settle: Callable[[], None]) -> StepPlan:
+        """Schedule one step; `settle` finishes the one under way if a grammar needs it."""
+        output = self.schedule()
+        if not output.total_num_scheduled_tokens:
+            self._make_room()
+        if getattr(output, "pending_structured_output_tokens", False):
+            settle()
+        resuming = {
+            r.req_id: self._generated.pop(r.req_id)
+            for r in output.scheduled_new_reqs
+            if r.req_id in self._generated
+        }
+        known = {
+            name: self._whole(name, self._known.pop(name))
+            for name in (each.req_id for each in output.scheduled_new_reqs)
+            if name in self._known
+        }
+        return StepPlan(output, self.get_grammar_bitmask(output), resuming, known=known)
+
+    def _whole(self, name: str, known: Tokens) -> Tokens:
+        """All tokens of a task, of which the first are known."""
+        more = self.requests[name]._all_token_ids[known.size :]
+        return np.append(known, np.array(more, dtype=np.int32)) if more else known
+
+    def _make_room(self) -> None:
+        """Let a task that a move brought give up its KV if all of them wait for a block.
+
+        vLLM preempts tasks that run; these came with all blocks in use, and none runs yet.
+        """
+        waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
+        if self.running or not waiting:
+            return
+        last = waiting[-1]
+        self.kv_holding_waiting.remove_request(last)
+        self.kv_cache_manager.free(last)
+        last.num_computed_tokens = 0
+        self.waiting.prepend_request(last)
+
+    def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Update all tasks of a step and return what their clients must be told."""
+        by_client = self.update_from_output(plan.output, result)
+        for request in self._unregistered[:REGISTERED_PER_STEP]:
+            if self.requests.get(request.request_id) is request:
+                register_blocks(self.kv_cache_manager, request)
+        del self._unregistered[:REGISTERED_PER_STEP]
+        return [output for outputs in by_client.values() for output in outputs.outputs]
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        ready = super()._handle_blocked_waiting_request(request)
+        if ready and request.request_id in self._unfed_grammars:
+            self._unfed_grammars.discard(request.request_id)
+            accepted = self.structured_output_manager.accept_tokens(
+                request, list(request.output_token_ids)
+            )
+            if not accepted:
+                self.grammar_compile_error_reqs.add(request.request_id)
+                return False
+        return bool(ready)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no task is left; vLLM may still have finished ids to tell its runner."""
+        return not self.requests
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the runner may have no room for one more task: some are only to be told of."""
+        known = len(self.requests) + len(self.finished_req_ids)
+        return bool(known >= self.max_num_running_reqs)
+
+    @property
+    def reads_no_prompt(self) -> bool:
+        """Whether each task that runs computes its last token in the next step, and no other."""
+        return all(each.num_tokens - each.num_computed_tokens == 1 for each in self.running)
+
+    def holding(self) -> list[str]:
+        """Tasks that hold KV: these can pause, or move.
+
+        They run, or came from another group and have not run here yet.
+        """
+        held = self._manager.req_to_blocks
+        return [each for each in self.requests if held.get(each) and each not in self._gone]
+
+    def held_blocks(self) -> list[int]:
+        """The logical blocks of all tasks that hold KV; shared ones more than once.
+
+        With those of ended tasks that the step under way still writes into.
+        """
+        held = self._manager.req_to_blocks
+        return self._still_written() + [
+            block.block_id for name in self.holding() for block in held[name]
+        ]
+
+    def _still_written(self) -> list[int]:
+        return [block.block_id for _, freed in self.deferred_frees for block in freed]
+
+    @property
+    def frees_behind(self) -> bool:
+        """Blocks are free when the step under way is over."""
+        return bool(self.deferred_frees)
+
+    def withdraw(self) -> npt.NDArray[np.int64]:
+        """Park: returns the lease indices that the tasks which stay still hold."""
+        self._finished_chains.clear()
+        return self.grants.withdraw(self.held_blocks())
+
+    def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
+        """What another group could go on with: running tasks, and chains that can be hit."""
+        states = [
+            running_state(self.requests[name], self._blocks_of(name), self.block_size)
+            for name in self.holding()
+            if can_move(self.requests[name])
+        ]
+        pool = self.kv_cache_manager.block_pool
+        return states, self._finished_chains.cached(pool, cached_blocks_max)
+
+    def written_blocks(self) -> npt.NDArray[np.int64]:
+        """The logical blocks that the step under way writes into, those of ended tasks included."""
+        blocks = self._still_written()
+        for name in self.holding():
+            request = self.requests[name]
+            if request.num_in_flight_tokens:
+                settled = request.num_computed_tokens - request.num_in_flight_tokens
+                blocks += self._blocks_of(name)[settled // self.block_size :]
+        return np.array(blocks, dtype=np.int64)
+
+    def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
+        """The tokens of these tasks that came since they were told, but of those that ended."""
+        return {
+            state.task: self.requests[state.task]._output_token_ids[state.count :]
+            for state in states
+            if state.task in self.requests
+        }
+
+    def forget_steps(self) -> None:
+        """No step is under way: what was planned last will never be finished."""
+        self.processed_step_seq = self.sched_step_seq
+        self._drain_deferred_frees()
+
+    def adopt(
+        self,
+        tasks: Iterable[tuple[Request, npt.NDArray[np.int64]]],
+        chains: Sequence[CachedChain],
+        granted: npt.NDArray[np.int64],
+        indices: npt.NDArray[np.int64],
+        known: Mapping[str, Tokens] | None = None,
+    ) -> None:
+        """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
+
+        The blocks are among those of the lease indices `granted`, free, and their KV is there.
+        `chains` are oldest first; `indices` are those of a wide group that the move has filled.
+        `known` are the tasks' tokens as followers get them, but for those that came since.
+        """
+        self._known |= known or {}
+        self.tidy()
+        self.grants.extend(granted)
+        self.grants.bundle(indices)
+        pool = self.kv_cache_manager.block_pool
+        moved = list(tasks)
+        filled = [blocks for _, blocks in moved] + [chain.blocks for chain in chains]
+        if filled and self.kv_cache_manager.enable_caching:
+            forget_hashes(pool, distinct(np.concatenate(filled), len(pool.blocks)).tolist())
+        for request, blocks in moved:
+            take_blocks(self.kv_cache_manager, request, blocks)
+            self._unregistered.append(request)
+            generated = list(request.output_token_ids)
+            if generated:
+                self._generated[request.request_id] = generated
+                if request.use_structured_output:
+                    self._unfed_grammars.add(request.request_id)
+            self._take_in(request)
+        if self.kv_cache_manager.enable_caching:
+            for chain in chains:
+                cache_chain(pool, chain, self.block_size)
+                self._finished_chains.remember(chain.hashes, chain.prefixes)
+
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        # What has moved is forgotten behind a switch, where there is no time to hash it.
+        if request.block_hashes and request.request_id not in self._gone:
+            prefixes = prefix_hashes(request.prompt_token_ids or ())
+            self._finished_chains.remember(request.block_hashes, prefixes)
+        freed: tuple[dict[str, Any] | None, dict[str, Any] | None] = super()._free_request(
+            request, delay_free_blocks
+        )
+        return freed
+
+    @property
+    def _manager(self) -> Any:
+        (only,) = self.kv_cache_manager.coordinator.single_type_managers
+        return only
+
+    def grant(self, indices: npt.NDArray[np.int64]) -> None:
+        """Bind: the pages of these lease indices are there to allocate from."""
+        self.tidy()
+        self.grants.grant(indices)
+
+    def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
+        """Tasks of the parked mode with a block in one of these lease indices."""
+        slots = self.grants.slots_per_page
+        named = np.zeros(self.grants.indices, dtype=np.bool_)
+        named[indices] = True
+        if not named[self.grants.kept].any():
+            return []
+        return [
+            request_id
+            for request_id in self.holding()
+            if named[np.array(self._blocks_of(request_id)) // slots].any()
+        ]
+
+    def _blocks_of(self, request_id: str) -> list[int]:
+        return [block.block_id for block in self._manager.req_to_blocks.get(request_id, ())]
+
+    def not_holding(self) -> list[str]:
+        """Tasks that hold no KV: waiting, or preempted by vLLM."""
+        held = set(self.holding())
+        return [each for each in self.requests if each not in held and each not in self._gone]
+
+    def not_movable(self) -> list[str]:
+        """Tasks that hold KV with which another group could not go on."""
+        return [name for name in self.holding() if not can_move(self.requests[name])]
+
+    def leave_to_others(self, request_ids: Iterable[str]) -> None:
+        """Forget tasks that go on elsewhere: at once for us, for vLLM when there is time."""
+        self._gone.update(each for each in request_ids if each in self.requests)
+
+    def tidy(self) -> None:
+        """Free what is left of tasks that have gone: some 30 microseconds for each."""
+        if self._gone:
+            self.take_back(self._gone)
+            self._gone.clear()
+            self._finished_chains.clear()
+
+    def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
+        """Remove tasks, free their blocks and return the tokens each has generated so far."""
+        found = {i: self.requests[i] for i in request_ids if i in self.requests}
+        generated = {i: list(request.output_token_ids) for i, request in found.items()}
+        self.finish_requests(list(found), RequestStatus.FINISHED_ABORTED)
+        for request_id in found:
+            self._generated.pop(request_id, None)
+            self._known.pop(request_id, None)
+            self._unfed_grammars.discard(request_id)
+        return generated
+
+
+class AsyncModeScheduler(ModeScheduler, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler: the next step is planned while one runs."""

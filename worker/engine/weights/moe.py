@@ -1,0 +1,176 @@
+"""vLLM adapter: experts of Qwen3-MoE and Mixtral, viewed per rank as one range of whole experts.
+
+In tp of width k rank r holds experts r·E/k … (r+1)·E/k - 1 and computes every token's share of
+them; the sum over the ranks is vLLM's own all-reduce. A range of whole experts is one piece of
+memory in whatever order a kernel wants each expert's weights, so nothing is copied; why not a slice
+of every expert is in docs/adr/0016. In dp and in sp a rank computes with all experts.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import layer
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+from worker.engine.weights.layers import ViewError, own_range
+
+PROOF_TOKENS = (8, 256)
+"""Tokens of the two proofs of a rank's experts: few and many."""
+
+PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""Largest error of any token relative to the typical one: kernels sum in different orders."""
+
+
+@RoutedExperts.register_oot
+class RankedExperts(RoutedExperts):
+    """vLLM's experts; on CPU, whose kernel knows no expert map, others' experts weigh nothing."""
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        """(T, hidden) and (T, top_k) weights and experts -> (T, hidden), this rank's part."""
+        if x.device.type == "cpu" and self._expert_map is not None:
+            local = self._expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(local < 0, 0)
+            topk_ids = local.clamp_min(0).to(topk_ids.dtype)
+        return super().forward_modular(x, topk_weights, topk_ids, *rest, **named)
+
+
+def is_moe(config: VllmConfig) -> bool:
+    """Whether vLLM takes the model for one with experts."""
+    return bool(config.model_config.is_moe)
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
+    """Name and experts of each layer that has some."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield name, module
+
+
+def check_experts(name: str, experts: RoutedExperts) -> None:
+    """Refuse experts whose memory is unknown to us."""
+    method = experts.quant_method
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        raise ViewError(
+            f"layer {name} has quantized experts, which cannot be viewed per rank yet: serve the "
+            "bf16 checkpoint."
+        )
+    if method.is_monolithic:
+        raise ViewError(
+            f"layer {name} routes inside its kernel, which takes a rank's experts for all of them: "
+            "serve with --moe-backend triton."
+        )
+
+
+def check_expert_count(config: VllmConfig, width: int) -> None:
+    """Refuse a width that does not share the experts out evenly."""
+    if not is_moe(config):
+        return
+    experts = config.model_config.get_num_experts()
+    if experts % width:
+        raise ViewError(
+            f"width {width} does not divide the model's {experts} experts: use smaller --widths."
+        )
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether a tp tree takes the replica's module itself: a router's gate is not split."""
+    return isinstance(module, GateLinear)
+
+
+def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
+    """Make a rank's experts views of the replica's, or of those of the part that they are in."""
+    for param_name, param in list(own._parameters.items()):
+        if param is None:
+            continue
+        view = own_range(full._parameters[param_name].data, 0, width, rank, own.local_num_experts)
+        if len(view) != own.local_num_experts:
+            raise ViewError(f"{name}.{param_name} is not one range of whole experts.")
+        own._parameters[param_name] = nn.Parameter(view, requires_grad=False)
+
+
+@contextmanager
+def real_expert_maps(device: torch.device) -> Iterator[None]:
+    """Trees that are built on meta inside get their maps of experts on `device`.
+
+    vLLM 0.32 reads a map while it builds it, which meta tensors refuse, and its factory offers no
+    other way in than the name by which it finds the class.
+    """
+    own = layer.ExpertMapManager
+
+    def on_device(*args: Any, **kwargs: Any) -> Any:
+        with device:
+            return own(*args, **kwargs)
+
+    layer.ExpertMapManager = on_device
+    try:
+        yield
+    finally:
+        layer.ExpertMapManager = own
+
+
+def experts_shell(full: MoERunner, context: dict[str, nn.Module], mode: str) -> MoERunner:
+    """A tree's experts under a name of their own, that of a mode of a step before theirs.
+
+    vLLM looks layers with experts up by name where a step's attention is looked up, and there the
+    name alone is the tp tree's.
+    """
+    shell = copy.copy(full)
+    shell._modules = dict(full._modules)
+    shell.layer_name = f"{mode}.{full.layer_name}"
+    context[shell.layer_name] = shell
+    return shell
+
+
+def prove_experts(
+    tree: nn.Module, replica: nn.Module, *, width: int, rank_in_group: int, device: torch.device
+) -> int:
+    """Prove that a rank's experts give what they give in the replica; returns the layers proved.
+
+    Equal layers run the same code on the same shapes, so the first and the last are run, with
+    random tokens and experts. Raises `ViewError` with the layer and its error.
+    """
+    sources = dict(experts_of(replica))
+    found = list(experts_of(tree))
+    proved = dict((*found[:1], *found[-1:]))
+    for name, own in proved.items():
+        full = sources[name]
+        count = full.global_num_experts // width
+        for tokens in PROOF_TOKENS:
+            draw = torch.Generator().manual_seed(tokens)
+            x = torch.randn((tokens, full.hidden_size), generator=draw).to(
+                device, full.params_dtype
+            )
+            chance = torch.rand((tokens, full.global_num_experts), generator=draw)
+            weights, ids = chance.topk(full.top_k)
+            ids = ids.to(device, torch.int32)
+            weights = weights.to(device)
+            is_own = (ids >= rank_in_group * count) & (ids < (rank_in_group + 1) * count)
+            with torch.no_grad():
+                got = own.forward_modular(x.clone(), weights, ids).float()
+                wanted = full.forward_modular(x, weights * is_own, ids).float()
+            typical = wanted.norm(dim=1).mean().clamp_min(torch.finfo(torch.float32).tiny)
+            error = float(((got - wanted).norm(dim=1) / typical).max())
+            if not error <= PROOF_ERROR_MAX[full.params_dtype]:
+                raise ViewError(
+                    f"self-test: experts {name} of rank {rank_in_group} in width {width} are off "
+                    f"by {error:.3g} (relative) with {tokens} tokens: choose another "
+                    "--moe-backend, or leave this width out of --widths; and please report it."
+                )
+    return len(proved)

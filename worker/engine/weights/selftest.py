@@ -1,0 +1,256 @@
+"""vLLM adapter: proof at start-up that a module tree computes what a copy of its weights would.
+
+A GEMM kernel that ignores strides, a share of the wrong rank or a wrong shard order gives fluent
+garbage and no error. So one layer of each kind runs on random input, the way it will serve but
+without its all-reduce, and is compared with an fp32 product of a contiguous copy of the rows and
+columns that the rank must hold, counted out here once more, apart from the code that made the view.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from worker.engine.weights.fp8 import is_quantized, kernel_of
+from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
+from worker.engine.weights.moe import is_shared, prove_experts
+
+DECODE_TOKENS = 8
+PREFILL_TOKENS = 512
+"""Tokens of the two test inputs: kernels differ between few and many. A kernel of ours with more
+paths than two names its own numbers (`proof_tokens`)."""
+
+ERROR_MAX = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+"""Largest relative error of any output column by the type of the output.
+
+Rounding stays ten times below (fp32 allows for TF32); a column of another row is off by 1.4.
+"""
+
+COLUMN_FLOOR = 0.1
+"""Part of the typical column norm that is added to each, so that a small one is not all noise."""
+
+COPY_ELEMENTS = 1 << 24
+"""Largest contiguous copy at a time, 64 MiB in fp32; larger layers are compared in pieces."""
+
+
+def prove_tree(
+    tree: nn.Module,
+    replica: nn.Module,
+    *,
+    width: int,
+    rank_in_group: int,
+    device: torch.device,
+    shards: int,
+    parts: int = 1,
+) -> int:
+    """Prove a tree of a width against the replica's weights; the replica itself is of width 1.
+
+    Where a rank holds one of several `parts` of the weights, that stands for the replica, and is
+    itself of that width.
+
+    Call it on the rank's device, with the tree's configuration as vLLM's current one. It needs no
+    group: nothing is communicated.
+
+    Returns:
+        The number of layers proved, one of each kind.
+
+    Raises:
+        ViewError: names the layer, its error and what to do.
+    """
+    sources = dict(replica.named_modules(remove_duplicate=False))
+    proved: set[tuple[object, ...]] = set()
+    with torch.no_grad():
+        for name, layer in tree.named_modules(remove_duplicate=False):
+            if not isinstance(layer, (LinearBase, ParallelLMHead)) or is_shared(layer):
+                continue
+            kind = _kind(layer)
+            if kind in proved:
+                continue
+            source = sources[name]
+            if isinstance(source, ParallelLMHead):
+                # By rows: one that is tied to the embeddings is whole wherever it is.
+                held = len(source.weight) // len(layer.weight)
+                inside = held, rank_in_group % held, shards
+            else:
+                inside = width // parts, rank_in_group % (width // parts), shards // parts
+            _prove_layer(name, layer, source, *inside, device)
+            proved.add(kind)
+    if not proved:
+        raise ViewError("the model has no layer that could be tested: it is unknown.")
+    if tree is replica:
+        return len(proved)
+    experts = prove_experts(tree, replica, width=width, rank_in_group=rank_in_group, device=device)
+    return len(proved) + experts
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Layers of equal kind run the same code on the same shapes."""
+    kernel = kernel_of(layer)
+    return (
+        type(layer),
+        type(layer.quant_method),
+        type(kernel),
+        layer.weight.shape,
+        layer.weight.stride(),
+        layer.weight.dtype,
+        getattr(layer, "bias", None) is not None,
+    )
+
+
+def _prove_layer(
+    name: str,
+    layer: nn.Module,
+    source: nn.Module,
+    width: int,
+    rank: int,
+    shards: int,
+    device: torch.device,
+) -> None:
+    rows = _rows_of(source, width, rank, shards)
+    columns = _columns_of(source, width, rank)
+    dtype = source.weight.dtype if not is_quantized(source) else layer.orig_dtype
+    computed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tokens in _token_counts(layer):
+        x = torch.randn((tokens, len(columns)), generator=torch.Generator().manual_seed(tokens)).to(
+            device, dtype
+        )
+        out = _run(layer, x, shards // width)
+        if not getattr(layer, "reorders", True):
+            # Stored order, on purpose: whatever follows the layer reorders. Rows name the order.
+            out = out[:, (rows - rank * len(rows)).to(device)]
+        if tuple(out.shape) != (tokens, len(rows)):
+            raise _refusal(name, width, rank, f"gives {tuple(out.shape)} for {tokens} tokens")
+        computed.append((out, _as_computed(layer, x)))
+    for start, copy in _copies(source, rows, columns, device):
+        bias = _bias_of(source, rows[start : start + len(copy)], device)
+        for out, exact_input in computed:
+            wanted = exact_input @ copy.t()
+            if bias is not None:
+                wanted += bias
+            error = column_error(out[:, start : start + len(copy)], wanted)
+            if not error <= ERROR_MAX[out.dtype]:
+                raise _refusal(
+                    name, width, rank, f"is off by {error:.3g} (relative) with {len(out)} tokens"
+                )
+
+
+def _token_counts(layer: nn.Module) -> tuple[int, ...]:
+    return getattr(kernel_of(layer), "proof_tokens", ()) or (DECODE_TOKENS, PREFILL_TOKENS)
+
+
+def _refusal(name: str, width: int, rank: int, what: str) -> ViewError:
+    return ViewError(
+        f"self-test: layer {name} of rank {rank} in width {width} {what}, compared with a copy of "
+        "its weights: the kernel or the view is wrong on this device. Serve an unquantized "
+        "checkpoint, choose another --linear-backend, or leave this width out of --widths; and "
+        "please report it with the model's config.json."
+    )
+
+
+def column_error(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest relative error of any column of (T, N); infinite where anything is not finite.
+
+    One wrong row among thousands would vanish in the error of the whole.
+    """
+    size = wanted.float().norm(dim=0)
+    error = (out.float() - wanted.float()).norm(dim=0)
+    error = error / (size + COLUMN_FLOOR * size.mean()).clamp_min(torch.finfo(torch.float32).tiny)
+    worst = float(error.max())
+    return worst if math.isfinite(worst) else math.inf
+
+
+def _run(layer: nn.Module, x: torch.Tensor, held: int) -> torch.Tensor:
+    """(T, K) -> (T, N) in natural order, through the layer's own path up to its all-reduce."""
+    if isinstance(layer, (ShardMajorQKV, ShardMajorGateUp)):
+        result = layer(x)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        if isinstance(layer, ShardMajorGateUp):
+            # (T·n, [gate | up] of one shard) is what its activation wants.
+            parts = len(layer.output_sizes)
+            out = out.reshape(x.shape[0], held, parts, -1).transpose(1, 2).reshape(x.shape[0], -1)
+        return out
+    return layer.quant_method.apply(layer, x, None)
+
+
+def _as_computed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The input in fp32 as the layer's GEMM sees it: rounded to fp8 where it computes in fp8."""
+    kernel = kernel_of(layer)
+    if kernel is None:
+        return x.float()
+    _, _, scale, bound = kernel._get_layer_params(layer)
+    quantized, scales = kernel.quant_fp8(x, scale, bound)
+    return quantized[: x.shape[0]].float() * scales
+
+
+def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Tensor:
+    """Rows of the replica's stored weight (N, K) that are this rank's outputs, in natural order."""
+    if isinstance(source, RowParallelLinear):
+        return torch.arange(source.output_size)
+    if isinstance(source, ShardMajorQKV):
+        return stored_rows(source.output_partition_sizes, shards, width, rank, source.stored_copies)
+    if isinstance(source, ShardMajorGateUp):
+        return stored_rows(source.output_partition_sizes, shards, width, rank)
+    count = source.weight.shape[0]
+    return torch.arange(rank * count // width, (rank + 1) * count // width)
+
+
+def stored_rows(
+    parts: list[int], shards: int, width: int, rank: int, copies: int = 1
+) -> torch.Tensor:
+    """Where [q | k | v] (or [gate | up]) rows of one rank lie in a shard-major weight.
+
+    Row i of a part with `size` rows is in shard i·shards // size; a shard has its piece of each
+    part, in order. Behind q, `copies` neighbouring shards hold the same piece, which a rank's
+    output has once.
+    """
+    found, start = [], 0
+    stride = sum(parts) // shards
+    for number, size in enumerate(parts):
+        piece = size // shards
+        natural = torch.arange(rank * size // width, (rank + 1) * size // width)
+        if number and copies > 1:
+            natural = natural.unflatten(0, (-1, piece))[:: min(copies, shards // width)].flatten()
+        found.append(natural // piece * stride + start + natural % piece)
+        start += piece
+    return torch.cat(found)
+
+
+def _columns_of(source: nn.Module, width: int, rank: int) -> torch.Tensor:
+    """Columns of the replica's weight (N, K) that multiply this rank's inputs."""
+    if not isinstance(source, RowParallelLinear):
+        return torch.arange(
+            source.input_size if isinstance(source, LinearBase) else source.weight.shape[1]
+        )
+    size = source.input_size_per_partition
+    return torch.arange(rank * size // width, (rank + 1) * size // width)
+
+
+def _copies(
+    source: nn.Module, rows: torch.Tensor, columns: torch.Tensor, device: torch.device
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, fp32 copy of these rows and columns) in pieces, one alive at a time."""
+    weight, scale = source.weight.data, None
+    if is_quantized(source):
+        # Bytes, because not every device gathers fp8.
+        weight, scale = weight.t().view(torch.uint8), source.weight_scale.data
+    first, last = int(columns[0]), int(columns[-1]) + 1
+    step = max(1, COPY_ELEMENTS // len(columns))
+    for start in range(0, len(rows), step):
+        taken = rows[start : start + step].to(device)
+        copy = weight[:, first:last].index_select(0, taken).contiguous()
+        if scale is None:
+            yield start, copy.float()
+        else:
+            factors = scale.reshape(-1, 1)
+            factors = factors.index_select(0, taken) if len(factors) > 1 else factors
+            yield start, copy.view(torch.float8_e4m3fn).float() * factors
+
+
+def _bias_of(source: nn.Module, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """fp32 bias of these rows, for the layers that `_run` runs with theirs."""
+    if not isinstance(source, (ShardMajorQKV, ShardMajorGateUp)) or source.bias is None:
+        return None
+    return source.bias.data.float().index_select(0, rows.to(device))

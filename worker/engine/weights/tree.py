@@ -1,0 +1,233 @@
+"""vLLM adapter: the full replica, and module trees of the same model class made of views of it.
+
+A tp tree is built on the meta device, so it allocates nothing, and its parameters are then replaced
+by views: row ranges for column-parallel layers, strided column ranges for row-parallel ones (Flying
+Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of it, and
+`worker.engine.weights.selftest` that it computes what a copy of its share would.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.model_executor.utils import weights_already_processed
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from comm_pool.head_exchange import ExchangeError, HeadExchange
+from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
+from worker.engine.weights.layers import (
+    ShardMajorGateUp,
+    ShardMajorQKV,
+    ShardPlan,
+    ViewedRow,
+    ViewError,
+    building,
+    is_embedding,
+    own_range,
+)
+from worker.engine.weights.moe import (
+    bind_experts,
+    check_expert_count,
+    check_experts,
+    experts_of,
+    is_moe,
+    is_shared,
+    real_expert_maps,
+)
+
+VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
+
+
+def load_replica(config: VllmConfig, shards: int, parts: int = 1) -> nn.Module:
+    """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`.
+
+    Of several `parts` the one that is this rank's by its place in vLLM's active tp group, which has
+    as many members: heads, inner features, experts and output vocabulary; token embeddings whole.
+    """
+    check_widths(config, shards)
+    with building(ShardPlan(shards, parts, loads=True)):
+        model = get_model(vllm_config=config)
+    _keep_plain_head(model)
+    check_viewable(model)
+    return model
+
+
+def check_widths(config: VllmConfig, width: int) -> None:
+    """Refuse a width whose ranks would hold uneven shares of heads or of a layer."""
+    model = config.model_config
+    text = model.hf_text_config
+    kv_heads, heads = model.get_total_num_kv_heads(), text.num_attention_heads
+    try:
+        HeadExchange(heads, kv_heads, width)
+    except ExchangeError as error:
+        raise ViewError(f"{error} Use smaller --widths.") from None
+    check_expert_count(config, width)
+    inner = getattr(text, "intermediate_size", None)
+    if inner is not None and inner % width:
+        raise ViewError(
+            f"width {width} does not divide the intermediate size {inner}: use smaller --widths."
+        )
+
+
+def _keep_plain_head(model: nn.Module) -> None:
+    """vLLM's CPU backend packs a second copy of the lm_head; the view trees could not share it."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.cpu_linear = nn.functional.linear
+
+
+def check_viewable(model: nn.Module) -> None:
+    """Refuse layers whose memory is packed, transposed or unknown to us."""
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            check_experts(name, module)
+        if is_shared(module):
+            continue
+        if isinstance(module, LinearBase) and not isinstance(module, VIEWABLE_LINEARS):
+            raise ViewError(
+                f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
+                "serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral family."
+            )
+        if is_quantized(module):
+            check_quantized(name, module)
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(
+            module.quant_method, UnquantizedEmbeddingMethod
+        ):
+            raise ViewError(
+                f"layer {name} has a quantized vocabulary, which cannot be viewed per rank yet: "
+                "serve a checkpoint whose embeddings and lm_head are not quantized."
+            )
+        if isinstance(module, LinearBase) and module.weight.dim() != 2:
+            raise ViewError(f"layer {name} has packed weights, which cannot be viewed per rank.")
+        if isinstance(module, Attention) and module.attn_type != "decoder":
+            raise ViewError(f"layer {name} is {module.attn_type}, not decoder attention.")
+        if isinstance(module, Attention) and getattr(module, "sliding_window", None) is not None:
+            raise ViewError(f"layer {name} has a sliding window; its pages cannot be split yet.")
+
+
+def build_tp_tree(
+    config: VllmConfig, replica: nn.Module, *, shards: int, width: int, rank_in_group: int
+) -> nn.Module:
+    """One more tree of the model class for a tp rank; its group must be vLLM's active tp group."""
+    model_config = config.model_config
+    with (
+        building(ShardPlan(shards, width)),
+        real_expert_maps(next(replica.parameters()).device),
+        set_default_torch_dtype(model_config.dtype),
+        torch.device("meta"),
+    ):
+        tree = initialize_model(vllm_config=config, model_config=model_config)
+    adopt_methods(tree, replica)
+    # Experts were brought into their kernel's order in the replica.
+    with weights_already_processed() if is_moe(config) else nullcontext():
+        process_weights_after_loading(tree, model_config, torch.device("meta"))
+    _bind_views(tree, replica, width, rank_in_group)
+    left = [name for name, tensor in _tensors(tree) if tensor.is_meta]
+    if left:
+        raise ViewError(f"{left[0]} could not be viewed in width {width}: the model is unknown.")
+    return tree.eval()
+
+
+def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> None:
+    sources = dict(replica.named_modules(remove_duplicate=False))
+    for name, module in list(tree.named_modules(remove_duplicate=False)):
+        if is_embedding(module) or is_shared(module):
+            continue  # Its parent has taken the replica's instead.
+        source = sources[name]
+        for child_name, child in module._modules.items():
+            if child is not None and (is_embedding(child) or is_shared(child)):
+                # Every rank has the whole table: no masked look-up, no all-reduce.
+                module._modules[child_name] = source._modules[child_name]
+        if isinstance(module, RoutedExperts):
+            bind_experts(name, module, source, width, rank)
+            continue
+        _adopt_meta(module, source)
+        if is_quantized(source):
+            bind_quantized(name, module, source, width, rank)
+            continue
+        for param_name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            view = _shard(module, param_name, source, width, rank)
+            if view.shape != param.shape:
+                raise ViewError(
+                    f"{name}.{param_name} has shape {tuple(view.shape)} as a view where "
+                    f"width {width} needs {tuple(param.shape)}."
+                )
+            module._parameters[param_name] = nn.Parameter(view, requires_grad=False)
+
+
+def _shard(
+    module: nn.Module, param_name: str, source: nn.Module, width: int, rank: int
+) -> torch.Tensor:
+    """A rank's share of what a source holds: all of the model, or the part that the share is in."""
+    full: torch.Tensor = source._parameters[param_name].data
+    if isinstance(module, ParallelLMHead):
+        return own_range(full, 0, width, rank, module.num_embeddings_per_partition)
+    if isinstance(module, ColumnParallelLinear):
+        return own_range(full, 0, width, rank, module.output_size_per_partition)
+    if isinstance(module, RowParallelLinear) and param_name == "weight":
+        return own_range(full, 1, width, rank, module.input_size_per_partition)
+    return full
+
+
+def _adopt_meta(module: nn.Module, source: nn.Module) -> None:
+    """Buffers and plain tensor attributes that were made on meta become the replica's own."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = source._buffers[name]
+    for name, value in list(vars(module).items()):
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            setattr(module, name, getattr(source, name))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _storages(model: nn.Module) -> dict[int, int]:
+    """Address -> bytes of every storage that the model's parameters and buffers lie in."""
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for _, tensor in _tensors(model)
+        if tensor.numel()
+    }
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all distinct storages of a model."""
+    return sum(_storages(model).values())
+
+
+def foreign_bytes(tree: nn.Module, replica: nn.Module) -> int:
+    """Bytes that `tree` owns outside of `replica`'s storages; must be 0 for a view tree.
+
+    A rank's map of its experts, some bytes per layer, is no weight and does not count.
+    """
+    own = _storages(replica)
+    own |= {
+        experts._expert_map.untyped_storage().data_ptr(): 0
+        for _, experts in experts_of(tree)
+        if experts._expert_map is not None
+    }
+    return sum(size for address, size in _storages(tree).items() if address not in own)

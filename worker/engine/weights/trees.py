@@ -1,0 +1,175 @@
+"""vLLM adapter: all module trees of a rank, built and proved at start-up.
+
+The replica; a tp tree of views for each further width; and beside that what else a step of the
+width can be computed with: an sp tree, and one for each mixed shape. None but the replica owns a
+byte of weights. A mixed tree is an sp tree over one part of the weights instead of all of them: the
+part is one more tp tree, whose rank is its place in a strided group (comm_pool/mixed.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+
+from comm_pool.head_exchange import HeadExchange
+from comm_pool.layout import Mode, StepMode
+from comm_pool.mixed import shape_of_parts
+from comm_pool.pool import Communicator, CommunicatorPool, activate
+from kvadaptor.views import LAYOUT
+from worker.engine.config import ModeKey, mode_config
+from worker.engine.device import whole_blocks
+from worker.engine.sequence_parallel.exchange import prove_exchange
+from worker.engine.sequence_parallel.tree import SequenceParallel, build_mixed_tree, build_sp_tree
+from worker.engine.weights.layers import ViewError
+from worker.engine.weights.rope import fuse_rope
+from worker.engine.weights.selftest import prove_tree
+from worker.engine.weights.tree import build_tp_tree, foreign_bytes, load_replica, weight_bytes
+from worker.spec import RankSpec
+
+log = structlog.get_logger()
+
+Trees = dict[ModeKey, dict[StepMode, nn.Module]]
+"""What each width can compute a step with; the first of a width is what vLLM's set-up sees."""
+
+
+@dataclass(slots=True)
+class TreeBuilder:
+    """Builds a rank's trees, together with all other ranks unless it rehearses.
+
+    `keys` are dp and tp of every further width, ascending; `configs` has vLLM's configuration of
+    each, `spec` the mixed shapes to prepare beside them. Weights lie in as many parts as the widest
+    group of the cell has ranks, whatever this one has keys for.
+    """
+
+    base: VllmConfig
+    configs: dict[ModeKey, VllmConfig]
+    keys: tuple[ModeKey, ...]
+    spec: RankSpec
+    communicators: CommunicatorPool
+    device: torch.device
+    replica_bytes: int = 0
+    """Of the weights, once they are there."""
+    view_bytes: dict[str, int] = field(default_factory=dict)
+    """Of each tree outside of the replica; 0, or the rank does not start."""
+    _proved: int = 0
+
+    def load(self) -> nn.Module:
+        """The replica, through vLLM's loader; raises `ViewError` for a model unknown to us.
+
+        Of ranks that hold one part of the weights: that part, which stands for the replica.
+        """
+        parts = self.spec.parts
+        config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
+        if parts > 1:
+            config, group = self._config_of_part(parts), self._parted_over()
+        activate(group)
+        with set_current_vllm_config(config), whole_blocks(self.device):
+            replica = load_replica(config, self.spec.widest, parts)
+            self._prove(replica, replica, parts, group.rank_in_group)
+        self.replica_bytes = weight_bytes(replica)
+        return replica
+
+    def _config_of_part(self, parts: int) -> VllmConfig:
+        return mode_config(self.base, ModeKey(Mode.TP, parts), LAYOUT.name)
+
+    def _parted_over(self) -> Communicator:
+        """The ranks that have all parts of the weights, each one of them, in their order."""
+        shape = shape_of_parts(self.spec.widest, self.spec.parts)
+        if shape is None:
+            return self.communicators.of_width(self.spec.widest)
+        return self.communicators.reducing(shape)
+
+    def trees(self, replica: nn.Module, progress: Callable[[int, int], None]) -> Trees:
+        """All trees, the replica first; `progress` is told (done, total)."""
+        wider = [key for key in self.keys if key.width > 1]
+        made: Trees = {key: {key.mode: replica} for key in self.keys if key.width == 1}
+        for done, key in enumerate(wider):
+            progress(done, len(wider))
+            communicator = self.communicators.of_width(key.width)
+            tree = self._tp_tree(key.width, self.configs[key], replica, communicator)
+            self._require_views(str(key), tree, replica)
+            made[key] = {key.mode: tree}
+        progress(len(wider), max(1, len(wider)))
+        fused = sum(fuse_rope(made[key][key.mode], self.configs[key]) for key in self.keys)
+        for key in wider:
+            self._add_sp(made[key], key, replica)
+        log.info("trees_proved", layers=self._proved, fused_attentions=fused)
+        return made
+
+    def _tp_tree(
+        self, width: int, config: VllmConfig, replica: nn.Module, communicator: Communicator
+    ) -> nn.Module:
+        """Views of one of `width` parts of the weights, by this rank's place in a group."""
+        activate(communicator)
+        place = communicator.rank_in_group
+        with set_current_vllm_config(config):
+            tree = build_tp_tree(
+                config, replica, shards=self.spec.widest, width=width, rank_in_group=place
+            )
+            self._prove(tree, replica, width, place)
+        return tree
+
+    def _prove(self, tree: nn.Module, replica: nn.Module, width: int, place: int) -> None:
+        self._proved += prove_tree(
+            tree,
+            replica,
+            width=width,
+            rank_in_group=place,
+            device=self.device,
+            shards=self.spec.widest,
+            parts=self.spec.parts,
+        )
+
+    def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:
+        foreign = foreign_bytes(tree, replica)
+        if foreign:
+            raise ViewError(f"the {name} tree owns {foreign} bytes outside of the replica.")
+        self.view_bytes[name] = foreign
+
+    def _add_sp(self, trees: dict[StepMode, nn.Module], key: ModeKey, replica: nn.Module) -> None:
+        """Beside a tp tree one for sp and each mixed shape, and the proofs of their exchanges."""
+        tp_tree, config = trees[Mode.TP], self.configs[key]
+        model = self.base.model_config
+        plan = HeadExchange(
+            model.hf_text_config.num_attention_heads, model.get_total_num_kv_heads(), key.width
+        )
+        whole = self.communicators.of_width(key.width)
+        if self.spec.parts == 1:
+            try:
+                tree = build_sp_tree(replica, tp_tree, plan, whole.group, config)
+            except ViewError as error:
+                log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
+                return
+            # Not of mixed shapes: what they reduce would run beside what they exchange.
+            tree.exchange.parts_tried = self.spec.exchange_parts
+            self._prove_exchange(tree)
+            self._require_views(f"sp{key.width}", tree, replica)
+            trees[Mode.SP] = tree
+        for mixed in self.spec.mixed:
+            if mixed.width != key.width or mixed.tp % self.spec.parts:
+                continue  # Wider parts than the rank holds.
+            reducing, part = self.communicators.reducing(mixed), replica
+            if mixed.tp > self.spec.parts:
+                part_config = self._config_of_part(mixed.tp)
+                part = self._tp_tree(mixed.tp, part_config, replica, reducing)
+            tree = build_mixed_tree(
+                part,
+                tp_tree,
+                plan.part(mixed.tp),
+                self.communicators.of_width(mixed.sp).group,
+                config,
+                name=str(mixed),
+                reducing=reducing,
+                whole=whole,
+            )
+            self._prove_exchange(tree)
+            self._require_views(str(mixed), tree, replica)
+            trees[mixed] = tree
+
+    def _prove_exchange(self, tree: SequenceParallel) -> None:
+        # Who comes while the others serve has nobody to exchange with: these proved it at start.
+        if not self.communicators.rehearses:
+            prove_exchange(tree.exchange, self.device)

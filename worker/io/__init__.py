@@ -1,0 +1,1 @@
+"""What a rank sends and receives: its session, step queue and token streams."""

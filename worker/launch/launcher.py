@@ -1,0 +1,372 @@
+"""Imports vLLM and reads the engine configuration once, and forks one process per rank from that.
+
+A fork costs milliseconds where an import costs seconds. The launcher itself never computes, so no
+thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
+coordinator know through the herald, and starts the rank again; only a rank that fails before the
+whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
+together; the herald sends it where the coordinator asks for that, or for those of one group, and
+says for which.
+
+On CPU the launcher also makes the memory that ranks share (`comm_pool.cpu.cell_memory`), so that
+one that is started again joins those that live. On CUDA groups that had a lost member can only be
+formed again by ranks that are started together.
+"""
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import structlog
+
+from comm_pool.cpu.cell_memory import CellMemory, cell_memory
+from comm_pool.layout import Rank
+from comm_pool.ports import free_ports
+from coordinator.protocol.config import Config, shared_token
+from worker.engine.config import EngineConfig, replica_config
+from worker.engine.device import prepare_launcher
+from worker.launch.exit_reporter import HeraldPipe, OrderPipe, Told, run_herald
+from worker.launch.heartbeat import Pulse
+from worker.launch.process import announce, build_engine, serve_rank
+from worker.launch.restarts import Cohort, Restarts, split
+from worker.launch.watchdog import Progress
+from worker.spec import everyone, rank_spec
+
+log = structlog.get_logger()
+
+STOP_LIMIT_S = 10.0
+"""How long ranks may take to end after SIGTERM before they are killed."""
+
+TOGETHER_MARGIN_S = {"cpu": 0.5, "cuda": 1.0}
+"""Ranks that end within so much more than `stuck_after_ms` are started again together. On CUDA the
+last resort comes behind a round of letting them out, and a device is let go of in 0.3 s."""
+
+HERALD_PAUSE_S = 0.1
+"""Before a herald that ended is started again, so that one that cannot start costs little."""
+
+WAKE_S = 0.5
+"""Longest wait for a signal: whatever was missed is seen then."""
+
+PR_SET_PDEATHSIG = 1
+AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that the launcher waits for instead of being interrupted by them."""
+
+READY = b"r"
+
+
+def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
+    """Fork; the child runs `run` and exits 0, or prints why not and exits 1. Returns its pid."""
+
+    def failed(error: BaseException) -> None:
+        announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
+
+    return _fork(run, failed)
+
+
+def _fork(run: Callable[[], None], failed: Callable[[BaseException], None]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        # Ctrl-C reaches all processes of a terminal; the launcher ends its own in order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+        run()
+        status = 0
+    except BaseException as error:  # noqa: BLE001 -- the end of this process, whatever it is
+        traceback.print_exc()
+        failed(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would run destructors of torch and ZeroMQ in an order nobody tests.
+    os._exit(status)
+
+
+class Launcher:
+    """The rank processes of one cell on this host."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._pids: dict[int, Rank] = {}
+        self._ready: dict[Rank, int] = {}
+        """Where each rank's process says that it can serve: a pipe."""
+        self._pulses: dict[int, tuple[Pulse, Progress]] = {}
+        """Of each pid, and whether it goes on."""
+        # Members of a group that are stuck end a little later than the one that they wait for.
+        margin_s = TOGETHER_MARGIN_S[config.cell.device]
+        together_s = config.cell.stuck_after_ms / 1e3 + margin_s
+        self._shares_memory = config.cell.device == "cpu"
+        self._restarts = Restarts(
+            config.cell.ranks,
+            together_s,
+            shares_memory=self._shares_memory,
+            # With parts of the weights alone a rank is of no use; in shared memory it is joined.
+            block=1 if self._shares_memory else config.narrowest,
+        )
+        self._memory: CellMemory | None = None
+        """Of the cohort of all ranks that was started last."""
+        self._cohort = 0
+        """Its number."""
+        self._pipe = HeraldPipe()
+        self._orders = OrderPipe()
+        self._herald = 0
+        self._is_stopping = False
+        self._is_renewing = False
+        """All ranks are to end, and to start again together."""
+        self._kill_at_s: dict[int, float] = {}
+        """When processes are killed that were told to end."""
+
+    def run(self) -> int:
+        """Start all ranks and keep them up until a signal; returns the exit code."""
+        announce("worker_progress", stage="config", done=0, total=1)
+        base = replica_config(self._config)
+        prepare_launcher(base)
+        announce("worker_progress", stage="config", done=1, total=1)
+        # From here on they are waited for, so none is lost between two looks.
+        signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+        self._start_herald()
+        cell = self._config.cell
+        self._start(base, everyone(self._config), cell.dist_port)
+        failed = self._keep_up(base)
+        os.kill(self._herald, signal.SIGKILL)
+        os.waitpid(self._herald, 0)
+        return 1 if failed else 0
+
+    def _start_herald(self) -> None:
+        listen, token = self._config.coordinator.listen, shared_token()
+
+        launcher = os.getpid()
+
+        def order(ranks: tuple[Rank, ...]) -> None:
+            self._orders.order(ranks)
+            os.kill(launcher, signal.SIGUSR1)
+
+        def run() -> None:
+            os.close(self._pipe.writer)
+            if self._memory is not None:
+                self._memory.close()
+            run_herald(listen, token, self._pipe.reader, order)
+
+        self._herald = _fork(run, lambda _: None)
+        self._tell_herald()
+
+    def _tell_herald(self) -> None:
+        self._pipe.tell(Told(self._restarts.ended(), self._restarts.newest()))
+
+    def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
+        joins = self._shares_memory and len(ranks) < self._config.cell.ranks
+        if not joins:
+            self._cohort = time.time_ns()
+            self._renew_memory()
+        cohort = Cohort(self._cohort, ranks, port, joins)
+        wall_s = int(time.time())
+        together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
+        for rank in ranks:
+            self._start_rank(base, rank, cohort, together)
+        self._tell_herald()
+
+    def _renew_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+        if self._shares_memory:
+            self._memory = memory_of(self._config)
+
+    def _start_rank(
+        self, base: EngineConfig, rank: Rank, cohort: Cohort, together: Mapping[Rank, int]
+    ) -> None:
+        incarnation = together[rank]
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        pulse = Pulse()
+
+        def is_ready() -> None:
+            os.write(writer, READY)
+
+        def run() -> None:
+            self._pipe.close()
+            self._orders.close()
+            spec = rank_spec(self._config, rank, cohort, self._memory, together)
+            serve_rank(self._config, base, spec, incarnation, is_ready, pulse.beat)
+
+        pid = fork_rank(rank, run)
+        os.close(writer)
+        self._pids[pid] = rank
+        self._ready[rank] = reader
+        limit_s = self._config.cell.step_limit_ms / 1e3
+        self._pulses[pid] = pulse, Progress(lambda: pulse.beats, limit_s, WAKE_S)
+        announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
+
+    def _keep_up(self, base: EngineConfig) -> bool:
+        """Wait until all ranks have ended for good; returns whether that was a failure."""
+        failed = False
+        while self._pids or (not self._is_stopping and self._are_due):
+            self._await_signal()
+            self._see_who_is_ready()
+            failed |= self._see_who_ended()
+            now_s = time.monotonic()
+            self._kill_late(now_s)
+            self._kill_still(now_s)
+            if not self._is_stopping:
+                self._start_due(base, now_s)
+        return failed
+
+    @property
+    def _are_due(self) -> bool:
+        return self._is_renewing or self._restarts.next_due_s() is not None
+
+    def _start_due(self, base: EngineConfig, now_s: float) -> None:
+        cell = self._config.cell
+        due = self._restarts.take_due(now_s)
+        if self._is_renewing:
+            due = [] if self._pids else list(everyone(self._config))
+        if due:
+            self._is_renewing = False
+        # Where memory is shared nobody needs others that start.
+        for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
+            # If it is taken meanwhile, the start is tried again.
+            port = 0 if self._shares_memory else free_ports(1)[0]
+            self._start(base, ranks, port)
+
+    def _await_signal(self) -> None:
+        wait_s, due_s = WAKE_S, self._restarts.next_due_s()
+        if due_s is not None and not (self._is_stopping or self._is_renewing):
+            wait_s = min(WAKE_S, max(0.0, due_s - time.monotonic()))
+        taken = signal.sigtimedwait(AWAITED, wait_s)
+        if taken is None or taken.si_signo == signal.SIGCHLD:
+            return
+        if taken.si_signo != signal.SIGUSR1:
+            self._stop()
+            return
+        orders = self._orders.take() or [everyone(self._config)]
+        if self._restarts.all_were_ready and not (self._is_stopping or self._is_renewing):
+            for ranks in orders:
+                self._renew(ranks)
+
+    def _renew(self, ranks: tuple[Rank, ...]) -> None:
+        log.info("ranks_renewed", ranks=ranks)
+        if len(ranks) == self._config.cell.ranks:
+            self._is_renewing = True
+            self._restarts.forgive()
+        else:
+            ranks = self._restarts.renew(ranks, time.monotonic())
+        self._end(ranks)
+
+    def _stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._end(everyone(self._config))
+
+    def _end(self, ranks: tuple[Rank, ...]) -> None:
+        for pid in [pid for pid, rank in self._pids.items() if rank in ranks]:
+            self._kill_at_s[pid] = time.monotonic() + STOP_LIMIT_S
+            os.kill(pid, signal.SIGTERM)
+
+    def _kill_late(self, now_s: float) -> None:
+        for pid in [pid for pid, at_s in self._kill_at_s.items() if now_s >= at_s]:
+            reason = f"it ran on for {STOP_LIMIT_S} s"
+            log.warning("rank_killed", rank=self._pids[pid], reason=reason)
+            os.kill(pid, signal.SIGKILL)
+
+    def _kill_still(self, now_s: float) -> None:
+        still = [
+            pid
+            for pid, (pulse, progress) in self._pulses.items()
+            if pulse.beats and progress.is_stuck(now_s)
+        ]
+        for pid in still:
+            reason = "its process stands still as a whole"
+            log.warning("rank_stuck", rank=self._pids[pid], reason=reason)
+            os.kill(pid, signal.SIGKILL)
+            self._drop_pulse(pid)
+
+    def _drop_pulse(self, pid: int) -> None:
+        if (watched := self._pulses.pop(pid, None)) is not None:
+            watched[0].close()
+
+    def _see_who_is_ready(self) -> None:
+        for rank, reader in self._ready.items():
+            with suppress(BlockingIOError):
+                if os.read(reader, 1) == READY:
+                    self._restarts.ready(rank, time.monotonic())
+
+    def _see_who_ended(self) -> bool:
+        """Take note of all processes that ended; returns whether the cell cannot start."""
+        failed = False
+        while (ended := _next_ended()) is not None:
+            pid, status = ended
+            if pid == self._herald:
+                time.sleep(HERALD_PAUSE_S)
+                self._start_herald()
+            elif (rank := self._pids.pop(pid, None)) is not None:
+                failed |= self._rank_ended(rank, pid, os.waitstatus_to_exitcode(status))
+        return failed
+
+    def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
+        os.close(self._ready.pop(rank))
+        self._drop_pulse(pid)
+        self._kill_at_s.pop(pid, None)
+        cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
+        stuck = self._restarts.waits_for(rank) if code else []
+        delay_s = None
+        if self._is_renewing or code == 0 or self._is_stopping or cannot_start:
+            self._restarts.left(rank)
+        else:
+            delay_s = self._restarts.exited(rank, time.monotonic())
+        self._tell_herald()
+        announce("rank_exited", rank=rank, pid=pid, code=code, starts_in_s=delay_s)
+        if cannot_start:
+            self._stop()
+        elif not (self._is_stopping or self._is_renewing):
+            falling = {*stuck, *(self._restarts.fall_with(rank) if delay_s is not None else ())}
+            for pid in [pid for pid, each in self._pids.items() if each in falling]:
+                os.kill(pid, signal.SIGKILL)
+        return cannot_start
+
+
+def _next_ended() -> tuple[int, int] | None:
+    """A child that has ended, with its status; None if there is none."""
+    with suppress(ChildProcessError):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            return pid, status
+    return None
+
+
+def memory_of(config: Config) -> CellMemory:
+    """Make the memory that the ranks of a cell share; before they are forked."""
+    return cell_memory(config.cell.ranks, config.cell.widths, config.mixed_groups())
+
+
+def probe(config: Config) -> int:
+    """Build all ranks' engines, print what each holds in memory, and end; for `aileron doctor`."""
+    base = replica_config(config)
+    prepare_launcher(base)
+    ranks = everyone(config)
+    cohort = Cohort(0, ranks, config.cell.dist_port)
+    memory = memory_of(config) if config.cell.device == "cpu" else None
+
+    def run(rank: Rank) -> None:
+        engine = build_engine(base, rank_spec(config, rank, cohort, memory))
+        announce(
+            "rank_probed",
+            rank=rank,
+            pages=engine.kv.num_pages,
+            memory=dict(engine.memory()),
+            communicator_ms=engine.communicator_ms(),
+            modes=[name for each in engine.step_times() for name in each.names],
+        )
+        engine.communicators.of_width(max(config.cell.widths)).group.barrier()
+
+    pids = [fork_rank(rank, functools.partial(run, rank)) for rank in ranks]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return 0 if not any(codes) else 1

@@ -1,0 +1,140 @@
+"""One rank's process: builds the engine, runs the loop, and leaves nothing behind.
+
+Started by `worker.launch.launcher` in a fork that has imported vLLM already.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import structlog
+
+from coordinator.protocol.config import Config, shared_token
+from coordinator.protocol.messages.rank import RankDown
+from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.terms import Binding
+from coordinator.protocol.tracing import start_tracing
+from worker.engine.codec import OutputCodec
+from worker.engine.config import EngineConfig
+from worker.engine.rank_engine import RankEngine, settle_environment
+from worker.engine.step_times import told
+from worker.io.session import Inbox, RankSession
+from worker.io.token_publisher import Outlet
+from worker.io.tracing import TracedBook
+from worker.launch.peer_failure import PeerLoss
+from worker.launch.watchdog import Progress, call_out, watch
+from worker.rank.loop import RankLoop
+from worker.rank.runtime import Member
+from worker.spec import RankSpec
+
+log = structlog.get_logger()
+
+GIL_SWITCH_S = 0.0001
+"""How long the stepping thread may keep the session's thread waiting: Python's own 5 ms would be
+most of a switch."""
+
+STEPS_LIMIT = 20
+"""A main loop that does not go on for so many of its longest steps is stuck."""
+
+
+def announce(event: str, **fields: object) -> None:
+    """Print one JSON line for whoever started the worker; lines of ranks do not mix."""
+    os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
+    """Build a rank's engine and announce its progress."""
+    rank = spec.rank
+
+    def progress(stage: str, done: int, total: int) -> None:
+        announce("rank_progress", rank=rank, stage=stage, done=done, total=total)
+
+    started = time.monotonic()
+    engine = RankEngine(base, spec, progress)
+    log.info(
+        "rank_built",
+        rank=rank,
+        seconds=round(time.monotonic() - started, 2),
+        pages=engine.kv.num_pages,
+        **dict(engine.memory()),
+        **engine.communicator_ms(),
+    )
+    return engine
+
+
+def longest_step_s(engine: RankEngine) -> float:
+    """Return the longest step that was measured at start-up; the largest is among them."""
+    points = (
+        us for times in engine.step_times() for _, curve in told(times).curves for _, us in curve
+    )
+    return max(points, default=0) / 1e6
+
+
+def serve_rank(
+    config: Config,
+    base: EngineConfig,
+    spec: RankSpec,
+    incarnation: int,
+    on_ready: Callable[[], None],
+    beat: Callable[[], None],
+) -> None:
+    """Run a rank until it is told to stop.
+
+    `on_ready` is called when it can serve, and `beat` again and again from then on.
+    """
+    rank = spec.rank
+    structlog.contextvars.bind_contextvars(rank=rank)
+    sys.setswitchinterval(GIL_SWITCH_S)
+    engine = build_engine(base, spec)
+    inbox: Inbox = Inbox()
+    seat = Seat(rank, incarnation)
+
+    def call_me_out(binding: Binding, now_s: float) -> None:
+        call_out(binding, loss, engine.communicators, now_s)
+
+    def heard(message: RankDown) -> None:
+        loss.heard(message)
+        if (binding := loss.bereaved()) is not None:
+            # The session's thread may not wait: the watchdog does what takes its time.
+            engine.communicators.abort(binding.group.ranks, binding.born)
+
+    heartbeat_s = config.coordinator.heartbeat_ms / 1e3
+    lease_s = config.coordinator.lease_ms / 1e3
+    session = RankSession(
+        config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
+    )
+    outlet = Outlet(OutputCodec().frames, session.tell_links)
+    tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
+    member = Member(engine, incarnation, outlet)
+    if tracing is not None:
+        member.book = TracedBook(tracing, rank)
+    limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
+    # Where collectives raise by themselves, a rank may take as long as its step does.
+    stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
+    loss = PeerLoss(seat, stuck_s, lambda: member.stepping.behind)
+    loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
+
+    def stop(number: int, _frame: object) -> None:
+        loop.stop_reason = signal.Signals(number).name
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    settle_environment()
+    # What start-up made stays for good: collections during steps need not look at it.
+    gc.collect()
+    gc.freeze()
+    watch(loss, Progress(lambda: loop.passes, limit_s), call_me_out, beat)
+    announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
+    on_ready()
+    try:
+        loop.run()
+    finally:
+        session.close()
+        outlet.close()
+        if tracing is not None:
+            tracing.close()
+    log.info("rank_stopped", reason=loop.stop_reason)

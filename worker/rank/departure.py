@@ -1,0 +1,92 @@
+"""When a leader leaves its group for a move: together with those that it will be in a group with.
+
+Tasks of the group that is left first wait for the last one. A leader whose step ends long before
+those of the others computes one more meanwhile, so that ends lie within half a step of each other.
+What others expect stands on their boards. Used by the rank's main loop alone.
+"""
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from comm_pool.layout import Rank
+from comm_pool.mailbox import Board
+from coordinator.protocol.switch_actions import Leave, Move
+from coordinator.protocol.terms import Carry
+
+if TYPE_CHECKING:
+    from worker.rank.runtime import Member
+
+STEPS_MAX = 3
+"""Steps that are computed after a rank was asked to leave: what others expect may be wrong."""
+
+
+def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int]) -> bool:
+    """Say whether one more step would end nearer to the last of the others than the present one.
+
+    `step_ns` is what a step usually takes; where that is not known (0) there is no telling.
+    """
+    behind_ns = max(other_ends_ns, default=0) - own_end_ns
+    return step_ns > 0 and behind_ns > step_ns / 2
+
+
+def _end(board: Board, epoch: int) -> int:
+    """When the last step of a board's owner is expected to end; 0 if it is known to be over."""
+    is_over = board.epoch == epoch and board.is_settled
+    return 0 if is_over else board.ends_ns
+
+
+class Leaving:
+    """Puts off leaving by a few steps at most."""
+
+    def __init__(self, member: "Member", rank: Rank) -> None:
+        self._member = member
+        self._rank = rank
+        self._epoch = 0
+        self._steps = 0
+        self._held_in = 0
+
+    def is_put_off(self, move: Move | None) -> bool:
+        """Whether another step comes before this move."""
+        if not isinstance(move, Leave) or not move.is_leader or move.group_lost:
+            return False
+        epoch = move.directive.stage.epoch
+        if epoch != self._epoch:
+            self._epoch, self._steps = epoch, 0
+        to_be = move.directive.target.binding_of(self._rank)
+        if move.carry is not Carry.RESHARD or to_be is None or self._steps >= STEPS_MAX:
+            return False
+        boards = self._member.engine.boards
+        others = set(to_be.group.ranks).difference(move.binding.group.ranks)
+        stepping = self._member.stepping
+        worth = self._decodes_only and is_worth_a_step(
+            max(stepping.ends_ns, time.monotonic_ns()),
+            stepping.decode_ns,
+            (_end(boards[rank], epoch) for rank in others if rank in boards),
+        )
+        self._steps += worth
+        return worth
+
+    def is_held_for(self, move: Leave) -> bool:
+        """Whether a last step is to be planned before this move, and held; once for each epoch."""
+        engine, stepping = self._member.engine, self._member.stepping
+        epoch = move.directive.stage.epoch
+        is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
+        if not (is_moved and engine.holds_steps) or self._held_in == epoch:
+            return False
+        mode = self._member.selected
+        if stepping.is_under_way or mode is None or mode.scheduler is None:
+            return False
+        if not (self._decodes_only and mode.scheduler.reads_no_prompt):
+            return False
+        self._held_in = epoch
+        return True
+
+    @property
+    def _decodes_only(self) -> bool:
+        """A prompt would take longer than what is waited for."""
+        mode = self._member.selected
+        if mode is None or mode.scheduler is None:
+            return False
+        running, waiting = mode.scheduler.get_request_counts()
+        return bool(running) and not waiting

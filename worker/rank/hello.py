@@ -1,0 +1,54 @@
+"""What a rank says first in a session: who it is, what it has prepared, which tasks it holds."""
+
+import os
+from collections.abc import Sequence
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.message import PROTOCOL_VERSION
+from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
+from coordinator.protocol.messages.tasks import HeldTask
+from coordinator.protocol.switch_participant import Seat
+from worker.engine.rank_engine import RankEngine
+from worker.engine.step_times import told
+from worker.rank.led_tasks import LedTask
+from worker.rank.runtime import Member
+from worker.spec import modes_widths
+
+
+def hello_of(
+    engine: RankEngine, member: Member, seat: Seat, deferred: Sequence[Drop | GiveBack] = ()
+) -> RankHello:
+    """Describe a rank as it is now; what it has been told to drop is as good as gone."""
+    drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
+    return RankHello(
+        version=PROTOCOL_VERSION,
+        rank=engine.spec.rank,
+        incarnation=seat.incarnation,
+        pid=os.getpid(),
+        device=str(engine.device),
+        widths=tuple(sorted({1, *modes_widths(engine.spec)})),
+        max_tasks=engine.base.scheduler_config.max_num_seqs,
+        max_model_len_tokens=engine.base.model_config.max_model_len,
+        tokens_per_slot=engine.kv.geometry.tokens_per_slot,
+        kv_heads=engine.kv.geometry.num_kv_heads,
+        pages_total=engine.kv.num_pages,
+        held=tuple(
+            HeldTask(led.header, led.attempt, led.group, led.emitted, is_paused(led, member, seat))
+            for led in member.book
+            if led.attempt > drops.get(led.header.task, -1)
+        ),
+        adopted=member.moving.adopted if seat.is_moving else (),
+        adopted_in=member.moving.epoch,
+        memory=engine.memory(),
+        cohort=engine.spec.cohort,
+        step_times=tuple(map(told, engine.step_times())),
+        tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
+        leases=tuple(tuple(map(Rank, ranks)) for ranks in engine.pages.groups()),
+    )
+
+
+def is_paused(led: LedTask, member: Member, seat: Seat) -> bool:
+    """Say whether a task waits for its group to be formed again: neither served nor moved."""
+    ranks = led.group.ranks
+    is_bound = seat.binding is not None and ranks == seat.binding.group.ranks
+    return not is_bound and ranks != member.moving.ranks

@@ -1,0 +1,1 @@
+"""Moves running tasks and their KV at a switch: manifest, plan, copy rounds, commit."""

@@ -1,0 +1,98 @@
+"""A rank's copies of a move: a thread of their own launches them, and waits until they are over.
+
+What the device does next can be put behind them without waiting for them. On CPU, where copies and
+steps need the same cores, they are made at once: to wake a thread takes longer than most copies.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+from kvadaptor.transfer.movers import Finish, MoveStats, Round
+from worker.engine.rank_engine import RankEngine
+
+_Start = tuple[Finish, Callable[[], None]]
+
+
+class _AtOnce(Executor):
+    """Does what it is given before it returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 -- it is raised where the result is asked for
+            done.set_exception(error)
+        return done
+
+
+class Copying:
+    """The copies of one move at a time; used by the rank's main loop alone."""
+
+    def __init__(self, engine: RankEngine) -> None:
+        self._engine = engine
+        self._thread: Executor = _AtOnce()
+        if not engine.is_synchronous:
+            self._thread = ThreadPoolExecutor(
+                max_workers=1, thread_name_prefix="move", initializer=engine.copy_aside
+            )
+        self._starts: list[Future[_Start]] = []
+        self._concluded: list[Future[_Start]] = []
+        self._end: Future[MoveStats] | None = None
+
+    def begin(self, copies: Round, units: int) -> threading.Event:
+        """Start these copies behind those before them.
+
+        The event is set when the rest is up to the device, or at once where it is not.
+        """
+        launched = threading.Event()
+        start = self._thread.submit(self._start, copies, units, launched.set)
+        start.add_done_callback(lambda _: launched.set())
+        self._starts.append(start)
+        return launched
+
+    def _start(self, copies: Round, units: int, launched: Callable[[], None]) -> _Start:
+        finish = self._engine.mover.start(copies, units, launched)
+        return finish, self._engine.mark()
+
+    def check(self) -> None:
+        """Raise what is known to have gone wrong with copies that were to be started."""
+        for start in self._starts:
+            if start.done():
+                start.result()
+
+    def conclude(self, then: Callable[[], None]) -> None:
+        """Nothing is added; when all is there, the thread calls `then`."""
+        starts, self._starts = self._starts, []
+
+        def end() -> MoveStats:
+            stats = MoveStats(0, 0, 0.0)
+            for start in starts:
+                stats = stats.plus(start.result()[0]())
+            then()
+            return stats
+
+        self._concluded = starts
+        self._end = self._thread.submit(end)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all is there, or there was nothing."""
+        return self._end is None or self._end.done()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to `take`."""
+        return self._end is not None and self._end.done()
+
+    def take(self) -> MoveStats:
+        """What was copied, once it is over; raises what went wrong."""
+        assert self._end is not None and not self._starts
+        end, self._end = self._end, None
+        return end.result()
+
+    def go_before(self) -> None:
+        """Let what the device is told next come behind the copies."""
+        for start in self._concluded:
+            start.result()[1]()

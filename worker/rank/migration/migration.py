@@ -1,0 +1,391 @@
+"""A rank's part in moving KV at a switch: tell, plan, copy, and then give up and take over.
+
+Nothing is given up before the coordinator has committed the move, so that a switch which is
+overtaken, or a rank that fails, leaves every task where it was. A later round of copies writes
+where an earlier one has read: once that has begun and no commit follows, the tasks have lost their
+KV and are computed again.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from comm_pool.layout import Group, Mode, Rank
+from comm_pool.mailbox import GAVE_UP, Board, BoardFullError
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.messages.tasks import Adopted
+from coordinator.protocol.switch_actions import Resolve
+from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
+from kvadaptor.reshard.plan import ReshardError
+from worker.engine.scheduling.handover import RunningState, go_on, prefixes_of, tokens_of
+from worker.rank.led_tasks import LedTask
+from worker.rank.migration.copy_rounds import (
+    Meanwhile,
+    MoveFailedError,
+    OvertakenError,
+    Pending,
+    Restored,
+    Rounds,
+)
+from worker.rank.migration.manifest import Brought, Ints, Move, Ranks
+from worker.rank.migration.own_manifest import manifest_of, nothing_of
+from worker.rank.migration.plan_ahead import MovePlanning, tell_of_shortage
+
+if TYPE_CHECKING:
+    from worker.engine.mode import PreparedMode
+    from worker.engine.scheduling.scheduler import ModeScheduler
+    from worker.rank.runtime import Member
+
+log = structlog.get_logger()
+
+
+class Moving:
+    """The moves of one rank; used by its main loop alone, at safe points."""
+
+    def __init__(self, member: "Member", boards: Mapping[Rank, Board], rank: Rank) -> None:
+        self._member = member
+        self._boards = boards
+        self._rank = rank
+        self._group: Group | None = None
+        self._born = -1
+        self._is_told = False
+        """Peers count on what this rank has of the group, until the move is decided."""
+        self._pending: Pending | None = None
+        self._rounds = Rounds(member.engine, boards, rank, self._press_on)
+        self.planning = MovePlanning(member.engine, boards, rank)
+        self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
+        """What was told of tasks, and whose they are, until the last step is over."""
+        self.adopted: tuple[Adopted, ...] = ()
+        """Tasks that this rank leads if the move is committed."""
+        self.cached: tuple[int, ...] = ()
+        """Hashes of prompts' blocks that the last move brought, until they are reported."""
+        self.has_failed = False
+        self._lost_in = 0
+        """The epoch for which something was told that is not true any more; 0 is none."""
+        self._meets_in: Ranks = ()
+        """The group whose members have copies under way when it is joined."""
+
+    def take_copied(self) -> tuple[int, float, int] | None:
+        """Return (epoch, seconds, bytes over the link) of a move, once, when all is there."""
+        copied = self._rounds.take_copied()
+        return copied and (copied[0], copied[1].seconds, copied[1].link_bytes)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose move was carried out here and is not decided yet; 0 is none."""
+        return self._pending.epoch if self._pending is not None else 0
+
+    @property
+    def free_then(self) -> int:
+        """Pages that are free when the move that was carried out here is committed."""
+        if self._pending is None:
+            return 0
+        pool, move, group = self._member.engine.pages, self._pending.move, self._group
+        now, given = pool.counts(), 0
+        if group is not None and self._gives_up(move, group):
+            given = now.owned if group.width == 1 else now.leased.get(group.ranks, 0)
+        return now.free + given - move.pages_taken(self._rank)
+
+    # ------------------------------------------------------------------ before
+
+    def joined(self) -> None:
+        """The rank has joined a group: nothing waits for a move any more."""
+        self._group = None
+
+    def left(self, binding: Binding) -> None:
+        """The rank left this group, and its tasks may move: they and their pages stay as is."""
+        self._group = binding.group
+        self._born = binding.born
+        self._is_told = True
+
+    def gave_up(self, ranks: Ranks) -> None:
+        """Pages of a group were given up: without its share here its tasks cannot move."""
+        if self._group is not None and self._group.ranks == ranks:
+            self._group = None
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """The group whose tasks are waiting for a move; empty if there is none."""
+        return self._group.ranks if self._group is not None else ()
+
+    @property
+    def told_ranks(self) -> tuple[Rank, ...]:
+        """The same, if what this rank has of it must stay true until the move is decided."""
+        return self.ranks if self._is_told else ()
+
+    @property
+    def goal(self) -> tuple[Rank, ...]:
+        """The group that this rank joins, maybe, if the move that it made is committed.
+
+        Its leader may begin with all that is leased to it before this rank has heard.
+        """
+        bindings = self._pending.move.bindings if self._pending is not None else ()
+        return next((each.group.ranks for each in bindings if self._rank in each.group.ranks), ())
+
+    def tell(self, epoch: int) -> None:
+        """Publish this rank's manifest for the move of `epoch`; its last step may be under way."""
+        self.adopted = ()
+        self._is_told = True
+        # Whoever has read it can copy from and to these pages.
+        self._rounds.end()
+        manifest = manifest_of(self._member, self._rank, self._group, self._born)
+        try:
+            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+        except BoardFullError:
+            log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
+            manifest = nothing_of(manifest)
+            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+        scheduler = self._member.mode_of(self._group).scheduler if self._group else None
+        self._told = scheduler, [each.state for each in manifest.cargo]
+        self.look()
+
+    @property
+    def is_settling(self) -> bool:
+        """Peers wait, or will, to hear that the last step is over."""
+        return self._told is not None
+
+    def look(self) -> None:
+        """Tell what the last step has brought, as soon as it is there."""
+        stepping = self._member.stepping
+        stepping.settle_if_ready()
+        if self._told is None or stepping.is_under_way or stepping.behind is not None:
+            return
+        (scheduler, states), self._told = self._told, None
+        tokens = scheduler.brought(states) if scheduler is not None else {}
+        brought = {
+            task: Brought(tuple(of_task), led.emitted)
+            for task, of_task in tokens.items()
+            if (led := self._member.book.get(TaskId(task))) is not None
+        }
+        board = self._boards[self._rank]
+        try:
+            board.settle(pickle.dumps(brought, protocol=5))
+        except BoardFullError as error:
+            log.warning("move_failed", epoch=board.epoch, reason=str(error))
+            board.finish_round(GAVE_UP)
+
+    def prepare(self, wanted: Directive | None) -> bool:
+        """Plan the move of this directive, if there is one; returns whether others are awaited.
+
+        A step that is held is computed when that is done, or has taken too long.
+        """
+        stepping = self._member.stepping
+        is_awaited = stepping.is_held if wanted is None else self.planning.foresee(wanted)
+        if stepping.is_held and (stepping.is_late or not is_awaited):
+            stepping.catch_up()
+        return is_awaited
+
+    def _press_on(self) -> None:
+        """Let others wait for nothing that is to be done here."""
+        self._member.stepping.catch_up()
+        self.look()
+
+    def lose(self) -> None:
+        """What was told of tasks is not true: the move that is planned from it cannot be made."""
+        self._told = None
+        own = self._boards[self._rank]
+        self._lost_in = own.epoch
+        own.finish_round(GAVE_UP)
+
+    # ------------------------------------------------------------------ the move
+
+    def move(self, directive: Directive, overtaken: Callable[[], bool]) -> None:
+        """Copy this rank's share; returns when it is there, or `has_failed` is set.
+
+        Raises `OvertakenError` when `overtaken` says so meanwhile.
+        """
+        epoch = directive.stage.epoch
+        self.has_failed = False
+        self.adopted = ()
+        own = self._boards[self._rank]
+        try:
+            if own.epoch != epoch:
+                self.tell(epoch)
+            if self._lost_in == epoch:
+                raise MoveFailedError("the last step of a group that was left lacks a member.")
+            for rank in sorted(self.planning.peers(directive, directive.movers)):
+                self._await_told(rank, epoch, overtaken)
+            move = self.planning.plan(directive)
+            self._pending = pending = Pending(epoch, move)
+            restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
+            tell_of_shortage(epoch, self._rank, move)
+            self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
+        except OvertakenError:
+            own.finish_round(GAVE_UP)
+            self.adopted = ()
+            raise
+        except (MoveFailedError, ReshardError) as error:
+            log.warning("move_failed", epoch=epoch, reason=str(error))
+            self._fail()
+        except Exception:
+            # Whatever it was, every rank must hear of it, and no task is lost.
+            log.exception("move_failed", epoch=epoch)
+            self._fail()
+
+    def _fail(self) -> None:
+        self._boards[self._rank].finish_round(GAVE_UP)
+        self.has_failed = True
+        self.adopted = ()
+
+    def _await_told(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
+        board = self._boards[rank]
+        self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+
+    def _restore(self, pending: Pending) -> None:
+        """Build what this rank goes on with as a leader."""
+        move = pending.move
+        for carried in move.plan.carried:
+            if move.bindings[carried.group].group.leader != self._rank:
+                continue
+            if carried.cached:
+                tokens = self._member.engine.kv.geometry.tokens_per_slot
+                kept = move.chains[carried.id].kept_as(move.blocks(carried), tokens)
+                pending.chains.append(kept)
+                continue
+            _, cargo = move.cargo[carried.id]
+            request = self._member.intake.restored(cargo.payload, cargo.state)
+            blocks, known = move.blocks(carried), tokens_of(request)
+            pending.restored.append(Restored(cargo, request, blocks, known))
+            self.look()
+
+    def _go_on(self, pending: Pending) -> None:
+        """Add what the last steps brought; tasks that ended with them are not gone on with."""
+        brought: dict[str, Brought] = {}
+        for rank in {leader for leader, _ in pending.move.cargo.values()}:
+            message = self._boards[Rank(rank)].settled_message
+            brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
+        restored = []
+        for each in pending.restored:
+            news = brought.get(each.cargo.state.task)
+            if news is not None:
+                go_on(each.request, news.tokens)
+                cargo = replace(each.cargo, emitted=news.emitted)
+                restored.append(replace(each, cargo=cargo))
+        pending.restored = restored
+        cargoes = [each.cargo for each in restored]
+        self.adopted = tuple(
+            Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted) for cargo in cargoes
+        )
+
+    # ------------------------------------------------------------------ afterwards
+
+    def meets_in(self, group: Group) -> bool:
+        """Say whether the members of a group that this rank leads have to meet when it begins."""
+        ranks, self._meets_in = self._meets_in, ()
+        return ranks == group.ranks
+
+    def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
+        """Let nothing be written to pages that copies of the last move still need.
+
+        Where members meet, it is their devices that wait.
+        """
+        if meets:
+            self._rounds.go_before()
+            self._member.engine.meet(mode)
+        else:
+            self._rounds.end_all()
+
+    def resolve(self, resolve: Resolve) -> None:
+        """Go on with what was taken over, or with what was left."""
+        pending, self._pending = self._pending, None
+        self._told, self._is_told = None, False
+        self.adopted = ()
+        self._member.stepping.catch_up()
+        self._member.stepping.settle()
+        if resolve.is_committed:
+            assert pending is not None and pending.epoch == resolve.epoch
+            self._commit(pending)
+            if resolve.is_joined:
+                return  # The new group is joined next.
+            self._member.not_joined()
+        is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
+        if is_spoiled:
+            log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
+        if resolve.is_kept and not is_spoiled:
+            return
+        group, self._group = self._group, None
+        if group is not None and group.leader == self._rank:
+            self._leave_where_it_is(group, resolve.directive.carry, is_spoiled=is_spoiled)
+
+    def _leave_where_it_is(self, group: Group, carry: Carry, *, is_spoiled: bool) -> None:
+        scheduler = self._member.mode_of(group).scheduler
+        assert scheduler is not None
+        if is_spoiled or carry is not Carry.PAUSE:
+            self._member.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
+        self._member.withdraw(group)
+
+    def _commit(self, pending: Pending) -> None:
+        self._hand_over(pending.move)
+        move = pending.move
+        for number, binding in enumerate(move.bindings):
+            if self._rank not in binding.group.ranks:
+                continue
+            self._take_pages(move, number)
+            self._meets_in = binding.group.ranks if pending.ends_late else ()
+            self._group, self._born = binding.group, binding.born
+            self._member.prepared(binding, move.indices[number])
+            if binding.group.leader == self._rank:
+                self._adopt(binding, pending, move.indices[number])
+
+    def _hand_over(self, move: Move) -> None:
+        """Give up the left group: its tasks lead on elsewhere, or are computed again."""
+        group = self._group
+        if group is None:
+            return
+        pool = self._member.engine.pages
+        mode = self._member.mode_of(group)
+        if mode.scheduler is not None:
+            carried = [each.id for each in move.plan.carried if not each.cached]
+            gone = [
+                name for name in carried if name in move.cargo and move.cargo[name][0] == self._rank
+            ]
+            self._member.hand_over(group, gone)
+            self._member.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
+            self._member.withdraw(group)
+        if group.mode is Mode.DP or not self._gives_up(move, group):
+            return  # A leader that did not take part says what its tasks still hold.
+        assert mode.table is not None
+        mode.table.unmap(pool.lease_indices(group.ranks))
+        pool.keep_only(group.ranks, ())
+
+    def _gives_up(self, move: Move, group: Group) -> bool:
+        """Say whether nothing of the group that was left is kept behind the move."""
+        return group.leader == self._rank or group.ranks in move.left
+
+    def _take_pages(self, move: Move, number: int) -> None:
+        lease, group = move.plan.groups[number], move.bindings[number].group
+        pool = self._member.engine.pages
+        place = group.ranks.index(self._rank)
+        if group.width == 1:
+            pool.own_these(lease.pages[place])
+            return
+        indices = move.indices[number]
+        pages = lease.pages[place]
+        pool.lease_these(group.ranks, indices, pages)
+        table = self._member.mode_of(group).table
+        assert table is not None
+        # The plan's blocks cover each slot of these pages once, in an order of their own.
+        blocks = np.arange(group.width, group.width * (indices.size + 1))
+        renumbered = group.width * indices[blocks // group.width - 1] + blocks % group.width
+        table.assign(renumbered, lease.table[place][blocks])
+
+    def _adopt(self, binding: Binding, pending: Pending, indices: Ints) -> None:
+        member = self._member
+        scheduler = member.mode_of(binding.group).scheduler
+        assert scheduler is not None
+        pool = member.engine.pages
+        dp = binding.group.width == 1
+        granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
+        for cargo in (each.cargo for each in pending.restored):
+            what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
+            member.book.open(LedTask(*what))
+        tasks = [(each.request, each.blocks) for each in pending.restored]
+        known = {each.cargo.state.task: each.tokens for each in pending.restored}
+        # The newest chain is registered last, so that it is reused last.
+        chains = list(reversed(pending.chains))
+        scheduler.adopt(tasks, chains, granted, indices, known)
+        self.cached = prefixes_of(chains)

@@ -1,0 +1,117 @@
+"""Plans a rank's share of a move, where possible while the coordinator hears of the last leave.
+
+What a move is planned from stands on boards as soon as the last rank has left its group. The round
+that asks for the move takes as long as the plan does, so both run side by side. Used by the rank's
+main loop alone.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from comm_pool.layout import Rank
+from comm_pool.mailbox import Board
+from coordinator.protocol.messages.rank import Directive
+from coordinator.protocol.terms import Carry, Phase, Target
+from worker.engine.rank_engine import RankEngine
+from worker.rank.migration.manifest import Manifest, Move, plan_move
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    epoch: int
+    target: Target
+    ranks: frozenset[Rank]
+    """Whose manifests it was planned from."""
+    move: Move | None
+    """None if it could not be planned."""
+
+
+class MovePlanning:
+    """The plan of the next move."""
+
+    def __init__(self, engine: RankEngine, boards: Mapping[Rank, Board], rank: Rank) -> None:
+        self._engine = engine
+        self._boards = boards
+        self._rank = rank
+        self._foreseen: _Foreseen | None = None
+
+    def foresee(self, wanted: Directive | None) -> bool:
+        """Plan the move that will be asked for, if all ranks of its target have told.
+
+        Returns whether they are still awaited.
+        """
+        if wanted is None or (wanted.stage.phase, wanted.carry) != (Phase.PARK, Carry.RESHARD):
+            return False
+        epoch, target = wanted.stage.epoch, wanted.target
+        if self._foreseen is not None and self._foreseen.epoch == epoch:
+            return False
+        present = self.peers(wanted, target.layout.ranks)
+        if any(self._boards[rank].epoch != epoch for rank in present):
+            return True
+        move = None
+        try:
+            move = self._plan(present, target)
+        except Exception:
+            # The move itself will meet it too, and tells everybody.
+            log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
+        self._foreseen = _Foreseen(epoch, target, present, move)
+        return False
+
+    def plan(self, directive: Directive) -> Move:
+        """Plan the move of all movers that are peers, whose boards are of its epoch.
+
+        Raises `ReshardError`.
+        """
+        present = self.peers(directive, directive.movers)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen.move is not None:
+            known = foreseen.epoch, foreseen.target, foreseen.ranks
+            if known == (directive.stage.epoch, directive.target, present):
+                return foreseen.move
+        return self._plan(present, directive.target)
+
+    def peers(self, directive: Directive, ranks: Iterable[Rank]) -> frozenset[Rank]:
+        """Return those of the ranks whose boards can be read; others share no group with this one.
+
+        In shared memory whoever takes a rank's place has its board. Elsewhere a process that was
+        started since has one of its own, and nobody writes on the board that is known here.
+        """
+        known = (rank for rank in ranks if rank in self._boards)
+        spec = self._engine.spec
+        if spec.memory is not None:
+            return frozenset(known)
+        now = dict(directive.members)
+        return frozenset(rank for rank in known if now.get(rank) == spec.together.get(rank))
+
+    def _plan(self, ranks: Iterable[Rank], target: Target) -> Move:
+        manifests: dict[int, Manifest] = {
+            rank: pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
+            for rank in ranks
+        }
+        kv = self._engine.kv
+        return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
+
+
+def tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:
+    """Log how a component, by its lowest rank, got along where pages were scarce."""
+    plan = move.plan
+    if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
+        return
+    left = {each.id for each in plan.fallbacks}
+    tiers = Counter(
+        (name in left, cargo.header.tier.name.lower()) for name, (_, cargo) in move.cargo.items()
+    )
+    log.info(
+        "move_short_of_pages",
+        epoch=epoch,
+        rounds=plan.rounds,
+        carried={tier: count for (is_left, tier), count in tiers.items() if not is_left},
+        left={tier: count for (is_left, tier), count in tiers.items() if is_left},
+        causes=dict(Counter(each.cause.value for each in plan.fallbacks)),
+    )

@@ -1,0 +1,91 @@
+"""A rank's part in the numerical guard: what its groups' probes gave, at start and after switches.
+
+The leader of a group that was just formed runs the probe before its first step, which its followers
+obey like any other, and compares it with what the same mode gave when the ranks started; there,
+every mode is compared with dp. It does so where switches are to be followed by a probe, and the
+first time that a group serves with a process that was started later than the others: that has
+computed alone until then. What follows from it is decided by the coordinator.
+"""
+
+import time
+
+import structlog
+
+from comm_pool.formations import PeerLostError
+from comm_pool.layout import Group, Rank, StepMode, step_name
+from coordinator.protocol.messages.rank import Directive, Probed
+from coordinator.protocol.terms import Binding
+from worker.engine.mode import PreparedMode
+from worker.engine.probe import error_nats
+from worker.engine.rank_engine import RankEngine
+from worker.engine.scheduling.step_plan import StepPlan
+from worker.io.step_queue import Step
+from worker.rank.runtime import Member
+
+log = structlog.get_logger()
+
+
+class Probing:
+    """The newest result of every mode that this rank leads; used by its main loop alone."""
+
+    def __init__(self, engine: RankEngine, *, after_switch: bool) -> None:
+        self._engine = engine
+        self._after_switch = after_switch
+        self._together = dict(engine.spec.together)
+        self._proved: dict[Group, list[int | None]] = {}
+        """The processes of a group when it was probed last."""
+        self._results: dict[tuple[tuple[Rank, ...], str], Probed] = {}
+        # Of dp; where ranks hold parts of the weights, of tp.
+        narrowest = min(engine.probed, key=lambda place: place[0])
+        wanted = engine.probed[narrowest][0]
+        for (width, step_mode), (values, took_us) in engine.probed.items():
+            mode = engine.of_width(width)
+            # Of wide modes who joins others knows what they should give, but has not computed it.
+            if mode.is_leader and (width == 1 or not engine.spec.joins):
+                self._note(mode, step_mode, 0, error_nats(values, wanted), took_us)
+
+    @property
+    def results(self) -> tuple[Probed, ...]:
+        """What to tell the coordinator, again and again: it knows what it has seen."""
+        return tuple(self._results.values())
+
+    def formed(self, member: Member, binding: Binding, directive: Directive) -> None:
+        """Probe a group that this rank leads, if that is wanted or it is new in its members."""
+        ranks, present = binding.group.ranks, dict(directive.members)
+        processes = [present.get(rank) for rank in ranks]
+        known = self._proved.get(binding.group, [self._together.get(rank) for rank in ranks])
+        if not self._after_switch and (len(ranks) == 1 or processes == known):
+            return
+        mode = member.mode_of(binding.group)
+        if mode.scheduler is None or mode.scheduler.is_full:
+            log.warning("mode_not_probed", group=binding.group.name, reason="it is full of tasks")
+            return
+
+        def execute(plan: StepPlan) -> object:
+            member.lead(Step(binding.born, plan))
+            return mode.execute(plan)
+
+        for step_mode in binding.group.step_modes:
+            started_ns = time.perf_counter_ns()
+            values = self._engine.probe.run(execute, step_mode)
+            took_us = (time.perf_counter_ns() - started_ns) // 1000
+            if self._engine.communicators.is_aborted(ranks, binding.born):
+                raise PeerLostError(binding.born)  # It is no fault of the mode.
+            wanted, _ = self._engine.probed[mode.key.width, step_mode]
+            epoch = directive.stage.epoch
+            self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)
+        self._proved[binding.group] = processes
+
+    def _note(
+        self, mode: PreparedMode, step_mode: StepMode, epoch: int, error: float, took_us: int
+    ) -> None:
+        ranks = mode.communicator.ranks
+        name = step_name(step_mode, mode.key.width)
+        limit = self._engine.probe.error_max_nats
+        told = Probed(ranks, name, epoch, error, limit, took_us)
+        self._results[ranks, name] = told
+        what = {"mode": name, "ranks": ranks, "epoch": epoch, "error_nats": error}
+        if told.has_drifted:
+            log.error("mode_drifts", **what, error_max_nats=limit)
+        else:
+            log.info("mode_probed", **what, took_ms=round(took_us / 1000, 1))

@@ -1,0 +1,94 @@
+"""What a rank must know to start, from the configuration and from who starts with it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from comm_pool.cpu.cell_memory import CellMemory
+from comm_pool.layout import Rank
+from comm_pool.mixed import Mixed
+from coordinator.protocol.config import Config
+from coordinator.protocol.cores import usable_cores
+from worker.launch.restarts import Cohort
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank must know to start.
+
+    The `world` ranks from `first` on may form groups of `widths`: all ranks of the cell, or those
+    that are started again together. `widest` is the widest group of the cell.
+    """
+
+    rank: Rank
+    first: Rank
+    world: int
+    widths: tuple[int, ...]
+    widest: int
+    init_method: str
+    threads: int
+    mixed: tuple[Mixed, ...] = ()
+    cohort: int = 0
+    """The number that those have in common which can form wide groups."""
+    together: Mapping[Rank, int] = field(default_factory=dict)
+    """The incarnations of those that are started together."""
+    memory: CellMemory | None = None
+    """What all ranks of the cell share; on CPU."""
+    exchange_parts: tuple[int, ...] = (1,)
+    """In how many parts large sp steps may exchange; which is best is measured."""
+    parts: int = 1
+    """How many parts the weights are in, of which the rank holds one; 1: it holds all of them."""
+    ranks_per_device: int = 1
+    joins: bool = False
+    """The others serve already: in their memory it takes the place of a process that was lost."""
+
+
+def modes_widths(spec: RankSpec) -> tuple[int, ...]:
+    """Return the widths of groups that ranks can serve in, ascending.
+
+    Ranks that hold one part of the weights serve in the widest groups alone: narrower ones do not
+    have all parts, as members beside each other hold the same (comm_pool/mixed.py).
+    """
+    return spec.widths if spec.parts == 1 else (spec.widest,)
+
+
+def rank_spec(
+    config: Config,
+    rank: Rank,
+    cohort: Cohort,
+    memory: CellMemory | None,
+    together: Mapping[Rank, int] | None = None,
+) -> RankSpec:
+    """Return the part of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
+
+    `together` gives the incarnations of the cohort.
+    """
+    threads = config.cell.threads_per_rank
+    if threads == 0 and config.cell.device == "cuda":
+        threads = 1  # As vLLM's workers: small CPU operations are slower on more.
+    if threads == 0 and config.cell.device == "cpu":
+        # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
+        threads = max(1, (usable_cores() - 1) // config.cell.ranks)
+    members = everyone(config) if cohort.joins else cohort.ranks
+    world = len(members)
+    return RankSpec(
+        rank=rank,
+        first=members[0],
+        world=world,
+        widths=tuple(width for width in config.cell.widths if width <= world),
+        widest=max(config.cell.widths),
+        mixed=tuple(each for each in config.mixed_groups() if each.width <= world),
+        init_method=f"tcp://127.0.0.1:{cohort.port}",
+        threads=threads,
+        cohort=cohort.number,
+        together=together or {},
+        memory=memory,
+        exchange_parts=config.cell.exchange_parts,
+        parts=config.cell.weight_parts,
+        ranks_per_device=config.cell.ranks_per_device,
+        joins=cohort.joins,
+    )
+
+
+def everyone(config: Config) -> tuple[Rank, ...]:
+    """Return all ranks of the cell."""
+    return tuple(map(Rank, range(config.cell.ranks)))
