@@ -15,8 +15,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -27,21 +25,19 @@ from coordinator.model.events import CellDrains
 from coordinator.model.settings import core_settings
 from coordinator.protocol.config import Config
 from coordinator.protocol.tracing import start_tracing
+from coordinator.protocol.version import own_version
 from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.observers import observe
 from coordinator.server.policy_files import ObservationLog, read_step_times
 from coordinator.server.registry_lease import announcer_of, leave
 from coordinator.server.server import CellServer, ListenError
 from coordinator.server.spans import SWITCHES_LOOKED_AT as SPANNED_SWITCHES
 from coordinator.server.spans import CellSpans
-from coordinator.telemetry.core_metrics import CoreWatcher
-from coordinator.telemetry.prediction_tracker import CameTrue
 
 if TYPE_CHECKING:
     from coordinator.admin.port import AdminPort
 
 TICKS_PER_HEARTBEAT = 2
-MEASURED_SWITCHES = 100
-"""Switches among which those are looked for that are to be measured."""
 ADMIN_BACKLOG = 128
 ID_BYTES = 6
 
@@ -55,14 +51,6 @@ def admin_key(host: str) -> str:
     return key
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What sees all that passes the core, from its first event on."""
-
-    core: CoreWatcher
-    came_true: CameTrue
-
-
 async def serve(config: Config, token: str, key: str) -> None:
     """Run until SIGTERM or SIGINT; raises `ListenError` if an address is taken."""
     coordinator_id = secrets.token_hex(ID_BYTES)
@@ -70,7 +58,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
     owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
     server = CellServer(owner, token, config.cell.ranks)
-    watched = watch(core, owner, server, config)
+    observers = observe(core, owner, server, config)
     tracing = start_tracing(
         config.tracing, "coordinator", version=own_version(), instance=coordinator_id
     )
@@ -87,7 +75,7 @@ async def serve(config: Config, token: str, key: str) -> None:
         # Its modules take as long as all others together, and no session waits for them.
         from coordinator.admin.port import AdminPort
 
-        return AdminPort(core, owner, server, watched, config, coordinator_id, key)
+        return AdminPort(core, owner, server, observers, config, coordinator_id, key)
 
     with _listener(config.admin.host, config.admin.port) as listener:
         grpc_port = await server.start(config.coordinator.listen)
@@ -97,20 +85,6 @@ async def serve(config: Config, token: str, key: str) -> None:
         spans.close()
         tracing.close()
     log.info("coordinator_stopped")
-
-
-def watch(core: Core, owner: CoreOwner, server: CellServer, config: Config) -> Watched:
-    """Let the metrics' watchers see what the owner hands to the core."""
-
-    def switches() -> Any:
-        return core.switches_view(MEASURED_SWITCHES)["switches"]
-
-    watcher, came_true = CoreWatcher(switches), CameTrue(server.gathered.tally)
-    owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())
-    owner.watchers = (watcher,)
-    if config.policy.name == "adaptive":
-        owner.watchers += (came_true,)
-    return Watched(watcher, came_true)
 
 
 Leave = Callable[[], Awaitable[None]]
@@ -202,14 +176,6 @@ def _listener(host: str, port: int) -> Generator[socket.socket, None, None]:
                 "and admin.port to a free address."
             ) from error
         yield listener
-
-
-def own_version() -> str:
-    """Return the version that is installed."""
-    try:
-        return version("aileron")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _announce(coordinator_id: str, grpc_port: int, admin_port: int) -> None:

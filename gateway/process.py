@@ -30,15 +30,16 @@ from gateway.admission.rates import RateLimits
 from gateway.admission.shared_idempotency import SharedReplays
 from gateway.admission.shared_storage import SharedStorage
 from gateway.batches.api import batch_routes
-from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
 from gateway.engine import app as vllm_app
 from gateway.engine import grammar, wire
 from gateway.engine.sandbox import Nursery, Sandbox
+from gateway.errors import api_error
 from gateway.http.connection import Connection, ConnectionLimits
 from gateway.http.edge import Edge, EdgeLimits
-from gateway.http.errors import api_error
+from gateway.http.line_call import LineAnswer, LineCall
 from gateway.http.routes import Readiness, add_own_routes, close_other_routes
+from gateway.http.spans import RequestSpans, TaskSpans
 from gateway.prefork import Announce, Siblings
 from gateway.relay.cell_sessions import set_up_fleet
 from gateway.relay.relay import Relay
@@ -46,7 +47,6 @@ from gateway.sockets import Inbox, Sockets, listen
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import Teller
-from gateway.telemetry.spans import RequestSpans, TaskSpans
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""

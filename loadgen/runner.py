@@ -24,6 +24,7 @@ from loadgen.client.environment import describe_environment
 from loadgen.client.loops import Bench, run_closed, run_open
 from loadgen.client.meter import Meter
 from loadgen.client.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
+from loadgen.client.payload import BodyStyle, made_ahead, request_body
 from loadgen.client.progress import show_progress
 from loadgen.client.switches import SwitchWatch
 from loadgen.config import RunConfig
@@ -32,7 +33,6 @@ from loadgen.report.advice import warnings_for
 from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
 from loadgen.workload.arrivals import plan_arrivals
 from loadgen.workload.load import ClosedLoad, Load, OpenLoad, TraceLoad
-from loadgen.workload.payload import BodyStyle, made_ahead, request_body
 from loadgen.workload.plan import PlannedRequest, digest_of, plan_closed, plan_open, plan_trace
 
 DISCOVERY_TIMEOUT_S = 10.0

@@ -8,7 +8,7 @@ from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed
 from coordinator.protocol.config import Config
 from coordinator.protocol.cores import usable_cores
-from worker.launch.restarts import Cohort
+from worker.cohort import Cohort
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ import uvicorn
 
 from coordinator.admin.app import AdminContext, build_admin
 from coordinator.core.core import Core
-from coordinator.process import Watched, own_version
 from coordinator.protocol.config import Config
 from coordinator.protocol.terms import Carry
+from coordinator.protocol.version import own_version
 from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.observers import Observers
 from coordinator.server.server import CellServer
 from coordinator.telemetry.history import INTERVAL_S, History
 from coordinator.telemetry.metrics import Facts, Metrics, Views
@@ -40,13 +41,13 @@ class AdminPort:
         core: Core,
         owner: CoreOwner,
         server: CellServer,
-        watched: Watched,
+        observers: Observers,
         config: Config,
         coordinator_id: str,
         key: str,
     ) -> None:
         self._core = core
-        self._metrics = build_metrics(core, server, watched, config)
+        self._metrics = build_metrics(core, server, observers, config)
         self._history = History(server.gathered.tally)
         context = AdminContext(
             core=core,
@@ -112,7 +113,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def build_metrics(core: Core, server: CellServer, watched: Watched, config: Config) -> Metrics:
+def build_metrics(core: Core, server: CellServer, observers: Observers, config: Config) -> Metrics:
     """Return the metrics of a cell."""
     views = Views(
         layout=core.layout_view,
@@ -122,7 +123,7 @@ def build_metrics(core: Core, server: CellServer, watched: Watched, config: Conf
         clock=monotonic_ms,
     )
     facts = Facts(config.served_model_name, own_version(), config.slo)
-    return Metrics(views, server.gathered, watched.core, watched.came_true, facts)
+    return Metrics(views, server.gathered, observers.core, observers.came_true, facts)
 
 
 def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:

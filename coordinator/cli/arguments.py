@@ -259,7 +259,7 @@ def _key(options: argparse.Namespace) -> int:
     return run_key(options)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from coordinator.cli.doctor import run_doctor
 
-    return run_doctor(options)
+    return run_doctor(parse_arguments)

@@ -10,14 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from comm_pool.ports import LOOPBACK
-from coordinator.cli.arguments import parse_arguments
 from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_names
 from coordinator.cli.launch import Machine, build_config
@@ -51,8 +50,11 @@ class Check:
     needed: bool = True
 
 
-def run_doctor(_: argparse.Namespace) -> int:
-    """Print every check; the status is 1 if something needed is missing."""
+def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
+    """Print every check; the status is 1 if something needed is missing.
+
+    `parse` reads the command line that the engine's check starts a cell with.
+    """
     healthy = True
     for check in _checks():
         mark = "ok     " if check.ok else "missing" if check.needed else "note   "
@@ -60,7 +62,7 @@ def run_doctor(_: argparse.Namespace) -> int:
         if not check.ok:
             print(f"           {'':<8}-> {check.advice}", flush=True)
             healthy = healthy and not check.needed
-    engine = _engine_status() if healthy else 0
+    engine = _engine_status(parse) if healthy else 0
     return 0 if healthy and engine == 0 else 1
 
 
@@ -174,14 +176,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _engine_status() -> int:
+def _engine_status(parse: Callable[[list[str]], argparse.Namespace]) -> int:
     """Let the worker build the demo model's ranks, which only it may: it imports vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return 1
     with tempfile.TemporaryDirectory(prefix="aileron-doctor-") as folder:
         grpc, rendezvous, serving, admin = free_ports(4)
         machine = Machine(len(gpu_names()), (grpc, rendezvous, serving, admin), folder, folder)
-        options = parse_arguments(["up", "--port", "0", "--admin-port", "0"])
+        options = parse(["up", "--port", "0", "--admin-port", "0"])
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(build_config(options, machine)))
         command = [*command_of("rank", file), "doctor"]

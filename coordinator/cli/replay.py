@@ -11,7 +11,7 @@ import msgspec
 
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.cli.tables import format_table
-from coordinator.policy.log import Line, decode
+from coordinator.model.observation_log import Line, decode
 from coordinator.policy.replay import Replayed, ReplayError, replay, summary, without_repeats
 
 SETTINGS = ("stay_ms", "settle_ms", "caution_ms", "horizon_ms", "switches_per_minute_max")

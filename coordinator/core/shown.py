@@ -1,7 +1,7 @@
 """What a core shows of itself, as the admin API and metrics ask for it; the core inherits it."""
 
 from comm_pool.layout import Rank, format_layout
-from coordinator.admin import views
+from coordinator.core import views
 from coordinator.model.records import DecisionLog
 from coordinator.model.settings import CoreSettings
 from coordinator.ranks.roster import Roster

@@ -9,13 +9,25 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from comm_pool.layout import Layout, Rank
+from coordinator.model.observation_log import Line
 from coordinator.model.records import SwitchRecord
-from coordinator.policy.forecast import Expected
-from coordinator.policy.log import Line
 from coordinator.protocol.messages.gateway import GatewayDown, GatewayHello, GatewayToCore
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.messages.rank import RankDown, RankHello, Report
 from coordinator.protocol.terms import Carry
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What requests of a tier are to see over the horizon.
+
+    Mean times in seconds; `attainment` is the part of requests that meet the tier's goals.
+    """
+
+    tier: str
+    ttft_s: float
+    tpot_s: float
+    attainment: float
 
 
 @dataclass(frozen=True, slots=True)

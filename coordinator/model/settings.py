@@ -7,12 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Layout
-from coordinator.policy.settings import PolicySettings, PolicyStart, TierGoal
-from coordinator.policy.step_line import StepLine
+from coordinator.model.policy_settings import PolicySettings, PolicyStart, TierGoal
+from coordinator.model.step_line import StepLine
 from coordinator.protocol.config import Config
 from coordinator.protocol.policy_config import SloTarget, TierConfig
 from coordinator.protocol.terms import Carry, Tier
-from coordinator.ranks.outliers import HealthSettings
+
+LATE_OUT_MS = (5_000, 5_000, 60_000)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out.
+
+    `late_out_ms` are the times out of ranks that were late, or had no room: after the first, second
+    … time, and twice as long each behind the last.
+    """
+
+    stage_limit_ms: int = 10_000
+    slow_factor: float = 5.0
+    late_out_ms: tuple[int, ...] = LATE_OUT_MS
 
 
 @dataclass(frozen=True, slots=True)

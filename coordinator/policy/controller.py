@@ -9,15 +9,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from comm_pool.layout import Layout, Rank, format_layout
+from coordinator.model.events import Expected
+from coordinator.model.observation import GroupSeen, Observation, SwitchSeen
+from coordinator.model.observation_log import CostsSeen, costs_seen
+from coordinator.model.policy_settings import PolicyStart
 from coordinator.model.records import SwitchRecord
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
-from coordinator.policy.forecast import Expected, foresee
+from coordinator.policy.forecast import foresee
 from coordinator.policy.knowledge import Knowledge
-from coordinator.policy.log import CostsSeen, costs_seen
-from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
 from coordinator.policy.observe import observe_tiers
-from coordinator.policy.settings import PolicyStart
 from coordinator.protocol.messages.gateway import Submit
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.terms import EndCause

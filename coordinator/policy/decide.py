@@ -10,13 +10,13 @@ import math
 from dataclasses import dataclass, field, replace
 
 from comm_pool.layout import Layout, Rank, diff, format_layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.observation import Observation
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
-from coordinator.policy.cost_model import CostModel
 from coordinator.policy.demand import demands_of
-from coordinator.policy.observation import Observation
 from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
-from coordinator.policy.settings import PolicySettings
 
 POLICY = "policy"
 """The cause of a switch that the policy asked for."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from comm_pool.layout import Group, Layout, Rank
-from coordinator.policy.observation import GroupSeen, Observation, TierSeen
+from coordinator.model.observation import GroupSeen, Observation, TierSeen
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.predict import Demand
-from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.terms import Tier
 
 SHORT_WINDOW_S = 2.0

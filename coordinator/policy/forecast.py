@@ -6,30 +6,17 @@ that the step times are, whoever chooses. Pure.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from comm_pool.layout import Layout
-from coordinator.policy.cost_model import CostModel
+from coordinator.model.cost_model import CostModel
+from coordinator.model.events import Expected
+from coordinator.model.observation import Observation
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.decide import Verdict, standing
 from coordinator.policy.demand import demands_of
-from coordinator.policy.observation import Observation
 from coordinator.policy.predict import TierForecast
 from coordinator.policy.score import Score, score
-from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.terms import Tier
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What requests of a tier are to see over the horizon.
-
-    Mean times in seconds; `attainment` is the part of requests that meet the tier's goals.
-    """
-
-    tier: str
-    ttft_s: float
-    tpot_s: float
-    attainment: float
 
 
 def foresee(

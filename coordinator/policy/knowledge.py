@@ -6,16 +6,16 @@ Made from what ranks told and served, or from a file of step times. Called by `c
 from collections.abc import Collection, Mapping
 
 from comm_pool.layout import Mode, Rank, step_name
-from coordinator.model.records import Outcome, SwitchRecord
-from coordinator.policy.candidates import LayoutSpace
-from coordinator.policy.cost_model import (
+from coordinator.model.cost_model import (
     CHUNK_TOKENS,
     CostModel,
     GroupCost,
     StepFits,
     SwitchCost,
 )
-from coordinator.policy.step_line import StepLine
+from coordinator.model.records import Outcome, SwitchRecord
+from coordinator.model.step_line import StepLine
+from coordinator.policy.candidates import LayoutSpace
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.ranks.roster import Roster
 

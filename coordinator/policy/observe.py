@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coordinator.model.observation import TierSeen
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.demand import OUTPUT_ASSUMED
-from coordinator.policy.observation import TierSeen
 from coordinator.protocol.terms import Tier
 from coordinator.tasks.task import HELD, State, Task
 

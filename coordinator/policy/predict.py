@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.policy.cost_model import GroupCost
-from coordinator.policy.settings import TierGoal
+from coordinator.model.cost_model import GroupCost
+from coordinator.model.policy_settings import TierGoal
 
 SPREAD = 0.1
 """By what part requests differ from the mean at least, in what they see."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from comm_pool.layout import Layout, format_layout, parse_layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.observation import Observation, SwitchSeen
+from coordinator.model.observation_log import CostsSeen, Line, costs_of, settings_of
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement, LayoutSpace
-from coordinator.policy.cost_model import CostModel
 from coordinator.policy.decide import MINUTE_MS, POLICY, State, decide
 from coordinator.policy.demand import demands_of
-from coordinator.policy.log import CostsSeen, Line, costs_of, settings_of
-from coordinator.policy.observation import Observation, SwitchSeen
 from coordinator.policy.score import score
-from coordinator.policy.settings import PolicySettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Group, Layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.observation import Observation
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement
-from coordinator.policy.cost_model import CostModel
 from coordinator.policy.demand import foreign_share
-from coordinator.policy.observation import Observation
 from coordinator.policy.predict import Demand, TierForecast, forecast
-from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.terms import Tier
 
 

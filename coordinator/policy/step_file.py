@@ -12,7 +12,7 @@ in microseconds. Pure: the caller reads the file.
 import re
 from collections.abc import Mapping
 
-from coordinator.policy.step_line import StepLine, fit, sums_of
+from coordinator.model.step_line import StepLine, fit, sums_of
 
 NAME = re.compile(r"dp1|(?:tp|sp)(?:[2-9]|[1-9][0-9])")
 

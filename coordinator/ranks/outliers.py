@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from comm_pool.layout import Mode, Rank
-from coordinator.policy.step_line import StepLine, fit, plus
+from coordinator.model.settings import HealthSettings
+from coordinator.model.step_line import StepLine, fit, plus
 from coordinator.protocol.messages.rank import Report
 from coordinator.protocol.messages.steps import StepSums
 from coordinator.protocol.terms import Binding
@@ -30,7 +31,6 @@ STEPS_MIN = 4
 OTHERS_MIN = 2
 """Ranks that a slow one must be compared with: of two nobody can say which is the slow one."""
 
-LATE_OUT_MS = (5_000, 5_000, 60_000)
 SLOW_OUT_MS = (30_000, 60_000)
 """Time out after the first, second ... time; doubled each time behind the last."""
 
@@ -41,19 +41,6 @@ the step that it was in."""
 OUT_MS_MAX = 960_000
 FORGIVEN_AFTER_MS = 1_800_000
 """A rank that was not taken out for so long counts as one that never was."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthSettings:
-    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out.
-
-    `late_out_ms` are the times out of ranks that were late, or had no room: after the first, second
-    … time, and twice as long each behind the last.
-    """
-
-    stage_limit_ms: int = 10_000
-    slow_factor: float = 5.0
-    late_out_ms: tuple[int, ...] = LATE_OUT_MS
 
 
 @dataclass(frozen=True, slots=True)

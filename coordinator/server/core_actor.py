@@ -27,8 +27,8 @@ from coordinator.model.events import (
     ToLauncher,
     ToRank,
 )
+from coordinator.model.observation_log import Line
 from coordinator.model.records import SwitchRecord
-from coordinator.policy.log import Line
 from coordinator.protocol.messages.gateway import BatchProgress
 from coordinator.server.outbox import Outbox
 

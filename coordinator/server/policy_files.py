@@ -5,9 +5,9 @@ from pathlib import Path
 import structlog
 import yaml
 
-from coordinator.policy.log import Line, encode
+from coordinator.model.observation_log import Line, encode
+from coordinator.model.step_line import StepLine
 from coordinator.policy.step_file import parse_step_times
-from coordinator.policy.step_line import StepLine
 from coordinator.protocol.config import ConfigError
 
 log = structlog.get_logger()

@@ -11,14 +11,14 @@ from heapq import heappop, heappush
 from itertools import count
 
 from comm_pool.layout import Group, Layout, Rank, diff, format_layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.observation import GroupSeen, Observation, SwitchSeen
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.candidates import Arrangement, LayoutSpace
-from coordinator.policy.cost_model import CostModel
 from coordinator.policy.decide import State as PolicyState
 from coordinator.policy.decide import decide
-from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen
 from coordinator.policy.observe import observe_tiers
-from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, TaskId, Tier

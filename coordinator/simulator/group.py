@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from comm_pool.layout import Group
-from coordinator.policy.cost_model import GroupCost
+from coordinator.model.cost_model import GroupCost
 from coordinator.tasks.task import Task
 
 STRIDE_MAX = 64

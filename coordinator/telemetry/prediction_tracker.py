@@ -9,8 +9,7 @@ not stay says nothing and is dropped. Pure.
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.model.events import Effect, Event, Foreseen
-from coordinator.policy.forecast import Expected
+from coordinator.model.events import Effect, Event, Expected, Foreseen
 from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Measure, Tally
 
 TTFT_NAME, TPOT_NAME, ATTAINMENT = "time_to_first_token", "time_per_output_token", "attainment"

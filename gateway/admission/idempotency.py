@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 IDEMPOTENCY_HEADER: Final = "idempotency-key"
 KEPT_S = 24 * 3_600

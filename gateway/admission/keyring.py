@@ -16,7 +16,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.keys import ApiKey, hash_of, load_keys
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 RELOAD_S = 1.0
 """How often the key file is looked at."""

@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Final
 
 from coordinator.protocol.terms import Tier
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 SHARE_OF_TIER: Final[dict[Tier, float]] = {
     Tier.INTERACTIVE: 1.0,

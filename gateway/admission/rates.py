@@ -19,7 +19,7 @@ from limits.storage import storage_from_string
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.admission.shared_storage import SharedStorage, StorageAwayError, WaitBudget
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 RETRY_AFTER_MAX_S = 60
 

@@ -25,7 +25,7 @@ from gateway.admission.idempotency import (
     used_for_another,
 )
 from gateway.admission.shared_storage import SharedStorage, StorageAwayError, WaitBudget
-from gateway.http.errors import ApiError
+from gateway.errors import ApiError
 
 CLAIM_S: Final = 600
 """How long a claim lasts that nobody ends: the OpenAI clients' own time limit."""

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from coordinator.protocol.terms import Tier
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 TIER_HEADER = "x-priority-tier"
 VLLM_PRIORITY_HEADER = "x-vllm-priority"

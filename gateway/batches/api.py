@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.batches.content import Content, new_id
-from gateway.batches.line_call import TENANT_KEY
 from gateway.batches.service import BatchDesk
 from gateway.batches.store import (
     FileInUseError,
@@ -43,8 +42,9 @@ from gateway.batches.terms import (
     NotAllowedError,
 )
 from gateway.batches.upload import FORM_BYTES_MAX, UPLOAD_WAIT_S, Upload, receive_file
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 from gateway.http.intake import BodyReader
+from gateway.http.line_call import TENANT_KEY
 
 UPLOADS_MAX = 16
 """Most uploads at once."""

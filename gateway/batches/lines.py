@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.batches.terms import BatchRecord, LineError, Status, Usage, counted
-from gateway.http.errors import SERVER_ERROR_MESSAGE, api_error
+from gateway.errors import SERVER_ERROR_MESSAGE, api_error
 
 LINES_MAX = 50_000
 """Most lines of an input file."""

@@ -15,7 +15,6 @@ from functools import partial
 import structlog
 
 from gateway.batches.content import Content, read_line_at, scan
-from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.lines import (
     LINE_BYTES_MAX,
     Line,
@@ -37,6 +36,7 @@ from gateway.batches.terms import (
     failed,
     validated,
 )
+from gateway.http.line_call import LineAnswer, LineCall
 
 STORAGE_PAUSE_S_MIN = 0.5
 STORAGE_PAUSE_S_MAX = 10.0

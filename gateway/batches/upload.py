@@ -13,7 +13,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from gateway.batches.content import Content, Part
 from gateway.batches.terms import FILE_BYTES_MAX, FILENAME_CHARS_MAX
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 from gateway.http.intake import BodyReader
 
 FORM_BYTES_MAX = FILE_BYTES_MAX + 64 * 1024

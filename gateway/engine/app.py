@@ -44,7 +44,7 @@ from gateway.engine.wire import (
     read_request,
     write_note,
 )
-from gateway.http.errors import ApiError, RequestState, current_request
+from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.intake import REQUEST_ID_HEADER
 
 _FAILED = ("error", "abort")

@@ -18,7 +18,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from gateway.engine.sandbox import BusyError, Sandbox, TooSlowError
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 
 COMPILE_S = 5.0
 """How long a grammar may take to be checked and compiled."""

@@ -25,7 +25,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from gateway.http.errors import ApiError, RequestState, api_error, current_request
+from gateway.errors import ApiError, RequestState, api_error, current_request
 
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
 """ZeroMQ identity of engine 0, as which the relay poses."""

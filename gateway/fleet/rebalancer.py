@@ -12,7 +12,7 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
 from gateway.fleet.placement import Needs
 from gateway.fleet.roster import CellRoster, MoveReason
-from gateway.relay.open_requests import Task, TaskBook
+from gateway.open_requests import Task, TaskBook
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
 """A cell that refuses a task so says nothing about other cells."""

@@ -12,7 +12,7 @@ from coordinator.protocol.terms import Tier
 from gateway.admission.idempotency import KeptAnswer
 from gateway.admission.shared_storage import WaitBudget
 from gateway.admission.tiers import service_tier_name, tier_name
-from gateway.http.errors import (
+from gateway.errors import (
     SERVER_ERROR_MESSAGE,
     ApiError,
     RequestState,
@@ -20,8 +20,8 @@ from gateway.http.errors import (
     shape_error,
 )
 from gateway.http.jitter import with_jitter
+from gateway.http.spans import RequestSpan
 from gateway.http.stream_forms import StreamForm, stream_form
-from gateway.telemetry.spans import RequestSpan
 
 KEEP_ALIVE_S = 15.0
 """Pause in a stream after which a comment is sent, so that proxies do not cut it."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 from gateway.http.grammar_check import check_grammar
 from gateway.http.large_bytes import breathe, contains, count, matches
 from gateway.http.media import check_media

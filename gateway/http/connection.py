@@ -14,7 +14,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 from gateway.http.jitter import with_jitter
 
 HEADERS_MAX = 64

@@ -26,10 +26,9 @@ from gateway.admission.rates import RateLimits
 from gateway.admission.shared_idempotency import SharedReplays
 from gateway.admission.shared_storage import SharedStorage
 from gateway.admission.tiers import TIER_HEADER, TierRules, reword_service_tier
-from gateway.batches.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
+from gateway.errors import ApiError, RequestState, api_error, current_request
 from gateway.http.answer import Answer, ClientStalledError
 from gateway.http.body_check import BodyFacts, check_body
-from gateway.http.errors import ApiError, RequestState, api_error, current_request
 from gateway.http.intake import (
     ClientGoneError,
     Replay,
@@ -38,9 +37,10 @@ from gateway.http.intake import (
     read_body,
     read_head,
 )
+from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
 from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
+from gateway.http.spans import RequestSpans
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
-from gateway.telemetry.spans import RequestSpans
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""

@@ -15,8 +15,8 @@ from typing import Any, Final
 from starlette.types import Message, Receive, Scope
 
 from gateway.admission.tiers import PRIORITY_OF_TIER, VLLM_PRIORITY_HEADER
+from gateway.errors import ApiError, api_error
 from gateway.http.answer import Answer
-from gateway.http.errors import ApiError, api_error
 
 BODY_WAIT_S = 30.0
 """How long a client may take to send its body."""

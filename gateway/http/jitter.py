@@ -6,7 +6,7 @@ Called where refusals leave: by each answer, and by connections that are refused
 import random
 from typing import Final
 
-from gateway.http.errors import RETRY_AFTER_MAX_S, ApiError
+from gateway.errors import RETRY_AFTER_MAX_S, ApiError
 
 MOST: Final = 1.5
 """The longest wait that a client is told, of the shortest."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from gateway.http.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error
 from gateway.http.large_bytes import contains
 
 _MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", "file", "file_url"})

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.http.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
+from gateway.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
 from gateway.http.field_names import FieldNames, field_names
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from gateway.admission.tiers import VLLM_SERVICE_TIERS
-from gateway.http.errors import ApiError, RequestState, failed_event
+from gateway.errors import ApiError, RequestState, failed_event
 
 RESPONSES_PATH: Final = "/v1/responses"
 

@@ -33,13 +33,13 @@ from coordinator.protocol.prefixes import prefix_hashes
 from coordinator.protocol.terms import TaskId
 from gateway.admission.tiers import tier_of_priority
 from gateway.engine import wire as engine
+from gateway.errors import ApiError, api_error
 from gateway.fleet.rebalancer import Spread, needs_of
 from gateway.fleet.roster import ALONE, CellRoster
-from gateway.http.errors import ApiError, api_error
-from gateway.relay.open_requests import GapMeter, Task, TaskBook
-from gateway.relay.token_stream import Answer, Trim, Verdict
+from gateway.http.spans import TaskSpan, TaskSpans
+from gateway.open_requests import GapMeter, Task, TaskBook
 from gateway.telemetry.meter import RequestMeter
-from gateway.telemetry.spans import TaskSpan, TaskSpans
+from gateway.token_stream import Answer, Trim, Verdict
 
 PAYLOAD_BYTES_MAX = wire.MAX_MESSAGE_BYTES // 2
 """Largest payload of one task, so that a Submit fits into one message with all it carries."""

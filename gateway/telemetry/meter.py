@@ -30,9 +30,9 @@ from coordinator.protocol.metrics_wire import (
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.terms import TaskId, Tier
 from gateway.admission.tiers import tier_name
+from gateway.errors import CODES
 from gateway.fleet.roster import MoveReason
-from gateway.http.errors import CODES
-from gateway.relay.open_requests import Task, family
+from gateway.open_requests import Task, family
 
 CLIENT_GONE_STATUS = 499
 """The status under which a request is counted whose client left; nginx's number."""

@@ -15,8 +15,8 @@ import aiohttp
 
 from loadgen.client.answer import MAX_MESSAGE_CHARS, AnswerReader, Endpoint, error_in
 from loadgen.client.meter import Meter
+from loadgen.client.payload import PATHS, REQUEST_ID_HEADER, TIER_HEADER, request_headers
 from loadgen.report.records import MS_PER_S, Failure, FailureKind, Reply, RequestRecord
-from loadgen.workload.payload import PATHS, REQUEST_ID_HEADER, TIER_HEADER, request_headers
 from loadgen.workload.plan import PlannedRequest
 
 MAX_ERROR_BODY_BYTES = 64 * 1024

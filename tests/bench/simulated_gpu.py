@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from comm_pool.layout import parse_layout
-from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
-from coordinator.policy.settings import PolicySettings
-from coordinator.policy.step_line import StepLine, fit, sums_of
+from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
+from coordinator.model.policy_settings import PolicySettings
+from coordinator.model.step_line import StepLine, fit, sums_of
 from coordinator.simulator.cell import Arrival, Seen, SimCell, is_good
 from loadgen.config import parse_run
 from loadgen.options import build_parser

@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from comm_pool.layout import parse_layout
+from coordinator.model.observation_log import CostsSeen, costs_of, decode, settings_of
 from coordinator.policy.candidates import LayoutSpace
-from coordinator.policy.log import CostsSeen, costs_of, decode, settings_of
 from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 from tests.harness.cells.admin import switch

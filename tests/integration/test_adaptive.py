@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.policy.log import CostsSeen, decode
-from coordinator.policy.observation import Observation
+from coordinator.model.observation import Observation
+from coordinator.model.observation_log import CostsSeen, decode
 from coordinator.policy.replay import replay
 from coordinator.protocol.terms import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell

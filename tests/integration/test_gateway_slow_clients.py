@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from coordinator.protocol.messages.gateway import Cancel, Done, Submit
-from gateway.relay.open_requests import UNREAD_TOKENS_MAX
+from gateway.open_requests import UNREAD_TOKENS_MAX
 from tests.harness.cells import counted_gateway
 from tests.harness.cells.counted_gateway import HELD_FILE
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran

@@ -22,8 +22,8 @@ from gateway.admission.shared_storage import (
     SharedStorage,
     WaitBudget,
 )
+from gateway.errors import current_request
 from gateway.http.edge import Edge
-from gateway.http.errors import current_request
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.gateway.edge_app import CHAT, application
 from tests.harness.redis.redis_pair import RedisPair

@@ -33,10 +33,10 @@ OWN_MODULES = (
     *(
         "coordinator.process",
         "coordinator.server.spans",
-        "gateway.telemetry.spans",
+        "gateway.http.spans",
         "gateway.http.edge",
     ),
-    *("gateway.relay.open_requests", "worker.io.tracing"),
+    *("gateway.open_requests", "worker.rank.traced_tasks"),
 )
 
 

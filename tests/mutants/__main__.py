@@ -39,7 +39,7 @@ class Part:
 
 PARTS = {
     "stream": Part(
-        ("gateway.relay.token_stream",),
+        ("gateway.token_stream",),
         (UNIT + "gateway/test_token_stream.py", PROPERTY + "test_token_stream.py"),
     ),
     "pages": Part(

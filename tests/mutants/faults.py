@@ -61,7 +61,7 @@ FAULTS = {
         ("tests/unit/worker", "tests/contract"),
     ),
     "stream's order": Fault(
-        "gateway/relay/token_stream.py",
+        "gateway/token_stream.py",
         "if span.first <= self.expected:\n                return index",
         "if span.first <= self.expected + 1:\n                return index",
         ("tests/unit/gateway/test_token_stream.py", "tests/property/test_token_stream.py"),

@@ -33,8 +33,8 @@ from coordinator.protocol.terms import EndCause, TaskId, Tier
 from coordinator.tasks.task_pool import TaskPool
 from gateway.fleet.rebalancer import Spread, needs_of
 from gateway.fleet.roster import CellRoster
-from gateway.relay.open_requests import Task, TaskBook
-from gateway.relay.token_stream import Trim, Verdict
+from gateway.open_requests import Task, TaskBook
+from gateway.token_stream import Trim, Verdict
 from tests.harness.coordinator.pools import ZERO, group
 
 NAMES = ("a", "b", "c")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.terms import TaskId
-from gateway.relay.token_stream import TokenStream, Trim, Verdict
+from gateway.token_stream import TokenStream, Trim, Verdict
 
 TASK = TaskId("task")
 LENGTH_MAX = 30

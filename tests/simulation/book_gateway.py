@@ -18,9 +18,9 @@ from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.http.errors import ApiError
-from gateway.relay.open_requests import Task, TaskBook
-from gateway.relay.token_stream import Answer, Trim, Verdict
+from gateway.errors import ApiError
+from gateway.open_requests import Task, TaskBook
+from gateway.token_stream import Answer, Trim, Verdict
 from tests.simulation.checkers import Stream, check
 from tests.simulation.network import Session
 from tests.simulation.sim_gateway import EXPECTED_FAILURES, Token

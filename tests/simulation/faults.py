@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.model.events import RenewalWanted
-from coordinator.model.settings import CoreSettings, QueueBounds, TierBounds
+from coordinator.model.settings import CoreSettings, HealthSettings, QueueBounds, TierBounds
 from coordinator.protocol.terms import Carry, Phase, Tier
-from coordinator.ranks.outliers import HealthSettings
 from coordinator.switching.targets import have_joined
 from tests.simulation.checkers import MoveChecker
 from tests.simulation.network import Weather

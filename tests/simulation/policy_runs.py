@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comm_pool.layout import Mode, parse_layout
+from coordinator.model.cost_model import CostModel
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import LayoutSpace
-from coordinator.policy.cost_model import CostModel
-from coordinator.policy.settings import PolicySettings
 from coordinator.simulator.cell import Arrival, Run, SimCell, is_good
 from tests.simulation.policy_shapes import (
     LLAMA_70B_FP8,

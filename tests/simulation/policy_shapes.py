@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
-from coordinator.policy.step_line import StepLine
+from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
+from coordinator.model.step_line import StepLine
 from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival
 

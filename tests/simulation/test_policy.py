@@ -7,8 +7,8 @@ does the same for as many loads as wanted; what it found for 200 is in ADR 0024.
 import pytest
 
 from comm_pool.layout import parse_layout
-from coordinator.policy.cost_model import CostModel
-from coordinator.policy.settings import PolicySettings
+from coordinator.model.cost_model import CostModel
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.protocol.terms import Tier
 from coordinator.simulator.cell import Arrival, SimCell, is_good
 from tests.simulation.policy_runs import (

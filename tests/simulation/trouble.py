@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from comm_pool.layout import Rank
+from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.model.settings import CoreSettings
-from coordinator.policy.settings import PolicySettings, PolicyStart
-from coordinator.policy.step_line import StepLine
+from coordinator.model.step_line import StepLine
 from tests.simulation.book_gateway import BookGateway
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any
 
 from comm_pool.layout import Rank, format_layout
-from coordinator.admin.views import View
+from coordinator.core.views import View
 from coordinator.model.events import (
     Effect,
     GatewayClosed,

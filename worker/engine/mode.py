@@ -14,7 +14,13 @@ from worker.engine.config import ModeKey
 from worker.engine.scheduling.scheduler import ModeScheduler
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.engine.step_times import StepTimes
-from worker.rank.no_room import NoRoomError
+
+
+class NoRoomError(RuntimeError):
+    """The device's memory ran out in a step: what was launched of it counts for nothing.
+
+    torch raises it before it launches what needs the room, so the device and the process are whole.
+    """
 
 
 @dataclass(slots=True)

@@ -46,8 +46,8 @@ from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Measured, Probes
 from worker.engine.step_times import StepTimes
+from worker.engine.trees import TreeBuilder
 from worker.engine.weights.layers import ViewError
-from worker.engine.weights.trees import TreeBuilder
 from worker.spec import RankSpec, modes_widths
 
 log = structlog.get_logger()

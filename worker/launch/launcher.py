@@ -28,12 +28,13 @@ from comm_pool.cpu.cell_memory import CellMemory, cell_memory
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
+from worker.cohort import Cohort
 from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
 from worker.launch.exit_reporter import HeraldPipe, OrderPipe, Told, run_herald
 from worker.launch.heartbeat import Pulse
 from worker.launch.process import announce, build_engine, serve_rank
-from worker.launch.restarts import Cohort, Restarts, split
+from worker.launch.restarts import Restarts, split
 from worker.launch.watchdog import Progress
 from worker.spec import everyone, rank_spec
 

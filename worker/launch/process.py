@@ -24,11 +24,11 @@ from worker.engine.rank_engine import RankEngine, settle_environment
 from worker.engine.step_times import told
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import Outlet
-from worker.io.tracing import TracedBook
 from worker.launch.peer_failure import PeerLoss
 from worker.launch.watchdog import Progress, call_out, watch
 from worker.rank.loop import RankLoop
 from worker.rank.runtime import Member
+from worker.rank.traced_tasks import TracedBook
 from worker.spec import RankSpec
 
 log = structlog.get_logger()

@@ -9,24 +9,13 @@ nothing.
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from comm_pool.layout import Rank
+from worker.cohort import Cohort
 
 LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
 """A process that served for longer had started well: its end counts as the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cohort:
-    """Neighbouring ranks that are started together, and the port at which they find each other."""
-
-    number: int
-    ranks: tuple[Rank, ...]
-    port: int
-    joins: bool = False
-    """The others serve already, and share their memory with who is started."""
 
 
 def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:

@@ -18,7 +18,7 @@ from comm_pool.formations import PeerLostError
 from coordinator.protocol.switch_actions import Leave, Move
 from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import Binding, ReturnCause
-from worker.rank.no_room import NoRoomError
+from worker.engine.mode import NoRoomError
 from worker.rank.runtime import Member
 
 T = TypeVar("T")

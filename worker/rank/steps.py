@@ -15,7 +15,7 @@ for. Every member of the group holds it, so none may wait for another before it 
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -25,23 +25,43 @@ from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
+from worker.engine.inflight_step import POLL_S, UnderWay
 from worker.engine.mode import PreparedMode
-from worker.io.step_queue import Step
+from worker.engine.rank_engine import RankEngine
+from worker.io.step_queue import QueueMessage, Step
 from worker.io.token_publisher import Outlet
 from worker.rank.deferred_step import HeldStep
-from worker.rank.inflight_step import POLL_S, UnderWay
+from worker.rank.led_tasks import TaskBook
 from worker.rank.step_log import StepLog
 
-if TYPE_CHECKING:
-    from worker.rank.runtime import Member
-
 log = structlog.get_logger()
+
+
+class StepOwner(Protocol):
+    """What steps ask of the runtime that they belong to."""
+
+    engine: RankEngine
+    book: TaskBook
+    ended: list[TaskEnded]
+
+    @property
+    def selected(self) -> PreparedMode | None:
+        """The mode of the joined group."""
+
+    def lead(self, message: QueueMessage, *, wait_s: float = ...) -> None:
+        """Tell the followers of the joined group."""
+
+    def freed(self, group: Group) -> None:
+        """Tasks of a group that this rank has left have ended."""
+
+    def lose_last_step(self, group: Group) -> None:
+        """The last step of a group that this rank has left lacks a member."""
 
 
 class Stepping:
     """Launches steps of the selected mode, and takes their tokens."""
 
-    def __init__(self, member: "Member", incarnation: int, outlet: Outlet) -> None:
+    def __init__(self, member: StepOwner, incarnation: int, outlet: Outlet) -> None:
         self._member = member
         self._incarnation = incarnation
         self._outlet = outlet

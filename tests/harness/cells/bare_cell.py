@@ -35,7 +35,7 @@ from coordinator.protocol.messages.gateway import (
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.prefixes import prefix_hashes
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.relay.token_stream import TokenStream, Trim, Verdict
+from gateway.token_stream import TokenStream, Trim, Verdict
 from tests.harness.cells.admin import ask, get_json, switch
 from tests.harness.cells.not_started import NotStartedError
 from tests.harness.cells.servers import MODEL, ROOT, free_port

@@ -26,10 +26,10 @@ from gateway.admission.keyring import KeyRing
 from gateway.admission.tiers import VLLM_PRIORITY_HEADER, tier_of_priority
 from gateway.batches import api
 from gateway.batches.api import batch_routes
-from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.setup import set_up_batches
+from gateway.errors import api_error
 from gateway.http.edge import Edge
-from gateway.http.errors import api_error
+from gateway.http.line_call import LineAnswer, LineCall
 from gateway.http.routes import OPEN_PATHS
 from tests.harness.faults.slow_disk import slowed
 

@@ -8,7 +8,7 @@ import functools
 import runpy
 
 from coordinator.model import settings
-from coordinator.ranks.outliers import HealthSettings
+from coordinator.model.settings import HealthSettings
 
 SETTLED_MS = 300
 OUT_MS = 1_500

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from coordinator.ranks.outliers import LATE_OUT_MS
+from coordinator.model.settings import LATE_OUT_MS
 from tests.harness.cells.admin import post
 from tests.harness.cells.bare_cell import BareCell, Stream, TaskClient, bare_cell
 from tests.harness.cells.log_events import events_of

@@ -113,9 +113,9 @@ def serve(
     config: Config, base: Any, rank: Rank, memory: Any, spec: dict[str, Any], out: Path
 ) -> None:
     """Build one rank and do its part."""
+    from worker.cohort import Cohort
     from worker.io.step_queue import LeaveGroup
     from worker.launch.process import build_engine
-    from worker.launch.restarts import Cohort
     from worker.rank.runtime import Member
     from worker.spec import everyone, rank_spec
 

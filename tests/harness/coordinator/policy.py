@@ -3,11 +3,11 @@
 from typing import Any
 
 from comm_pool.layout import Mode, parse_layout
+from coordinator.model.observation import Observation, TierSeen
+from coordinator.model.observation_log import costs_seen, encode
+from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.decide import State, Verdict, decide
-from coordinator.policy.log import costs_seen, encode
-from coordinator.policy.observation import Observation, TierSeen
-from coordinator.policy.settings import PolicySettings
 from coordinator.protocol.terms import Tier
 from tests.simulation.policy_shapes import LLAMA_70B_FP8
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coordinator.policy.settings import PolicySettings, PolicyStart
+from coordinator.model.policy_settings import PolicySettings, PolicyStart
 from coordinator.policy.step_file import parse_step_times
 from tests.transcripts.cell import Cell
 

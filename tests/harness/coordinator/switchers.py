@@ -1,9 +1,8 @@
 """Switchers and cells in the states that their tests start from."""
 
 from comm_pool.layout import Rank
-from coordinator.model.settings import SwitchSettings
+from coordinator.model.settings import HealthSettings, SwitchSettings
 from coordinator.protocol.terms import Carry, Phase, Stage
-from coordinator.ranks.outliers import HealthSettings
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 from tests.harness.coordinator.builders import hello, layout, report

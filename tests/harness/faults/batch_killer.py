@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from gateway.batches.content import Content
-from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.runner import BatchRun
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import StoreCalls
 from gateway.batches.terms import BatchRecord, FileRecord
+from gateway.http.line_call import LineAnswer, LineCall
 
 URL = "/v1/completions"
 TENANT = "acme"

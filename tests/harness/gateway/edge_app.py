@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from gateway.http.errors import api_error, current_request
+from gateway.errors import api_error, current_request
 
 CHAT = "/v1/chat/completions"
 FAILURE = api_error("queue_full", "Full.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.admin.views import switch_view
+from coordinator.core.views import switch_view
 from coordinator.model.records import SwitchRecord
 from coordinator.protocol.terms import Carry
 from loadgen import runner

@@ -18,11 +18,11 @@ from coordinator.admin.key import AdminKeyError, require_key
 from coordinator.admin.port import build_metrics
 from coordinator.core.core import Core
 from coordinator.model.settings import CoreSettings
-from coordinator.process import watch
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.terms import Carry
 from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.observers import observe
 from coordinator.server.outbox import Outbox
 from coordinator.server.server import CellServer
 from coordinator.telemetry.history import History
@@ -62,7 +62,7 @@ async def cell() -> AsyncIterator[Cell]:
     owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
     server = CellServer(owner, TOKEN, world=4)
     config = check_config({"model": {"path": "demo"}})
-    metrics = build_metrics(core, server, watch(core, owner, server, config), config)
+    metrics = build_metrics(core, server, observe(core, owner, server, config), config)
     context = AdminContext(
         core=core,
         owner=owner,

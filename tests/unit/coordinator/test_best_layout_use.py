@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.admin.views import decision_view
+from coordinator.core.views import decision_view
 from coordinator.policy.decide import Verdict
 from coordinator.policy.explain import recorded
 from coordinator.protocol.terms import Carry, Tier

@@ -2,8 +2,7 @@
 
 import pytest
 
-from coordinator.model.events import Foreseen
-from coordinator.policy.forecast import Expected
+from coordinator.model.events import Expected, Foreseen
 from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Family, Tally
 from coordinator.telemetry.prediction_tracker import CameTrue
 

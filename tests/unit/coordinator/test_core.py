@@ -21,7 +21,7 @@ from coordinator.model.events import (
     ToRank,
 )
 from coordinator.model.records import Outcome
-from coordinator.model.settings import CoreSettings, QueueBounds, core_settings
+from coordinator.model.settings import LATE_OUT_MS, CoreSettings, QueueBounds, core_settings
 from coordinator.protocol.config import CellConfig, Config, CoordinatorConfig, ModelConfig
 from coordinator.protocol.messages.gateway import (
     Cancel,
@@ -33,7 +33,6 @@ from coordinator.protocol.messages.gateway import (
 )
 from coordinator.protocol.messages.rank import Directive, Report, SwitchTimes
 from coordinator.protocol.terms import Carry, Phase, Stage
-from coordinator.ranks.outliers import LATE_OUT_MS
 from tests.harness.coordinator.builders import hello, layout, report, submit
 from tests.transcripts.cell import Cell
 

@@ -9,7 +9,7 @@ from coordinator.cli import doctor, main
 
 @pytest.fixture(autouse=True)
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_engine_status", lambda: 0)
+    monkeypatch.setattr(doctor, "_engine_status", lambda _: 0)
     monkeypatch.setattr(doctor, "gpu_names", lambda: ())
 
 

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank, parse_layout
 from coordinator.model.events import Note, PutBack, RankSaid
+from coordinator.model.step_line import StepLine
 from coordinator.policy.knowledge import Knowledge
-from coordinator.policy.step_line import StepLine
 from coordinator.protocol.messages.rank import Probed
 from coordinator.ranks.mode_quarantine import Guard
 from coordinator.telemetry import exposition

@@ -6,20 +6,19 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Mode, Rank
-from coordinator.policy.step_line import sums_of
+from coordinator.model.settings import LATE_OUT_MS, HealthSettings
+from coordinator.model.step_line import sums_of
 from coordinator.protocol.messages.rank import Report
 from coordinator.protocol.messages.steps import ServedSteps, StepSums
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage
 from coordinator.ranks.outliers import (
     BRIEF_OUT_MS,
     FORGIVEN_AFTER_MS,
-    LATE_OUT_MS,
     OUT_MS_MAX,
     SLOW_OUT_MS,
     WINDOW_MS,
     WINDOWS,
     Health,
-    HealthSettings,
     out_ms,
     paces_of,
     slow_ranks,

@@ -8,6 +8,10 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Layout, Mode, Rank, format_layout, parse_layout
+from coordinator.model.observation import GroupSeen, Observation, SwitchSeen, TierSeen
+from coordinator.model.observation_log import CostsSeen, costs_of, costs_seen, encode, settings_of
+from coordinator.model.observation_log import decode as read_line
+from coordinator.model.policy_settings import PolicySettings, TierGoal
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
 from coordinator.policy.decide import (
     CAUTION_TIMES_MAX,
@@ -17,11 +21,7 @@ from coordinator.policy.decide import (
     Verdict,
     decide,
 )
-from coordinator.policy.log import CostsSeen, costs_of, costs_seen, encode, settings_of
-from coordinator.policy.log import decode as read_line
-from coordinator.policy.observation import GroupSeen, Observation, SwitchSeen, TierSeen
 from coordinator.policy.replay import ReplayError, replay, summary
-from coordinator.policy.settings import PolicySettings, TierGoal
 from coordinator.protocol.terms import Tier
 from tests.harness.coordinator.policy import (
     MODES,

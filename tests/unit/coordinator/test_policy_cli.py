@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.cli import main
 from coordinator.cli.operate import decision_text
-from coordinator.policy.log import encode
+from coordinator.model.observation_log import encode
 from coordinator.protocol.config import ConfigError
 from coordinator.server.policy_files import ObservationLog, read_step_times
 from tests.harness.coordinator.policy import log_of, observation

@@ -4,7 +4,7 @@ from typing import Any
 
 from comm_pool.layout import Rank
 from coordinator.model.events import Foreseen, Observed, SwitchWanted, Tick, ToLauncher
-from coordinator.policy.settings import PolicyStart
+from coordinator.model.policy_settings import PolicyStart
 from coordinator.protocol.terms import Carry
 from tests.harness.coordinator.policy_cells import SETTINGS, TIMES, decisions, serving, wait
 from tests.transcripts.cell import Cell

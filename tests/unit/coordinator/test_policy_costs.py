@@ -5,9 +5,9 @@ import random
 import pytest
 
 from comm_pool.layout import Mode
-from coordinator.policy.cost_model import StepFits
+from coordinator.model.cost_model import StepFits
+from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.policy.step_file import parse_step_times
-from coordinator.policy.step_line import StepLine, fit, plus, sums_of
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 LINE = StepLine(0.0215, 0.000109, 8.2e-8)

@@ -4,8 +4,8 @@ from typing import Any
 
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
-from coordinator.admin.views import step_times_view
 from coordinator.cli.operate import step_times_text
+from coordinator.core.views import step_times_view
 from coordinator.ranks.roster import Roster
 from tests.harness.coordinator.builders import hello
 

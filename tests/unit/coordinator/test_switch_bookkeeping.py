@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Mode, Rank
-from coordinator.policy.step_line import sums_of
+from coordinator.model.step_line import sums_of
 from coordinator.protocol.messages.rank import LeaseKept
 from coordinator.protocol.messages.steps import ServedSteps
 from coordinator.protocol.messages.tasks import Adopted

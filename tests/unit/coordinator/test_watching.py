@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.admin.views import switch_view
+from coordinator.core.views import switch_view
 from coordinator.model.events import Effect, GatewaySaid, RankSaid, ToGateway, ToRank
 from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.protocol.messages.gateway import Cancel, Resubmit, Submit, TaskFailed

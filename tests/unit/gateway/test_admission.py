@@ -16,8 +16,8 @@ from gateway.admission.permits import (
     Admission,
     Refusals,
 )
+from gateway.errors import ApiError, api_error
 from gateway.http.edge import Edge
-from gateway.http.errors import ApiError, api_error
 from tests.harness.gateway.edge_app import CHAT, application, error_of
 
 FULL = api_error("queue_full", "Full.", retry_after_s=7)

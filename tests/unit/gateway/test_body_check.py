@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.errors import ApiError
 from gateway.http.body_check import (
     JSON_DEPTH_MAX,
     JSON_KEYS_MAX,
@@ -16,7 +17,6 @@ from gateway.http.body_check import (
     BodyFacts,
     check_body,
 )
-from gateway.http.errors import ApiError
 
 MIB = 1024**2
 CANARY = "kanarienvogel"

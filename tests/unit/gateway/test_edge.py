@@ -12,10 +12,10 @@ import pytest
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from coordinator.protocol.metrics_wire import CLIENT_RETRIES, TIER_CLAMPED
 from gateway.admission.keyring import KeyRing
-from gateway.batches.line_call import LineCall
+from gateway.errors import current_request
 from gateway.http import intake
 from gateway.http.edge import Edge, EdgeLimits
-from gateway.http.errors import current_request
+from gateway.http.line_call import LineCall
 from gateway.telemetry.meter import RequestMeter
 from tests.harness.gateway.edge_app import CHAT, Browser, application, error_of
 

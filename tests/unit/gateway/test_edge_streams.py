@@ -10,9 +10,9 @@ import httpx
 import pytest
 from starlette.types import Message
 
+from gateway.errors import RequestState, current_request
 from gateway.http import answer
 from gateway.http.edge import Edge, EdgeLimits
-from gateway.http.errors import RequestState, current_request
 from gateway.http.stream_forms import STREAM_END
 from tests.harness.gateway.edge_app import CHAT, FAILURE, Browser, application, error_of
 

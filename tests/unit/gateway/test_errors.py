@@ -5,7 +5,7 @@ import time
 import msgspec
 import pytest
 
-from gateway.http.errors import (
+from gateway.errors import (
     CODES,
     MESSAGE_CHARS_MAX,
     SERVER_ERROR_MESSAGE,

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
+from gateway.errors import RETRY_AFTER_MAX_S, api_error
 from gateway.http.edge import Edge
-from gateway.http.errors import RETRY_AFTER_MAX_S, api_error
 from gateway.http.jitter import MOST, with_jitter
 from tests.harness.gateway.edge_app import CHAT, application, error_of
 

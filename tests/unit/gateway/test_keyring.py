@@ -10,7 +10,7 @@ from coordinator.protocol.config import ConfigError
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from gateway.admission import keyring
 from gateway.admission.keyring import WRONG_KEYS_PER_MINUTE, KeyRing
-from gateway.http.errors import ApiError
+from gateway.errors import ApiError
 
 HERE = "127.0.0.1"
 

@@ -19,7 +19,7 @@ from coordinator.protocol.metrics_wire import (
 )
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.relay.open_requests import Task
+from gateway.open_requests import Task
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
 

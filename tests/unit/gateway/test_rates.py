@@ -14,7 +14,7 @@ from gateway.admission import shared_storage
 from gateway.admission.rates import RateLimits, duration
 from gateway.admission.shared_idempotency import SharedReplays
 from gateway.admission.shared_storage import SharedStorage, WaitBudget
-from gateway.http.errors import ApiError
+from gateway.errors import ApiError
 from tests.harness.redis.redis_server import IS_REAL, Redis
 
 

@@ -30,11 +30,11 @@ from coordinator.protocol.messages.gateway import (
 )
 from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.terms import TaskId, Tier
+from gateway import token_stream
 from gateway.engine.wire import AbortRequests, failure_of, read_request
-from gateway.http.errors import RequestState, api_error, current_request
+from gateway.errors import RequestState, api_error, current_request
+from gateway.open_requests import GAP_WAIT_S
 from gateway.relay import relay as relay_module
-from gateway.relay import token_stream
-from gateway.relay.open_requests import GAP_WAIT_S
 from gateway.relay.relay import Relay
 
 A, B = TaskId("chat-a"), TaskId("chat-b")

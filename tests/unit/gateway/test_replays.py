@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from gateway.admission import idempotency
 from gateway.admission.idempotency import KEPT_S, KeptAnswer, Replays
+from gateway.errors import ApiError
 from gateway.http.edge import Edge
-from gateway.http.errors import ApiError
 from tests.harness.gateway.edge_app import CHAT, error_of
 
 ANSWER = KeptAnswer(200, [], b"x" * 10)

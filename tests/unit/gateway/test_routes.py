@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from gateway.http.errors import api_error
+from gateway.errors import api_error
 from gateway.http.routes import (
     VLLM_ROUTES,
     Readiness,

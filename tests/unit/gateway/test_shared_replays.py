@@ -11,7 +11,7 @@ from gateway.admission import shared_idempotency, shared_storage
 from gateway.admission.idempotency import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
 from gateway.admission.shared_idempotency import CLAIM_S, SharedReplays
 from gateway.admission.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
-from gateway.http.errors import ApiError
+from gateway.errors import ApiError
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.redis.redis_server import IS_REAL, Redis
 

@@ -11,11 +11,11 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.trace_context import TraceContext, read_traceparent
 from coordinator.protocol.tracing import start_tracing
-from gateway.batches.line_call import LineCall
+from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.edge import Edge
-from gateway.http.errors import ApiError, RequestState, current_request
-from gateway.relay.open_requests import GapMeter, TaskBook
-from gateway.telemetry.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
+from gateway.http.line_call import LineCall
+from gateway.http.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
+from gateway.open_requests import GapMeter, TaskBook
 from tests.harness.cells.collector import Collector, Seen, collector
 from tests.harness.gateway.edge_app import Browser
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.errors import RequestState, api_error
 from gateway.http import answer
 from gateway.http.edge import Edge
-from gateway.http.errors import RequestState, api_error
 from gateway.http.stream_forms import CompletionForm, ResponsesForm, StreamForm, stream_form
 from tests.harness.gateway.edge_app import FAILURE, Browser, application
 

@@ -7,9 +7,9 @@ from coordinator.protocol.messages.gateway import Cancel, Done, Submit
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
-from gateway.http.errors import ApiError, RequestState
-from gateway.relay import open_requests
-from gateway.relay.open_requests import ONE_CELL, GapMeter, Task, TaskBook, family
+from gateway import open_requests
+from gateway.errors import ApiError, RequestState
+from gateway.open_requests import ONE_CELL, GapMeter, Task, TaskBook, family
 
 A, B = TaskId("chat-a"), TaskId("chat-b")
 

@@ -13,7 +13,7 @@ from gateway.admission.tiers import (
     tier_of_priority,
     tier_of_service_tier,
 )
-from gateway.http.errors import ApiError
+from gateway.errors import ApiError
 
 
 @pytest.mark.parametrize("tier", list(Tier))

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.terms import TaskId
-from gateway.relay.token_stream import HELD_SPANS_MAX, TokenStream, Trim, Verdict
+from gateway.token_stream import HELD_SPANS_MAX, TokenStream, Trim, Verdict
 
 
 def span(first: int, count: int = 1, *, attempt: int = 1, finished: bool = False) -> TokenSpan:

@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from gateway.engine import wire
-from gateway.http.errors import api_error
+from gateway.errors import api_error
 
 
 def frames_of(kind: EngineCoreRequestType, body: Any) -> list[bytes]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from loadgen.client.answer import Endpoint
+from loadgen.client.payload import BodyStyle, made_ahead, request_body, request_headers
 from loadgen.errors import UsageError
 from loadgen.workload.arrivals import ArrivalKind, Phase, plan_arrivals
 from loadgen.workload.lengths import Fixed, Uniform
-from loadgen.workload.payload import BodyStyle, made_ahead, request_body, request_headers
 from loadgen.workload.plan import Mixture, Part, PlannedRequest, parse_tiers, plan_closed, plan_open
 from loadgen.workload.prompts import WORDS, PromptKind, PromptStyle, make_prompt
 

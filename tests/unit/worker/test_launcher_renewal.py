@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
 from coordinator.protocol.config import check_config
+from worker.cohort import Cohort
 from worker.launch.launcher import Launcher
-from worker.launch.restarts import Cohort
 
 LOST = Rank(0)
 

@@ -12,9 +12,9 @@ from coordinator.protocol.switch_actions import Join, Leave
 from coordinator.protocol.switch_participant import Seat
 from coordinator.protocol.terms import Carry, Phase, ReturnCause
 from tests.harness.coordinator.builders import directive, target
+from worker.engine.mode import NoRoomError
 from worker.io.step_queue import LeaveGroup, send
 from worker.rank.formation_abort import LostGroup
-from worker.rank.no_room import NoRoomError
 
 TP2 = target("tp2+dp2", 1)
 NAMES = ["a", "b"]

@@ -5,7 +5,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol.config import Config
 from worker import spec as module
-from worker.launch.restarts import Cohort
+from worker.cohort import Cohort
 from worker.spec import everyone, rank_spec
 
 

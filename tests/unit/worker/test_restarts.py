@@ -3,7 +3,8 @@
 import pytest
 
 from comm_pool.layout import Rank
-from worker.launch.restarts import LONGEST_DELAY_S, STEADY_S, Cohort, Restarts, split
+from worker.cohort import Cohort
+from worker.launch.restarts import LONGEST_DELAY_S, STEADY_S, Restarts, split
 
 WIDTHS = (1, 2, 4)
 TOGETHER_S = 1.5

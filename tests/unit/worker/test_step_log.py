@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from comm_pool.layout import Mode
-from coordinator.policy.step_line import fit
+from coordinator.model.step_line import fit
 from worker.rank.step_log import StepLog
 
 MS = 1_000_000

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.rank.inflight_step import FIRST_TOKEN_WAIT_S, UnderWay
+from worker.engine.inflight_step import FIRST_TOKEN_WAIT_S, UnderWay
 
 
 @dataclass

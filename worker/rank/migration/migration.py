@@ -34,11 +34,11 @@ from worker.rank.migration.copy_rounds import (
 from worker.rank.migration.manifest import Brought, Ints, Move, Ranks
 from worker.rank.migration.own_manifest import manifest_of, nothing_of
 from worker.rank.migration.plan_ahead import MovePlanning, tell_of_shortage
+from worker.rank.runtime_protocol import Runtime
 
 if TYPE_CHECKING:
     from worker.engine.mode import PreparedMode
     from worker.engine.scheduling.scheduler import ModeScheduler
-    from worker.rank.runtime import Member
 
 log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ log = structlog.get_logger()
 class Moving:
     """The moves of one rank; used by its main loop alone, at safe points."""
 
-    def __init__(self, member: "Member", boards: Mapping[Rank, Board], rank: Rank) -> None:
+    def __init__(self, member: Runtime, boards: Mapping[Rank, Board], rank: Rank) -> None:
         self._member = member
         self._boards = boards
         self._rank = rank

@@ -1,16 +1,12 @@
 """What a rank tells of itself when it has left a group for a move."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from comm_pool.layout import Group, Rank
 from coordinator.protocol.terms import TaskId
 from worker.engine.scheduling.handover import CachedChain
 from worker.rank.migration.manifest import Cargo, Manifest
-
-if TYPE_CHECKING:
-    from worker.rank.runtime import Member
+from worker.rank.runtime_protocol import Runtime
 
 CACHED_BYTES_MAX = 4 << 30
 """KV of finished requests that one leader offers to carry: about 10 ms over NVLink."""
@@ -24,7 +20,7 @@ def nothing_of(manifest: Manifest) -> Manifest:
     return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices)
 
 
-def manifest_of(member: "Member", rank: Rank, group: Group | None, born: int) -> Manifest:
+def manifest_of(member: Runtime, rank: Rank, group: Group | None, born: int) -> Manifest:
     """Return what stands for this rank and the group that it has left, if there is one."""
     pool = member.engine.pages
     free = pool.free_pages()

@@ -12,11 +12,11 @@ from typing import IO, Any, cast
 import pytest
 
 from gateway.batches.content import Content, Part
-from gateway.batches.line_call import LineAnswer, LineCall
 from gateway.batches.service import BatchDesk, DeskSettings
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import StorageFullError, StoreCalls
 from gateway.batches.terms import BatchRecord, Counts, FileRecord, Status
+from gateway.http.line_call import LineAnswer, LineCall
 
 URL = "/v1/completions"
 LIMIT_S = 60.0

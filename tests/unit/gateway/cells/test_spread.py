@@ -12,7 +12,7 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
 from gateway.fleet.rebalancer import Spread
 from gateway.fleet.roster import CellRoster, MoveReason
-from gateway.relay.open_requests import TaskBook
+from gateway.open_requests import TaskBook
 
 A, B = "a:1", "b:1"
 STATE = CellState("dp2", 1, serving=True, world=2, ranks_alive=2, queued=0, max_context_tokens=512)

@@ -11,9 +11,9 @@ from coordinator.protocol import trace_context as words
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.tracing import Span, Tracing
 from gateway.admission.tiers import tier_name
-from gateway.http.errors import RequestState
+from gateway.errors import RequestState
 from gateway.http.routes import OTHER_ROUTE, route_name
-from gateway.relay.open_requests import Task
+from gateway.open_requests import Task
 from gateway.telemetry.meter import CHAT, OPERATION_OF_ROUTE, operation_of
 
 CROSSINGS_MAX = 64

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.policy.step_line import StepLine
+from coordinator.model.step_line import StepLine
 from coordinator.protocol.terms import Tier
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Mode
-from coordinator.policy.step_line import StepLine, fit, plus, sums_of
+from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0

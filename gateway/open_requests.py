@@ -24,8 +24,8 @@ from coordinator.protocol.messages.gateway import (
 )
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
-from gateway.http.errors import ApiError, RequestState, api_error
-from gateway.relay.token_stream import TokenStream
+from gateway.errors import ApiError, RequestState, api_error
+from gateway.token_stream import TokenStream
 
 OPEN_TASKS_MAX = 16_384
 """Most tasks at once; one more is refused with 429."""

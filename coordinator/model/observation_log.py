@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import msgspec
 
 from comm_pool.layout import Mode
-from coordinator.policy.cost_model import CostModel, GroupCost, SwitchCost
-from coordinator.policy.observation import Observation
-from coordinator.policy.settings import PolicySettings, TierGoal
-from coordinator.policy.step_line import StepLine
+from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
+from coordinator.model.observation import Observation
+from coordinator.model.policy_settings import PolicySettings, TierGoal
+from coordinator.model.step_line import StepLine
 from coordinator.protocol.terms import Tier
 
 

@@ -1,0 +1,40 @@
+"""What a migration asks of the runtime of this rank's groups."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from comm_pool.layout import Group
+from coordinator.protocol.terms import Binding, ReturnCause
+from worker.engine.codec import Intake
+from worker.engine.mode import PreparedMode
+from worker.rank.steps import StepOwner, Stepping
+
+
+class Runtime(StepOwner, Protocol):
+    """The runtime as a migration sees it; `worker.rank.runtime` implements it."""
+
+    intake: Intake
+    stepping: Stepping
+
+    def mode_of(self, group: Group) -> PreparedMode:
+        """Return what is prepared for a group of this rank."""
+
+    def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
+        """Note that a migration has leased these indices to a group that is to be joined."""
+
+    def not_joined(self) -> None:
+        """Drop what was prepared for a group that is not joined now."""
+
+    def give_up(
+        self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = ...
+    ) -> None:
+        """Return tasks to the pool, with the tokens they have."""
+
+    def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
+        """Forget tasks that another leader goes on with."""
+
+    def withdraw(self, group: Group) -> None:
+        """Let go of the pages of a parked group that no task holds."""
