@@ -30,11 +30,11 @@ _DATA_START = 64
 GAVE_UP = -1
 
 
-class BoardFullError(ValueError):
+class MailboxFullError(ValueError):
     """A message is longer than the board."""
 
 
-class Board:
+class RankMailbox:
     """One rank's board, as its owner or as a reader."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -46,7 +46,7 @@ class Board:
         """Replace what stands here; readers of `epoch` find it from now on."""
         room = len(self._memory) - len(self._memory) // SETTLED_SHARE - _DATA_START
         if len(message) > room:
-            raise BoardFullError(f"a message of {len(message)} bytes is too long for the board.")
+            raise MailboxFullError(f"a message of {len(message)} bytes is too long for the board.")
         self._words[_EPOCH] = self._words[_SETTLED] = 0
         self._memory[_DATA_START : _DATA_START + len(message)] = message
         self._words[_LENGTH], self._words[_ROUND] = len(message), 0
@@ -67,7 +67,7 @@ class Board:
         """Add what the last step has brought; readers of the epoch find it from now on."""
         start = _DATA_START + self._words[_LENGTH]
         if start + len(message) > len(self._memory):
-            raise BoardFullError(f"{len(message)} bytes more are too many for the board.")
+            raise MailboxFullError(f"{len(message)} bytes more are too many for the board.")
         self._memory[start : start + len(message)] = message
         self._words[_SETTLED_LENGTH] = len(message)
         self._words[_SETTLED] = self._words[_EPOCH]
@@ -105,7 +105,7 @@ class Board:
         self._words[_ROUND] = number
 
 
-def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[Board, ...]:
+def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[RankMailbox, ...]:
     """Make this rank's board and map those of all ranks; a collective call.
 
     `gather` returns what every rank gave it, in order of the ranks. Names are gone when it
@@ -122,7 +122,7 @@ def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[Boar
     finally:
         os.close(descriptor)
         own.unlink()
-    return tuple(Board(board) for board in boards)
+    return tuple(RankMailbox(board) for board in boards)
 
 
 def _map(name: str) -> mmap.mmap:

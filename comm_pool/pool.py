@@ -27,7 +27,7 @@ from comm_pool.cpu.cell_memory import CellMemory, plane_name, queue_name
 from comm_pool.cpu.plane_group import PlaneGroup
 from comm_pool.cpu.shared_plane import SharedPlane, plane_bytes
 from comm_pool.cpu.step_ring import StepRing, ring_bytes
-from comm_pool.cuda.collective_abort import Drainer, WayOut, let_out, undivided
+from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump, let_out, undivided
 from comm_pool.formations import Formations
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
@@ -55,7 +55,7 @@ class Communicator:
     memory_bytes: int
     plane: SharedPlane | None = None
     """What its collectives run over where they can be aborted: on CPU."""
-    way_out: WayOut | None = None
+    way_out: CollectiveAborter | None = None
     """How this rank gets out of them where they cannot."""
 
     @property
@@ -130,7 +130,7 @@ class CommunicatorPool:
         groups behind the plan; those have no control plane. A collective call of all its ranks,
         but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
         """
-        self._drainer = Drainer(device)
+        self._drainer = SignalPump(device)
         self.closed: tuple[Ranks, ...] = ()
         """Groups that can never be formed again by this process."""
         self._rank = rank
@@ -188,7 +188,7 @@ class CommunicatorPool:
         way_out = None
         if self._memory is None:
             _release_names(group)
-            way_out = WayOut(group, self._drainer, lambda: self._formations.born)
+            way_out = CollectiveAborter(group, self._drainer, lambda: self._formations.born)
         ranks = tuple(Rank(self._first + place) for place in group.ranks)
         return Communicator(
             ranks,

@@ -26,7 +26,7 @@ from coordinator.model.settings import core_settings
 from coordinator.protocol.config import Config
 from coordinator.protocol.tracing import start_tracing
 from coordinator.protocol.version import own_version
-from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
 from coordinator.server.policy_files import ObservationLog, read_step_times
 from coordinator.server.registry_lease import announcer_of, leave
@@ -56,7 +56,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     coordinator_id = secrets.token_hex(ID_BYTES)
     step_times = read_step_times(config.policy.step_times)
     core = Core(core_settings(config, step_times), coordinator_id, monotonic_ms())
-    owner = CoreOwner(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
+    owner = CoreActor(core, config.coordinator.heartbeat_ms / TICKS_PER_HEARTBEAT, monotonic_ms)
     server = CellServer(owner, token, config.cell.ranks)
     observers = observe(core, owner, server, config)
     tracing = start_tracing(
@@ -90,7 +90,7 @@ async def serve(config: Config, token: str, key: str) -> None:
 Leave = Callable[[], Awaitable[None]]
 
 
-def _leaving(core: Core, owner: CoreOwner, config: Config, grpc_port: int) -> Leave | None:
+def _leaving(core: Core, owner: CoreActor, config: Config, grpc_port: int) -> Leave | None:
     """Say that the cell is there, and return how it leaves; None if it is alone."""
     if not config.fleet.is_on:
         return None
@@ -110,7 +110,7 @@ def _leaving(core: Core, owner: CoreOwner, config: Config, grpc_port: int) -> Le
 
 
 async def _run(
-    owner: CoreOwner,
+    owner: CoreActor,
     server: CellServer,
     admin: Callable[[], "AdminPort"],
     listener: socket.socket,

@@ -74,7 +74,7 @@ class TaskTrace(Protocol):
     def failed(self, error_code: str) -> None:
         """Note why the task will end; `ended` follows."""
 
-    def ended(self, task: "Task") -> None:
+    def ended(self, task: "OpenRequest") -> None:
         """End the span: the task has left the book."""
 
 
@@ -82,7 +82,7 @@ _SIBLING = re.compile(r"\d+_(.+)")
 
 
 @dataclass(slots=True)
-class Task:
+class OpenRequest:
     """A request that is on its way: everything needed to submit it again behind `delivered`."""
 
     header: TaskHeader
@@ -134,11 +134,11 @@ def family(task: TaskId) -> str:
     return match.group(1) if match else task
 
 
-class TaskBook:
+class OpenRequests:
     """Open tasks by id, and the last ended ones."""
 
     def __init__(self) -> None:
-        self._open: dict[TaskId, Task] = {}
+        self._open: dict[TaskId, OpenRequest] = {}
         self._families: dict[str, set[TaskId]] = {}
         self._ended: dict[str, OrderedDict[TaskId, Cancel | Done]] = {}
         """What each cell is to know of tasks that it has, or had."""
@@ -152,7 +152,7 @@ class TaskBook:
         """Number of open tasks."""
         return len(self._open)
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[OpenRequest]:
         """Iterate over the open tasks, oldest first."""
         return iter(self._open.values())
 
@@ -161,7 +161,7 @@ class TaskBook:
         """Bytes of payload that are kept."""
         return self._payload_bytes
 
-    def get(self, task: TaskId) -> Task | None:
+    def get(self, task: TaskId) -> OpenRequest | None:
         """Return the open task of that id."""
         return self._open.get(task)
 
@@ -181,7 +181,7 @@ class TaskBook:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
             return api_error("queue_full", "The gateway holds as many prompts as it can.")
-        task = Task(header, payload, now_s, trace=trace, request=request)
+        task = OpenRequest(header, payload, now_s, trace=trace, request=request)
         task.cell, task.prefixes = cell, prefixes
         self._open[task.id] = task
         self._families.setdefault(family(task.id), set()).add(task.id)
@@ -206,11 +206,11 @@ class TaskBook:
         """Keep the cell's new tasks until the next session."""
         self._connected.discard(cell)
 
-    def of_cell(self, cell: str | None) -> list[Task]:
+    def of_cell(self, cell: str | None) -> list[OpenRequest]:
         """Return the open tasks of a cell, or those that none has, oldest first."""
         return [task for task in self if task.cell == cell]
 
-    def move(self, task: Task, cell: str) -> list[tuple[str, GatewayUp]]:
+    def move(self, task: OpenRequest, cell: str) -> list[tuple[str, GatewayUp]]:
         """Let a task go on in another cell, which must have a session; return whom to tell what.
 
         The former cell is told that nobody waits for it any more, now or when it is back.
@@ -316,7 +316,7 @@ class TaskBook:
                 out.append((task.id, api_error("internal_error", text)))
         return out
 
-    def _close(self, task_id: TaskId) -> Task:
+    def _close(self, task_id: TaskId) -> OpenRequest:
         task = self._open.pop(task_id)
         if task.trace is not None:
             task.trace.ended(task)
@@ -343,7 +343,7 @@ class GapMeter:
         self._max_s: dict[int, float] = {}
         self._reported: dict[int, tuple[float, float]] = {}
 
-    def tokens_arrived(self, task: Task, epoch: int, now_s: float) -> None:
+    def tokens_arrived(self, task: OpenRequest, epoch: int, now_s: float) -> None:
         """Note that tokens of `epoch` were delivered to a stream."""
         if epoch > task.epoch:
             if task.epoch >= 0:

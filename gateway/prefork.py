@@ -40,7 +40,7 @@ class _Sibling:
     delay_s: float
 
 
-class Siblings:
+class PreforkServer:
     """The parent of the processes that serve."""
 
     def __init__(self, count: int, serve: Callable[[Announce], None]) -> None:

@@ -27,26 +27,26 @@ from coordinator.protocol.terms import Tier
 from coordinator.protocol.tracing import start_tracing
 from gateway.admission.keyring import KeyRing
 from gateway.admission.rates import RateLimits
-from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import SharedStorage
 from gateway.batches.api import batch_routes
 from gateway.batches.setup import set_up_batches
 from gateway.engine import app as vllm_app
 from gateway.engine import grammar, wire
-from gateway.engine.sandbox import Nursery, Sandbox
+from gateway.engine.sandbox import ForkServer, Sandbox
 from gateway.errors import api_error
 from gateway.http.connection import Connection, ConnectionLimits
 from gateway.http.edge import Edge, EdgeLimits
 from gateway.http.line_call import LineAnswer, LineCall
 from gateway.http.routes import Readiness, add_own_routes, close_other_routes
 from gateway.http.spans import RequestSpans, TaskSpans
-from gateway.prefork import Announce, Siblings
+from gateway.prefork import Announce, PreforkServer
 from gateway.relay.cell_sessions import set_up_fleet
 from gateway.relay.relay import Relay
 from gateway.sockets import Inbox, Sockets, listen
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import RequestMeter
-from gateway.telemetry.metrics_publisher import Teller
+from gateway.telemetry.metrics_publisher import MetricsPublisher
 
 DRAIN_S = 30.0
 """How long streams in flight may go on after the first SIGTERM."""
@@ -109,7 +109,7 @@ class Gateway:
         self._keys = KeyRing(config.gateway.keys_file)
         url = config.gateway.rate_limit_storage
         storage = SharedStorage(url, away=self._meter.storage_away)
-        self._rates, self._replays = RateLimits(storage), SharedReplays(storage)
+        self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
         self._told: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
@@ -117,7 +117,7 @@ class Gateway:
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
 
-    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: Nursery) -> None:
+    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: ForkServer) -> None:
         """Serve until a signal ends it."""
         sandbox = Sandbox(nursery)
         self._sockets.send_ready(wire.ready_frame(front_end.vllm))
@@ -240,7 +240,7 @@ class Gateway:
         self._tell(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        teller = Teller(self._fleet, self._meter, engine_families)
+        teller = MetricsPublisher(self._fleet, self._meter, engine_families)
         while True:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
@@ -336,7 +336,7 @@ async def _run(
     config: Config,
     token: str,
     front_end: vllm_app.FrontEndConfig,
-    nursery: Nursery,
+    nursery: ForkServer,
     listener: socket.socket,
     announce: Announce,
 ) -> None:
@@ -374,7 +374,7 @@ def serve(config: Config, token: str) -> int:
 
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
         # Forked before there are threads and sockets, none of which a child should have.
-        nursery = Nursery(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
+        nursery = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
         own = listen(host, port, shared=shared)
         _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
 
@@ -391,4 +391,4 @@ def serve(config: Config, token: str) -> int:
         keeper.close()
         run(announce, *address, shared=True)
 
-    return Siblings(gateway.processes, run_one).run(say)
+    return PreforkServer(gateway.processes, run_one).run(say)

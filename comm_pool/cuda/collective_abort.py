@@ -111,7 +111,7 @@ class _Words:
         }
 
 
-class Drainer:
+class SignalPump:
     """Lets the kernels of one device through, from a thread of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -170,7 +170,7 @@ class Drainer:
             yield
 
 
-class Guard:
+class CallGate:
     """Stands before the calls of one communicator: once closed, nobody uses that.
 
     A call with a communicator that was aborted would crash the process.
@@ -212,7 +212,7 @@ class Guard:
 class GuardedLibrary:
     """vLLM's NCCL library for one communicator, its calls guarded."""
 
-    def __init__(self, nccl: Any, guard: Guard) -> None:
+    def __init__(self, nccl: Any, guard: CallGate) -> None:
         self._nccl = nccl
         self._guard = guard
 
@@ -234,7 +234,7 @@ class _Nccl:
     abort: Callable[[], object]
 
 
-def _through_vllm(pynccl: Any, guard: Guard) -> _Nccl:
+def _through_vllm(pynccl: Any, guard: CallGate) -> _Nccl:
     """vLLM's own binding, where the NCCL that is there has all that vLLM's version knows."""
     library = pynccl.nccl
     pynccl.nccl = GuardedLibrary(library, guard)
@@ -245,7 +245,7 @@ def _through_vllm(pynccl: Any, guard: Guard) -> _Nccl:
     return _Nccl(all_reduce, lambda: library.ncclCommAbort(pynccl.comm))
 
 
-def _through_torch(group: GroupCoordinator, guard: Guard) -> _Nccl:
+def _through_torch(group: GroupCoordinator, guard: CallGate) -> _Nccl:
     """torch's process group, which vLLM takes instead of a binding that does not load."""
     communicator, torchs = group.device_communicator, group.device_group
     for name in TORCH_COLLECTIVES:
@@ -263,15 +263,17 @@ def undivided(communicator: Any) -> AbstractContextManager[None]:
     return guard.undivided() if guard is not None else nullcontext()
 
 
-class WayOut:
+class CollectiveAborter:
     """The way out of one group's collectives."""
 
-    def __init__(self, group: GroupCoordinator, drainer: Drainer, born: Callable[[], int]) -> None:
+    def __init__(
+        self, group: GroupCoordinator, drainer: SignalPump, born: Callable[[], int]
+    ) -> None:
         """Guards the group's NCCL; to be made before the first step."""
         self._name = "-".join(map(str, group.ranks))
         self._device = group.device
         communicator = group.device_communicator
-        self._guard = Guard(born)
+        self._guard = CallGate(born)
         setattr(communicator, GUARD_NAME, self._guard)
         pynccl = _enabled(communicator, "pynccl_comm")
         self._nccl = (
@@ -287,7 +289,7 @@ class WayOut:
             reason = "multicast all-reduce is on, which waits in another way"
             log.warning("group_not_drainable", group=self._name, reason=reason)
 
-    def _find_signal(self, group: GroupCoordinator, drainer: Drainer) -> Signal | None:
+    def _find_signal(self, group: GroupCoordinator, drainer: SignalPump) -> Signal | None:
         custom = _enabled(group.device_communicator, "ca_comm")
         if custom is None:
             return None
@@ -351,7 +353,9 @@ def _enabled(communicator: Any, name: str) -> Any:
     return None if found is None or found.disabled else found
 
 
-def let_out(ways: Sequence[WayOut], drainer: Drainer, is_wanted: Callable[[], bool]) -> None:
+def let_out(
+    ways: Sequence[CollectiveAborter], drainer: SignalPump, is_wanted: Callable[[], bool]
+) -> None:
     """Close and drain groups for good, as long as that is wanted; to be repeated while it is.
 
     Groups that are waited for in another way than these stay as they are.

@@ -23,9 +23,9 @@ from comm_pool.plan import communicator_plan
 from coordinator.admin.access import AdminGuard, error_answer
 from coordinator.admin.page import page
 from coordinator.core.core import OPERATOR, Core
-from coordinator.model.events import PutBack, RenewalWanted, SwitchWanted
+from coordinator.model.events import ReinstateMode, RenewalWanted, SwitchWanted
 from coordinator.protocol.terms import Carry
-from coordinator.server.core_actor import CoreOwner
+from coordinator.server.core_actor import CoreActor
 from coordinator.telemetry.history import History
 from coordinator.telemetry.metrics import Metrics
 
@@ -47,7 +47,7 @@ class AdminContext:
     """What the API answers from; `facts` are shown in `/admin/status` as they are."""
 
     core: Core
-    owner: CoreOwner
+    owner: CoreActor
     metrics: Metrics
     history: History
     clock: Callable[[], int]
@@ -173,7 +173,7 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
         }
 
 
-def batches_view(owner: CoreOwner) -> list[dict[str, Any]]:
+def batches_view(owner: CoreActor) -> list[dict[str, Any]]:
     """Return the batches that run, with the gateway that runs each."""
     return [
         {"gateway": gateway, **msgspec.to_builtins(batch)}
@@ -188,8 +188,10 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
     core = context.core
     layout, carry = _read_wanted(context, body)
     if core.is_recovering:
-        raise _AnswerError(503, "recovering", _sentence(core.refuse(layout) or "try again."))
-    if (reason := core.refuse(layout)) is not None:
+        raise _AnswerError(
+            503, "recovering", _sentence(core.why_unreachable(layout) or "try again.")
+        )
+    if (reason := core.why_unreachable(layout)) is not None:
         raise _AnswerError(400, "invalid_value", _sentence(reason), "layout")
     wanted = format_layout(layout, context.world)
     await context.owner.post(SwitchWanted(layout, carry, OPERATOR, asked_ms))
@@ -207,7 +209,7 @@ async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
         names = f"what is: {', '.join(sorted(out))}" if out else "every mode serves"
         text = f"'{mode[:40]}' is not out of service; {names}."
         raise _AnswerError(400, "invalid_value", text, "mode")
-    await context.owner.post(PutBack(mode))
+    await context.owner.post(ReinstateMode(mode))
     return context.core.layout_view()
 
 

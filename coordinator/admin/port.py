@@ -19,7 +19,7 @@ from coordinator.core.core import Core
 from coordinator.protocol.config import Config
 from coordinator.protocol.terms import Carry
 from coordinator.protocol.version import own_version
-from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import Observers
 from coordinator.server.server import CellServer
 from coordinator.telemetry.history import INTERVAL_S, History
@@ -39,7 +39,7 @@ class AdminPort:
     def __init__(
         self,
         core: Core,
-        owner: CoreOwner,
+        owner: CoreActor,
         server: CellServer,
         observers: Observers,
         config: Config,

@@ -22,7 +22,7 @@ PROBE_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CellProcess:
     """A child, whether it is started again when it dies, and how long its orderly end may take."""
 
     child: Child
@@ -33,7 +33,7 @@ class Member:
 class Cell:
     """Runs `members`, which are given in the order in which they are to be stopped."""
 
-    def __init__(self, members: Sequence[Member], screen: Screen) -> None:
+    def __init__(self, members: Sequence[CellProcess], screen: Screen) -> None:
         self._members = tuple(members)
         self._screen = screen
         self._stopping = False
@@ -79,7 +79,7 @@ class Cell:
         if not self._ended.done():
             self._ended.set_result(status)
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: CellProcess) -> None:
         child = member.child
         restarts = Restarts()
         while True:

@@ -16,7 +16,7 @@ from typing import Any
 
 from comm_pool.ports import LOOPBACK
 from coordinator.cli.admin_client import ADMIN_KEY_ENV
-from coordinator.cli.cell import Cell, Member
+from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.errors import CliError
 from coordinator.cli.hardware import gpu_names
@@ -93,7 +93,9 @@ async def _serve(config: Config, screen: Screen, *, verbose: bool) -> int:
             remove_record(os.getpid())
 
 
-def _members(config: Config, config_file: Path, screen: Screen, *, verbose: bool) -> list[Member]:
+def _members(
+    config: Config, config_file: Path, screen: Screen, *, verbose: bool
+) -> list[CellProcess]:
     env = {**os.environ, TOKEN_ENV: _token(), "PYTHONUNBUFFERED": "1"}
 
     def on_event(fields: Mapping[str, Any]) -> None:
@@ -113,7 +115,7 @@ def _members(config: Config, config_file: Path, screen: Screen, *, verbose: bool
         log = Path(config.run_dir) / f"{shown}.log"
         spec = ChildSpec(shown, command_of(name, config_file), own_env, log)
         child = Child(spec, on_event, on_line if verbose else None)
-        members.append(Member(child, restarts=name != "rank", stop_limit_s=limit_s))
+        members.append(CellProcess(child, restarts=name != "rank", stop_limit_s=limit_s))
     return members
 
 

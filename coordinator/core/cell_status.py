@@ -12,7 +12,7 @@ from coordinator.tasks.placement import OpenGroup
 from coordinator.tasks.task_pool import TaskPool
 
 
-class CellTeller:
+class CellStatusPublisher:
     """Remembers what gateways were told last, and says when there is news.
 
     How busy the cell is and which prompts it has seen is for gateways that know other cells.

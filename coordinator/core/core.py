@@ -9,23 +9,23 @@ from collections.abc import Iterable
 from typing import assert_never
 
 from comm_pool.layout import Layout, Rank, format_layout
-from coordinator.core.cell_status import CellTeller
+from coordinator.core.cell_status import CellStatusPublisher
 from coordinator.core.gateways import Gateways
-from coordinator.core.shown import Shown
+from coordinator.core.shown import CoreViews
 from coordinator.model.events import (
     CellDrains,
     Effect,
     Event,
-    Foreseen,
+    ForecastMade,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
     Observed,
-    PutBack,
     RankClosed,
     RankExited,
     RankOpened,
     RankSaid,
+    ReinstateMode,
     RenewalWanted,
     SwitchRecorded,
     SwitchWanted,
@@ -37,7 +37,7 @@ from coordinator.model.events import (
 )
 from coordinator.model.records import Decision, DecisionLog
 from coordinator.model.settings import CoreSettings, PoolLimits
-from coordinator.policy.controller import Steering
+from coordinator.policy.controller import PolicyController
 from coordinator.policy.decide import POLICY
 from coordinator.policy.explain import recorded
 from coordinator.protocol.messages.gateway import (
@@ -53,14 +53,14 @@ from coordinator.protocol.messages.gateway import (
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.terms import Carry, EndCause
-from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Arrival, Roster
-from coordinator.switching.directive_sender import Answers
+from coordinator.switching.directive_sender import DirectiveSender
 from coordinator.switching.fallback import fall_back, put_back
 from coordinator.switching.layout_restorer import (
     RESTORED,
+    LayoutRestorer,
     RenewalTimes,
-    Restoring,
     renewal,
     restored,
 )
@@ -80,7 +80,7 @@ OPERATOR = "operator"
 """The cause of a switch that an operator asked for."""
 
 
-class Core(Shown):
+class Core(CoreViews):
     """The coordinator of one cell, without its sockets and clock."""
 
     __slots__ = (
@@ -99,7 +99,7 @@ class Core(Shown):
         self._coordinator_id = coordinator_id
         self._roster = Roster(settings.world, settings.narrowest)
         self._switcher = Switcher(settings.switch, self._roster, now_ms)
-        self._answers = Answers(self._switcher, settings.answer_ms)
+        self._answers = DirectiveSender(self._switcher, settings.answer_ms)
         self._pool = TaskPool(
             PoolLimits(
                 queue=settings.queue,
@@ -111,14 +111,14 @@ class Core(Shown):
         self._stragglers = Stragglers()
         self._gateways = Gateways()
         self._decisions = DecisionLog(settings.history_max)
-        self._steering = Steering(settings.policy) if settings.policy is not None else None
-        self._restoring = Restoring(
+        self._steering = PolicyController(settings.policy) if settings.policy is not None else None
+        self._restoring = LayoutRestorer(
             settings.layout,
             settings.settled_ms,
             RenewalTimes(settings.renew_idle_ms, settings.renew_busy_ms),
             is_fixed=settings.policy is None,
         )
-        self._teller = CellTeller(settings.world, in_fleet=settings.in_fleet)
+        self._teller = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives that were sent last."""
 
@@ -144,7 +144,7 @@ class Core(Shown):
                 effects = [note("gateway_session_closed", gateway=gateway)]
             case SwitchWanted():
                 effects = self._switch_wanted(event, now_ms)
-            case PutBack() | RenewalWanted() | CellDrains():
+            case ReinstateMode() | RenewalWanted() | CellDrains():
                 effects = self._operated(event)
             case Tick():
                 effects = self._tick(now_ms)
@@ -152,11 +152,11 @@ class Core(Shown):
                 assert_never(event)
         return [*effects, *self._follow_up(event, now_ms)]
 
-    def refuse(self, layout: Layout) -> str | None:
+    def why_unreachable(self, layout: Layout) -> str | None:
         """Return why a switch to `layout` cannot be, in one sentence, or None."""
         if self._switcher.recovering:
             return "the coordinator is still collecting the ranks' reports: try again in a moment."
-        return refuse(layout, self._roster, self._switcher.alive)
+        return why_unreachable(layout, self._roster, self._switcher.alive)
 
     def integrity(self) -> None:
         """Assert the invariants of all parts; costs O(tasks)."""
@@ -252,7 +252,7 @@ class Core(Shown):
         self, wanted: SwitchWanted, now_ms: int, decision: Decision | None = None
     ) -> list[Effect]:
         choice = format_layout(wanted.layout)
-        reason = self.refuse(wanted.layout)
+        reason = self.why_unreachable(wanted.layout)
         if reason is not None:
             return [warning("switch_refused", layout=choice, cause=wanted.cause, reason=reason)]
         if decision is None:
@@ -272,9 +272,9 @@ class Core(Shown):
             self._stragglers.start(leaders, self._pool.tasks.loads.of)
         return []
 
-    def _operated(self, order: PutBack | RenewalWanted | CellDrains) -> list[Effect]:
+    def _operated(self, order: ReinstateMode | RenewalWanted | CellDrains) -> list[Effect]:
         match order:
-            case PutBack(mode):
+            case ReinstateMode(mode):
                 return put_back(self._roster, mode)
             case RenewalWanted(ranks):
                 return renewal(self._roster, ranks or tuple(self._roster), OPERATOR)
@@ -312,7 +312,7 @@ class Core(Shown):
         due = self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle)
         return renewal(self._roster, due, "idle" if is_idle else "busy") if due else []
 
-    def _steer(self, steering: Steering, now_ms: int) -> list[Effect]:
+    def _steer(self, steering: PolicyController, now_ms: int) -> list[Effect]:
         """Ask the policy, and carry out what it says."""
         looked = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
         if looked is None:
@@ -320,13 +320,13 @@ class Core(Shown):
         effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
         effects.append(Observed(looked.seen))
         if looked.expected:
-            effects.append(Foreseen(looked.seen.epoch, steering.horizon_ms, looked.expected))
+            effects.append(ForecastMade(looked.seen.epoch, steering.horizon_ms, looked.expected))
         carry = self._settings.default_carry
         decision = recorded(looked.verdict, carry, now_ms)
         layout = looked.verdict.choice.layout
         if layout == self._switcher.target.layout:
             self._decisions.add(decision)
-        elif self.refuse(layout) is None:
+        elif self.why_unreachable(layout) is None:
             wanted = SwitchWanted(layout, carry, POLICY, now_ms)
             effects += self._switch_wanted(wanted, now_ms, decision)
         if looked.verdict.changes:

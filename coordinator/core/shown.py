@@ -9,7 +9,7 @@ from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task_pool import TaskPool
 
 
-class Shown:
+class CoreViews:
     """The views of a core's parts; looking changes nothing."""
 
     __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_switcher")

@@ -9,7 +9,7 @@ from comm_pool.layout import Rank, format_layout
 from coordinator.model.records import Decision, SwitchRecord
 from coordinator.protocol.messages.rank import Probed
 from coordinator.protocol.terms import Binding, Tier
-from coordinator.ranks.roster import Roster, Seen
+from coordinator.ranks.roster import RankRecord, Roster
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
@@ -165,7 +165,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
     return view
 
 
-def _rank_view(rank: Rank, seen: Seen, now_ms: int) -> View:
+def _rank_view(rank: Rank, seen: RankRecord, now_ms: int) -> View:
     view: View = {
         "rank": rank,
         "pid": seen.hello.pid,

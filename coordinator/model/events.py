@@ -93,7 +93,7 @@ class SwitchWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class PutBack:
+class ReinstateMode:
     """An operator wants a mode that was taken out of service, such as `tp2`, to serve again."""
 
     mode: str
@@ -125,7 +125,7 @@ Event = (
     | GatewaySaid
     | GatewayClosed
     | SwitchWanted
-    | PutBack
+    | ReinstateMode
     | RenewalWanted
     | CellDrains
     | Tick
@@ -186,7 +186,7 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class ForecastMade:
     """What tiers are to see over the horizon if the layout of `epoch` goes on to serve."""
 
     epoch: int
@@ -194,7 +194,7 @@ class Foreseen:
     tiers: tuple[Expected, ...]
 
 
-Effect = ToRank | ToGateway | ToLauncher | SwitchRecorded | Observed | Foreseen | Note
+Effect = ToRank | ToGateway | ToLauncher | SwitchRecorded | Observed | ForecastMade | Note
 
 
 def note(event: str, **fields: object) -> Note:

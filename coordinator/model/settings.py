@@ -17,7 +17,7 @@ LATE_OUT_MS = (5_000, 5_000, 60_000)
 
 
 @dataclass(frozen=True, slots=True)
-class HealthSettings:
+class OutlierSettings:
     """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out.
 
     `late_out_ms` are the times out of ranks that were late, or had no room: after the first, second
@@ -73,7 +73,7 @@ class SwitchSettings:
     drain_limit_ms: int
     records_max: int
     default_carry: Carry
-    health: HealthSettings = field(default_factory=HealthSettings)
+    health: OutlierSettings = field(default_factory=OutlierSettings)
 
     def __post_init__(self) -> None:
         """Refuse times with which two layouts could overlap."""
@@ -122,7 +122,7 @@ class CoreSettings:
     renew_busy_ms: int = 0
     """Those of one group are, while the others serve, when it could not be formed for so long; 0 is
     never."""
-    health: HealthSettings = field(default_factory=HealthSettings)
+    health: OutlierSettings = field(default_factory=OutlierSettings)
     """When living ranks that hold the others up are taken out."""
 
     @property
@@ -167,7 +167,7 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         policy=_policy(config, step_times or {}),
         renew_idle_ms=coordinator.renew_idle_ms,
         renew_busy_ms=coordinator.renew_busy_ms,
-        health=HealthSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
+        health=OutlierSettings(coordinator.stage_limit_ms, coordinator.slow_factor),
     )
 
 

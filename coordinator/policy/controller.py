@@ -16,7 +16,7 @@ from coordinator.model.policy_settings import PolicyStart
 from coordinator.model.records import SwitchRecord
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.decide import MINUTE_MS, State, Verdict, decide
-from coordinator.policy.forecast import foresee
+from coordinator.policy.forecast import forecast_of
 from coordinator.policy.knowledge import Knowledge
 from coordinator.policy.observe import observe_tiers
 from coordinator.protocol.messages.gateway import Submit
@@ -31,7 +31,7 @@ COSTS_EVERY_MS = 30_000
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Evaluation:
     """One look: what was seen and what follows; `costs` are there when they are to be logged.
 
     `expected` is what tiers are to see if the layout that serves stays.
@@ -43,7 +43,7 @@ class Looked:
     expected: tuple[Expected, ...] = ()
 
 
-class Steering:
+class PolicyController:
     """Chooses the layout of a cell."""
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Steering:
 
     def look(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
-    ) -> Looked | None:
+    ) -> Evaluation | None:
         """Look at the cell, if it is time to; the caller carries the verdict out."""
         if now_ms < self._due_ms or switcher.recovering or not switcher.alive:
             return None
@@ -129,7 +129,7 @@ class Steering:
             self._costs_due_ms = now_ms + COSTS_EVERY_MS
             modes = self._knowledge.modes(roster, switcher.alive)
             told = costs_seen(now_ms, roster.world, modes, costs, settings)
-        return Looked(seen, verdict, told, foresee(seen, current, verdict, costs, settings))
+        return Evaluation(seen, verdict, told, forecast_of(seen, current, verdict, costs, settings))
 
     def _observe(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int

@@ -66,7 +66,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class ScoredCandidate:
     """An arrangement with its score; `worth` counts a busier time, `lost_s` is to get there."""
 
     arrangement: Arrangement
@@ -86,7 +86,7 @@ class Verdict:
     choice: Arrangement
     reason: str
     changes: bool
-    candidates: tuple[Judged, ...] = ()
+    candidates: tuple[ScoredCandidate, ...] = ()
     demands: tuple[Demand, ...] = field(default=())
 
 
@@ -135,7 +135,7 @@ def _judge(
     costs: CostModel,
     settings: PolicySettings,
     demands: list[Demand],
-) -> list[Judged]:
+) -> list[ScoredCandidate]:
     busier = [_busier(demand, settings.horizon_ms / 1000) for demand in demands]
     tiers = {demand.tier for demand in demands}
     wanted = [here]
@@ -158,7 +158,7 @@ def _judge(
             worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
         if each.reserved:
             worth *= RESERVED_WORTH
-        judged.append(Judged(each, found, worth, lost_s))
+        judged.append(ScoredCandidate(each, found, worth, lost_s))
     return judged
 
 
@@ -167,7 +167,9 @@ def _busier(demand: Demand, horizon_s: float) -> Demand:
     return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
 
 
-def _best(judged: list[Judged], now: Judged, settings: PolicySettings) -> Judged:
+def _best(
+    judged: list[ScoredCandidate], now: ScoredCandidate, settings: PolicySettings
+) -> ScoredCandidate:
     """Return what is to be preferred: the most goodput, and among what has as much the fastest.
 
     If nothing has more than what is there, after its switch, then what getting there costs counts
@@ -191,7 +193,7 @@ class _Reason:
     is_for_speed: bool = False
 
 
-def _remember(state: State, best: Judged, here: Arrangement, now_ms: int) -> State:
+def _remember(state: State, best: ScoredCandidate, here: Arrangement, now_ms: int) -> State:
     name = best.arrangement.name
     if best.arrangement == here:
         return replace(state, preferred="", since_ms=0)
@@ -220,7 +222,11 @@ def _changed(
 
 
 def _choose(
-    seen: Observation, now: Judged, best: Judged, settings: PolicySettings, state: State
+    seen: Observation,
+    now: ScoredCandidate,
+    best: ScoredCandidate,
+    settings: PolicySettings,
+    state: State,
 ) -> tuple[Verdict, State]:
     here, there = now.arrangement, best.arrangement
 
@@ -247,7 +253,7 @@ def _choose(
     return Verdict(there, reason.words, changes=True), state
 
 
-def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
+def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) -> _Reason | None:
     """Return why `best` is worth the change, if it is."""
     if now.score.refused and not best.score.refused:
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
@@ -266,7 +272,9 @@ def _why(now: Judged, best: Judged, settings: PolicySettings) -> _Reason | None:
     return None
 
 
-def _held_back(seen: Observation, now: Judged, best: Judged, settings: PolicySettings) -> str:
+def _held_back(
+    seen: Observation, now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings
+) -> str:
     """Return why no switch may be made now, or nothing."""
     last = seen.switches[-1] if seen.switches else None
     if last is not None and last.ago_ms < settings.stay_ms:
@@ -280,7 +288,7 @@ def _held_back(seen: Observation, now: Judged, best: Judged, settings: PolicySet
     return ""
 
 
-def _words_for_best(now: Judged) -> str:
+def _words_for_best(now: ScoredCandidate) -> str:
     if now.score.refused:
         return f"no layout is better, though {now.score.refused}"
     return f"it is the best: {now.score.attainment:.0%} of requests would meet their goals"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from coordinator.model.records import Decision
-from coordinator.policy.decide import POLICY, Judged, Verdict
+from coordinator.policy.decide import POLICY, ScoredCandidate, Verdict
 from coordinator.policy.predict import Demand
 from coordinator.protocol.terms import Carry, Tier
 
@@ -39,7 +39,7 @@ def _demand(demand: Demand) -> Mapping[str, object]:
     }
 
 
-def _candidate(judged: Judged) -> Mapping[str, object]:
+def _candidate(judged: ScoredCandidate) -> Mapping[str, object]:
     score = judged.score
     if score.refused:
         return {"layout": judged.arrangement.name, "refused": score.refused}

@@ -19,7 +19,7 @@ from coordinator.policy.score import Score, score
 from coordinator.protocol.terms import Tier
 
 
-def foresee(
+def forecast_of(
     seen: Observation,
     current: Layout,
     verdict: Verdict,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from coordinator.protocol.messages.rank import Directive, LeaseKept
+from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.terms import Binding, Carry, Stage
 
 
@@ -66,7 +66,7 @@ class Serve:
 
     binding: Binding
     grant_pages: int
-    kept: LeaseKept | None
+    kept: LeaseRetention | None
     directive: Directive = field(repr=False)
 
 

@@ -51,7 +51,7 @@ KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
 """Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
 
 
-class Seat:
+class SwitchParticipant:
     """One incarnation of one rank in the switch protocol.
 
     Usage: `on_directive` and `on_leave` as messages arrive; at a safe point call `next_move`, carry

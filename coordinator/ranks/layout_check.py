@@ -10,7 +10,7 @@ from comm_pool.layout import Group, Layout, Mode, Rank
 from coordinator.ranks.roster import Roster
 
 
-def refuse(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
+def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
     """Return the reason why `layout` cannot be reached, if there is one."""
     wide = [group for group in layout.groups if group.width > 1]
     # One after the other: of a rank that is not available nothing may be known.

@@ -17,7 +17,7 @@ Place = tuple[tuple[Rank, ...], str]
 """Ranks, and the name of how they compute steps."""
 
 
-class Guard:
+class ModeQuarantine:
     """What probes gave, and what is out of service."""
 
     __slots__ = ("_newest", "_unsaid", "barred")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from comm_pool.layout import Mode, Rank
-from coordinator.model.settings import HealthSettings
+from coordinator.model.settings import OutlierSettings
 from coordinator.model.step_line import StepLine, fit, plus
 from coordinator.protocol.messages.rank import Report
 from coordinator.protocol.messages.steps import StepSums
@@ -44,7 +44,7 @@ FORGIVEN_AFTER_MS = 1_800_000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcast:
+class Ejection:
     """A rank to be taken out, for how long, and why."""
 
     rank: Rank
@@ -52,7 +52,7 @@ class Outcast:
     cause: str
 
 
-class Health:
+class OutlierDetector:
     """What was seen of the ranks' pace and promptness; times are milliseconds of one clock."""
 
     __slots__ = (
@@ -67,7 +67,7 @@ class Health:
         "_world",
     )
 
-    def __init__(self, settings: HealthSettings, world: int) -> None:
+    def __init__(self, settings: OutlierSettings, world: int) -> None:
         self._settings = settings
         self._world = world
         self._stage: object = None
@@ -81,7 +81,7 @@ class Health:
         self._no_room: dict[Rank, int] = {}
         """The formation in which a step of each rank found no room last."""
 
-    def on_report(self, report: Report, serving: Collection[Rank], now_ms: int) -> list[Outcast]:
+    def on_report(self, report: Report, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
         """Take the steps that a rank served alone; those of groups say nothing of one rank.
 
         Return it, for once, if a step of it found no room: all its group came out of that step and
@@ -99,7 +99,7 @@ class Health:
         out = self._out(report.rank, self._settings.late_out_ms, "had no room for a step", now_ms)
         return [out if self._spared(serving) else replace(out, out_ms=BRIEF_OUT_MS)]
 
-    def slow(self, serving: Collection[Rank], now_ms: int) -> list[Outcast]:
+    def slow(self, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
         """Judge a window that is over: `serving` are the ranks that serve now."""
         if now_ms - self._window_ms < WINDOW_MS:
             return []
@@ -120,7 +120,7 @@ class Health:
         waited_for: Mapping[Rank, Binding | None],
         alive: Collection[Rank],
         now_ms: int,
-    ) -> list[Outcast]:
+    ) -> list[Ejection]:
         """Return who is to be left out of a switch whose `stage` has waited for too long.
 
         `waited_for` are the ranks that have not acknowledged it, with what they are joined to. A
@@ -157,12 +157,12 @@ class Health:
         """How many of these may be left out, if no more than half of all are to be out."""
         return max(0, self._world // 2 - (self._world - len(serving)))
 
-    def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Outcast:
+    def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Ejection:
         before, last_ms = self._outs.get(rank, (0, now_ms))
         count = 1 if now_ms - last_ms > FORGIVEN_AFTER_MS else before + 1
         self._outs[rank] = count, now_ms
         self._slow.pop(rank, None)
-        return Outcast(rank, out_ms(times_ms, count), cause)
+        return Ejection(rank, out_ms(times_ms, count), cause)
 
 
 def out_ms(times_ms: Sequence[int], count: int) -> int:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from comm_pool.layout import Group, Layout, Rank, StepMode
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.terms import Stage
-from coordinator.ranks.mode_quarantine import Guard
+from coordinator.ranks.mode_quarantine import ModeQuarantine
 
 
 class Arrival(Enum):
@@ -29,7 +29,7 @@ class Arrival(Enum):
 
 
 @dataclass(slots=True)
-class Seen:
+class RankRecord:
     """One rank, in its newest incarnation."""
 
     hello: RankHello
@@ -65,17 +65,17 @@ class Roster:
         self.world = world
         self.narrowest = narrowest
         """The narrowest groups that can serve; ranks in narrower ones wait for others."""
-        self._seen: dict[Rank, Seen] = {}
+        self._seen: dict[Rank, RankRecord] = {}
         self.widest = 1
         """The widest group that any process could be in."""
-        self.guard = Guard()
+        self.guard = ModeQuarantine()
         """What their modes' probes gave."""
 
-    def __getitem__(self, rank: Rank) -> Seen:
+    def __getitem__(self, rank: Rank) -> RankRecord:
         """Return what is known of a rank that was heard."""
         return self._seen[rank]
 
-    def get(self, rank: Rank) -> Seen | None:
+    def get(self, rank: Rank) -> RankRecord | None:
         """Return what is known of a rank, if it was ever heard."""
         return self._seen.get(rank)
 
@@ -92,14 +92,14 @@ class Roster:
         seen = self._seen.get(hello.rank)
         self.widest = max(self.widest, *hello.widths)
         if seen is None:
-            self._seen[hello.rank] = Seen(hello, now_ms)
+            self._seen[hello.rank] = RankRecord(hello, now_ms)
             return Arrival.FIRST
         is_older = hello.incarnation < seen.incarnation
         if is_older or (seen.has_exited and hello.incarnation == seen.incarnation):
             return Arrival.STALE
         if hello.incarnation > seen.incarnation:
             self.guard.renewed(hello.rank)
-            self._seen[hello.rank] = Seen(hello, now_ms, restarts=seen.restarts + 1)
+            self._seen[hello.rank] = RankRecord(hello, now_ms, restarts=seen.restarts + 1)
             return Arrival.RESTARTED
         seen.hello = hello
         seen.heard_at_ms = now_ms

@@ -17,7 +17,7 @@ from comm_pool.layout import Rank
 from coordinator.model.events import (
     Effect,
     Event,
-    Foreseen,
+    ForecastMade,
     Level,
     Note,
     Observed,
@@ -68,7 +68,7 @@ class _Posted:
     handled: asyncio.Future[None] | None
 
 
-class CoreOwner:
+class CoreActor:
     """Runs a core; the outboxes are those of the sessions that effects reach."""
 
     def __init__(self, core: Decider, tick_ms: float, clock: Callable[[], int]) -> None:
@@ -140,7 +140,7 @@ class CoreOwner:
                 self.on_switch(record)
             case Observed(line):
                 self.on_observation(line)
-            case Foreseen():
+            case ForecastMade():
                 pass  # For those who watch.
             case Note(level, event, fields):
                 say = log.warning if level is Level.WARNING else log.info

@@ -5,10 +5,10 @@ from typing import Any
 
 from coordinator.core.core import Core
 from coordinator.protocol.config import Config
-from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.server import CellServer
-from coordinator.telemetry.core_metrics import CoreWatcher
-from coordinator.telemetry.prediction_tracker import CameTrue
+from coordinator.telemetry.core_metrics import CoreMetrics
+from coordinator.telemetry.prediction_tracker import PredictionTracker
 
 MEASURED_SWITCHES = 100
 """Switches among which those are looked for that are to be measured."""
@@ -18,17 +18,17 @@ MEASURED_SWITCHES = 100
 class Observers:
     """What observes all events and effects of the core, from its first event on."""
 
-    core: CoreWatcher
-    came_true: CameTrue
+    core: CoreMetrics
+    came_true: PredictionTracker
 
 
-def observe(core: Core, owner: CoreOwner, server: CellServer, config: Config) -> Observers:
+def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) -> Observers:
     """Let the metrics' watchers see what the owner hands to the core."""
 
     def switches() -> Any:
         return core.switches_view(MEASURED_SWITCHES)["switches"]
 
-    watcher, came_true = CoreWatcher(switches), CameTrue(server.gathered.tally)
+    watcher, came_true = CoreMetrics(switches), PredictionTracker(server.gathered.tally)
     owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())
     owner.watchers = (watcher,)
     if config.policy.name == "adaptive":

@@ -27,7 +27,7 @@ LOOK_S = 0.05
 log = structlog.get_logger()
 
 
-class Announcer:
+class RegistryLease:
     """Keeps a cell's lease until it leaves."""
 
     def __init__(self, registry: CellRegistry, name: str, address: str, every_s: float) -> None:
@@ -71,7 +71,7 @@ class Announcer:
             await asyncio.sleep(self._every_s)
 
 
-def announcer_of(config: Config, port: int) -> Announcer | None:
+def announcer_of(config: Config, port: int) -> RegistryLease | None:
     """Return who announces this cell, whose coordinator has this port; None without a registry."""
     fleet, host = config.fleet, socket.gethostname()
     if not fleet.redis:
@@ -80,10 +80,10 @@ def announcer_of(config: Config, port: int) -> Announcer | None:
     address = fleet.advertise.replace("{host}", host) or own
     registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
     every_s = fleet.lease_ms / 1_000 / ANNOUNCEMENTS_PER_LEASE
-    return Announcer(registry, fleet.cell_name or host, address, every_s)
+    return RegistryLease(registry, fleet.cell_name or host, address, every_s)
 
 
-async def leave(announcer: Announcer | None, tasks: Callable[[], int]) -> None:
+async def leave(announcer: RegistryLease | None, tasks: Callable[[], int]) -> None:
     """Be found no more, and wait until gateways have taken away what they can."""
     if announcer is not None:
         await announcer.leave()

@@ -32,9 +32,9 @@ from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import RankHello, Report
 from coordinator.protocol.metrics_wire import Measures
-from coordinator.server.core_actor import CoreOwner
+from coordinator.server.core_actor import CoreActor
 from coordinator.server.outbox import ENDED, Closing, Outbox
-from coordinator.telemetry.metrics_aggregator import Gathered
+from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 
 log = structlog.get_logger()
 
@@ -81,14 +81,14 @@ class _Session:
 class CellServer:
     """Opens sessions for the ranks 0..world-1 and for gateways that know the token."""
 
-    def __init__(self, owner: CoreOwner, token: str, world: int) -> None:
+    def __init__(self, owner: CoreActor, token: str, world: int) -> None:
         self._owner = owner
         self._token = token.encode()
         self._world = world
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
         """The newest process of each rank that a launcher saw end."""
-        self.gathered = Gathered()
+        self.gathered = MetricsAggregator()
         """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
 

@@ -15,7 +15,7 @@ from coordinator.protocol.messages.rank import Directive
 from coordinator.switching.switcher import Switcher
 
 
-class Answers:
+class DirectiveSender:
     """What each rank was told last, and when."""
 
     __slots__ = ("_interval_ms", "_switcher", "_told")

@@ -16,7 +16,7 @@ from coordinator.model.events import Effect, ToLauncher, note
 from coordinator.model.records import Decision
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.terms import Carry
-from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 
@@ -27,7 +27,7 @@ RENEWALS_APART_MS = 300_000
 """Ranks are not started again sooner for the same purpose, whatever became of the last time."""
 
 
-class _Lasting:
+class _Debounce:
     """For how long something has been true."""
 
     __slots__ = ("_since_ms",)
@@ -55,7 +55,7 @@ class RenewalTimes:
     """The ranks of one group, whatever there is to do."""
 
 
-class Restoring:
+class LayoutRestorer:
     """The layout that was decided last, and what is to be done to have it again.
 
     Where a policy decides, it finds out by itself what can be formed (`is_fixed` is False), and
@@ -85,14 +85,14 @@ class Restoring:
         self._renewed: dict[tuple[Rank, ...], int] = {}
         """When these were started again last."""
         self._is_fixed = is_fixed
-        self._possible = _Lasting()
-        self._lacking = _Lasting()
-        self._lacking_idle = _Lasting()
+        self._possible = _Debounce()
+        self._lacking = _Debounce()
+        self._lacking_idle = _Debounce()
 
     def decided(self, layout: Layout) -> None:
         """Somebody wants this layout from now on."""
         self._wanted = layout
-        self._possible = _Lasting()
+        self._possible = _Debounce()
 
     def layout_due(self, switcher: Switcher, roster: Roster, now_ms: int) -> Layout | None:
         """Return the layout that was decided, if the cell has left it and can have it again."""
@@ -105,7 +105,7 @@ class Restoring:
             self._wanted = told if roster.serves_whole(told) else self._initial
         wanted = _completed(self._wanted, self._initial, roster)
         has_left = switcher.is_serving and switcher.target.layout != wanted
-        can_be = has_left and refuse(wanted, roster, switcher.alive) is None
+        can_be = has_left and why_unreachable(wanted, roster, switcher.alive) is None
         return wanted if self._possible.is_over(self._settled_ms, now_ms, is_true=can_be) else None
 
     def renewal_due(
@@ -127,7 +127,7 @@ class Restoring:
         due = next((each for each in wanted if self._may_renew(each, now_ms)), ())
         if due:
             self._renewed[due] = now_ms
-            self._lacking, self._lacking_idle = _Lasting(), _Lasting()  # One after the other.
+            self._lacking, self._lacking_idle = _Debounce(), _Debounce()  # One after the other.
         return due
 
     def _may_renew(self, ranks: tuple[Rank, ...], now_ms: int) -> bool:

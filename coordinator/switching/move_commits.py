@@ -18,7 +18,7 @@ COMMITTED_REMEMBERED = 1_024
 """Committed moves that are remembered: a rank that was cut out during one asks for it later."""
 
 
-class Moves:
+class MoveCommits:
     """The last move and its outcome."""
 
     __slots__ = ("_adopted", "_committed", "_offered", "_told", "movers")

@@ -16,7 +16,7 @@ REGRANT_SHARE = 4
 """A group is formed anew for pages that add more than 1/4 to its grant."""
 
 
-class Grants:
+class PageGrants:
     """The grants of the groups that reached SERVE."""
 
     __slots__ = ("_granted", "_roster")

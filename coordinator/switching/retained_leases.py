@@ -12,20 +12,20 @@ from itertools import chain
 import msgspec
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.messages.rank import LeaseRetention
 from coordinator.protocol.terms import Binding
 
 
 @dataclass(slots=True)
 class _Lease:
-    kept: LeaseKept | None = None
+    kept: LeaseRetention | None = None
     is_bound: bool = False
     """The group serves: its lease is whole, and `kept` is what it started from."""
     served_born: int = 0
     """The last formation that leased pages; what was kept of earlier ones is out of date."""
 
 
-class KeptLeases:
+class RetainedLeases:
     """The lease indices that remain, per group of ranks."""
 
     __slots__ = ("_given_up", "_leases", "_lost_in")
@@ -37,7 +37,7 @@ class KeptLeases:
         self._given_up: dict[tuple[Rank, ...], int] = {}
         """The same of groups whose members gave pages up before this coordinator was there."""
 
-    def on_report(self, leader: Rank, reported: tuple[LeaseKept, ...]) -> bool:
+    def on_report(self, leader: Rank, reported: tuple[LeaseRetention, ...]) -> bool:
         """Take what a leader still needs; return whether anything changed."""
         own = [kept for kept in reported if kept.ranks[:1] == (leader,)]
         return [self._accept(kept) for kept in own].count(True) > 0
@@ -82,7 +82,7 @@ class KeptLeases:
         if binding.group.width > 1:
             self._leases.setdefault(binding.group.ranks, _Lease())
 
-    def for_rank(self, rank: Rank) -> tuple[LeaseKept, ...]:
+    def for_rank(self, rank: Rank) -> tuple[LeaseRetention, ...]:
         """Return what the rank is to keep, for each group that it is a member of."""
         return tuple(
             lease.kept for ranks, lease in self._leases.items() if rank in ranks and lease.kept
@@ -91,9 +91,9 @@ class KeptLeases:
     def _give_up(self, ranks: tuple[Rank, ...], epoch: int) -> None:
         lease = self._leases.setdefault(ranks, _Lease())
         version = lease.kept.version if lease.kept else 0
-        lease.kept = LeaseKept(ranks, version + 1, (), epoch)
+        lease.kept = LeaseRetention(ranks, version + 1, (), epoch)
 
-    def _accept(self, kept: LeaseKept) -> bool:
+    def _accept(self, kept: LeaseRetention) -> bool:
         lease = self._leases.setdefault(kept.ranks, _Lease())
         if lease.is_bound or kept.born < lease.served_born:
             return False
@@ -107,5 +107,5 @@ class KeptLeases:
         return True
 
 
-def _order(kept: LeaseKept) -> tuple[int, int]:
+def _order(kept: LeaseRetention) -> tuple[int, int]:
     return kept.born, kept.version

@@ -14,12 +14,12 @@ from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
-from coordinator.ranks.outliers import Health, Outcast
+from coordinator.ranks.outliers import Ejection, OutlierDetector
 from coordinator.ranks.recovery import Resumed, resume
 from coordinator.ranks.roster import Arrival, Roster
-from coordinator.switching.move_commits import Moves
-from coordinator.switching.page_grants import Grants
-from coordinator.switching.retained_leases import KeptLeases
+from coordinator.switching.move_commits import MoveCommits
+from coordinator.switching.page_grants import PageGrants
+from coordinator.switching.retained_leases import RetainedLeases
 from coordinator.switching.targets import bind, have_joined, is_foreign, void, who_is_late
 
 NOTHING = Stage(0, Phase.PARK)
@@ -61,10 +61,10 @@ class Switcher:
     def __init__(self, settings: SwitchSettings, roster: Roster, now_ms: int) -> None:
         self._settings = settings
         self._roster = roster
-        self._grants = Grants(roster)
-        self._health = Health(settings.health, roster.world)
-        self._kept = KeptLeases()
-        self._moves = Moves()
+        self._grants = PageGrants(roster)
+        self._health = OutlierDetector(settings.health, roster.world)
+        self._kept = RetainedLeases()
+        self._moves = MoveCommits()
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
         self._recover_ms = min(settings.lost_after_ms, settings.recover_ms)
@@ -305,7 +305,7 @@ class Switcher:
             outcasts = self._health.late(self.stage, late, self.alive, now_ms)
         return self._leave_out(outcasts, now_ms)
 
-    def _leave_out(self, outcasts: Collection[Outcast], now_ms: int) -> tuple[Rank, ...]:
+    def _leave_out(self, outcasts: Collection[Ejection], now_ms: int) -> tuple[Rank, ...]:
         for each in outcasts:
             self._roster[each.rank].out_until_ms = now_ms + each.out_ms
             self.lose((each.rank,), now_ms, each.cause)

@@ -19,7 +19,7 @@ from coordinator.protocol.terms import Binding, TaskId, Tier
 from coordinator.ranks.roster import Roster
 from coordinator.switching.stragglers import Stragglers
 from coordinator.switching.switcher import Switcher
-from coordinator.tasks.prefix_affinity import PrefixHomes
+from coordinator.tasks.prefix_affinity import PrefixAffinity
 from coordinator.tasks.task import Task
 from coordinator.tasks.task_queue import TaskQueue
 
@@ -178,7 +178,7 @@ class Loads:
     __slots__ = ("_tasks", "_tokens", "homes")
 
     def __init__(self) -> None:
-        self.homes = PrefixHomes()
+        self.homes = PrefixAffinity()
         self._tasks: dict[Rank, dict[TaskId, int]] = {}
         self._tokens: dict[Rank, int] = {}
 

@@ -12,7 +12,7 @@ from coordinator.protocol.prefixes import BLOCK_TOKENS, SeenPrefixes
 from coordinator.protocol.terms import Binding
 
 
-class PrefixHomes:
+class PrefixAffinity:
     """What each group that serves has read, from the moment that tasks are placed there."""
 
     __slots__ = ("_coming", "_homes")

@@ -92,7 +92,7 @@ FAILURE_REASONS: Final = frozenset(
 )
 
 
-class CoreWatcher:
+class CoreMetrics:
     """Measures of one coordinator since its start."""
 
     def __init__(self, switches: Callable[[], list[dict[str, Any]]]) -> None:

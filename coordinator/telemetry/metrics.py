@@ -15,9 +15,9 @@ from prometheus_client.registry import Collector
 from coordinator.protocol.metrics_wire import DURATION, TPOT, TTFT
 from coordinator.protocol.policy_config import SloConfig
 from coordinator.telemetry import exposition
-from coordinator.telemetry.core_metrics import CoreWatcher
-from coordinator.telemetry.metrics_aggregator import Gathered
-from coordinator.telemetry.prediction_tracker import CameTrue
+from coordinator.telemetry.core_metrics import CoreMetrics
+from coordinator.telemetry.metrics_aggregator import MetricsAggregator
+from coordinator.telemetry.prediction_tracker import PredictionTracker
 
 CACHED_MS = 1_000
 DECISIONS_LOOKED_AT = 16
@@ -55,9 +55,9 @@ class Metrics:
     def __init__(
         self,
         views: Views,
-        gathered: Gathered,
-        watcher: CoreWatcher,
-        came_true: CameTrue,
+        gathered: MetricsAggregator,
+        watcher: CoreMetrics,
+        came_true: PredictionTracker,
         facts: Facts | None = None,
     ) -> None:
         self._views = views

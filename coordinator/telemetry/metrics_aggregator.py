@@ -19,7 +19,7 @@ LABEL_CHARS_MAX = 64
 _Told = dict[tuple[str, tuple[str, ...]], tuple[float, tuple[int, ...]]]
 
 
-class Gathered:
+class MetricsAggregator:
     """The totals of a cell's gateways."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ not stay says nothing and is dropped. Pure.
 from dataclasses import dataclass
 from typing import Final
 
-from coordinator.model.events import Effect, Event, Expected, Foreseen
+from coordinator.model.events import Effect, Event, Expected, ForecastMade
 from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Measure, Tally
 
 TTFT_NAME, TPOT_NAME, ATTAINMENT = "time_to_first_token", "time_per_output_token", "attainment"
@@ -45,12 +45,12 @@ class _Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    foreseen: Foreseen
+    foreseen: ForecastMade
     until_ms: int
     before: dict[str, _Totals]
 
 
-class CameTrue:
+class PredictionTracker:
     """Follows predictions; `told` is what gateways have measured."""
 
     def __init__(self, told: Tally) -> None:
@@ -65,7 +65,7 @@ class CameTrue:
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
         """Compare the prediction that is followed when its time is over, and take the next."""
-        if not isinstance(effect, Foreseen):
+        if not isinstance(effect, ForecastMade):
             return
         followed = self._followed
         if followed is not None and followed.foreseen.epoch != effect.epoch:

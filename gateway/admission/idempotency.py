@@ -24,7 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAnswer:
+class StoredAnswer:
     """A finished answer."""
 
     status: int
@@ -36,7 +36,7 @@ class KeptAnswer:
 class _Slot:
     request: bytes
     until_s: float
-    answer: KeptAnswer | None = None
+    answer: StoredAnswer | None = None
 
     @property
     def size(self) -> int:
@@ -62,7 +62,7 @@ def being_answered() -> ApiError:
     return api_error("conflict", "The request with this Idempotency-Key is being answered.")
 
 
-class Replays:
+class IdempotencyCache:
     """The answers of one gateway."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Replays:
 
     def begin(
         self, tenant: str, key: str, request: bytes, now_s: float
-    ) -> KeptAnswer | ApiError | None:
+    ) -> StoredAnswer | ApiError | None:
         """Return the kept answer, why there is none, or None: then answer it and call `end`.
 
         `request` stands for everything that makes two requests the same.
@@ -94,7 +94,7 @@ class Replays:
             return being_answered()
         return slot.answer
 
-    def end(self, tenant: str, key: str, answer: KeptAnswer | None) -> None:
+    def end(self, tenant: str, key: str, answer: StoredAnswer | None) -> None:
         """The request has its answer; if none can be kept, the next one is a new request."""
         if answer is None or len(answer.body) > ANSWER_BYTES_MAX:
             self._drop((tenant, key))

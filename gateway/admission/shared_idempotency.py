@@ -2,9 +2,9 @@
 
 A gateway that begins a request claims its key in Redis, and its answer takes the claim's place; a
 second request with the key gets the answer, or is refused while there is none yet. What a gateway
-has answered itself it keeps as well, as `Replays` does: that serves while Redis is slow or away. A
-claim whose gateway has died lasts as long as OpenAI's clients wait for an answer. Called by the
-edge.
+has answered itself it keeps as well, as `IdempotencyCache` does: that serves while Redis is slow or
+away. A claim whose gateway has died lasts as long as OpenAI's clients wait for an answer. Called by
+the edge.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.admission.idempotency import (
     ANSWER_BYTES_MAX,
     KEPT_S,
-    KeptAnswer,
-    Replays,
+    IdempotencyCache,
+    StoredAnswer,
     being_answered,
     check_key,
     used_for_another,
@@ -39,18 +39,18 @@ class _Kept(msgspec.Struct, array_like=True):
 
     request: bytes
     gateway: str
-    answer: KeptAnswer | None = None
+    answer: StoredAnswer | None = None
 
 
 _decode = msgspec.msgpack.Decoder(_Kept).decode
 
 
-class SharedReplays:
+class SharedIdempotencyCache:
     """The answers that one gateway sees."""
 
     def __init__(self, storage: SharedStorage) -> None:
         self._storage = storage
-        self._local = Replays()
+        self._local = IdempotencyCache()
         self._gateway = secrets.token_hex(8)
         self._claims: dict[Place, bytes] = {}
         """The requests that this gateway has claimed in Redis and is answering."""
@@ -58,7 +58,7 @@ class SharedReplays:
 
     async def begin(
         self, tenant: str, key: str, request: bytes, now_s: float, budget: WaitBudget
-    ) -> KeptAnswer | ApiError | None:
+    ) -> StoredAnswer | ApiError | None:
         """Return the kept answer, why there is none, or None: then answer it and call `end`."""
         if (error := check_key(key)) is not None:
             return error
@@ -73,7 +73,7 @@ class SharedReplays:
             return self._local.begin(tenant, key, request, now_s)
 
     async def end(
-        self, tenant: str, key: str, answer: KeptAnswer | None, now_s: float, budget: WaitBudget
+        self, tenant: str, key: str, answer: StoredAnswer | None, now_s: float, budget: WaitBudget
     ) -> None:
         """The request has its answer; if none can be kept, the next one is a new request."""
         place = (tenant, key)
@@ -93,7 +93,7 @@ class SharedReplays:
         if self._redis is not None:
             await self._redis.aclose()
 
-    async def _claim(self, place: Place, request: bytes) -> KeptAnswer | ApiError | None:
+    async def _claim(self, place: Place, request: bytes) -> StoredAnswer | ApiError | None:
         name = _name(place)
         claim = msgspec.msgpack.encode(_Kept(request, self._gateway))
         if not await self._redis.set(name, claim, nx=True, ex=CLAIM_S):
@@ -110,7 +110,7 @@ class SharedReplays:
         self._claims[place] = request
         return None
 
-    async def _settle(self, place: Place, request: bytes, answer: KeptAnswer | None) -> None:
+    async def _settle(self, place: Place, request: bytes, answer: StoredAnswer | None) -> None:
         """Put the answer where the claim is, if that is still ours."""
         from redis.exceptions import WatchError
 

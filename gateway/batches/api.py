@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.batches.content import Content, new_id
-from gateway.batches.service import BatchDesk
+from gateway.batches.service import BatchService
 from gateway.batches.store import (
     FileInUseError,
     PageWanted,
@@ -73,7 +73,7 @@ class BatchParts:
 
     store: StoreCalls
     content: Content
-    desk: BatchDesk
+    desk: BatchService
 
 
 class _ExpiresAfter(BaseModel):

@@ -31,14 +31,14 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DeskSettings:
+class BatchServiceSettings:
     """See `BatchesConfig`."""
 
     lines_at_once: int = 64
     lease_s: float = 15.0
 
 
-class BatchDesk:
+class BatchService:
     """The batches that this gateway runs."""
 
     def __init__(
@@ -47,7 +47,7 @@ class BatchDesk:
         store: StoreCalls,
         content: Content,
         answer: AnswerLine,
-        settings: DeskSettings,
+        settings: BatchServiceSettings,
     ) -> None:
         self._owner = owner
         self._store = store

@@ -7,7 +7,7 @@ from gateway.batches.api import BatchParts
 from gateway.batches.content import Content
 from gateway.batches.redis_store import RedisStore
 from gateway.batches.runner import AnswerLine
-from gateway.batches.service import BatchDesk, DeskSettings
+from gateway.batches.service import BatchService, BatchServiceSettings
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import BatchStore, StoreCalls
 
@@ -24,8 +24,8 @@ def set_up_batches(config: BatchesConfig, owner: str, answer: AnswerLine) -> Bat
     folder = Path(config.data_dir)
     store = StoreCalls(lambda: _open_store(config.storage, folder))
     content = Content(folder / FILES_FOLDER)
-    settings = DeskSettings(config.lines_at_once, config.lease_ms / 1_000)
-    return BatchParts(store, content, BatchDesk(owner, store, content, answer, settings))
+    settings = BatchServiceSettings(config.lines_at_once, config.lease_ms / 1_000)
+    return BatchParts(store, content, BatchService(owner, store, content, answer, settings))
 
 
 def _open_store(storage: str, folder: Path) -> BatchStore:

@@ -40,7 +40,7 @@ class BusyError(Exception):
     """All workers are taken for longer than is bearable."""
 
 
-class Nursery:
+class ForkServer:
     """The process that forks workers; to be made before threads and event loops."""
 
     def __init__(self, prepare: Callable[[], Call], limit_s: float) -> None:
@@ -71,7 +71,7 @@ class Nursery:
 class Sandbox:
     """Asks workers of a nursery; belongs to one event loop."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, nursery: ForkServer) -> None:
         self._nursery = nursery
         self._permits = asyncio.Semaphore(WORKERS_MAX)
         self._idle: list[socket.socket] = []

@@ -12,7 +12,7 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
 from gateway.fleet.placement import Needs
 from gateway.fleet.roster import CellRoster, MoveReason
-from gateway.open_requests import Task, TaskBook
+from gateway.open_requests import OpenRequest, OpenRequests
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
 """A cell that refuses a task so says nothing about other cells."""
@@ -26,12 +26,12 @@ def needs_of(header: TaskHeader) -> Needs:
     return Needs(header.task, header.tier, header.prompt_tokens + header.max_tokens)
 
 
-class Spread:
+class Rebalancer:
     """Moves a gateway's open tasks between the cells of its roster."""
 
     def __init__(
         self,
-        book: TaskBook,
+        book: OpenRequests,
         cells: CellRoster,
         moved: Callable[[MoveReason], None] = lambda _: None,
     ) -> None:
@@ -84,14 +84,14 @@ class Spread:
         # The idle cell is gone: any other one, or this one again.
         return self._move(task, MoveReason.SPILL) or [(cell, task.submit())]
 
-    def _move(self, task: Task, reason: MoveReason, without: Collection[str] = ()) -> Told:
+    def _move(self, task: OpenRequest, reason: MoveReason, without: Collection[str] = ()) -> Told:
         """Take a task to another cell; nothing if there is none."""
         if not self._cells.in_fleet:
             return []
         cell = self._cells.choose(needs_of(task.header), task.prefixes, without)
         return [] if cell is None or cell == task.cell else self._to(task, cell, reason)
 
-    def _to(self, task: Task, cell: str, reason: MoveReason) -> Told:
+    def _to(self, task: OpenRequest, cell: str, reason: MoveReason) -> Told:
         self._asked.pop(task.id, None)
         if task.cell is not None:
             self._moved(reason)

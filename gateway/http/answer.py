@@ -9,7 +9,7 @@ from enum import Enum
 from starlette.types import Message, Send
 
 from coordinator.protocol.terms import Tier
-from gateway.admission.idempotency import KeptAnswer
+from gateway.admission.idempotency import StoredAnswer
 from gateway.admission.shared_storage import WaitBudget
 from gateway.admission.tiers import service_tier_name, tier_name
 from gateway.errors import (
@@ -90,7 +90,7 @@ class Answer:
         """Its span, if the request is traced."""
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
-        self.kept: KeptAnswer | None = None
+        self.kept: StoredAnswer | None = None
         """The whole answer, once it was sent in one piece and is no error."""
         self._budget, self._budget_after = WaitBudget(), WaitBudget()
         self.headers: list[tuple[bytes, bytes]] = []
@@ -139,7 +139,7 @@ class Answer:
         if self._phase in (_Phase.BEFORE, _Phase.ERROR):
             await self._send_error(error)
 
-    async def repeat(self, kept: KeptAnswer) -> None:
+    async def repeat(self, kept: StoredAnswer) -> None:
         """Answer as another request was answered before."""
         await self._send_start(kept.status, [*kept.headers, (b"idempotent-replayed", b"true")])
         await self._send_last(kept.body)
@@ -198,7 +198,7 @@ class Answer:
             headers.append((b"content-length", str(len(body)).encode()))
             message = {**message, "body": body}
         if not more:
-            self.kept = KeptAnswer(self._start["status"], headers, message.get("body", b""))
+            self.kept = StoredAnswer(self._start["status"], headers, message.get("body", b""))
         await self._send_start(self._start["status"], headers)
         self._phase = _Phase.OPEN if more else _Phase.CLOSED
         await self._out(message)

@@ -23,21 +23,21 @@ from gateway.admission.idempotency import IDEMPOTENCY_HEADER
 from gateway.admission.keyring import KeyRing
 from gateway.admission.permits import Admission, Refusals
 from gateway.admission.rates import RateLimits
-from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import SharedStorage
 from gateway.admission.tiers import TIER_HEADER, TierRules, reword_service_tier
 from gateway.errors import ApiError, RequestState, api_error, current_request
 from gateway.http.answer import Answer, ClientStalledError
 from gateway.http.body_check import BodyFacts, check_body
 from gateway.http.intake import (
+    BufferedBody,
     ClientGoneError,
-    Replay,
     RequestHead,
     inner_scope,
     read_body,
     read_head,
 )
-from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, Told, line_scope, never
+from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, LineProgress, line_scope, never
 from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.http.spans import RequestSpans
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
@@ -74,7 +74,7 @@ class Edge:
         limits: EdgeLimits | None = None,
         meter: RequestMeter | None = None,
         spans: RequestSpans | None = None,
-        replays: SharedReplays | None = None,
+        replays: SharedIdempotencyCache | None = None,
     ) -> None:
         """Without keys everyone is let in."""
         self._app = app
@@ -85,7 +85,7 @@ class Edge:
         self._spans = spans
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
-        self._replays = replays or SharedReplays(SharedStorage("memory://"))
+        self._replays = replays or SharedIdempotencyCache(SharedStorage("memory://"))
         # Not the loop's own threads: all of those may be waiting for the disk of batches.
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
         self._open = 0
@@ -191,7 +191,7 @@ class Edge:
 
         It needs a permit like any other, but no key: whoever made the batch had one.
         """
-        told = Told()
+        told = LineProgress()
         answer = Answer(told.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
         error = self._admission.take(Tier.BATCH, call.tenant)
@@ -223,7 +223,7 @@ class Edge:
             return facts
         answer.request = RequestState(call.tenant, call.deadline_ms)
         body = reword_service_tier(call.body, facts.service_tier)
-        replay = Replay(body, never, answer.client_gone)
+        replay = BufferedBody(body, never, answer.client_gone)
         return await self._run(line_scope(call), replay, answer, None, facts)
 
     async def _serve_body(
@@ -266,7 +266,7 @@ class Edge:
             answer.request = RequestState(tenant, deadline_ms)
             answer.request.give_up = answer.give_up
             body = reword_service_tier(body, facts.service_tier)
-            replay = Replay(body, receive, answer.client_gone)
+            replay = BufferedBody(body, receive, answer.client_gone)
             if IDEMPOTENCY_HEADER in head.headers:
                 error = await self._run_once(scope, head, replay, answer, key, facts)
             else:
@@ -280,7 +280,7 @@ class Edge:
         self,
         scope: Scope,
         head: RequestHead,
-        replay: Replay,
+        replay: BufferedBody,
         answer: Answer,
         key: ApiKey | None,
         facts: BodyFacts,
@@ -307,7 +307,12 @@ class Edge:
         return await asyncio.get_running_loop().run_in_executor(self._checkers, work)
 
     async def _run(
-        self, scope: Scope, replay: Replay, answer: Answer, key: ApiKey | None, facts: BodyFacts
+        self,
+        scope: Scope,
+        replay: BufferedBody,
+        answer: Answer,
+        key: ApiKey | None,
+        facts: BodyFacts,
     ) -> ApiError | None:
         if key is not None:
             estimate = facts.prompt_tokens_estimate

@@ -178,7 +178,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
     return bytes(body)
 
 
-class Replay:
+class BufferedBody:
     """Gives the body that was read already, then what the client does next."""
 
     def __init__(self, body: bytes, receive: Receive, gone: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ class LineAnswer:
     retry_after_s: float = 0.0
 
 
-class Told:
+class LineProgress:
     """Takes an answer's messages in place of a server."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from coordinator.protocol.tracing import Span, Tracing
 from gateway.admission.tiers import tier_name
 from gateway.errors import RequestState
 from gateway.http.routes import OTHER_ROUTE, route_name
-from gateway.open_requests import Task
+from gateway.open_requests import OpenRequest
 from gateway.telemetry.meter import CHAT, OPERATION_OF_ROUTE, operation_of
 
 CROSSINGS_MAX = 64
@@ -129,7 +129,7 @@ class TaskSpan:
         """Note why the task will end; one that nobody waits for any more has no error."""
         self._error = error_code
 
-    def ended(self, task: Task) -> None:
+    def ended(self, task: OpenRequest) -> None:
         """End it with what was delivered."""
         count = len(task.delivered)
         about: dict[str, int | float] = {

@@ -60,7 +60,7 @@ class _Link:
         self._listener.coordinator_said(message, self._cell)
 
 
-class Fleet:
+class CellSessions:
     """Keeps a session open with every cell of a roster until it is cancelled."""
 
     def __init__(
@@ -155,14 +155,16 @@ class Fleet:
                 link.work.result()
 
 
-def set_up_fleet(config: Config, token: str, gateway: str, away: Callable[[], None]) -> Fleet:
+def set_up_fleet(
+    config: Config, token: str, gateway: str, away: Callable[[], None]
+) -> CellSessions:
     """Return the fleet that a configuration names; nothing is opened yet."""
     fleet = config.fleet
     if not fleet.is_on:
-        return Fleet(CellRoster.alone(config.coordinator.listen), token, gateway)
+        return CellSessions(CellRoster.alone(config.coordinator.listen), token, gateway)
     cells = CellRoster(fleet.cells, fleet.dead_after_ms / 1_000, in_fleet=True)
     if not fleet.redis:
-        return Fleet(cells, token, gateway)
+        return CellSessions(cells, token, gateway)
     registry = RedisRegistry(fleet.redis, config.served_model_name, fleet.lease_ms, asyncio.timeout)
     look_every_s = fleet.lease_ms / 1_000 / LOOKS_PER_LEASE
-    return Fleet(cells, token, gateway, registry, look_every_s, away)
+    return CellSessions(cells, token, gateway, registry, look_every_s, away)

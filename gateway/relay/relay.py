@@ -34,10 +34,10 @@ from coordinator.protocol.terms import TaskId
 from gateway.admission.tiers import tier_of_priority
 from gateway.engine import wire as engine
 from gateway.errors import ApiError, api_error
-from gateway.fleet.rebalancer import Spread, needs_of
+from gateway.fleet.rebalancer import Rebalancer, needs_of
 from gateway.fleet.roster import ALONE, CellRoster
 from gateway.http.spans import TaskSpan, TaskSpans
-from gateway.open_requests import GapMeter, Task, TaskBook
+from gateway.open_requests import GapMeter, OpenRequest, OpenRequests
 from gateway.telemetry.meter import RequestMeter
 from gateway.token_stream import Answer, Trim, Verdict
 
@@ -86,9 +86,9 @@ class Relay:
         self._gaps: defaultdict[str, GapMeter] = defaultdict(GapMeter)
         self._meter = meter or RequestMeter()
         self._spans = spans
-        self.book = TaskBook()
+        self.book = OpenRequests()
         self.cells = cells or CellRoster.alone()
-        self._spread = Spread(self.book, self.cells, self._meter.moved)
+        self._spread = Rebalancer(self.book, self.cells, self._meter.moved)
 
     @property
     def cell(self) -> CellState | None:
@@ -232,7 +232,7 @@ class Relay:
             span.refused(error.code)
         self._answer_failure([task], error)
 
-    def _offer(self, task: Task | None, span: TokenSpan) -> Answer:
+    def _offer(self, task: OpenRequest | None, span: TokenSpan) -> Answer:
         if task is not None:
             return task.stream.offer(span)
         if (cancel := self.book.stray(span.task)) is not None:
@@ -244,7 +244,7 @@ class Relay:
         self,
         batch: TokenBatch,
         frames: Frames,
-        tasks: Sequence[Task | None],
+        tasks: Sequence[OpenRequest | None],
         answers: Sequence[Answer],
     ) -> None:
         """Deliver what the answers leave of a batch, and what was held for it."""
@@ -293,7 +293,7 @@ class Relay:
         return True
 
     def _delivered(
-        self, task: Task, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
+        self, task: OpenRequest, span: TokenSpan, token_ids: Sequence[int], epoch: int, now_s: float
     ) -> None:
         if token_ids:
             if task.request is not None:
@@ -305,7 +305,7 @@ class Relay:
             task.delivered.extend(token_ids)
             self._gaps[task.cell or ALONE].tokens_arrived(task, epoch, now_s)
 
-    def _finish(self, task: Task, now_s: float) -> None:
+    def _finish(self, task: OpenRequest, now_s: float) -> None:
         """Its last token was handed on."""
         self._meter.ended(task, now_s)
         self._session.send(self.book.finish(task.id), task.cell or ALONE)
@@ -351,7 +351,7 @@ class Relay:
 class _Part:
     """One task's share of a batch."""
 
-    task: Task
+    task: OpenRequest
     span: TokenSpan
     output: engine.Output
     epoch: int

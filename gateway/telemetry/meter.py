@@ -32,7 +32,7 @@ from coordinator.protocol.terms import TaskId, Tier
 from gateway.admission.tiers import tier_name
 from gateway.errors import CODES
 from gateway.fleet.roster import MoveReason
-from gateway.open_requests import Task, family
+from gateway.open_requests import OpenRequest, family
 
 CLIENT_GONE_STATUS = 499
 """The status under which a request is counted whose client left; nginx's number."""
@@ -78,7 +78,7 @@ class RequestMeter:
         """The cell is gone for good, and what was measured in it was told."""
         self._cells.pop(cell, None)
 
-    def tokens(self, task: Task, count: int, now_s: float) -> None:
+    def tokens(self, task: OpenRequest, count: int, now_s: float) -> None:
         """Tokens are about to be handed to the front end; `task.delivered` is what was before."""
         tier, tally = tier_name(task.header.tier), self.of(task.cell)
         tally.count(TOKENS, tier, by=count)
@@ -88,7 +88,7 @@ class RequestMeter:
         task.first_token_at_s = now_s
         tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
 
-    def ended(self, task: Task, now_s: float, *, failed: bool = False) -> None:
+    def ended(self, task: OpenRequest, now_s: float, *, failed: bool = False) -> None:
         """Judge a task that is finished, failed, or not waited for any more.
 
         vLLM ends a stream at a stop string as it ends one whose client left, so a stream that has
@@ -154,9 +154,9 @@ def operation_of(task: TaskId) -> str:
     return CHAT if family(task).startswith(_CHAT_PREFIXES) else TEXT
 
 
-def _operation(task: Task) -> str:
+def _operation(task: OpenRequest) -> str:
     return operation_of(task.id)
 
 
-def _mean_s(task: Task) -> float:
+def _mean_s(task: OpenRequest) -> float:
     return (task.last_token_at_s - task.first_token_at_s) / (len(task.delivered) - 1)

@@ -46,7 +46,7 @@ class Fleet(Protocol):
         """Return the session with a cell, as long as it lasts."""
 
 
-class Telling:
+class DeltaTracker:
     """Turns totals into messages: what one coordinator was told is not told to the next.
 
     A coordinator's share is what grew while it was the one to be told. It only grows, so messages
@@ -86,7 +86,7 @@ class Telling:
         self._known.pop(source, None)
 
 
-class Teller:
+class MetricsPublisher:
     """Tells the cells of a fleet what a gateway has measured."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Teller:
         self._fleet = fleet
         self._meter = meter
         self._engine = engine
-        self._own, self._of_engine = Telling(), Telling()
+        self._own, self._of_engine = DeltaTracker(), DeltaTracker()
         self._ticks = 0
 
     def tick(self) -> None:

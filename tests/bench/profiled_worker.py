@@ -27,7 +27,7 @@ ROWS = 60
 """Of each profile."""
 
 WATCHED = {
-    "worker.rank.runtime.Member": (
+    "worker.rank.runtime.GroupRuntime": (
         "place",
         "begin",
         "park",
@@ -36,10 +36,10 @@ WATCHED = {
         "hand_over",
         "withdraw",
     ),
-    "worker.rank.steps.Stepping": ("lead", "execute", "_finish", "_push"),
+    "worker.rank.steps.Steps": ("lead", "execute", "_finish", "_push"),
     "worker.rank.loop.RankLoop": ("_wait", "_report_if_due", "_take_inbox", "_carry_out"),
-    "worker.rank.migration.plan_ahead.MovePlanning": ("foresee", "plan"),
-    "worker.rank.migration.migration.Moving": (
+    "worker.rank.migration.plan_ahead.MigrationPlanner": ("foresee", "plan"),
+    "worker.rank.migration.migration.Migration": (
         "tell",
         "_await_told",
         "_restore",
@@ -47,7 +47,11 @@ WATCHED = {
         "_hand_over",
         "_adopt",
     ),
-    "worker.rank.migration.copy_rounds.Rounds": ("_beside_steps", "_behind_steps", "_meet_settled"),
+    "worker.rank.migration.copy_rounds.CopyRounds": (
+        "_beside_steps",
+        "_behind_steps",
+        "_meet_settled",
+    ),
     "worker.engine.scheduling.scheduler.ModeScheduler": (
         "plan_step",
         "finish_step",
@@ -86,12 +90,12 @@ def trace_prefills(out: Path) -> None:
     """Leave torch's own profile of a few prefills of a wide group: host and device times by op."""
     from torch.profiler import ProfilerActivity, profile
 
-    from worker.rank.steps import Stepping
+    from worker.rank.steps import Steps
 
-    execute = Stepping.execute
+    execute = Steps.execute
     seen = 0
 
-    def traced(self: Stepping, mode: Any, plan: Any) -> Any:
+    def traced(self: Steps, mode: Any, plan: Any) -> Any:
         nonlocal seen
         is_prefill = plan.tokens > 1 and mode.key.width > 1
         seen += is_prefill
@@ -105,7 +109,7 @@ def trace_prefills(out: Path) -> None:
             file.write(f"{plan.tokens} tokens\n{table}\n")
         return result
 
-    Stepping.execute = traced  # type: ignore[method-assign]
+    Steps.execute = traced  # type: ignore[method-assign]
 
 
 def install(out: Path, kind: str) -> None:

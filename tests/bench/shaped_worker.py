@@ -18,17 +18,17 @@ def install(wanted: str) -> None:
     """Let all copies of a rank's moves have these shapes."""
     from kvadaptor.transfer.copy_kernel import Shape
     from kvadaptor.transfer.unit_copy import KernelCopier
-    from worker.rank.migration.copy_rounds import Rounds
+    from worker.rank.migration.copy_rounds import CopyRounds
 
     shapes = [Shape(*map(int, each.split("/"))) for each in wanted.split(",")]
-    warm, carry_out = KernelCopier.warm, Rounds.carry_out
+    warm, carry_out = KernelCopier.warm, CopyRounds.carry_out
     moves = 0
 
     def warm_all(self: KernelCopier, *args: Any) -> None:
         for self._shape in shapes:
             warm(self, *args)
 
-    def with_shape(self: Rounds, *args: Any) -> None:
+    def with_shape(self: CopyRounds, *args: Any) -> None:
         nonlocal moves
         copier = getattr(self._engine.mover, "_copier", None)
         if isinstance(copier, KernelCopier):
@@ -37,7 +37,7 @@ def install(wanted: str) -> None:
         carry_out(self, *args)
 
     KernelCopier.warm = warm_all  # type: ignore[method-assign, assignment]
-    Rounds.carry_out = with_shape  # type: ignore[method-assign, assignment]
+    CopyRounds.carry_out = with_shape  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

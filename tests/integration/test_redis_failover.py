@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of
 from gateway.admission.keyring import KeyRing
 from gateway.admission.rates import RateLimits
-from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import (
     STORAGE_RETRY_S,
     STORAGE_WAIT_S,
@@ -96,7 +96,7 @@ async def test_a_failover_costs_no_request_anything(
     keys.write_text("keys:\n" + dump_key(KEY))
     storage = Timed(f"redis://127.0.0.1:{address.port}")
     storage.waits_s = []
-    replays = SharedReplays(storage)
+    replays = SharedIdempotencyCache(storage)
     gate = Edge(application(), KeyRing(str(keys)), RateLimits(storage), replays=replays)
     transport = httpx.ASGITransport(app=gate)
     deadline = time.monotonic() + LIMIT_S
@@ -190,7 +190,7 @@ async def test_no_request_waits_long_however_often_it_asks(
     with TcpProxy(fresh_redis.port) as address:
         storage = Timed(f"redis://127.0.0.1:{address.port}", lambda: now_s)
         storage.waits_s = []
-        replays = SharedReplays(storage)
+        replays = SharedIdempotencyCache(storage)
         rates: Any = RateLimits(storage)
         gate = Edge(generating, KeyRing(str(keys)), rates, replays=replays)
 

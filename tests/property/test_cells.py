@@ -31,9 +31,9 @@ from coordinator.protocol.messages.rank import Drop, Place, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded, TaskHeader
 from coordinator.protocol.terms import EndCause, TaskId, Tier
 from coordinator.tasks.task_pool import TaskPool
-from gateway.fleet.rebalancer import Spread, needs_of
+from gateway.fleet.rebalancer import Rebalancer, needs_of
 from gateway.fleet.roster import CellRoster
-from gateway.open_requests import Task, TaskBook
+from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.token_stream import Trim, Verdict
 from tests.harness.coordinator.pools import ZERO, group
 
@@ -89,9 +89,9 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.cells = {name: Cell() for name in NAMES}
-        self.book = TaskBook()
+        self.book = OpenRequests()
         self.roster = CellRoster(NAMES, DEAD_AFTER_S, in_fleet=True)
-        self.spread = Spread(self.book, self.roster)
+        self.spread = Rebalancer(self.book, self.roster)
         self.spans: list[tuple[TokenSpan, Token | None]] = []
         self.streams: dict[TaskId, list[int]] = {}
         self.finished: set[TaskId] = set()
@@ -184,7 +184,7 @@ class World:
             self.send([(task.cell or "", self.book.finish(task.id))])
 
     def hand_on(
-        self, task: Task, span: TokenSpan, token: Token | None, answer: Verdict | Trim
+        self, task: OpenRequest, span: TokenSpan, token: Token | None, answer: Verdict | Trim
     ) -> None:
         keep = answer.keep if isinstance(answer, Trim) else span.count
         if not keep:

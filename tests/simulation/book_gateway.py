@@ -19,7 +19,7 @@ from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
 from gateway.errors import ApiError
-from gateway.open_requests import Task, TaskBook
+from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.token_stream import Answer, Trim, Verdict
 from tests.simulation.checkers import Stream, check
 from tests.simulation.network import Session
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Asked:
     """A request: what the gateway knows of it, and what its client sees."""
 
-    task: Task
+    task: OpenRequest
     stream: Stream
 
     @property
@@ -49,7 +49,7 @@ class BookGateway:
         self.world = world
         self.name = name
         self.session: Session | None = None
-        self.book = TaskBook()
+        self.book = OpenRequests()
         self.open: dict[TaskId, Asked] = {}
         self.streams: list[Stream] = []
         self.serving = False
@@ -158,7 +158,7 @@ class BookGateway:
             self._ended(task.id, "finished")
             self._say(self.book.finish(task.id))
 
-    def _take(self, task: Task, answer: Answer, token: Token) -> None:
+    def _take(self, task: OpenRequest, answer: Answer, token: Token) -> None:
         """Hand on what the answer leaves of a token: all of it, or only that it is the last."""
         client = self.open[task.id].stream
         if isinstance(answer, Trim):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Stage, TaskId
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
     )
 
 
-def check_nothing_waits(seat: Seat) -> None:
+def check_nothing_waits(seat: SwitchParticipant) -> None:
     """A leader that is to leave its group, and stays for its tasks, can step with them."""
     wanted, binding = seat.wanted, seat.binding
     if wanted is None or binding is None or not seat.is_leader or wanted.stage <= seat.stage:

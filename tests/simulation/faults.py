@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from comm_pool.layout import Group, Layout, Mode, Rank, supported_layouts
 from coordinator.model.events import RenewalWanted
-from coordinator.model.settings import CoreSettings, HealthSettings, QueueBounds, TierBounds
+from coordinator.model.settings import CoreSettings, OutlierSettings, QueueBounds, TierBounds
 from coordinator.protocol.terms import Carry, Phase, Tier
 from coordinator.switching.targets import have_joined
 from tests.simulation.checkers import MoveChecker
@@ -288,7 +288,7 @@ def draw_settings(rng: random.Random, world: int) -> CoreSettings:
         renew_idle_ms=own.choice((0, 10, 40)),
         renew_busy_ms=random.Random(f"{rng.getstate()} busy").choice((0, 0, 100, 400)),
         answer_ms=own.choice((0, 10, 30)),
-        health=HealthSettings(late_out_ms=(200, 100, 600)),
+        health=OutlierSettings(late_out_ms=(200, 100, 600)),
     )
 
 

@@ -12,12 +12,12 @@ from coordinator.model.events import Effect
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted, TaskReturned
 from coordinator.protocol.switch_actions import Leave, Resolve
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, ReturnCause, Target, TaskId
-from coordinator.ranks.outliers import Health
+from coordinator.ranks.outliers import OutlierDetector
 from coordinator.ranks.roster import Arrival, Roster
 from coordinator.switching import switcher
-from coordinator.switching.move_commits import Moves
+from coordinator.switching.move_commits import MoveCommits
 from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task import Task
 from coordinator.tasks.task_pool import TaskPool
@@ -35,18 +35,18 @@ from tests.simulation.stepping import Begin
 Patch = tuple[Any, str, Any]
 
 
-def _on_any_directive(self: Seat, directive: Directive) -> None:
+def _on_any_directive(self: SwitchParticipant, directive: Directive) -> None:
     if directive.incarnation == self.incarnation:
         until = directive.answers_ms + directive.lease_ms
         self.lease_until = max(self.lease_until, until)
         self.wanted = directive
 
 
-def _is_due_if_different(self: Seat, wanted: Directive) -> bool:
+def _is_due_if_different(self: SwitchParticipant, wanted: Directive) -> bool:
     return wanted.stage != self.stage
 
 
-def _steps_without_lease(self: Seat, now_ms: int) -> bool:
+def _steps_without_lease(self: SwitchParticipant, now_ms: int) -> bool:
     return self.is_leader and self.serving
 
 
@@ -56,14 +56,18 @@ def _majority(self: Switcher) -> bool:
     return 2 * len(acknowledged) > len(reports)
 
 
-def _follower_leaves_alone(self: Seat, binding: Binding, gone: frozenset[Rank]) -> bool:
+def _follower_leaves_alone(
+    self: SwitchParticipant, binding: Binding, gone: frozenset[Rank]
+) -> bool:
     return True
 
 
-_leave = Seat._leave
+_leave = SwitchParticipant._leave
 
 
-def _drains_unserved(self: Seat, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
+def _drains_unserved(
+    self: SwitchParticipant, wanted: Directive, binding: Binding, idle: bool
+) -> Leave | None:
     move = _leave(self, wanted, binding, idle)
     is_unserved = move is not None and wanted.carry is Carry.DRAIN and move.carry is not Carry.DRAIN
     return None if is_unserved else move
@@ -106,10 +110,10 @@ def _ignores_restarts(self: Switcher, hello: RankHello, arrival: Arrival, now_ms
         _on_hello(self, hello, arrival, now_ms)
 
 
-_on_report = Health.on_report
+_on_report = OutlierDetector.on_report
 
 
-def _hears_of_no_room(self: Health, report: Report, *args: Any) -> Any:
+def _hears_of_no_room(self: OutlierDetector, report: Report, *args: Any) -> Any:
     return _on_report(self, msgspec.structs.replace(report, no_room=0), *args)
 
 
@@ -127,12 +131,12 @@ def _no_patience(self: Switcher, rank: Rank) -> Any:
 _directive_for = Switcher.directive_for
 
 
-def _commits_all_the_same(self: Moves, epoch: int, reports: Iterable[Report | None]) -> bool:
+def _commits_all_the_same(self: MoveCommits, epoch: int, reports: Iterable[Report | None]) -> bool:
     heard = [each and msgspec.structs.replace(each, has_failed=False) for each in reports]
     return _decide(self, epoch, heard)
 
 
-_decide = Moves.decide
+_decide = MoveCommits.decide
 
 
 def _adopts_as_it_was(cargo: Cargo, blocks: list[int]) -> SimTask:
@@ -144,18 +148,18 @@ def _adopts_as_it_was(cargo: Cargo, blocks: list[int]) -> SimTask:
 _restored = sim_moving._restored
 
 
-def _any_commit(self: Seat, wanted: Directive, epoch: int) -> Resolve:
+def _any_commit(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
     is_copied = self._copied is not None and epoch == self._copied.stage.epoch
     return dataclasses.replace(resolve, is_committed=wanted.moved > 0 and is_copied)
 
 
-def _keeps_past_the_move(self: Seat, wanted: Directive, epoch: int) -> Resolve:
+def _keeps_past_the_move(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
     return dataclasses.replace(resolve, is_kept=wanted.carry in (Carry.RESHARD, Carry.SPECULATE))
 
 
-_resolve = Seat._resolve
+_resolve = SwitchParticipant._resolve
 
 
 def _hands_nothing_over(self: Holdings, group: Ranks, gone: dict[TaskId, int]) -> None:
@@ -170,7 +174,7 @@ def _leaders_stay(self: TaskPool, rank: Rank, message: Adopted, now_ms: int) -> 
     return []
 
 
-def _forgets_moves(self: Moves, report: Report) -> None:
+def _forgets_moves(self: MoveCommits, report: Report) -> None:
     return None
 
 
@@ -190,11 +194,11 @@ def _joined_or_void(report: Report, target: Target, roster: Roster) -> int:
     return joined.born if leader is not None and leader.binding != joined else 0
 
 
-def _only_if_wanted(self: Seat, copied: Directive, wanted: Directive) -> bool:
+def _only_if_wanted(self: SwitchParticipant, copied: Directive, wanted: Directive) -> bool:
     return wanted.stage.epoch == copied.stage.epoch
 
 
-def _drops_all(self: Seat) -> bool:
+def _drops_all(self: SwitchParticipant) -> bool:
     return self.binding is None
 
 
@@ -204,39 +208,43 @@ def _waits_for_nobody(*_: Any) -> Iterator[None]:
 
 MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "accept stale directives": (
-        (Seat, "on_directive", _on_any_directive),
-        (Seat, "_is_due", _is_due_if_different),
+        (SwitchParticipant, "on_directive", _on_any_directive),
+        (SwitchParticipant, "_is_due", _is_due_if_different),
     ),
-    "no lease": ((Seat, "may_step", _steps_without_lease),),
+    "no lease": ((SwitchParticipant, "may_step", _steps_without_lease),),
     "lease longer than patience": ((Switcher, "directive_for", _no_patience),),
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
-    "follower leaves without its leader": ((Seat, "_is_left", _follower_leaves_alone),),
-    "leaders drain groups that never served": ((Seat, "_leave", _drains_unserved),),
+    "follower leaves without its leader": (
+        (SwitchParticipant, "_is_left", _follower_leaves_alone),
+    ),
+    "leaders drain groups that never served": ((SwitchParticipant, "_leave", _drains_unserved),),
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),
     "followers do not wait for their leader's last step": ((switcher, "void", _all_is_void),),
     "followers leave a leader that may step unheard": ((switcher, "void", _joined_or_void),),
-    "followers join only what is wanted": ((Seat, "_is_awaited", _only_if_wanted),),
-    "followers drop what comes before they join": ((Seat, "may_drain", property(_drops_all)),),
+    "followers join only what is wanted": ((SwitchParticipant, "_is_awaited", _only_if_wanted),),
+    "followers drop what comes before they join": (
+        (SwitchParticipant, "may_drain", property(_drops_all)),
+    ),
     "grants not equal": ((Holdings, "grant_of", _grants_its_own),),
     "accept stale attempts": ((TaskTable, "current", _any_attempt),),
     "requeue loses tokens": ((TaskPool, "returned", _returned_without_tokens),),
     "gateway ignores fences": ((SimGateway, "takes", _takes_any_attempt),),
-    "who had no room stays in": ((Health, "on_report", _hears_of_no_room),),
+    "who had no room stays in": ((OutlierDetector, "on_report", _hears_of_no_room),),
     "who joins another group tells of no room no longer": (
         (Room, "lacked_in", property(_tells_until_it_joins)),
     ),
     "restarts are ignored": ((Switcher, "on_hello", _ignores_restarts),),
-    "commit although a rank failed": ((Moves, "decide", _commits_all_the_same),),
+    "commit although a rank failed": ((MoveCommits, "decide", _commits_all_the_same),),
     "adopt without a new attempt": ((sim_moving, "_restored", _adopts_as_it_was),),
-    "take any commit for one's own": ((Seat, "_resolve", _any_commit),),
-    "keep tasks when the move is over": ((Seat, "_resolve", _keeps_past_the_move),),
+    "take any commit for one's own": ((SwitchParticipant, "_resolve", _any_commit),),
+    "keep tasks when the move is over": ((SwitchParticipant, "_resolve", _keeps_past_the_move),),
     "defer no command": ((SimRank, "defers", False),),
     "hand nothing over": (
         (Holdings, "hand_over", _hands_nothing_over),
         (Holdings, "give_up", _keeps_all),
     ),
     "pool keeps the old leader": ((TaskPool, "adopted", _leaders_stay),),
-    "recovery forgets moves": ((Moves, "on_report", _forgets_moves),),
+    "recovery forgets moves": ((MoveCommits, "on_report", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
     "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import LeaseKept, PageReport, Place
+from coordinator.protocol.messages.rank import LeaseRetention, PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.switch_participant import KEEPING
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
@@ -33,7 +33,7 @@ class Holdings:
         self.memory = Memory()
         self.engine: SimEngine | None = None
         self.paused: dict[Ranks, dict[TaskId, SimTask]] = {}
-        self.kept: dict[Ranks, LeaseKept] = {}
+        self.kept: dict[Ranks, LeaseRetention] = {}
         """What this leader needs of the leases of groups that are not bound."""
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
@@ -79,7 +79,7 @@ class Holdings:
         self._applied[ranks] = (binding.born, begin.version)
         self.kept.pop(ranks, None)
 
-    def kept_still(self, kept: LeaseKept | None) -> LeaseKept | None:
+    def kept_still(self, kept: LeaseRetention | None) -> LeaseRetention | None:
         """What the coordinator says is kept of a lease, less what a move has given up since."""
         if kept is None:
             return None
@@ -131,7 +131,7 @@ class Holdings:
         if lost or carry is not Carry.RESHARD:
             self.withdraw(ranks)
 
-    def apply(self, kept: LeaseKept, whole: Collection[Ranks | None]) -> None:
+    def apply(self, kept: LeaseRetention, whole: Collection[Ranks | None]) -> None:
         """Free the pages of an unbound group that its leader does not need."""
         order = (kept.born, kept.version)
         if kept.ranks in whole or order <= self._applied.get(kept.ranks, (0, 0)):
@@ -263,7 +263,7 @@ class Holdings:
         slots = slots_of(len(ranks))
         indices = tuple(sorted({block // slots for block in blocks}))
         self._version += 1
-        self.kept[ranks] = LeaseKept(ranks, self._version, indices, self._joined[ranks])
+        self.kept[ranks] = LeaseRetention(ranks, self._version, indices, self._joined[ranks])
 
     def held(self, moving: Ranks | None = None) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
         """All tasks, each with its group and whether it is paused; those that move are not."""

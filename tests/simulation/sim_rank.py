@@ -1,4 +1,4 @@
-"""A rank's process around the real `Seat` and the real `PagePool`; only the model is missing."""
+"""A rank's process around the real participant and the real page pool; only the model is missing."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from coordinator.protocol.switch_actions import (
     Resolve,
     Serve,
 )
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, ReturnCause
 from tests.simulation.checkers import Violation, check_agreement, check_equal, check_nothing_waits
 from tests.simulation.drift import Probes
@@ -57,7 +57,7 @@ class SimRank:
         self.world = world
         self.rank = rank
         self.incarnation = incarnation
-        self.seat = Seat(rank, incarnation)
+        self.seat = SwitchParticipant(rank, incarnation)
         self.holdings = Holdings(rank, world.num_pages, incarnation)
         self.cohort = cohort
         # Those that start together map each other's boards, and no others.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.messages.rank import LeaseRetention
 from coordinator.protocol.terms import Binding
 from tests.simulation.checkers import check
 from tests.simulation.sim_memory import Places
@@ -21,7 +21,7 @@ class Begin:
 
     born: int
     grant_pages: int
-    kept: LeaseKept | None
+    kept: LeaseRetention | None
     version: int
     """The last word of the leader on what it kept of the lease; it is part of this message now."""
 

@@ -6,7 +6,7 @@ ranks that compute wrongly.
 
 import pytest
 
-from coordinator.ranks.mode_quarantine import Guard
+from coordinator.ranks.mode_quarantine import ModeQuarantine
 from tests.simulation.checkers import Violation
 from tests.simulation.stats import Stats
 from tests.simulation.sweep import replay_of
@@ -59,7 +59,7 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
 
 
 def test_a_guard_that_keeps_what_is_barred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guard, "remaining", lambda _self, layout, *_: layout)
+    monkeypatch.setattr(ModeQuarantine, "remaining", lambda _self, layout, *_: layout)
     with pytest.raises(Violation, match="serves though it has drifted"):
         for seed in range(SEEDS):
             World(seed, wide=True).run()

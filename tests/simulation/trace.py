@@ -3,7 +3,7 @@
 from coordinator.model.events import (
     Effect,
     Event,
-    Foreseen,
+    ForecastMade,
     GatewaySaid,
     Note,
     Observed,
@@ -46,7 +46,7 @@ def line_of(effect: Effect) -> str | None:
             return f"core: switch to {record.to_layout} {record.outcome.value}"
         case Note(_, event, fields):
             return f"core: {event} {fields}"
-        case Observed() | Foreseen():
+        case Observed() | ForecastMade():
             return None
 
 

@@ -14,7 +14,7 @@ from coordinator.core.core import Core
 from coordinator.model.events import (
     Effect,
     Event,
-    Foreseen,
+    ForecastMade,
     GatewayClosed,
     GatewayOpened,
     GatewaySaid,
@@ -359,7 +359,7 @@ class World:
                 self.faults.renew(self, dict(wanted.ranks))
             case SwitchRecorded(record):
                 self.stats.saw_switch(record.cause)
-            case Note() | Observed() | Foreseen():
+            case Note() | Observed() | ForecastMade():
                 pass
 
     def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:

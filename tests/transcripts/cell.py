@@ -22,7 +22,13 @@ from coordinator.model.events import (
 from coordinator.model.settings import CoreSettings
 from coordinator.protocol.messages.gateway import GatewayHello, GatewayToCore
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
-from coordinator.protocol.messages.rank import Directive, LeaseKept, PageReport, RankHello, Report
+from coordinator.protocol.messages.rank import (
+    Directive,
+    LeaseRetention,
+    PageReport,
+    RankHello,
+    Report,
+)
 from coordinator.protocol.messages.tasks import (
     Adopted,
     HeldTask,
@@ -31,7 +37,7 @@ from coordinator.protocol.messages.tasks import (
     TaskReturned,
 )
 from coordinator.protocol.switch_actions import Leave, Serve
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry
 
 WIDTHS = (1, 2, 4)
@@ -45,11 +51,11 @@ class ObedientRank:
     """A seat and what its rank would report."""
 
     def __init__(self, rank: Rank, incarnation: int, widths: tuple[int, ...]) -> None:
-        self.seat = Seat(rank, incarnation)
+        self.seat = SwitchParticipant(rank, incarnation)
         self.widths = widths
         self.pages_free = PAGES
         self.blocks_total = 0
-        self.kept: tuple[LeaseKept, ...] = ()
+        self.kept: tuple[LeaseRetention, ...] = ()
         self.is_idle = True
         self.adopted: tuple[Adopted, ...] = ()
         """What this rank goes on with if its move is committed."""

@@ -12,7 +12,7 @@ from coordinator.protocol.wire import decode_frames
 from worker.engine.scheduling.handover import RunningState, restore
 
 
-class Intake:
+class RequestCodec:
     """Decodes payloads; grammar compilation starts here, in vLLM's own thread pool."""
 
     def __init__(

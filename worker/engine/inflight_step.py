@@ -18,7 +18,7 @@ POLL_S = 0.00002
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
+class InflightStep:
     """A launched step: its plan, and its result or what waits for it."""
 
     plan: Any

@@ -17,13 +17,13 @@ from vllm.distributed.parallel_state import get_world_group
 
 from comm_pool.cpu.cell_memory import CellMemory, board_name, clear, kv_name
 from comm_pool.layout import Rank
-from comm_pool.mailbox import BOARD_BYTES, Board, open_boards
+from comm_pool.mailbox import BOARD_BYTES, RankMailbox, open_boards
 from kvadaptor.transfer.movers import Mover, PeerMover, make_mover
 from kvadaptor.views import KVBuffer
 
 log = structlog.get_logger()
 
-Peers = tuple[dict[Rank, Board], Mover]
+Peers = tuple[dict[Rank, RankMailbox], Mover]
 
 
 def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
@@ -38,9 +38,10 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
     own = memory.map(board_name(rank), BOARD_BYTES)
     clear(own)
     others = [Rank(each) for each in range(world) if each != rank]
-    boards = {rank: Board(own)}
+    boards = {rank: RankMailbox(own)}
     boards |= {
-        each: Board(memory.map(board_name(each), BOARD_BYTES, is_own=False)) for each in others
+        each: RankMailbox(memory.map(board_name(each), BOARD_BYTES, is_own=False))
+        for each in others
     }
     raws: dict[int, torch.Tensor] = {rank: kv.raw}
     num_bytes = kv.raw.numel()

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from comm_pool.layout import StepMode
-from worker.engine.inflight_step import UnderWay
+from worker.engine.inflight_step import InflightStep
 from worker.engine.probe import error_max_nats, probe_texts
 from worker.engine.scheduling.step_plan import StepPlan
 
@@ -52,7 +52,7 @@ class ProbeBatch:
         for number, text in enumerate(self.texts):
             name = f"aileron-probe-{number}"
             plan = StepPlan(_step_of(name, text, before), None, mode=mode)
-            values += _log_probabilities(UnderWay(plan, execute(plan)).tokens(), name)
+            values += _log_probabilities(InflightStep(plan, execute(plan)).tokens(), name)
             before = {name}
         last = SchedulerOutput.make_empty()
         last.finished_req_ids = before

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from comm_pool.layout import Mode, Rank, StepMode
-from comm_pool.mailbox import Board
+from comm_pool.mailbox import RankMailbox
 from comm_pool.pool import CommunicatorPool, activate
 from kvadaptor.pages import PagePool
 from kvadaptor.transfer.movers import Mover
@@ -44,7 +44,7 @@ from worker.engine.mode import PreparedMode
 from worker.engine.peers import gathered_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
-from worker.engine.startup_cache import Measured, Probes
+from worker.engine.startup_cache import Probes, StartupMeasurements
 from worker.engine.step_times import StepTimes
 from worker.engine.trees import TreeBuilder
 from worker.engine.weights.layers import ViewError
@@ -188,7 +188,7 @@ class RankEngine:
         take = partial(take_kv, memory, self.spec.rank) if memory is not None else None
         return KVBuffer(specs, pages, self.device, take)
 
-    def _connect_peers(self) -> tuple[dict[Rank, Board], Mover]:
+    def _connect_peers(self) -> tuple[dict[Rank, RankMailbox], Mover]:
         """Boards and KV memory of all that it can move tasks to."""
         spec = self.spec
         if spec.memory is not None:
@@ -276,7 +276,7 @@ class RankEngine:
         """
         spec, known = self.spec, None
         if spec.joins and spec.memory is not None:
-            known = Measured.left(spec.memory, spec.rank)
+            known = StartupMeasurements.left(spec.memory, spec.rank)
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key.width)
@@ -296,7 +296,7 @@ class RankEngine:
             self.probed = {**known.probed, **self.probed}
         elif spec.memory is not None:
             times = {key.width: mode.times for key, mode in self.modes.items()}
-            Measured(times, self.probed).leave(spec.memory, spec.rank)
+            StartupMeasurements(times, self.probed).leave(spec.memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         progress("warm", len(self.modes), len(self.modes))

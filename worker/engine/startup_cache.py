@@ -18,7 +18,7 @@ Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StartupMeasurements:
     """Step times by width, and all probes."""
 
     times: Mapping[int, StepTimes]
@@ -29,7 +29,7 @@ class Measured:
         memory.put(measured_name(rank), pickle.dumps(self, protocol=5))
 
     @classmethod
-    def left(cls, memory: CellMemory, rank: Rank) -> "Measured":
+    def left(cls, memory: CellMemory, rank: Rank) -> "StartupMeasurements":
         """Return what the rank's first process has left."""
-        found: Measured = pickle.loads(memory.get(measured_name(rank)))  # noqa: S301 -- our own
+        found: StartupMeasurements = pickle.loads(memory.get(measured_name(rank)))  # noqa: S301 -- our own
         return found

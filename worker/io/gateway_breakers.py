@@ -36,7 +36,7 @@ class _Link:
     """Of the last break, among those of all links; 0 before the first one."""
 
 
-class Links:
+class GatewayBreakers:
     """All links of one rank's process; an address is one of a gateway's sockets."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ PAUSE_MAX_S = 2.0
 """Whatever becomes of a switch, collections go on after so long."""
 
 
-class Collector:
+class GcPause:
     """Pauses collections; used by the rank's main loop alone."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from coordinator.protocol.messages.rank import LinkCut, TokenBatch
 from coordinator.protocol.wire import encode
-from worker.io.gateway_breakers import Links
+from worker.io.gateway_breakers import GatewayBreakers
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class _Line:
         self.push.close(linger=LINGER_MS)
 
 
-class Outlet:
+class TokenPublisher:
     """The sockets to all gateways; everything is called by the stepping thread, nothing blocks."""
 
     def __init__(self, encoder: Encoder, tell: Callable[[tuple[LinkCut, ...]], None]) -> None:
@@ -74,7 +74,7 @@ class Outlet:
         self._encoder = encoder
         self._tell = tell
         self._told: tuple[LinkCut, ...] = ()
-        self._links = Links()
+        self._links = GatewayBreakers()
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._context = zmq.Context(io_threads=1)
         self._watch_at_s = 0.0

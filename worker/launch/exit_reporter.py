@@ -30,7 +30,7 @@ RECONNECT_S = 0.2
 PIPE_BYTES = 65_536
 
 
-class Told(msgspec.Struct, frozen=True):
+class ProcessStatus(msgspec.Struct, frozen=True):
     """What the launcher knows of its ranks' processes, as (rank, incarnation)."""
 
     ended: tuple[tuple[Rank, int], ...] = ()
@@ -39,17 +39,17 @@ class Told(msgspec.Struct, frozen=True):
     """The newest of each rank, whether it runs or not."""
 
 
-_decode_told = msgspec.json.Decoder(Told).decode
+_decode_told = msgspec.json.Decoder(ProcessStatus).decode
 
 
-class HeraldPipe:
+class ExitPipe:
     """The launcher's end: `tell` never blocks and may be called again and again."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
-    def tell(self, told: Told) -> None:
+    def tell(self, told: ProcessStatus) -> None:
         """Replace what was told before; a herald that does not read is told at the next event."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.writer, msgspec.json.encode(told) + b"\n")
@@ -90,17 +90,17 @@ Renew = Callable[[tuple[Rank, ...]], None]
 
 def run_herald(target: str, token: str, reader: int, renew: Renew) -> None:
     """Hold a session with the coordinator at `target` until the pipe ends."""
-    asyncio.run(_Herald(target, token, reader, renew).run())
+    asyncio.run(_ExitReporter(target, token, reader, renew).run())
 
 
-class _Herald:
+class _ExitReporter:
     def __init__(self, target: str, token: str, reader: int, renew: Renew) -> None:
         self._target = target
         self._token = token
         self._reader = reader
         self._rest = b""
         self._renew = renew
-        self._told = Told()
+        self._told = ProcessStatus()
         self._changed = asyncio.Event()
         self._closing = False
 

@@ -11,7 +11,7 @@ import struct
 _COUNT = struct.Struct("Q")
 
 
-class Pulse:
+class Heartbeat:
     """A count in memory that processes share which are forked after it was made."""
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ from coordinator.protocol.config import Config, shared_token
 from worker.cohort import Cohort
 from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
-from worker.launch.exit_reporter import HeraldPipe, OrderPipe, Told, run_herald
-from worker.launch.heartbeat import Pulse
+from worker.launch.exit_reporter import ExitPipe, OrderPipe, ProcessStatus, run_herald
+from worker.launch.heartbeat import Heartbeat
 from worker.launch.process import announce, build_engine, serve_rank
 from worker.launch.restarts import Restarts, split
 from worker.launch.watchdog import Progress
@@ -101,7 +101,7 @@ class Launcher:
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
         """Where each rank's process says that it can serve: a pipe."""
-        self._pulses: dict[int, tuple[Pulse, Progress]] = {}
+        self._pulses: dict[int, tuple[Heartbeat, Progress]] = {}
         """Of each pid, and whether it goes on."""
         # Members of a group that are stuck end a little later than the one that they wait for.
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
@@ -118,7 +118,7 @@ class Launcher:
         """Of the cohort of all ranks that was started last."""
         self._cohort = 0
         """Its number."""
-        self._pipe = HeraldPipe()
+        self._pipe = ExitPipe()
         self._orders = OrderPipe()
         self._herald = 0
         self._is_stopping = False
@@ -162,7 +162,7 @@ class Launcher:
         self._tell_herald()
 
     def _tell_herald(self) -> None:
-        self._pipe.tell(Told(self._restarts.ended(), self._restarts.newest()))
+        self._pipe.tell(ProcessStatus(self._restarts.ended(), self._restarts.newest()))
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
         joins = self._shares_memory and len(ranks) < self._config.cell.ranks
@@ -188,7 +188,7 @@ class Launcher:
         incarnation = together[rank]
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        pulse = Pulse()
+        pulse = Heartbeat()
 
         def is_ready() -> None:
             os.write(writer, READY)

@@ -14,7 +14,7 @@ from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding
 
 
-class Seated(Protocol):
+class Participation(Protocol):
     """The part of a seat that is looked at, from another thread."""
 
     rank: Rank
@@ -30,7 +30,7 @@ others come out of it by themselves, and their group can be formed again."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Bereaved:
+class _DegradedFormation:
     """The formation that lacks a member, and since when that is known."""
 
     born: int
@@ -44,18 +44,21 @@ def _lacks_one(joined: Joined, present: Mapping[Rank, int]) -> bool:
     )
 
 
-class PeerLoss:
+class PeerFailure:
     """Whether the main loop should have left its group by now. Pure: times are arguments."""
 
     def __init__(
-        self, seat: Seated, limit_s: float, behind: Callable[[], Joined | None] = lambda: None
+        self,
+        seat: Participation,
+        limit_s: float,
+        behind: Callable[[], Joined | None] = lambda: None,
     ) -> None:
         """`behind`: the group that the rank has left, while it may still compute in it."""
         self._seat = seat
         self._behind = behind
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
-        self._bereaved: _Bereaved | None = None
+        self._bereaved: _DegradedFormation | None = None
         self._let_out = -1
         """The formation that the rank is let out of: it has to leave it, whoever comes back."""
 
@@ -101,5 +104,5 @@ class PeerLoss:
             self._bereaved = None
             return 0.0
         if self._bereaved is None or self._bereaved.born != binding.born:
-            self._bereaved = _Bereaved(binding.born, now_s)
+            self._bereaved = _DegradedFormation(binding.born, now_s)
         return now_s - self._bereaved.since_s

@@ -15,7 +15,7 @@ import structlog
 
 from coordinator.protocol.config import Config, shared_token
 from coordinator.protocol.messages.rank import RankDown
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding
 from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
@@ -23,12 +23,12 @@ from worker.engine.config import EngineConfig
 from worker.engine.rank_engine import RankEngine, settle_environment
 from worker.engine.step_times import told
 from worker.io.session import Inbox, RankSession
-from worker.io.token_publisher import Outlet
-from worker.launch.peer_failure import PeerLoss
+from worker.io.token_publisher import TokenPublisher
+from worker.launch.peer_failure import PeerFailure
 from worker.launch.watchdog import Progress, call_out, watch
 from worker.rank.loop import RankLoop
-from worker.rank.runtime import Member
-from worker.rank.traced_tasks import TracedBook
+from worker.rank.runtime import GroupRuntime
+from worker.rank.traced_tasks import TracedTasks
 from worker.spec import RankSpec
 
 log = structlog.get_logger()
@@ -91,7 +91,7 @@ def serve_rank(
     sys.setswitchinterval(GIL_SWITCH_S)
     engine = build_engine(base, spec)
     inbox: Inbox = Inbox()
-    seat = Seat(rank, incarnation)
+    seat = SwitchParticipant(rank, incarnation)
 
     def call_me_out(binding: Binding, now_s: float) -> None:
         call_out(binding, loss, engine.communicators, now_s)
@@ -107,15 +107,15 @@ def serve_rank(
     session = RankSession(
         config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
     )
-    outlet = Outlet(OutputCodec().frames, session.tell_links)
+    outlet = TokenPublisher(OutputCodec().frames, session.tell_links)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
-    member = Member(engine, incarnation, outlet)
+    member = GroupRuntime(engine, incarnation, outlet)
     if tracing is not None:
-        member.book = TracedBook(tracing, rank)
+        member.book = TracedTasks(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
     # Where collectives raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
-    loss = PeerLoss(seat, stuck_s, lambda: member.stepping.behind)
+    loss = PeerFailure(seat, stuck_s, lambda: member.stepping.behind)
     loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
 
     def stop(number: int, _frame: object) -> None:

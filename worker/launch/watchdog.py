@@ -19,7 +19,7 @@ import structlog
 
 from comm_pool.layout import Rank
 from coordinator.protocol.terms import Binding
-from worker.launch.peer_failure import PeerLoss
+from worker.launch.peer_failure import PeerFailure
 
 log = structlog.get_logger()
 
@@ -62,7 +62,9 @@ class Communicators(Protocol):
         """Let this rank out of its collectives, as long as that is wanted."""
 
 
-def call_out(binding: Binding, loss: PeerLoss, communicators: Communicators, now_s: float) -> None:
+def call_out(
+    binding: Binding, loss: PeerFailure, communicators: Communicators, now_s: float
+) -> None:
     """Abort a formation that lacks a member, and let this rank out of it if it has to be.
 
     Not if it has left the group, and only its last step is under way: tasks may have moved on with
@@ -79,7 +81,7 @@ def call_out(binding: Binding, loss: PeerLoss, communicators: Communicators, now
 
 
 def watch(
-    loss: PeerLoss,
+    loss: PeerFailure,
     progress: Progress,
     abort: Callable[[Binding, float], None],
     beat: Callable[[], None],

@@ -17,7 +17,7 @@ HOLD_LIMIT_S = 0.01
 """How long a step may wait to be computed: for others that leave, and for the plan of the move."""
 
 
-class HeldStep:
+class DeferredStep:
     """What waits for its computation; looks like vLLM's asynchronous output on CUDA."""
 
     def __init__(self, compute: Callable[[], Any], group: Group) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import Board
+from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.switch_actions import Leave, Move
 from coordinator.protocol.terms import Carry
 
 if TYPE_CHECKING:
-    from worker.rank.runtime import Member
+    from worker.rank.runtime import GroupRuntime
 
 STEPS_MAX = 3
 """Steps that are computed after a rank was asked to leave: what others expect may be wrong."""
@@ -30,16 +30,16 @@ def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int])
     return step_ns > 0 and behind_ns > step_ns / 2
 
 
-def _end(board: Board, epoch: int) -> int:
+def _end(board: RankMailbox, epoch: int) -> int:
     """When the last step of a board's owner is expected to end; 0 if it is known to be over."""
     is_over = board.epoch == epoch and board.is_settled
     return 0 if is_over else board.ends_ns
 
 
-class Leaving:
+class Departure:
     """Puts off leaving by a few steps at most."""
 
-    def __init__(self, member: "Member", rank: Rank) -> None:
+    def __init__(self, member: "GroupRuntime", rank: Rank) -> None:
         self._member = member
         self._rank = rank
         self._epoch = 0

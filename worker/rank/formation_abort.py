@@ -16,20 +16,20 @@ import structlog
 
 from comm_pool.formations import PeerLostError
 from coordinator.protocol.switch_actions import Leave, Move
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, ReturnCause
 from worker.engine.mode import NoRoomError
-from worker.rank.runtime import Member
+from worker.rank.runtime import GroupRuntime
 
 T = TypeVar("T")
 
 log = structlog.get_logger()
 
 
-class LostGroup:
+class FormationAbort:
     """Whether the joined formation was aborted, and what follows from it; the main loop's."""
 
-    def __init__(self, seat: Seat, member: Member) -> None:
+    def __init__(self, seat: SwitchParticipant, member: GroupRuntime) -> None:
         self._seat = seat
         self._member = member
         self._communicators = member.engine.communicators

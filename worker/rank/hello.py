@@ -7,16 +7,19 @@ from comm_pool.layout import Rank
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
 from coordinator.protocol.messages.tasks import HeldTask
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from worker.engine.rank_engine import RankEngine
 from worker.engine.step_times import told
 from worker.rank.led_tasks import LedTask
-from worker.rank.runtime import Member
+from worker.rank.runtime import GroupRuntime
 from worker.spec import modes_widths
 
 
 def hello_of(
-    engine: RankEngine, member: Member, seat: Seat, deferred: Sequence[Drop | GiveBack] = ()
+    engine: RankEngine,
+    member: GroupRuntime,
+    seat: SwitchParticipant,
+    deferred: Sequence[Drop | GiveBack] = (),
 ) -> RankHello:
     """Describe a rank as it is now; what it has been told to drop is as good as gone."""
     drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
@@ -47,7 +50,7 @@ def hello_of(
     )
 
 
-def is_paused(led: LedTask, member: Member, seat: Seat) -> bool:
+def is_paused(led: LedTask, member: GroupRuntime, seat: SwitchParticipant) -> bool:
     """Say whether a task waits for its group to be formed again: neither served nor moved."""
     ranks = led.group.ranks
     is_bound = seat.binding is not None and ranks == seat.binding.group.ranks

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import Leave, Move, Resolve
-from coordinator.protocol.switch_participant import Seat
-from worker.rank.runtime import Member
+from coordinator.protocol.switch_participant import SwitchParticipant
+from worker.rank.runtime import GroupRuntime
 
 Ranks = tuple[Rank, ...]
 
@@ -40,10 +40,10 @@ class LeaseMembers:
         return lost
 
 
-class LeaseNews:
+class LeaseUpdates:
     """Frees pages as directives say; what it must not touch yet it is told of again later."""
 
-    def __init__(self, member: Member, seat: Seat) -> None:
+    def __init__(self, member: GroupRuntime, seat: SwitchParticipant) -> None:
         self._member = member
         self._seat = seat
         self._sharers = LeaseMembers()

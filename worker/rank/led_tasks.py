@@ -30,7 +30,7 @@ class LedTask:
     """How long it was in the pool before it was placed here."""
 
 
-class TaskBook:
+class LedTasks:
     """All tasks that this rank leads, in any mode."""
 
     def __init__(self) -> None:

@@ -34,18 +34,18 @@ from coordinator.protocol.switch_actions import (
     Resolve,
     Serve,
 )
-from coordinator.protocol.switch_participant import KEEPING, Seat
+from coordinator.protocol.switch_participant import KEEPING, SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry
 from worker.engine.rank_engine import RankEngine
 from worker.io.session import HelloWanted, Inbox, RankSession, now_ms
 from worker.io.step_queue import FOLLOWER_POLL_S, LEADER_SEND_LIMIT_S, Begin, LeaveGroup
-from worker.rank.departure import Leaving
-from worker.rank.formation_abort import LostGroup
+from worker.rank.departure import Departure
+from worker.rank.formation_abort import FormationAbort
 from worker.rank.hello import hello_of, is_paused
-from worker.rank.lease_members import LeaseNews
+from worker.rank.lease_members import LeaseUpdates
 from worker.rank.migration.copy_rounds import OvertakenError
-from worker.rank.quarantine_probe import Probing
-from worker.rank.runtime import Member
+from worker.rank.quarantine_probe import QuarantineProbe
+from worker.rank.runtime import GroupRuntime
 from worker.rank.switch_clock import SwitchClock
 
 log = structlog.get_logger()
@@ -67,10 +67,10 @@ class RankLoop:
         self,
         config: Config,
         engine: RankEngine,
-        member: Member,
+        member: GroupRuntime,
         session: RankSession,
         inbox: Inbox,
-        seat: Seat,
+        seat: SwitchParticipant,
         watch_links: Callable[[], None],
     ) -> None:
         self._config = config
@@ -82,15 +82,15 @@ class RankLoop:
         self._rank: Rank = engine.spec.rank
         self._incarnation = seat.incarnation
         self._seat = seat
-        self._lost = LostGroup(seat, member)
-        self._leaving = Leaving(member, engine.spec.rank)
+        self._lost = FormationAbort(seat, member)
+        self._leaving = Departure(member, engine.spec.rank)
         self._watch_links = watch_links
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
-        self._probing = Probing(engine, after_switch=config.cell.probe_after_switch)
+        self._probing = QuarantineProbe(engine, after_switch=config.cell.probe_after_switch)
         self._deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
-        self._leases = LeaseNews(member, seat)
+        self._leases = LeaseUpdates(member, seat)
         self._moved_with: Directive | None = None
         """Which processes took part in the last move."""
         self.passes = 0  # Grows while the loop goes on, for a watchdog to see.

@@ -20,12 +20,12 @@ from worker.engine.probe import error_nats
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.step_plan import StepPlan
 from worker.io.step_queue import Step
-from worker.rank.runtime import Member
+from worker.rank.runtime import GroupRuntime
 
 log = structlog.get_logger()
 
 
-class Probing:
+class QuarantineProbe:
     """The newest result of every mode that this rank leads; used by its main loop alone."""
 
     def __init__(self, engine: RankEngine, *, after_switch: bool) -> None:
@@ -49,7 +49,7 @@ class Probing:
         """What to tell the coordinator, again and again: it knows what it has seen."""
         return tuple(self._results.values())
 
-    def formed(self, member: Member, binding: Binding, directive: Directive) -> None:
+    def formed(self, member: GroupRuntime, binding: Binding, directive: Directive) -> None:
         """Probe a group that this rank leads, if that is wanted or it is new in its members."""
         ranks, present = binding.group.ranks, dict(directive.members)
         processes = [present.get(rank) for rank in ranks]

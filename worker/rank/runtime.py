@@ -11,15 +11,15 @@ import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Group, Mode
-from coordinator.protocol.messages.rank import LeaseKept, PageReport, Place
+from coordinator.protocol.messages.rank import LeaseRetention, PageReport, Place
 from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import without
-from worker.engine.codec import Intake
+from worker.engine.codec import RequestCodec
 from worker.engine.mode import PreparedMode
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.scheduler import ModeScheduler
-from worker.io.gc_pause import Collector
+from worker.io.gc_pause import GcPause
 from worker.io.step_queue import (
     FOLLOWER_POLL_S,
     LEADER_SEND_LIMIT_S,
@@ -30,10 +30,10 @@ from worker.io.step_queue import (
     receive,
     send,
 )
-from worker.io.token_publisher import Outlet
-from worker.rank.led_tasks import MOVED, LedTask, TaskBook
-from worker.rank.migration.migration import Moving
-from worker.rank.steps import Stepping
+from worker.io.token_publisher import TokenPublisher
+from worker.rank.led_tasks import MOVED, LedTask, LedTasks
+from worker.rank.migration.migration import Migration
+from worker.rank.steps import Steps
 
 log = structlog.get_logger()
 
@@ -41,24 +41,24 @@ VERSIONS_PER_INCARNATION = 1 << 32
 """Lease versions grow over restarts of a leader: its incarnation is their high part."""
 
 
-class Member:
+class GroupRuntime:
     """This rank's part in the groups it belongs to, one of which is selected at a time."""
 
-    def __init__(self, engine: RankEngine, incarnation: int, outlet: Outlet) -> None:
+    def __init__(self, engine: RankEngine, incarnation: int, outlet: TokenPublisher) -> None:
         self.engine = engine
-        self.book = TaskBook()
+        self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
-        self.kept: dict[tuple[int, ...], LeaseKept] = {}
-        self.intake = Intake(engine.block_hasher, engine.structured_output)
-        self.stepping = Stepping(self, incarnation, outlet)
+        self.kept: dict[tuple[int, ...], LeaseRetention] = {}
+        self.intake = RequestCodec(engine.block_hasher, engine.structured_output)
+        self.stepping = Steps(self, incarnation, outlet)
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
-        self._collector = Collector()
-        self.moving = Moving(self, engine.boards, engine.spec.rank)
+        self._collector = GcPause()
+        self.moving = Migration(self, engine.boards, engine.spec.rank)
         self._mode: PreparedMode | None = None
         self._binding: Binding | None = None
 
@@ -153,7 +153,7 @@ class Member:
             queue = pool.of(group.ranks).group.mq_broadcaster
             send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.born))
 
-    def apply_kept(self, leases: Iterable[LeaseKept]) -> bool:
+    def apply_kept(self, leases: Iterable[LeaseRetention]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""
         changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
         for lease in leases:
@@ -274,7 +274,7 @@ class Member:
             return
         self._lease_version += 1
         born = self._formed[group.ranks]
-        kept = LeaseKept(group.ranks, self._lease_version, tuple(held.tolist()), born)
+        kept = LeaseRetention(group.ranks, self._lease_version, tuple(held.tolist()), born)
         self.kept[group.ranks] = kept
 
     def give_up(
@@ -319,7 +319,7 @@ class Member:
         return is_under_way or bool(scheduler and scheduler.has_requests())
 
     def hold_step(self, epoch: int) -> None:
-        """Plan the last step of the led group, for all to hold it; see `Stepping.hold`."""
+        """Plan the last step of the led group, for all to hold it; see `Steps.hold`."""
         mode, _ = self._joined()
         assert self._binding is not None
         self.stepping.hold(mode, self._binding, epoch)
@@ -337,7 +337,7 @@ class Member:
             self.give_up(group, list(mode.scheduler.requests), ReturnCause.RECOMPUTE)
 
     def lead_step(self, epoch: int) -> int:
-        """Launch one step of the led group; see `Stepping.lead`."""
+        """Launch one step of the led group; see `Steps.lead`."""
         mode, _ = self._joined()
         assert self._binding is not None
         return self.stepping.lead(mode, self._binding, epoch)

@@ -8,16 +8,16 @@ import numpy.typing as npt
 
 from comm_pool.layout import Group
 from coordinator.protocol.terms import Binding, ReturnCause
-from worker.engine.codec import Intake
+from worker.engine.codec import RequestCodec
 from worker.engine.mode import PreparedMode
-from worker.rank.steps import StepOwner, Stepping
+from worker.rank.steps import StepOwner, Steps
 
 
 class Runtime(StepOwner, Protocol):
     """The runtime as a migration sees it; `worker.rank.runtime` implements it."""
 
-    intake: Intake
-    stepping: Stepping
+    intake: RequestCodec
+    stepping: Steps
 
     def mode_of(self, group: Group) -> PreparedMode:
         """Return what is prepared for a group of this rank."""

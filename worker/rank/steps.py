@@ -25,13 +25,13 @@ from coordinator.protocol.messages.rank import TokenBatch, TokenSpan
 from coordinator.protocol.messages.tasks import TaskEnded
 from coordinator.protocol.switch_participant import Joined
 from coordinator.protocol.terms import Binding, EndCause
-from worker.engine.inflight_step import POLL_S, UnderWay
+from worker.engine.inflight_step import POLL_S, InflightStep
 from worker.engine.mode import PreparedMode
 from worker.engine.rank_engine import RankEngine
 from worker.io.step_queue import QueueMessage, Step
-from worker.io.token_publisher import Outlet
-from worker.rank.deferred_step import HeldStep
-from worker.rank.led_tasks import TaskBook
+from worker.io.token_publisher import TokenPublisher
+from worker.rank.deferred_step import DeferredStep
+from worker.rank.led_tasks import LedTasks
 from worker.rank.step_log import StepLog
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class StepOwner(Protocol):
     """What steps ask of the runtime that they belong to."""
 
     engine: RankEngine
-    book: TaskBook
+    book: LedTasks
     ended: list[TaskEnded]
 
     @property
@@ -58,17 +58,17 @@ class StepOwner(Protocol):
         """The last step of a group that this rank has left lacks a member."""
 
 
-class Stepping:
+class Steps:
     """Launches steps of the selected mode, and takes their tokens."""
 
-    def __init__(self, member: StepOwner, incarnation: int, outlet: Outlet) -> None:
+    def __init__(self, member: StepOwner, incarnation: int, outlet: TokenPublisher) -> None:
         self._member = member
         self._incarnation = incarnation
         self._outlet = outlet
-        self._under_way: UnderWay | None = None
+        self._under_way: InflightStep | None = None
         self._behind: tuple[Joined, Callable[[], bool]] | None = None
         self._left_end_ns: int | None = None
-        self._held: HeldStep | None = None
+        self._held: DeferredStep | None = None
         self.count = self.sp_count = 0
         self.log = StepLog()
         self.started_ns = 0
@@ -135,7 +135,7 @@ class Stepping:
             self._member.lead(Step(binding.born, plan))
             result = self.execute(mode, plan)
             group, born = binding.group, binding.born
-            launched = UnderWay(plan, result, self.started_ns, mode, group, epoch, born)
+            launched = InflightStep(plan, result, self.started_ns, mode, group, epoch, born)
             before, self._under_way = self._under_way, launched
             if before is not None:
                 self._finish(before)
@@ -158,11 +158,11 @@ class Stepping:
         self._member.lead(Step(binding.born, plan, is_held=True))
         held = self._hold(mode, plan, binding.group)
         launched_ns, group = time.monotonic_ns(), binding.group
-        self._under_way = UnderWay(plan, held, launched_ns, mode, group, epoch, binding.born)
+        self._under_way = InflightStep(plan, held, launched_ns, mode, group, epoch, binding.born)
 
-    def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> HeldStep:
+    def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
         # The width stays selected until the next group is joined, and that comes behind it.
-        self._held = held = HeldStep(mode.ready(plan), group)
+        self._held = held = DeferredStep(mode.ready(plan), group)
         self._count(plan)
         return held
 
@@ -193,7 +193,7 @@ class Stepping:
                     raise
                 self._lose(held)
 
-    def _lose(self, held: HeldStep) -> None:
+    def _lose(self, held: DeferredStep) -> None:
         """The last step of a group that was left was not computed by all."""
         log.warning("held_step_lost", group=held.group.name)
         self._member.lose_last_step(held.group)
@@ -234,7 +234,9 @@ class Stepping:
             return
         result = self.execute(mode, plan)
         # On CUDA a follower may have no result that could be asked.
-        is_over = self._member.engine.is_synchronous and not UnderWay(plan, result).is_asynchronous
+        is_over = (
+            self._member.engine.is_synchronous and not InflightStep(plan, result).is_asynchronous
+        )
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
     def settle(self) -> None:
@@ -249,7 +251,7 @@ class Stepping:
             self._finish(under_way)
         except PeerLostError:
             held = under_way.result
-            if not isinstance(held, HeldStep) or self._member.selected is not None:
+            if not isinstance(held, DeferredStep) or self._member.selected is not None:
                 raise
             self._lose(held)
 
@@ -271,7 +273,7 @@ class Stepping:
         communicators = self._member.engine.communicators
         return bool(communicators.is_aborted(group.ranks, born))
 
-    def _counts(self, step: UnderWay) -> bool:
+    def _counts(self, step: InflightStep) -> bool:
         """Whether what the step gave is what it should.
 
         One that trails does unless its members were let out: it may have ended before the loss.
@@ -293,7 +295,7 @@ class Stepping:
         ended_ns, self._left_end_ns = self._left_end_ns, None
         return ended_ns
 
-    def _finish(self, step: UnderWay) -> None:
+    def _finish(self, step: InflightStep) -> None:
         result = step.tokens()
         # Asked behind the tokens: marks are made before anybody is let out. Of a step that trails
         # nobody catches it: tasks may have moved on with its KV, so this process ends.

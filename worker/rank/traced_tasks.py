@@ -1,7 +1,7 @@
 """The book of led tasks where tasks are traced: a span for each stay of a task in a group.
 
 A stay is from a task's placement (or its arrival by a move) until it leaves, and its steps are
-summed up: one span per step would be more than a collector can take. Takes the place of `TaskBook`
+summed up: one span per step would be more than a collector can take. Takes the place of `LedTasks`
 only where tracing is on.
 """
 
@@ -12,10 +12,10 @@ from coordinator.protocol import trace_context as words
 from coordinator.protocol.messages.rank import TokenSpan
 from coordinator.protocol.terms import EndCause, TaskId
 from coordinator.protocol.tracing import Span, Tracing
-from worker.rank.led_tasks import LedTask, TaskBook
+from worker.rank.led_tasks import LedTask, LedTasks
 
 
-class TracedBook(TaskBook):
+class TracedTasks(LedTasks):
     """Begins a span where a traced task is opened, and ends it where it is closed."""
 
     def __init__(self, tracing: Tracing, rank: Rank) -> None:

@@ -61,7 +61,7 @@ class RankHello(Message, frozen=True):
     """The groups whose leases it has pages in; it may have given up those of a lost member."""
 
 
-class LeaseKept(msgspec.Struct, frozen=True):
+class LeaseRetention(msgspec.Struct, frozen=True):
     """The lease indices that paused tasks of an unbound group still need, told by its leader.
 
     Level-triggered: the highest (`born`, `version`) wins; members free every other page of that
@@ -158,7 +158,7 @@ class Report(Message, frozen=True):
     paused: int = 0
     blocks_free: int = 0
     blocks_total: int = 0
-    kept: tuple[LeaseKept, ...] = ()
+    kept: tuple[LeaseRetention, ...] = ()
     ended: tuple[TaskEnded, ...] = ()
     returned: tuple[TaskReturned, ...] = ()
     progress: tuple[TaskProgress, ...] = ()
@@ -213,7 +213,7 @@ class Directive(Message, frozen=True):
     members: tuple[tuple[Rank, int], ...]
     void: int = 0
     grants: tuple[Grant, ...] = ()
-    kept: tuple[LeaseKept, ...] = ()
+    kept: tuple[LeaseRetention, ...] = ()
     movers: tuple[Rank, ...] = ()
     moved: int = 0
 

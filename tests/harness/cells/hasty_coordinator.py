@@ -8,7 +8,7 @@ import functools
 import runpy
 
 from coordinator.model import settings
-from coordinator.model.settings import HealthSettings
+from coordinator.model.settings import OutlierSettings
 
 SETTLED_MS = 300
 OUT_MS = 1_500
@@ -18,8 +18,8 @@ OUT_MS = 1_500
 def main() -> None:
     """Run the coordinator."""
     settings.SETTLED_MS = SETTLED_MS
-    hasty = functools.partial(HealthSettings, late_out_ms=(OUT_MS,))
-    setattr(settings, "HealthSettings", hasty)  # noqa: B010 -- mypy would compare the two
+    hasty = functools.partial(OutlierSettings, late_out_ms=(OUT_MS,))
+    setattr(settings, "OutlierSettings", hasty)  # noqa: B010 -- mypy would compare the two
     runpy.run_module("coordinator", run_name="__main__", alter_sys=True)
 
 

@@ -16,7 +16,7 @@ from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import Directive, PageReport, RankHello, Report
 from coordinator.protocol.messages.steps import WidthTimes
 from coordinator.protocol.switch_actions import Leave
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 
 PAGES = 64
 AIO: Any = grpc.aio
@@ -38,7 +38,9 @@ class RankSessions:
         self._heartbeat_s = heartbeat_s
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._incarnation = incarnation
-        self.seats = {Rank(rank): Seat(Rank(rank), incarnation) for rank in range(world)}
+        self.seats = {
+            Rank(rank): SwitchParticipant(Rank(rank), incarnation) for rank in range(world)
+        }
         self.obeys = True
         """Whether directives are carried out; heartbeats go on either way."""
         self.blocks_used = 0
@@ -137,7 +139,7 @@ class RankSessions:
         )
 
 
-def _pages(seat: Seat) -> PageReport:
+def _pages(seat: SwitchParticipant) -> PageReport:
     """All pages belong to the group while it serves."""
     if not seat.serving or seat.binding is None:
         return PageReport(total=PAGES, free=PAGES, owned=0, leased=0)

@@ -116,14 +116,14 @@ def serve(
     from worker.cohort import Cohort
     from worker.io.step_queue import LeaveGroup
     from worker.launch.process import build_engine
-    from worker.rank.runtime import Member
+    from worker.rank.runtime import GroupRuntime
     from worker.spec import everyone, rank_spec
 
     cohort = Cohort(0, everyone(config), config.cell.dist_port)
     own = replace(rank_spec(config, rank, cohort, memory), parts=spec.get("parts", 1))
     engine = build_engine(base, own)
     collector = Collector()
-    member = Member(engine, 1, collector)  # type: ignore[arg-type]
+    member = GroupRuntime(engine, 1, collector)  # type: ignore[arg-type]
     group = Group(tuple(Rank(each) for each in range(config.cell.ranks)), Mode.SHIFT)
     binding = Binding(group, BORN)
     member.join(binding)

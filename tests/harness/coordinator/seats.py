@@ -3,7 +3,7 @@
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive, Grant
 from coordinator.protocol.switch_actions import Resolve
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, Stage, Target
 from tests.harness.coordinator.builders import directive, target
 
@@ -11,13 +11,13 @@ PARK, MOVE, SWAP, SERVE = Phase
 PAIR = (Rank(0), Rank(1))
 
 
-def obey(seat: Seat, order: Directive, *, idle: bool = True) -> list[str]:
+def obey(seat: SwitchParticipant, order: Directive, *, idle: bool = True) -> list[str]:
     """Give the seat a directive, make all its moves and return their names."""
     seat.on_directive(order)
     return make_moves(seat, idle=idle)
 
 
-def make_moves(seat: Seat, *, idle: bool = True) -> list[str]:
+def make_moves(seat: SwitchParticipant, *, idle: bool = True) -> list[str]:
     made = []
     while (move := seat.next_move(idle=idle)) is not None:
         seat.made(move)
@@ -25,9 +25,9 @@ def make_moves(seat: Seat, *, idle: bool = True) -> list[str]:
     return made
 
 
-def serving(rank: int, wanted: Target, epoch: int = 1) -> Seat:
+def serving(rank: int, wanted: Target, epoch: int = 1) -> SwitchParticipant:
     """A seat that serves `wanted`."""
-    seat = Seat(Rank(rank), 1)
+    seat = SwitchParticipant(Rank(rank), 1)
     obey(seat, directive(wanted, epoch, PARK))
     obey(seat, directive(wanted, epoch, SWAP))
     grants = [Grant(binding.group.ranks, 5) for binding in wanted.bindings]
@@ -38,14 +38,14 @@ def serving(rank: int, wanted: Target, epoch: int = 1) -> Seat:
 PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
 
 
-def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> Seat:
+def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> SwitchParticipant:
     """A rank has left its group of one for a pair, with tasks that may move."""
     seat = serving(rank, ALONE)
     assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
     return seat
 
 
-def moved(wanted: Target = PAIRED, rank: int = 0) -> Seat:
+def moved(wanted: Target = PAIRED, rank: int = 0) -> SwitchParticipant:
     """The same, and it has copied its share."""
     seat = left(wanted=wanted, rank=rank)
     assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
@@ -53,7 +53,7 @@ def moved(wanted: Target = PAIRED, rank: int = 0) -> Seat:
     return seat
 
 
-def resolved(seat: Seat, order: Directive) -> Resolve:
+def resolved(seat: SwitchParticipant, order: Directive) -> Resolve:
     """How the seat decides on its move when it reads this."""
     seat.on_directive(order)
     move = seat.next_move(idle=True)

@@ -1,7 +1,7 @@
 """Switchers and cells in the states that their tests start from."""
 
 from comm_pool.layout import Rank
-from coordinator.model.settings import HealthSettings, SwitchSettings
+from coordinator.model.settings import OutlierSettings, SwitchSettings
 from coordinator.protocol.terms import Carry, Phase, Stage
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
@@ -9,14 +9,14 @@ from tests.harness.coordinator.builders import hello, layout, report
 from tests.transcripts.cell import Cell
 
 
-def settings(health: HealthSettings | None = None, **changes: int) -> SwitchSettings:
+def settings(health: OutlierSettings | None = None, **changes: int) -> SwitchSettings:
     times = {"lease_ms": 1_000, "lost_after_ms": 1_000, "recover_ms": 1_000} | changes
     return SwitchSettings(
         initial=layout("tp2+dp2"),
         drain_limit_ms=500,
         records_max=3,
         default_carry=Carry.RECOMPUTE,
-        health=health or HealthSettings(),
+        health=health or OutlierSettings(),
         **times,
     )
 

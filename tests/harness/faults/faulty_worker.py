@@ -13,7 +13,7 @@ from typing import Any
 # It sets the environment of ranks before it imports vLLM, as `main` does.
 from tests.harness.faults import oom_worker
 from worker.__main__ import main
-from worker.rank.deferred_step import HeldStep
+from worker.rank.deferred_step import DeferredStep
 
 HOLD, HELD = "hold", "held"
 HOLD_LIMIT_S = 20.0
@@ -22,17 +22,17 @@ HOLD_LIMIT_S = 20.0
 
 def install() -> None:
     """Let every rank that is started from this process look before it computes what it held."""
-    compute = HeldStep.get_output
+    compute = DeferredStep.get_output
     folder = Path(os.environ[oom_worker.FOLDER])
 
-    def late(self: HeldStep) -> Any:
+    def late(self: DeferredStep) -> Any:
         until_s = time.monotonic() + HOLD_LIMIT_S
         while (folder / HOLD).exists() and time.monotonic() < until_s:
             (folder / f"{HELD}-{os.getpid()}").touch()
             time.sleep(0.005)
         return compute(self)
 
-    step: Any = HeldStep
+    step: Any = DeferredStep
     step.get_output = late
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 
-from comm_pool.cuda.collective_abort import Drainer, WayOut
+from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump
 from comm_pool.pool import _warm
 from worker.engine.device import _share_device
 
@@ -40,8 +40,8 @@ class Survivor:
     def __init__(self, group: Any, device: torch.device, peer: int) -> None:
         self._peer = peer
         self._aside = torch.cuda.Stream(device, priority=-1)
-        self._drainer = Drainer(device)
-        self._way = WayOut(group, self._drainer, lambda: 0)
+        self._drainer = SignalPump(device)
+        self._way = CollectiveAborter(group, self._drainer, lambda: 0)
 
     def kill_peer(self) -> None:
         """End the other process, as the kernel would."""

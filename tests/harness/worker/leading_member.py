@@ -8,7 +8,7 @@ import numpy as np
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
 from kvadaptor.pages import PagePool
-from worker.rank.runtime import Member
+from worker.rank.runtime import GroupRuntime
 
 RANKS = (Rank(0), Rank(1))
 WIDE = Binding(Group(RANKS, Mode.TP), 4)
@@ -39,7 +39,7 @@ class Stage:
             of_width=lambda width: self.modes[width],
             meet=lambda _: self.done.append("meet"),
         )
-        self.member = Member(cast(Any, engine), 1, cast(Any, None))
+        self.member = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
         rounds = self.member.moving._rounds
         for name in ("go_before", "end_all"):
             setattr(rounds, name, lambda name=name: self.done.append(name))

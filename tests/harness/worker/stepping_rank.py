@@ -10,8 +10,8 @@ from coordinator.protocol.terms import Binding
 from tests.harness.coordinator.builders import header
 from worker.engine.step_times import StepCurve, StepTimes
 from worker.io.step_queue import Step
-from worker.rank.led_tasks import LedTask, TaskBook
-from worker.rank.steps import Stepping
+from worker.rank.led_tasks import LedTask, LedTasks
+from worker.rank.steps import Steps
 
 DP = Binding(Group((Rank(0),), Mode.DP), 3)
 TP = Binding(Group((Rank(0), Rank(1)), Mode.TP), 4)
@@ -95,7 +95,7 @@ class Stage:
         self.device_done = False
         self.sent: list[Any] = []
         self.pushed: list[tuple[int, list[str]]] = []
-        self.book = TaskBook()
+        self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.freed_groups: list[Group] = []
         self.lost_groups: list[Group] = []
@@ -110,7 +110,7 @@ class Stage:
         self.closed: tuple[tuple[Rank, ...], ...] = ()
         for name, binding in (("dp task", DP), ("tp task", TP)):
             self.book.open(LedTask(header(name), 1, binding.group, 0))
-        self.stepping = Stepping(cast(Any, self), 1, cast(Any, self))
+        self.stepping = Steps(cast(Any, self), 1, cast(Any, self))
         self.usual_s: float | None = None
         self.expected: list[int] = []
         log = SimpleNamespace(ended=lambda *_: None, usual_s=lambda *_: self.usual_s)

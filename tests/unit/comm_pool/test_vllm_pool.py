@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import parallel_state
 
 from comm_pool import pool as pool_module
-from comm_pool.cuda.collective_abort import GUARD_NAME, Guard
+from comm_pool.cuda.collective_abort import GUARD_NAME, CallGate
 from comm_pool.formations import Formations, PeerLostError
 from comm_pool.layout import Rank
 from comm_pool.mixed import read_mixed
@@ -78,7 +78,7 @@ def test_part_j_goes_to_member_j(width: int) -> None:
 def test_an_exchange_over_a_closed_communicator_opens_no_group_of_calls(is_torchs: bool) -> None:
     plane = Mailbox(0, {})
     plane.disabled = is_torchs
-    guard = Guard(lambda: 3)
+    guard = CallGate(lambda: 3)
     group = group_of(0, 2, plane)
     setattr(group.device_communicator, GUARD_NAME, guard)
     assert guard.close(1.0)

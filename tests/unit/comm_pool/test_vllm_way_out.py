@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 
 from comm_pool.cuda import collective_abort, signal_kernel
 from comm_pool.cuda.collective_abort import (
-    Drainer,
-    Guard,
+    CallGate,
+    CollectiveAborter,
     GuardedLibrary,
     Signal,
-    WayOut,
+    SignalPump,
     let_out,
     peers_of,
     signal_bytes,
@@ -59,7 +59,7 @@ class Drained(threading.Thread):
         self._signal = Signal(gpu.words, peers)
 
     def run(self) -> None:
-        drainer = Drainer(CPU)
+        drainer = SignalPump(CPU)
         while not self._gpu.is_done(0.0):
             drainer.drain([self._signal], lambda: not self._gpu.is_done(0.0))
 
@@ -110,9 +110,9 @@ def test_survivors_whose_counters_drift_apart_both_come_out() -> None:
 def test_draining_ends_when_it_is_no_longer_wanted_and_after_its_time() -> None:
     gpu = Gpu(0, 16, blocks=1)
     signal, started = Signal(gpu.words, 16), time.monotonic()
-    Drainer(CPU).drain([signal], lambda: False)
+    SignalPump(CPU).drain([signal], lambda: False)
     assert not gpu.words.any(), "counters of a living group are left alone"
-    Drainer(CPU).drain([signal], lambda: True)
+    SignalPump(CPU).drain([signal], lambda: True)
     assert collective_abort.DRAIN_S <= time.monotonic() - started < PATIENCE_S
     assert gpu.words.any()
 
@@ -148,8 +148,8 @@ class Nccl:
         self.calls.append(f"abort {communicator}")
 
 
-def guarded(nccl: Nccl) -> tuple[Any, Guard]:
-    guard = Guard(lambda: BORN)
+def guarded(nccl: Nccl) -> tuple[Any, CallGate]:
+    guard = CallGate(lambda: BORN)
     return GuardedLibrary(nccl, guard), guard
 
 
@@ -250,8 +250,8 @@ class SilentDrainer:
         self.drained += signals
 
 
-def way_out(group: Any, drainer: Any) -> WayOut:
-    return WayOut(group, drainer, lambda: BORN)
+def way_out(group: Any, drainer: Any) -> CollectiveAborter:
+    return CollectiveAborter(group, drainer, lambda: BORN)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -21,7 +21,7 @@ from coordinator.model.settings import CoreSettings
 from coordinator.protocol.config import check_config
 from coordinator.protocol.messages.launcher import RenewRanks
 from coordinator.protocol.terms import Carry
-from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.observers import observe
 from coordinator.server.outbox import Outbox
 from coordinator.server.server import CellServer
@@ -59,7 +59,7 @@ def client(context: AdminContext, key: str = "") -> httpx.AsyncClient:
 async def cell() -> AsyncIterator[Cell]:
     settings = CoreSettings(world=4, layout=parse_layout("dp4", 4, WIDTHS), recover_ms=12_000)
     core = Core(settings, "c1", monotonic_ms())
-    owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
+    owner = CoreActor(core, tick_ms=20, clock=monotonic_ms)
     server = CellServer(owner, TOKEN, world=4)
     config = check_config({"model": {"path": "demo"}})
     metrics = build_metrics(core, server, observe(core, owner, server, config), config)

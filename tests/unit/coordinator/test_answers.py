@@ -8,7 +8,7 @@ import msgspec
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Phase
-from coordinator.switching.directive_sender import Answers
+from coordinator.switching.directive_sender import DirectiveSender
 from tests.harness.coordinator.builders import directive, target
 
 INTERVAL_MS = 100
@@ -22,7 +22,7 @@ class Desk:
     def __init__(self, interval_ms: int = INTERVAL_MS) -> None:
         self.says: Directive | None = PARK
         switcher = SimpleNamespace(directive_for=self._directive_for)
-        self.answers = Answers(cast(Any, switcher), interval_ms)
+        self.answers = DirectiveSender(cast(Any, switcher), interval_ms)
         self.now_ms = 1_000
 
     def _directive_for(self, _rank: Rank) -> Directive | None:

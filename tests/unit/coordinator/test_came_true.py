@@ -2,18 +2,18 @@
 
 import pytest
 
-from coordinator.model.events import Expected, Foreseen
+from coordinator.model.events import Expected, ForecastMade
 from coordinator.protocol.metrics_wire import ITL, SLO_GOOD, SLO_TOTAL, TTFT, Family, Tally
-from coordinator.telemetry.prediction_tracker import CameTrue
+from coordinator.telemetry.prediction_tracker import PredictionTracker
 
 HORIZON_MS = 1_000
 
 
-def foreseen(epoch: int = 1, ttft_s: float = 0.2, tier: str = "interactive") -> Foreseen:
-    return Foreseen(epoch, HORIZON_MS, (Expected(tier, ttft_s, 0.02, 0.9),))
+def foreseen(epoch: int = 1, ttft_s: float = 0.2, tier: str = "interactive") -> ForecastMade:
+    return ForecastMade(epoch, HORIZON_MS, (Expected(tier, ttft_s, 0.02, 0.9),))
 
 
-def counted(came_true: CameTrue, name: str) -> dict[tuple[str, ...], Family]:
+def counted(came_true: PredictionTracker, name: str) -> dict[tuple[str, ...], Family]:
     found = {}
     for family in came_true.tally.families():
         if family.name == name:
@@ -22,12 +22,12 @@ def counted(came_true: CameTrue, name: str) -> dict[tuple[str, ...], Family]:
     return found
 
 
-def ratios(came_true: CameTrue) -> dict[str, float]:
+def ratios(came_true: PredictionTracker) -> dict[str, float]:
     found = counted(came_true, "aileron_policy_prediction_ratio")
     return {labels[0]: family.series[0].value for labels, family in found.items()}
 
 
-def outcomes(came_true: CameTrue) -> dict[str, float]:
+def outcomes(came_true: PredictionTracker) -> dict[str, float]:
     found = counted(came_true, "aileron_policy_predictions")
     return {labels[0]: family.series[0].value for labels, family in found.items()}
 
@@ -42,7 +42,7 @@ def serve(told: Tally, *, ttft_s: float, tier: str = "interactive", good: int = 
 
 def test_only_what_was_observed_within_the_horizon_counts() -> None:
     told = Tally()
-    came_true = CameTrue(told)
+    came_true = PredictionTracker(told)
     serve(told, ttft_s=7.0)
     came_true.saw_effect(foreseen(), 0)
     serve(told, ttft_s=0.1)
@@ -64,7 +64,7 @@ def test_only_what_was_observed_within_the_horizon_counts() -> None:
 
 def test_a_layout_that_did_not_stay_says_nothing() -> None:
     told = Tally()
-    came_true = CameTrue(told)
+    came_true = PredictionTracker(told)
     came_true.saw_effect(foreseen(epoch=1), 0)
     serve(told, ttft_s=0.1)
     came_true.saw_effect(foreseen(epoch=2), 5_000)
@@ -78,7 +78,7 @@ def test_a_layout_that_did_not_stay_says_nothing() -> None:
 
 def test_idle_tiers_and_lost_objectives_are_no_division_by_zero() -> None:
     told = Tally()
-    came_true = CameTrue(told)
+    came_true = PredictionTracker(told)
     came_true.saw_effect(foreseen(tier="batch"), 0)
     came_true.saw_effect(foreseen(tier="interactive"), 1_000)
     assert outcomes(came_true) == {"idle": 1}

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import pytest
 
-from coordinator.cli.cell import Cell, Member
+from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
 from coordinator.cli.screen import RankProgress
 
@@ -67,11 +67,11 @@ class Fixture:
 
     def member(
         self, name: str, code: str, *, restarts: bool = True, limit_s: float = 5.0
-    ) -> Member:
+    ) -> CellProcess:
         command = [sys.executable, "-c", textwrap.dedent(code)]
         spec = ChildSpec(name, command, os.environ, self.folder / f"{name}.log")
         child = Child(spec, self.told.events.append, None)
-        return Member(child, restarts=restarts, stop_limit_s=limit_s)
+        return CellProcess(child, restarts=restarts, stop_limit_s=limit_s)
 
     async def up(self, count: int) -> None:
         while sum(event.get("event") == "up" for event in self.told.events) < count:
@@ -91,7 +91,7 @@ def nothing() -> None:
     return
 
 
-async def run_until_up(fixture: Fixture, members: list[Member], *signals: int) -> int:
+async def run_until_up(fixture: Fixture, members: list[CellProcess], *signals: int) -> int:
     """Run the cell, send ourselves `signals` once all members are up; return the exit status."""
     run = asyncio.create_task(Cell(members, fixture.told).run(never, nothing))
     await fixture.up(len(members))

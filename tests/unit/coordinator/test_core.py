@@ -242,7 +242,7 @@ def test_ten_thousand_tasks_are_no_burden() -> None:
 @pytest.mark.parametrize("text", ["sp2", "off2"])
 def test_a_refused_switch_changes_nothing(text: str) -> None:
     cell = serving()
-    assert cell.core.refuse(cell.layout(text))
+    assert cell.core.why_unreachable(cell.layout(text))
     cell.switch(text)
     assert (cell.core.epoch, cell.core.decisions_view(9)) == (1, {"decisions": []})
 

@@ -9,19 +9,19 @@ from coordinator.protocol.metrics_wire import (
     Tally,
     quantile,
 )
-from coordinator.telemetry.metrics_aggregator import SERIES_MAX, Gathered
+from coordinator.telemetry.metrics_aggregator import SERIES_MAX, MetricsAggregator
 
 
 def told(tally: Tally) -> Measures:
     return Measures(tally.families())
 
 
-def requests(gathered: Gathered) -> dict[tuple[str, ...], float]:
+def requests(gathered: MetricsAggregator) -> dict[tuple[str, ...], float]:
     return {key: each.value for key, each in gathered.tally.series_of(REQUESTS).items()}
 
 
 def test_several_gateways_add_up_and_repetitions_do_not() -> None:
-    one, other, gathered = Tally(), Tally(), Gathered()
+    one, other, gathered = Tally(), Tally(), MetricsAggregator()
     one.count(REQUESTS, "/v1/completions", "batch", "200", by=3)
     other.count(REQUESTS, "/v1/completions", "batch", "200", by=4)
     for _ in range(3):
@@ -34,7 +34,7 @@ def test_several_gateways_add_up_and_repetitions_do_not() -> None:
 
 
 def test_histograms_add_up_bucket_by_bucket() -> None:
-    one, other, gathered = Tally(), Tally(), Gathered()
+    one, other, gathered = Tally(), Tally(), MetricsAggregator()
     for seconds in (0.0005, 0.03, 1000.0):
         one.observe(TTFT, seconds, "standard", "chat")
     other.observe(TTFT, 0.03, "standard", "chat")
@@ -48,7 +48,7 @@ def test_histograms_add_up_bucket_by_bucket() -> None:
 
 
 def test_what_is_unknown_or_too_much_is_not_taken() -> None:
-    gathered = Gathered()
+    gathered = MetricsAggregator()
     foreign = Family("node_cpu_seconds", "x", (), (), (Series((), 1.0),))
     twisted = Family(REQUESTS.name, "x", ("prompt",), (), (Series(("secret",), 1.0),))
     long = Family("vllm:request_success", "x", ("reason",), (), (Series(("r" * 65,), 1.0),))
@@ -62,7 +62,7 @@ def test_what_is_unknown_or_too_much_is_not_taken() -> None:
 
 
 def test_totals_never_fall() -> None:
-    gathered = Gathered()
+    gathered = MetricsAggregator()
     for value in (5.0, 2.0, 3.0):
         family = Family(REQUESTS.name, "", REQUESTS.labels, (), (Series(("a", "b", "c"), value),))
         gathered.take("g", Measures((family,)))

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank, parse_layout
-from coordinator.model.events import Note, PutBack, RankSaid
+from coordinator.model.events import Note, RankSaid, ReinstateMode
 from coordinator.model.step_line import StepLine
 from coordinator.policy.knowledge import Knowledge
 from coordinator.protocol.messages.rank import Probed
-from coordinator.ranks.mode_quarantine import Guard
+from coordinator.ranks.mode_quarantine import ModeQuarantine
 from coordinator.telemetry import exposition
 from tests.harness.coordinator.builders import width_times
 from tests.harness.coordinator.switchers import serving_cell
@@ -23,8 +23,8 @@ def probed(mode: str, *ranks: int, error: float = 9.0, epoch: int = 3) -> Probed
     return Probed(tuple(map(Rank, ranks)), mode, epoch, error, LIMIT, took_us=1_500)
 
 
-def guard(*drifted: Probed) -> Guard:
-    made = Guard()
+def guard(*drifted: Probed) -> ModeQuarantine:
+    made = ModeQuarantine()
     made.take(drifted)
     return made
 
@@ -120,11 +120,11 @@ def test_a_drifted_group_falls_back_and_is_refused_until_it_is_put_back() -> Non
     decisions: Any = cell.core.decisions_view(1)["decisions"]
     assert (decisions[-1]["cause"], decisions[-1]["carry"]) == ("guard", "recompute")
     assert "tp2" in decisions[-1]["reason"]
-    refused = cell.core.refuse(cell.layout("tp2+dp2"))
+    refused = cell.core.why_unreachable(cell.layout("tp2+dp2"))
     assert refused is not None
     assert "aileron put-back tp2" in refused
-    assert cell.core.refuse(cell.layout("dp2+tp2")) is None, "other ranks compute rightly"
-    assert cell.core.refuse(cell.layout("tp4")) is None
+    assert cell.core.why_unreachable(cell.layout("dp2+tp2")) is None, "other ranks compute rightly"
+    assert cell.core.why_unreachable(cell.layout("tp4")) is None
     cell.switch("tp2+dp2")
     assert view(cell)["target"] == "dp4"
     (out,) = view(cell)["out_of_service"]
@@ -132,7 +132,7 @@ def test_a_drifted_group_falls_back_and_is_refused_until_it_is_put_back() -> Non
         *("tp2", [0, 1]),
         *(9.0, 1.5),
     )
-    cell.event(PutBack("tp2"))
+    cell.event(ReinstateMode("tp2"))
     cell.switch("tp2+dp2")
     cell.settle()
     assert view(cell)["layout"] == "tp2+dp2"
@@ -147,7 +147,7 @@ def test_a_rank_that_computes_wrongly_is_left_out_and_comes_back_when_it_is_put_
     cell.tick(100)
     cell.settle()
     assert view(cell)["target"] == "dp2+off1+dp1", "it goes on reporting"
-    cell.event(PutBack("dp1"))
+    cell.event(ReinstateMode("dp1"))
     cell.settle()
     assert view(cell)["layout"] == "dp4"
 

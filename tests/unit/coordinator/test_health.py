@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Mode, Rank
-from coordinator.model.settings import LATE_OUT_MS, HealthSettings
+from coordinator.model.settings import LATE_OUT_MS, OutlierSettings
 from coordinator.model.step_line import sums_of
 from coordinator.protocol.messages.rank import Report
 from coordinator.protocol.messages.steps import ServedSteps, StepSums
@@ -18,7 +18,7 @@ from coordinator.ranks.outliers import (
     SLOW_OUT_MS,
     WINDOW_MS,
     WINDOWS,
-    Health,
+    OutlierDetector,
     out_ms,
     paces_of,
     slow_ranks,
@@ -41,7 +41,7 @@ def told(rank: int, sums: StepSums, mode: Mode = Mode.DP) -> Report:
 
 
 def windows(
-    health: Health, seconds: Sequence[float], count: int = WINDOWS, start_ms: int = 0
+    health: OutlierDetector, seconds: Sequence[float], count: int = WINDOWS, start_ms: int = 0
 ) -> list[Rank]:
     """Let each rank take so long for its steps, window after window; returns who is taken out."""
     found = []
@@ -54,13 +54,13 @@ def windows(
 
 
 def test_a_rank_that_is_ten_times_slower_for_some_windows_is_taken_out() -> None:
-    health = Health(HealthSettings(), 4)
+    health = OutlierDetector(OutlierSettings(), 4)
     assert windows(health, (0.01, 0.01, 0.1, 0.012), WINDOWS - 1) == []
     assert windows(health, (0.01, 0.01, 0.1, 0.012), 1, 9_000) == [2]
 
 
 def test_a_moment_or_what_all_suffer_from_takes_nobody_out() -> None:
-    health = Health(HealthSettings(), 4)
+    health = OutlierDetector(OutlierSettings(), 4)
     for round_ in range(4):
         start_ms = round_ * 20_000
         assert windows(health, (0.01, 0.01, 0.1, 0.01), WINDOWS - 1, start_ms) == []
@@ -80,7 +80,7 @@ def test_larger_steps_are_not_slow_ones() -> None:
 def test_few_steps_or_few_ranks_judge_nobody() -> None:
     assert paces_of({Rank(0): steps(0.1, count=2)}) == {}
     assert slow_ranks({Rank(0): 1.0, Rank(1): 90.0}, 5.0) == []
-    health = Health(HealthSettings(), 4)
+    health = OutlierDetector(OutlierSettings(), 4)
     for _ in range(9):
         health.on_report(told(0, steps(9.0), Mode.TP), RANKS, 0)
     assert health.slow(RANKS, WINDOW_MS) == []
@@ -88,7 +88,7 @@ def test_few_steps_or_few_ranks_judge_nobody() -> None:
 
 def test_at_most_half_of_the_ranks_are_out() -> None:
     assert len(slow_ranks(dict(zip(RANKS, (1.0, 1.0, 90.0, 95.0), strict=True)), 5.0)) <= 2
-    health = Health(HealthSettings(), 6)
+    health = OutlierDetector(OutlierSettings(), 6)
     for number in range(1, WINDOWS + 1):
         for rank, each in enumerate((0.01, 0.01, 0.1)):
             health.on_report(told(rank, steps(each)), RANKS[:3], 0)
@@ -97,14 +97,17 @@ def test_at_most_half_of_the_ranks_are_out() -> None:
 
 
 def test_a_factor_of_zero_takes_nobody_out() -> None:
-    assert windows(Health(HealthSettings(slow_factor=0), 4), (0.01, 0.01, 9.0, 0.01), 9) == []
+    assert (
+        windows(OutlierDetector(OutlierSettings(slow_factor=0), 4), (0.01, 0.01, 9.0, 0.01), 9)
+        == []
+    )
 
 
 def test_each_further_time_is_longer_and_old_ones_are_forgiven() -> None:
     times = [out_ms(LATE_OUT_MS, count) for count in range(1, 20)]
     assert times[:5] == [5_000, 5_000, 60_000, 120_000, 240_000]
     assert times[-1] == OUT_MS_MAX
-    health, waits = Health(HealthSettings(stage_limit_ms=100), 4), {Rank(1): None}
+    health, waits = OutlierDetector(OutlierSettings(stage_limit_ms=100), 4), {Rank(1): None}
 
     def late(at_ms: int) -> int:
         assert health.late(at_ms, waits, RANKS, at_ms) == []
@@ -124,7 +127,7 @@ def short(rank: int, born: int) -> Report:
 
 
 def test_a_rank_whose_step_had_no_room_is_left_out_once_for_each_formation() -> None:
-    health = Health(HealthSettings(), 4)
+    health = OutlierDetector(OutlierSettings(), 4)
     assert health.on_report(short(1, 0), RANKS, 0) == []
     (out,) = health.on_report(short(1, 3), RANKS, 0)
     assert (out.rank, out.out_ms) == (1, LATE_OUT_MS[0])
@@ -138,14 +141,14 @@ def test_a_rank_whose_step_had_no_room_is_left_out_once_for_each_formation() -> 
 
 def test_who_cannot_be_spared_is_left_out_for_a_moment() -> None:
     """Its group waits for another layout, so it is never let off."""
-    health = Health(HealthSettings(), 4)
+    health = OutlierDetector(OutlierSettings(), 4)
     (out,) = health.on_report(short(1, 3), (Rank(0), Rank(1)), 0)
     assert out.out_ms == BRIEF_OUT_MS
     assert health.on_report(short(2, 3), (Rank(0), Rank(1)), 0) == [], "it is out already"
 
 
 def test_who_is_late_is_blamed_and_who_waits_with_it_is_not() -> None:
-    health = Health(HealthSettings(stage_limit_ms=LIMIT_MS), 4)
+    health = OutlierDetector(OutlierSettings(stage_limit_ms=LIMIT_MS), 4)
     joined: Binding = target("tp2+dp2", 1).bindings[0]
     waits = {Rank(0): joined, Rank(1): joined}
     stage = Stage(3, Phase.PARK)
@@ -163,7 +166,7 @@ def test_who_is_late_is_blamed_and_who_waits_with_it_is_not() -> None:
 def late_ranks(limit_ms: int = 400) -> Ranks:
     """A switch under way for which rank 3 does nothing but report."""
     ranks = Ranks()
-    health = HealthSettings(stage_limit_ms=limit_ms)
+    health = OutlierSettings(stage_limit_ms=limit_ms)
     ranks.switcher = Switcher(settings(health), ranks.roster, 0)
     for rank in RANKS:
         ranks.hear(rank, Stage(0, Phase.PARK))
@@ -202,7 +205,7 @@ def test_a_switch_goes_on_without_a_late_rank_which_comes_back_later() -> None:
 @pytest.mark.parametrize("carry", [Carry.DRAIN, Carry.SPECULATE])
 def test_who_waits_for_tasks_to_end_is_not_late(carry: Carry) -> None:
     ranks = Ranks()
-    ranks.switcher = Switcher(settings(HealthSettings(stage_limit_ms=100)), ranks.roster, 0)
+    ranks.switcher = Switcher(settings(OutlierSettings(stage_limit_ms=100)), ranks.roster, 0)
     for rank in RANKS:
         ranks.hear(rank, Stage(0, Phase.PARK))
     ranks.serve()

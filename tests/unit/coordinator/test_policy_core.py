@@ -3,7 +3,7 @@
 from typing import Any
 
 from comm_pool.layout import Rank
-from coordinator.model.events import Foreseen, Observed, SwitchWanted, Tick, ToLauncher
+from coordinator.model.events import ForecastMade, Observed, SwitchWanted, Tick, ToLauncher
 from coordinator.model.policy_settings import PolicyStart
 from coordinator.protocol.terms import Carry
 from tests.harness.coordinator.policy_cells import SETTINGS, TIMES, decisions, serving, wait
@@ -68,7 +68,7 @@ def test_what_the_serving_layout_promises_is_told_also_where_an_operator_chose()
     cell.event(SwitchWanted(cell.layout("dp4"), Carry.RESHARD, "operator"))
     wait(cell, 2_000)
     effects = cell.core.handle(Tick(), cell.now_ms + 1_000)
-    (foreseen,) = [effect for effect in effects if isinstance(effect, Foreseen)]
+    (foreseen,) = [effect for effect in effects if isinstance(effect, ForecastMade)]
     layout: Any = cell.core.layout_view()
     assert foreseen.epoch == layout["epoch"]
     assert "an operator chose" in decisions(cell)[-1]["reason"]

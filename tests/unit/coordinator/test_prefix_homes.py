@@ -6,7 +6,7 @@ from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 from coordinator.protocol.terms import Binding, TaskId
 from coordinator.tasks.placement import KNOWN_TOKEN_WORTH, OpenGroup
-from coordinator.tasks.prefix_affinity import PrefixHomes
+from coordinator.tasks.prefix_affinity import PrefixAffinity
 from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator.builders import submit
 from tests.harness.coordinator.pools import LIMITS, ended
@@ -94,7 +94,7 @@ def test_a_task_that_moves_takes_its_prompt_along() -> None:
 
 
 def test_only_the_blocks_up_to_the_first_unknown_one_count() -> None:
-    homes = PrefixHomes()
+    homes = PrefixAffinity()
     homes.came(bound(0), AGENT)
     assert homes.matched_tokens(bound(0), AGENT) == KNOWN_TOKENS
     assert homes.matched_tokens(bound(0), (*AGENT[:2], 99, *AGENT[3:])) == 2 * BLOCK_TOKENS
@@ -103,7 +103,7 @@ def test_only_the_blocks_up_to_the_first_unknown_one_count() -> None:
 
 
 def test_what_a_group_knows_ends_with_it() -> None:
-    homes = PrefixHomes()
+    homes = PrefixAffinity()
     for born in range(1, 20):
         groups = ((0, 1), (2, 3)) if born % 2 else ((0,), (1,), (2,), (3,))
         for ranks in groups:

@@ -4,7 +4,7 @@ import pytest
 
 from comm_pool.layout import Layout, Rank, parse_layout
 from coordinator.protocol.terms import Phase, Stage
-from coordinator.ranks.layout_check import refuse
+from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Roster
 from tests.harness.coordinator.builders import hello, report
 
@@ -24,7 +24,7 @@ def wanted(text: str, world: int = 4) -> Layout:
 
 @pytest.mark.parametrize("text", ["dp4", "tp2+dp2", "dp2+tp2", "tp2+tp2"])
 def test_what_can_be_is_not_refused(text: str) -> None:
-    assert refuse(wanted(text), roster(), EVERYONE) is None
+    assert why_unreachable(wanted(text), roster(), EVERYONE) is None
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_can_be_is_not_refused(text: str) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
-    answer = refuse(layout, roster(), EVERYONE)
+    answer = why_unreachable(layout, roster(), EVERYONE)
     assert answer is not None
     assert answer.startswith(reason)
 
@@ -47,58 +47,58 @@ def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
 def test_mixed_groups_need_to_be_prepared(text: str) -> None:
     ranks = roster(8, (1, 4, 8))
     everyone = tuple(map(Rank, range(8)))
-    assert refuse(wanted(f"dp4+{text}", 8), ranks, everyone) is None
+    assert why_unreachable(wanted(f"dp4+{text}", 8), ranks, everyone) is None
     wide = text.replace("tp2", "tp4")
-    assert refuse(wanted(wide, 8), ranks, everyone) == (
+    assert why_unreachable(wanted(wide, 8), ranks, everyone) == (
         "rank 0 has not prepared sp2tp4 for this model: start the cell with --mixed sp2tp4, or "
         "use 'tp8'."
     )
 
 
 def test_a_rank_that_is_cut_out_cannot_be_used() -> None:
-    answer = refuse(wanted("dp4"), roster(), EVERYONE[:3])
+    answer = why_unreachable(wanted("dp4"), roster(), EVERYONE[:3])
     assert answer == "rank 3 is not available; write 'off1' in its place."
-    assert refuse(wanted("dp3+off1"), roster(), EVERYONE[:3]) is None
+    assert why_unreachable(wanted("dp3+off1"), roster(), EVERYONE[:3]) is None
 
 
 def test_a_rank_that_was_never_heard_is_not_available() -> None:
     ranks = Roster(4)
     for rank in range(3):
         ranks.on_hello(hello(rank), 0)
-    answer = refuse(wanted("tp4"), ranks, EVERYONE[:3])
+    answer = why_unreachable(wanted("tp4"), ranks, EVERYONE[:3])
     assert answer == "rank 3 is not available; write 'off1' in its place."
 
 
 def test_a_rank_that_was_restarted_without_its_peers_serves_alone() -> None:
     ranks = roster()
     ranks.on_hello(hello(1, 2, widths=(1,), cohort=7), 0)
-    answer = refuse(wanted("tp2+dp2"), ranks, EVERYONE)
+    answer = why_unreachable(wanted("tp2+dp2"), ranks, EVERYONE)
     assert answer is not None
     assert answer.startswith("rank 1 was restarted without all others of tp2")
-    assert refuse(wanted("dp2+tp2"), ranks, EVERYONE) is None
+    assert why_unreachable(wanted("dp2+tp2"), ranks, EVERYONE) is None
 
 
 def test_a_closed_group_is_refused_until_its_ranks_are_renewed() -> None:
     ranks = roster(4, (1, 2, 4))
     closed = report(2, Stage(1, Phase.PARK), closed=[EVERYONE])
     assert ranks.on_report(closed, 1)
-    assert refuse(wanted("tp4"), ranks, EVERYONE) == (
+    assert why_unreachable(wanted("tp4"), ranks, EVERYONE) == (
         "rank 2 has closed tp4 of ranks 0 to 3 when a member was lost: use other groups, or say "
         "`aileron renew`, which restarts all ranks."
     )
-    assert refuse(wanted("sp4"), ranks, EVERYONE) is not None, "whatever it computes in"
-    assert refuse(wanted("tp2+tp2"), ranks, EVERYONE) is None
+    assert why_unreachable(wanted("sp4"), ranks, EVERYONE) is not None, "whatever it computes in"
+    assert why_unreachable(wanted("tp2+tp2"), ranks, EVERYONE) is None
     for rank in range(4):
         ranks.on_hello(hello(rank, 2, widths=(1, 2, 4), cohort=7), 2)
-    assert refuse(wanted("tp4"), ranks, EVERYONE) is None
+    assert why_unreachable(wanted("tp4"), ranks, EVERYONE) is None
 
 
 def test_ranks_that_were_restarted_together_can_be_a_group() -> None:
     ranks = roster(4, (1, 2, 4))
     for rank in (0, 1):
         ranks.on_hello(hello(rank, 2, widths=(1, 2), cohort=7), 0)
-    assert refuse(wanted("tp2+tp2"), ranks, EVERYONE) is None
-    answer = refuse(wanted("tp4"), ranks, EVERYONE)
+    assert why_unreachable(wanted("tp2+tp2"), ranks, EVERYONE) is None
+    answer = why_unreachable(wanted("tp4"), ranks, EVERYONE)
     assert answer is not None
     assert answer.startswith("rank 0 was restarted without all others of tp4")
 
@@ -107,16 +107,16 @@ def test_ranks_that_were_restarted_together_can_be_a_group() -> None:
 def test_where_ranks_hold_parts_of_the_weights_groups_have_all_of_them(text: str) -> None:
     made = roster(widths=(1, 4))
     made.narrowest = 4
-    reason = refuse(wanted(text), made, EVERYONE)
+    reason = why_unreachable(wanted(text), made, EVERYONE)
     assert reason is not None
     assert "one of several parts of the weights, so groups are 4 wide" in reason
-    assert refuse(wanted("tp4"), made, EVERYONE) is None
+    assert why_unreachable(wanted("tp4"), made, EVERYONE) is None
 
 
 def test_where_ranks_hold_parts_of_the_weights_there_is_no_plain_sp() -> None:
     made = roster(widths=(1, 2))
     made.narrowest = 2
-    reason = refuse(wanted("sp2+tp2"), made, EVERYONE)
+    reason = why_unreachable(wanted("sp2+tp2"), made, EVERYONE)
     assert reason == (
         "sp2 needs all of the weights on each rank, which holds only one of several parts of the "
         "weights: use 'tp2' or a mixed mode."

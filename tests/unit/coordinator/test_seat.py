@@ -3,16 +3,16 @@
 import pytest
 
 from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Grant, LeaseKept
+from coordinator.protocol.messages.rank import Grant, LeaseRetention
 from coordinator.protocol.switch_actions import Ack, Join, Leave, Park, Serve
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Stage, Target
 from tests.harness.coordinator.builders import LEASE_MS, directive, target
 from tests.harness.coordinator.seats import PAIR, PARK, SERVE, SWAP, make_moves, obey, serving
 
 
 def test_a_rank_parks_joins_and_serves() -> None:
-    seat = Seat(Rank(1), 1)
+    seat = SwitchParticipant(Rank(1), 1)
     pair = target("tp2+dp2", 1)
     assert seat.next_move(idle=True) is None
     assert obey(seat, directive(pair, 1, PARK, carry=Carry.RESHARD)) == ["Park"]
@@ -21,7 +21,7 @@ def test_a_rank_parks_joins_and_serves() -> None:
     assert seat.binding == pair.bindings[0]
     assert seat.is_follower
     assert not seat.is_leader
-    kept = LeaseKept(PAIR, 3, (2,))
+    kept = LeaseRetention(PAIR, 3, (2,))
     seat.on_directive(directive(pair, 1, SERVE, grants=[Grant(PAIR, 7)], kept=[kept]))
     move = seat.next_move(idle=True)
     assert isinstance(move, Serve)
@@ -31,14 +31,14 @@ def test_a_rank_parks_joins_and_serves() -> None:
 
 
 def test_serve_waits_for_the_grant_of_its_group() -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     pair = target("tp2+dp2", 1)
     obey(seat, directive(pair, 1, SWAP))
     assert obey(seat, directive(pair, 1, SERVE, grants=[Grant((Rank(2),), 7)])) == []
 
 
 def test_a_rank_that_missed_stages_catches_up() -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     pair = target("tp2+dp2", 4)
     assert obey(seat, directive(pair, 4, SERVE, grants=[Grant(PAIR, 1)])) == ["Join", "Serve"]
 
@@ -51,7 +51,7 @@ def test_late_directives_change_nothing() -> None:
 
 
 def test_a_directive_for_another_incarnation_is_not_heard() -> None:
-    seat = Seat(Rank(0), 2)
+    seat = SwitchParticipant(Rank(0), 2)
     seat.on_directive(directive(target("dp4", 1), 1, PARK, incarnation=1))
     assert seat.wanted is None
     assert seat.lease_until < 0
@@ -63,7 +63,7 @@ def test_only_a_serving_leader_with_a_lease_may_step() -> None:
     assert leader.may_step(LEASE_MS - 1)
     assert not leader.may_step(LEASE_MS)
     assert not follower.may_step(0)
-    assert not Seat(Rank(0), 1).may_step(0)
+    assert not SwitchParticipant(Rank(0), 1).may_step(0)
 
 
 def test_an_unaffected_group_adopts_the_epoch_and_goes_on() -> None:
@@ -116,7 +116,7 @@ def test_a_leader_that_never_served_waits_for_no_task(
     carry: Carry, idle: bool, done: Carry
 ) -> None:
     # It took paused tasks up when it joined, and another layout was wanted before it could step.
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     assert "Join" in obey(seat, directive(target("dp4", 1), 1, SWAP))
     assert not seat.may_step(0)
     seat.on_directive(directive(target("tp2+dp2", 2), 2, PARK, carry=carry))
@@ -160,7 +160,7 @@ def test_a_leave_heard_before_its_directive_is_remembered() -> None:
 
 
 def test_a_leave_heard_while_parked_frees_a_late_joiner() -> None:
-    seat = Seat(Rank(1), 1)
+    seat = SwitchParticipant(Rank(1), 1)
     pair = target("tp2+dp2", 5)
     obey(seat, directive(pair, 5, PARK, carry=Carry.RESHARD))
     seat.on_leave(5)
@@ -200,7 +200,7 @@ def test_a_rank_that_is_cut_out_leaves_and_acknowledges() -> None:
 
 
 def test_a_follower_does_not_wait_for_a_leader_that_will_not_come() -> None:
-    seat = Seat(Rank(1), 1)
+    seat = SwitchParticipant(Rank(1), 1)
     assert obey(seat, directive(target("tp2+dp2", 5), 5, PARK)) == ["Join"]
     apart = target("dp4", 6)
     assert obey(seat, directive(apart, 6, PARK)) == []
@@ -222,7 +222,7 @@ def test_where_nothing_moves_the_next_group_is_joined_at_once() -> None:
 
 @pytest.mark.parametrize("carry", [Carry.RESHARD, Carry.SPECULATE])
 def test_where_something_may_move_nothing_is_joined_before(carry: Carry) -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     assert obey(seat, directive(target("tp2+dp2", 2), 2, PARK, carry=carry)) == ["Park"]
     assert seat.binding is None
 
@@ -256,14 +256,14 @@ def test_a_leader_whose_lease_lapsed_cannot_drain() -> None:
 
 
 def test_another_layout_of_an_acknowledged_epoch_is_not_obeyed() -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     obey(seat, directive(target("tp2+dp2", 5), 5, PARK, carry=Carry.RESHARD))
     assert obey(seat, directive(target("dp4", 5), 5, SWAP)) == []
     assert obey(seat, directive(target("dp4", 6), 6, SWAP)) == ["Join"]
 
 
 def test_moves_say_which_directive_they_obey() -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     first = directive(target("dp4", 1), 1, PARK, carry=Carry.RESHARD)
     seat.on_directive(first)
     move = seat.next_move(idle=True)
@@ -274,13 +274,13 @@ def test_moves_say_which_directive_they_obey() -> None:
     assert isinstance(seat.next_move(idle=True), Join)
 
 
-def wanted_carry(seat: Seat) -> Carry:
+def wanted_carry(seat: SwitchParticipant) -> Carry:
     assert seat.wanted is not None
     return seat.wanted.carry
 
 
 def test_the_refreshed_directive_of_a_stage_counts() -> None:
-    seat = Seat(Rank(0), 1)
+    seat = SwitchParticipant(Rank(0), 1)
     wanted = target("dp4", 1)
     seat.on_directive(directive(wanted, 1, PARK, answers_ms=20, carry=Carry.DRAIN))
     seat.on_directive(directive(wanted, 1, PARK, answers_ms=10, carry=Carry.PAUSE))

@@ -5,7 +5,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Directive, Grant
 from coordinator.protocol.switch_actions import Leave
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, Stage
 from tests.harness.coordinator.builders import directive, target
 from tests.harness.coordinator.seats import (
@@ -113,7 +113,7 @@ def test_a_rank_tells_what_it_was_told_before_it_acts_on_it() -> None:
     assert seat.told == (0, 2)
     seat.on_directive(directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
     assert (seat.stage, seat.told) == (Stage(2, MOVE), (2, 2))
-    assert Seat(Rank(0), 1).told == (0, 0)
+    assert SwitchParticipant(Rank(0), 1).told == (0, 0)
 
 
 def granted() -> Directive:
@@ -129,7 +129,7 @@ def test_groups_begin_behind_a_committed_move_without_another_round() -> None:
         assert (seat.stage, seat.serving) == (Stage(2, SERVE), True)
 
 
-def overtaken(seat: Seat, *, moved: int = 2, **fields: object) -> Directive:
+def overtaken(seat: SwitchParticipant, *, moved: int = 2, **fields: object) -> Directive:
     """Tell the seat that other groups are wanted than those of its move."""
     order = directive(target("dp4", 3), 3, PARK, carry=Carry.RESHARD, moved=moved, **fields)  # type: ignore[arg-type]
     seat.on_directive(order)

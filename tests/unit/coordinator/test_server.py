@@ -37,7 +37,7 @@ from coordinator.protocol.messages.launcher import RanksEnded
 from coordinator.protocol.messages.message import PROTOCOL_VERSION
 from coordinator.protocol.messages.rank import Drop, PageReport, RankHello, Report
 from coordinator.protocol.terms import Phase, Stage, TaskId
-from coordinator.server.core_actor import CoreOwner, monotonic_ms
+from coordinator.server.core_actor import CoreActor, monotonic_ms
 from coordinator.server.outbox import Closing, Outbox
 from coordinator.server.server import CellServer, ListenError
 
@@ -74,7 +74,7 @@ class EchoCore:
 class Cell:
     """A server on a free port with an echoing core."""
 
-    def __init__(self, port: int, core: EchoCore, owner: CoreOwner) -> None:
+    def __init__(self, port: int, core: EchoCore, owner: CoreActor) -> None:
         self.port = port
         self.core = core
         self.owner = owner
@@ -134,7 +134,7 @@ def report(rank: int = 0, steps: int = 0) -> Report:
 @pytest.fixture
 async def cell() -> AsyncIterator[Cell]:
     core = EchoCore()
-    owner = CoreOwner(core, tick_ms=20, clock=monotonic_ms)
+    owner = CoreActor(core, tick_ms=20, clock=monotonic_ms)
     running = asyncio.create_task(owner.run())
     server = CellServer(owner, TOKEN, world=2)
     port = await server.start("127.0.0.1:0")
@@ -327,7 +327,7 @@ async def test_taken_address_is_named(cell: Cell) -> None:
 
 
 async def test_sessions_end_when_the_server_stops() -> None:
-    owner = CoreOwner(EchoCore(), tick_ms=20, clock=monotonic_ms)
+    owner = CoreActor(EchoCore(), tick_ms=20, clock=monotonic_ms)
     running = asyncio.create_task(owner.run())
     server = CellServer(owner, TOKEN, world=2)
     cell = Cell(await server.start("127.0.0.1:0"), EchoCore(), owner)
@@ -345,7 +345,7 @@ async def test_an_error_of_the_core_ends_its_owner() -> None:
         def handle(self, event: Event, now_ms: int) -> list[Effect]:
             raise AssertionError("an invariant is broken.")
 
-    owner = CoreOwner(Broken(), tick_ms=1, clock=monotonic_ms)
+    owner = CoreActor(Broken(), tick_ms=1, clock=monotonic_ms)
     with pytest.raises(AssertionError, match="invariant"):
         async with asyncio.timeout(5):
             await owner.run()
@@ -360,7 +360,7 @@ async def test_ticks_come_by_themselves() -> None:
             return []
 
     core = Ticked()
-    running = asyncio.create_task(CoreOwner(core, tick_ms=1, clock=monotonic_ms).run())
+    running = asyncio.create_task(CoreActor(core, tick_ms=1, clock=monotonic_ms).run())
     async with asyncio.timeout(5):
         while core.ticks < 10:
             await asyncio.sleep(0.005)

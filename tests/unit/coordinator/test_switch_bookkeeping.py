@@ -5,14 +5,14 @@ import pytest
 
 from comm_pool.layout import Mode, Rank
 from coordinator.model.step_line import sums_of
-from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.messages.rank import LeaseRetention
 from coordinator.protocol.messages.steps import ServedSteps
 from coordinator.protocol.messages.tasks import Adopted
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, Stage, TaskId
 from coordinator.ranks.outliers import WINDOW_MS, WINDOWS
 from coordinator.ranks.roster import Arrival
-from coordinator.switching.move_commits import Moves
+from coordinator.switching.move_commits import MoveCommits
 from tests.harness.coordinator.builders import directive, hello, layout, report, target
 from tests.harness.coordinator.seats import PAIR, moved, resolved, serving
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
@@ -37,7 +37,7 @@ def test_the_version_grows_with_everything_that_directives_say() -> None:
         assert grew()
     ranks.acknowledge()
     assert not grew(), "all serve: there is nothing new to say"
-    ranks.hear(0, ranks.switcher.stage, kept=[LeaseKept(QUAD, 1, (4,), 1)])
+    ranks.hear(0, ranks.switcher.stage, kept=[LeaseRetention(QUAD, 1, (4,), 1)])
     assert grew(), "others hear what is kept"
     ranks.switcher.retarget(layout("dp4"), Carry.DRAIN, "test", 0)
     assert grew()
@@ -107,7 +107,7 @@ def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
 def test_what_a_restarted_member_held_of_a_lease_is_lost() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
-    ranks.acknowledge(0, kept=[LeaseKept(PAIR, 1, (4,), 1)])
+    ranks.acknowledge(0, kept=[LeaseRetention(PAIR, 1, (4,), 1)])
     arrival = ranks.roster.on_hello(hello(1, 2), 0)
     ranks.switcher.on_hello(hello(1, 2), arrival, 0)
     told = ranks.switcher.directive_for(Rank(0))
@@ -149,7 +149,7 @@ def test_a_stall_of_a_quarter_is_counted_as_silence_and_more_is_not() -> None:
 
 
 def test_tasks_offered_in_another_move_are_not_adopted() -> None:
-    moves = Moves()
+    moves = MoveCommits()
     for rank, epoch in ((0, 5), (1, 4)):
         offer = Adopted(TaskId(f"task-{rank}"), 1, 7)
         offered = msgspec.structs.replace(hello(rank), adopted=(offer,), adopted_in=epoch)
@@ -162,7 +162,7 @@ def test_tasks_offered_in_another_move_are_not_adopted() -> None:
 
 
 def test_a_seat_tells_what_it_is_joined_to() -> None:
-    assert Seat(Rank(0), 1).joined is None
+    assert SwitchParticipant(Rank(0), 1).joined is None
     wanted = target("tp2+dp2", 1)
     joined = serving(0, wanted).joined
     assert joined is not None

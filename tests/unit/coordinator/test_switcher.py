@@ -4,7 +4,7 @@ import pytest
 
 from comm_pool.layout import Rank
 from coordinator.model.records import Outcome
-from coordinator.protocol.messages.rank import LeaseKept
+from coordinator.protocol.messages.rank import LeaseRetention
 from coordinator.protocol.terms import Carry, Phase, Stage
 from coordinator.ranks.roster import Arrival
 from tests.harness.coordinator.builders import hello, layout, report, target
@@ -219,7 +219,7 @@ def test_who_moved_into_a_group_hears_of_a_lost_member_before_it_is_granted_page
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
-    first = LeaseKept((Rank(0), Rank(1)), 1, (3, 4), born=1)
+    first = LeaseRetention((Rank(0), Rank(1)), 1, (3, 4), born=1)
     ranks.hear(0, ranks.switcher.stage, kept=[first])
     for rank, kept in ((0, (first,)), (1, (first,)), (2, ())):
         directive = ranks.switcher.directive_for(Rank(rank))
@@ -231,7 +231,7 @@ def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> No
     ranks.acknowledge()
     ranks.acknowledge()
     assert ranks.switcher.stage.phase is Phase.SERVE
-    later = LeaseKept((Rank(0), Rank(1)), 2, (4,), born=1)
+    later = LeaseRetention((Rank(0), Rank(1)), 2, (4,), born=1)
     ranks.hear(0, ranks.switcher.stage, kept=[later])
     directive = ranks.switcher.directive_for(Rank(1))
     assert directive is not None
@@ -318,7 +318,7 @@ def test_a_rank_that_was_restarted_meanwhile_serves_alone() -> None:
     restarted(cell).tick()
     cell.settle()
     assert cell.core.layout_view()["layout"] == "dp4"
-    assert cell.core.refuse(cell.layout("tp4")) is not None
+    assert cell.core.why_unreachable(cell.layout("tp4")) is not None
 
 
 def test_a_first_layout_that_cannot_be_formed_is_not_tried() -> None:

@@ -22,7 +22,7 @@ from coordinator.telemetry.core_metrics import (
     SWITCH_DURATION,
     SWITCH_STALL,
     SWITCHES,
-    CoreWatcher,
+    CoreMetrics,
 )
 
 RECORD = SwitchRecord(3, "dp2", "tp2", "operator", Carry.RESHARD, 100, 0, total_ms=40)
@@ -37,12 +37,12 @@ def placed(name: str) -> Effect:
     return ToRank(Rank(0), Place(header(name), 1, BINDING, b""))
 
 
-def series(watcher: CoreWatcher, measure: Measure) -> dict[tuple[str, ...], Growing]:
+def series(watcher: CoreMetrics, measure: Measure) -> dict[tuple[str, ...], Growing]:
     return watcher.tally.series_of(measure)
 
 
-def watcher_of(*switches: SwitchRecord) -> CoreWatcher:
-    return CoreWatcher(lambda: [dict(switch_view(each)) for each in switches])
+def watcher_of(*switches: SwitchRecord) -> CoreMetrics:
+    return CoreMetrics(lambda: [dict(switch_view(each)) for each in switches])
 
 
 def test_waits_are_told_once_and_by_tier() -> None:

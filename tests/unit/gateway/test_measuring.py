@@ -19,19 +19,19 @@ from coordinator.protocol.metrics_wire import (
 )
 from coordinator.protocol.policy_config import SloTarget
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.open_requests import Task
+from gateway.open_requests import OpenRequest
 from gateway.telemetry.engine_metrics import engine_families
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
 
 TARGETS = {Tier.STANDARD: SloTarget(ttft_ms=500, tpot_ms=100)}
 
 
-def task(name: str = "chatcmpl-1") -> Task:
+def task(name: str = "chatcmpl-1") -> OpenRequest:
     header = TaskHeader(TaskId(name), "g", "tcp://here", 3, 9, Tier.STANDARD)
-    return Task(header, b"", opened_at_s=10.0)
+    return OpenRequest(header, b"", opened_at_s=10.0)
 
 
-def deliver(meter: RequestMeter, one: Task, *times: float) -> None:
+def deliver(meter: RequestMeter, one: OpenRequest, *times: float) -> None:
     for now_s in times:
         meter.tokens(one, 1, now_s)
         one.delivered.append(7)

@@ -12,7 +12,7 @@ from coordinator.protocol.keys import ApiKey, hash_of
 from coordinator.protocol.registry import RedisRegistry
 from gateway.admission import shared_storage
 from gateway.admission.rates import RateLimits, duration
-from gateway.admission.shared_idempotency import SharedReplays
+from gateway.admission.shared_idempotency import SharedIdempotencyCache
 from gateway.admission.shared_storage import SharedStorage, WaitBudget
 from gateway.errors import ApiError
 from tests.harness.redis.redis_server import IS_REAL, Redis
@@ -163,7 +163,7 @@ async def test_a_redis_behind_a_unix_socket_serves_all_who_share_it(
     url = f"unix://{tmp_path / 'redis.sock'}"
     try:
         storage = SharedStorage(url)
-        limits, replays = RateLimits(storage), SharedReplays(storage)
+        limits, replays = RateLimits(storage), SharedIdempotencyCache(storage)
         registry = RedisRegistry(url, "demo", 60_000)
         assert not isinstance(await limits.admit(key(requests=1), 0, WaitBudget()), ApiError)
         assert isinstance(await limits.admit(key(requests=1), 0, WaitBudget()), ApiError)

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.admission import idempotency
-from gateway.admission.idempotency import KEPT_S, KeptAnswer, Replays
+from gateway.admission.idempotency import KEPT_S, IdempotencyCache, StoredAnswer
 from gateway.errors import ApiError
 from gateway.http.edge import Edge
 from tests.harness.gateway.edge_app import CHAT, error_of
 
-ANSWER = KeptAnswer(200, [], b"x" * 10)
+ANSWER = StoredAnswer(200, [], b"x" * 10)
 
 
 class Counter:
@@ -103,7 +103,7 @@ async def test_errors_and_streams_are_not_kept(
 
 
 def test_answers_are_forgotten_after_a_day() -> None:
-    kept = Replays()
+    kept = IdempotencyCache()
     assert kept.begin("t", "a", b"r", 0.0) is None
     assert isinstance(kept.begin("t", "a", b"r", 1.0), ApiError)
     kept.end("t", "a", ANSWER)
@@ -114,7 +114,7 @@ def test_answers_are_forgotten_after_a_day() -> None:
 def test_not_more_is_kept_than_bearable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "BYTES_MAX", 25)
     monkeypatch.setattr(idempotency, "ANSWER_BYTES_MAX", 15)
-    kept = Replays()
+    kept = IdempotencyCache()
     assert kept.begin("t", "running", b"r", 0.0) is None
     for key in "abc":
         assert kept.begin("t", key, b"r", 0.0) is None
@@ -124,5 +124,5 @@ def test_not_more_is_kept_than_bearable(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept.begin("t", "c", b"r", 0.0) == ANSWER
     assert isinstance(kept.begin("t", "running", b"r", 0.0), ApiError), "what runs is not forgotten"
     assert kept.begin("t", "large", b"r", 0.0) is None
-    kept.end("t", "large", KeptAnswer(200, [], b"x" * 16))
+    kept.end("t", "large", StoredAnswer(200, [], b"x" * 16))
     assert kept.begin("t", "large", b"r", 0.0) is None

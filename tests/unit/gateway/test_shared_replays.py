@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from gateway.admission import shared_idempotency, shared_storage
-from gateway.admission.idempotency import ANSWER_BYTES_MAX, KEPT_S, KeptAnswer
-from gateway.admission.shared_idempotency import CLAIM_S, SharedReplays
+from gateway.admission.idempotency import ANSWER_BYTES_MAX, KEPT_S, StoredAnswer
+from gateway.admission.shared_idempotency import CLAIM_S, SharedIdempotencyCache
 from gateway.admission.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
 from gateway.errors import ApiError
 from tests.harness.faults.tcp_proxy import TcpProxy
 from tests.harness.redis.redis_server import IS_REAL, Redis
 
-ANSWER = KeptAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
+ANSWER = StoredAnswer(200, [(b"content-type", b"application/json")], b'{"a":1}')
 
-Make = Callable[[], SharedReplays]
+Make = Callable[[], SharedIdempotencyCache]
 
 
 class Clock:
@@ -49,10 +49,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def gateway(clock: Clock, address: TcpProxy) -> AsyncIterator[Make]:
     """Makes gateways that share one Redis."""
-    all_made: list[SharedReplays] = []
+    all_made: list[SharedIdempotencyCache] = []
 
-    def make() -> SharedReplays:
-        made = SharedReplays(SharedStorage(f"redis://127.0.0.1:{address.port}", clock))
+    def make() -> SharedIdempotencyCache:
+        made = SharedIdempotencyCache(SharedStorage(f"redis://127.0.0.1:{address.port}", clock))
         all_made.append(made)
         return made
 
@@ -62,9 +62,9 @@ async def gateway(clock: Clock, address: TcpProxy) -> AsyncIterator[Make]:
 
 
 @pytest.fixture(params=["memory", "redis"])
-def kept(request: pytest.FixtureRequest, gateway: Make) -> SharedReplays:
+def kept(request: pytest.FixtureRequest, gateway: Make) -> SharedIdempotencyCache:
     if request.param == "memory":
-        return SharedReplays(SharedStorage("memory://"))
+        return SharedIdempotencyCache(SharedStorage("memory://"))
     return gateway()
 
 
@@ -73,7 +73,7 @@ def code_of(answer: object) -> str:
     return answer.code
 
 
-async def test_an_answer_comes_back(kept: SharedReplays) -> None:
+async def test_an_answer_comes_back(kept: SharedIdempotencyCache) -> None:
     assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     assert code_of(await kept.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict"
     await kept.end("t", "a", ANSWER, 0.0, WaitBudget())
@@ -84,9 +84,9 @@ async def test_an_answer_comes_back(kept: SharedReplays) -> None:
     )
 
 
-@pytest.mark.parametrize("answer", [None, KeptAnswer(200, [], b"x" * (ANSWER_BYTES_MAX + 1))])
+@pytest.mark.parametrize("answer", [None, StoredAnswer(200, [], b"x" * (ANSWER_BYTES_MAX + 1))])
 async def test_what_cannot_be_kept_is_asked_anew(
-    kept: SharedReplays, answer: KeptAnswer | None
+    kept: SharedIdempotencyCache, answer: StoredAnswer | None
 ) -> None:
     assert await kept.begin("t", "a", b"r", 0.0, WaitBudget()) is None
     await kept.end("t", "a", answer, 0.0, WaitBudget())
@@ -94,7 +94,7 @@ async def test_what_cannot_be_kept_is_asked_anew(
 
 
 @pytest.mark.parametrize("key", ["", "x" * 256, "a\nb"])
-async def test_keys_that_are_none(kept: SharedReplays, key: str) -> None:
+async def test_keys_that_are_none(kept: SharedIdempotencyCache, key: str) -> None:
     assert code_of(await kept.begin("t", key, b"r", 0.0, WaitBudget())) == "invalid_value"
 
 
@@ -129,8 +129,8 @@ async def test_a_claim_of_a_dead_gateway_runs_out(gateway: Make) -> None:
     assert code_of(await other.begin("t", "a", b"r", 0.0, WaitBudget())) == "conflict", (
         "two's claim stands"
     )
-    await two.end("t", "a", KeptAnswer(200, [], b"two"), 0.0, WaitBudget())
-    assert await other.begin("t", "a", b"r", 0.0, WaitBudget()) == KeptAnswer(200, [], b"two")
+    await two.end("t", "a", StoredAnswer(200, [], b"two"), 0.0, WaitBudget())
+    assert await other.begin("t", "a", b"r", 0.0, WaitBudget()) == StoredAnswer(200, [], b"two")
 
 
 async def test_an_answer_outlives_a_redis_that_goes_away(

@@ -15,7 +15,7 @@ from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.edge import Edge
 from gateway.http.line_call import LineCall
 from gateway.http.spans import CROSSINGS_MAX, RequestSpans, TaskSpan, TaskSpans
-from gateway.open_requests import GapMeter, TaskBook
+from gateway.open_requests import GapMeter, OpenRequests
 from tests.harness.cells.collector import Collector, Seen, collector
 from tests.harness.gateway.edge_app import Browser
 
@@ -47,14 +47,14 @@ def spans() -> Iterator[Spans]:
         yield Spans(told)
 
 
-def opened(book: TaskBook, spans: Spans, name: str) -> None:
+def opened(book: OpenRequests, spans: Spans, name: str) -> None:
     span = spans.task(name)
     header = TaskHeader(TaskId(name), "g", "r", 7, 9, trace=span.traceparent)
     assert not isinstance(book.open(header, b"", 0.0, span), ApiError)
 
 
 def test_a_task_ends_once_however_it_leaves(spans: Spans) -> None:
-    book = TaskBook()
+    book = OpenRequests()
     for name in ("chatcmpl-finished", "0_cmpl-failed", "1_cmpl-failed", "cmpl-left"):
         opened(book, spans, name)
     finished = book.get(TaskId("chatcmpl-finished"))

@@ -16,24 +16,29 @@ from coordinator.protocol.metrics_wire import (
     Tally,
 )
 from coordinator.protocol.terms import Tier
-from coordinator.telemetry.metrics_aggregator import Gathered
+from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 from gateway.fleet.placement import preferred
 from gateway.fleet.roster import FORGOTTEN_AFTER_S, CellRoster
 from gateway.telemetry.meter import RequestMeter
-from gateway.telemetry.metrics_publisher import ENGINE_TELL_TICKS, TELL_TICKS, Teller, Telling
+from gateway.telemetry.metrics_publisher import (
+    ENGINE_TELL_TICKS,
+    TELL_TICKS,
+    DeltaTracker,
+    MetricsPublisher,
+)
 
 OK = ("/v1/completions", "batch", "200")
 CHAT = "/v1/chat/completions"
 
 
-def total(gathered: Gathered, measure: Measure) -> float:
+def total(gathered: MetricsAggregator, measure: Measure) -> float:
     return sum(each.value for each in gathered.tally.series_of(measure).values())
 
 
 def test_the_next_coordinator_is_told_only_what_the_last_one_was_not() -> None:
-    tally, telling = Tally(), Telling()
+    tally, telling = Tally(), DeltaTracker()
     tally.count(REQUESTS, *OK, by=5)
-    first, second = Gathered(), Gathered()
+    first, second = MetricsAggregator(), MetricsAggregator()
     telling.give("c1", tally.families())
     first.take("g", telling.message("c1"))
     tally.count(REQUESTS, *OK, by=2)
@@ -49,8 +54,8 @@ def test_the_next_coordinator_is_told_only_what_the_last_one_was_not() -> None:
 @pytest.mark.parametrize("grown", [1, 5, 9])
 def test_a_coordinator_that_is_told_again_goes_on_from_what_it_has(grown: int) -> None:
     """There and back: neither is what grew meanwhile told twice, nor the first message lost."""
-    tally, telling = Tally(), Telling()
-    cells = {"a": Gathered(), "b": Gathered()}
+    tally, telling = Tally(), DeltaTracker()
+    cells = {"a": MetricsAggregator(), "b": MetricsAggregator()}
     for coordinator, by in (("a", 5), ("b", 3), ("a", grown), ("a", 1), ("b", grown)):
         tally.count(REQUESTS, *OK, by=by)
         tally.observe(TTFT, 0.1 * by, "batch", "chat")
@@ -62,7 +67,7 @@ def test_a_coordinator_that_is_told_again_goes_on_from_what_it_has(grown: int) -
 
 
 def test_a_message_that_is_lost_is_in_the_next_one() -> None:
-    tally, telling, gathered = Tally(), Telling(), Gathered()
+    tally, telling, gathered = Tally(), DeltaTracker(), MetricsAggregator()
     for number in range(6):
         tally.count(REQUESTS, *OK)
         telling.give("c", tally.families())
@@ -76,7 +81,7 @@ class Heard:
     """A session with a cell, and what its coordinator adds up."""
 
     coordinator: str
-    gathered: Gathered = field(default_factory=Gathered)
+    gathered: MetricsAggregator = field(default_factory=MetricsAggregator)
     messages: int = 0
 
     def send(self, message: Measures) -> None:
@@ -108,14 +113,14 @@ def no_engine() -> Iterable[Family]:
     return ()
 
 
-def tell(teller: Teller) -> None:
+def tell(teller: MetricsPublisher) -> None:
     for _ in range(TELL_TICKS):
         teller.tick()
 
 
 def test_each_cell_is_told_its_own_streams_and_one_of_them_the_rest() -> None:
     cells, meter = Cells("a", "b", "c"), RequestMeter()
-    teller = Teller(cells, meter, no_engine)
+    teller = MetricsPublisher(cells, meter, no_engine)
     for turn in range(1, 4):
         meter.of("a").count(TOKENS, "batch", by=10)
         meter.of("b").count(TOKENS, "batch", by=7)
@@ -129,7 +134,7 @@ def test_each_cell_is_told_its_own_streams_and_one_of_them_the_rest() -> None:
 
 def test_what_a_stream_and_no_stream_measured_is_added_up_at_home() -> None:
     cells, meter = Cells("a"), RequestMeter()
-    teller = Teller(cells, meter, no_engine)
+    teller = MetricsPublisher(cells, meter, no_engine)
     for by in (1, 2):
         meter.of("a").count(TOKENS, "batch", by=by)
         meter.of(None).count(TOKENS, "batch", by=by)
@@ -139,7 +144,7 @@ def test_what_a_stream_and_no_stream_measured_is_added_up_at_home() -> None:
 
 def test_cells_that_come_and_go_lose_nothing() -> None:
     cells, meter = Cells("a", "b"), RequestMeter()
-    teller = Teller(cells, meter, no_engine)
+    teller = MetricsPublisher(cells, meter, no_engine)
     for number in range(9):
         if number in (2, 6):
             cells.cells.closed("a", 0.0)
@@ -155,7 +160,7 @@ def test_cells_that_come_and_go_lose_nothing() -> None:
 
 def test_what_a_cell_that_is_gone_for_good_was_not_told_goes_home() -> None:
     cells, meter = Cells("a", "b"), RequestMeter()
-    teller = Teller(cells, meter, no_engine)
+    teller = MetricsPublisher(cells, meter, no_engine)
     meter.of("b").count(TOKENS, "batch", by=3)
     tell(teller)
     cells.cells.closed("b", 0.0)
@@ -172,7 +177,7 @@ def test_what_a_cell_that_is_gone_for_good_was_not_told_goes_home() -> None:
 
 def test_without_a_session_nobody_is_told_and_all_of_it_later() -> None:
     cells, meter = Cells("a"), RequestMeter()
-    teller = Teller(cells, meter, no_engine)
+    teller = MetricsPublisher(cells, meter, no_engine)
     cells.cells.closed("a", 0.0)
     meter.of("a").count(TOKENS, "batch", by=3)
     meter.answered(CHAT, Tier.BATCH, 200, "", 1.0)
@@ -191,7 +196,7 @@ def test_the_front_ends_own_metrics_are_read_now_and_then() -> None:
         reads += 1
         yield Family("vllm:request_success", "Done.", (), (), (Series((), 2.0 * reads),))
 
-    teller = Teller(cells, RequestMeter(), engine)
+    teller = MetricsPublisher(cells, RequestMeter(), engine)
     for _ in range(3 * ENGINE_TELL_TICKS):
         teller.tick()
     success = Measure("vllm:request_success", "Done.")

@@ -14,8 +14,8 @@ from comm_pool.mailbox import (
     FOLDER,
     GAVE_UP,
     SETTLED_SHARE,
-    Board,
-    BoardFullError,
+    MailboxFullError,
+    RankMailbox,
     open_boards,
 )
 
@@ -38,9 +38,9 @@ class Gathering:
         return gather
 
 
-def boards_of(ranks: int) -> list[tuple[Board, ...]]:
+def boards_of(ranks: int) -> list[tuple[RankMailbox, ...]]:
     """Every rank's view of all boards."""
-    gathering, opened = Gathering(ranks), dict[int, tuple[Board, ...]]()
+    gathering, opened = Gathering(ranks), dict[int, tuple[RankMailbox, ...]]()
 
     def run(rank: int) -> None:
         opened[rank] = open_boards(rank, gathering.of(rank))
@@ -54,11 +54,11 @@ def boards_of(ranks: int) -> list[tuple[Board, ...]]:
 
 
 @pytest.fixture
-def boards() -> list[tuple[Board, ...]]:
+def boards() -> list[tuple[RankMailbox, ...]]:
     return boards_of(3)
 
 
-def test_peers_read_what_a_rank_publishes(boards: list[tuple[Board, ...]]) -> None:
+def test_peers_read_what_a_rank_publishes(boards: list[tuple[RankMailbox, ...]]) -> None:
     assert [board.epoch for view in boards for board in view] == [0] * 9
     boards[1][1].publish(7, b"seven")
     for view in boards:
@@ -66,7 +66,7 @@ def test_peers_read_what_a_rank_publishes(boards: list[tuple[Board, ...]]) -> No
         assert view[0].epoch == view[2].epoch == 0
 
 
-def test_a_later_message_replaces_the_earlier_one(boards: list[tuple[Board, ...]]) -> None:
+def test_a_later_message_replaces_the_earlier_one(boards: list[tuple[RankMailbox, ...]]) -> None:
     boards[0][0].publish(3, b"a long message")
     boards[0][0].finish_round(2)
     boards[0][0].publish(4, b"short")
@@ -74,7 +74,7 @@ def test_a_later_message_replaces_the_earlier_one(boards: list[tuple[Board, ...]
     assert (seen.epoch, seen.message, seen.round) == (4, b"short", 0)
 
 
-def test_rounds_and_giving_up_are_told(boards: list[tuple[Board, ...]]) -> None:
+def test_rounds_and_giving_up_are_told(boards: list[tuple[RankMailbox, ...]]) -> None:
     boards[0][0].publish(3, b"")
     for number in (1, 2, GAVE_UP):
         boards[0][0].finish_round(number)
@@ -82,7 +82,7 @@ def test_rounds_and_giving_up_are_told(boards: list[tuple[Board, ...]]) -> None:
     assert boards[1][0].message == b""
 
 
-def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[Board, ...]]) -> None:
+def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[RankMailbox, ...]]) -> None:
     own, seen = boards[0][0], boards[1][0]
     own.publish(3, b"what I have")
     assert [seen.is_settled] == [False]
@@ -94,14 +94,14 @@ def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[Board, ..
 
 
 def test_a_board_has_to_hold_both_messages() -> None:
-    board = Board(memoryview_of(256))
+    board = RankMailbox(memoryview_of(256))
     board.publish(3, b"x" * 100)
-    with pytest.raises(BoardFullError, match="93 bytes more"):
+    with pytest.raises(MailboxFullError, match="93 bytes more"):
         board.settle(b"y" * 93)
     assert not board.is_settled
 
 
-def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[Board, ...]]) -> None:
+def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[RankMailbox, ...]]) -> None:
     with pytest.raises(TypeError):
         boards[0][1].publish(3, b"mine")
     with pytest.raises(TypeError):
@@ -109,10 +109,10 @@ def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[Board, ...
 
 
 def test_a_message_that_is_too_long_is_refused_and_changes_nothing() -> None:
-    board = Board(memoryview_of(256))
+    board = RankMailbox(memoryview_of(256))
     most = 256 - 64 - 256 // SETTLED_SHARE
     board.publish(3, b"x" * most)
-    with pytest.raises(BoardFullError, match=f"{most + 1} bytes is too long"):
+    with pytest.raises(MailboxFullError, match=f"{most + 1} bytes is too long"):
         board.publish(4, b"y" * (most + 1))
     assert (board.epoch, board.message) == (3, b"x" * most)
     board.settle(b"z" * (256 // SETTLED_SHARE))
@@ -144,7 +144,7 @@ def test_a_failed_start_leaves_no_name() -> None:
     assert set(Path(board_module.FOLDER).iterdir()) <= before
 
 
-def _publish_many(board: Board, epochs: int) -> None:
+def _publish_many(board: RankMailbox, epochs: int) -> None:
     for epoch in range(1, epochs + 1):
         board.publish(epoch, bytes([epoch % 251]) * (1000 + epoch))
     board.finish_round(GAVE_UP)
@@ -170,7 +170,9 @@ def test_whoever_reads_an_epoch_finds_its_message_whole() -> None:
     assert whole > 0
 
 
-def test_the_expected_end_stands_through_all_messages(boards: list[tuple[Board, ...]]) -> None:
+def test_the_expected_end_stands_through_all_messages(
+    boards: list[tuple[RankMailbox, ...]],
+) -> None:
     boards[0][0].expect_end(123)
     boards[0][0].publish(7, b"message")
     boards[0][0].settle(b"tokens")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker.io.gc_pause import PAUSE_MAX_S, Collector
+from worker.io.gc_pause import PAUSE_MAX_S, GcPause
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_nothing_is_collected_between_pause_and_resume() -> None:
     def told(phase: str, _: dict[str, int]) -> None:
         found.append(phase)
 
-    collector = Collector()
+    collector = GcPause()
     gc.callbacks.append(told)
     try:
         collector.pause()
@@ -40,7 +40,7 @@ def test_nothing_is_collected_between_pause_and_resume() -> None:
 
 
 def test_a_switch_that_does_not_end_is_collected_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    collector = Collector()
+    collector = GcPause()
     collector.pause()
     collector.look()
     assert not gc.isenabled()
@@ -51,7 +51,7 @@ def test_a_switch_that_does_not_end_is_collected_in(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_collector_that_was_off_stays_off() -> None:
-    collector = Collector()
+    collector = GcPause()
     gc.disable()
     collector.pause()
     collector.resume()
@@ -60,5 +60,5 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 def test_resume_without_pause_changes_nothing() -> None:
     gc.disable()
-    Collector().resume()
+    GcPause().resume()
     assert not gc.isenabled()

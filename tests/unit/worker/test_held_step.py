@@ -12,7 +12,7 @@ from comm_pool.layout import Group, Mode, Rank
 from tests.harness.worker.stepping_rank import DP, TP, PreparedMode, Stage, follow
 from worker.io.step_queue import Step
 from worker.rank import deferred_step
-from worker.rank.deferred_step import HeldStep
+from worker.rank.deferred_step import DeferredStep
 
 JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 
@@ -181,7 +181,7 @@ def test_it_is_over_even_if_it_fails() -> None:
     def compute() -> None:
         raise PeerLostError(3)
 
-    step = HeldStep(compute, Group((Rank(0),), Mode.DP))
+    step = DeferredStep(compute, Group((Rank(0),), Mode.DP))
     assert not step.query()
     with pytest.raises(PeerLostError):
         step.get_output()

@@ -10,11 +10,11 @@ pytest.importorskip("vllm")
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Drop, RankHello
 from coordinator.protocol.messages.tasks import TaskHeader
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import TaskId, Tier
 from kvadaptor.pages import PagePool
 from worker.rank.hello import hello_of
-from worker.rank.led_tasks import LedTask, TaskBook
+from worker.rank.led_tasks import LedTask, LedTasks
 
 PAIR = (Rank(0), Rank(1))
 
@@ -42,12 +42,12 @@ def hello(*deferred: Drop) -> RankHello:
         step_times=tuple,
         pages=pages,
     )
-    book = TaskBook()
+    book = LedTasks()
     for each in (task("a", 1), task("b", 2)):
         book.open(each)
     moving = SimpleNamespace(ranks=(), epoch=0, adopted=())
     member = SimpleNamespace(book=book, moving=moving)
-    what: Any = engine, member, Seat(Rank(0), 1), deferred
+    what: Any = engine, member, SwitchParticipant(Rank(0), 1), deferred
     return hello_of(*cast(Any, what))
 
 

@@ -11,7 +11,7 @@ import pytest
 from comm_pool.layout import Rank
 from coordinator.protocol import wire
 from coordinator.protocol.messages.launcher import RanksEnded, RenewRanks
-from worker.launch.exit_reporter import HeraldPipe, Told, _Herald
+from worker.launch.exit_reporter import ExitPipe, ProcessStatus, _ExitReporter
 
 TOKEN = "a-token"
 LIMIT_S = 20
@@ -64,14 +64,14 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
     coordinator: Coordinator,
 ) -> None:
-    pipe, renewed = HeraldPipe(), asyncio.Queue[tuple[Rank, ...]]()
+    pipe, renewed = ExitPipe(), asyncio.Queue[tuple[Rank, ...]]()
     target = f"127.0.0.1:{coordinator.port}"
-    herald = _Herald(target, TOKEN, pipe.reader, renewed.put_nowait)
+    herald = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait)
     running = asyncio.create_task(herald.run())
-    pipe.tell(Told(newest=NEWEST))
+    pipe.tell(ProcessStatus(newest=NEWEST))
     while (await coordinator.next()).ended:
         pass
-    pipe.tell(Told(((Rank(1), 6),), NEWEST))
+    pipe.tell(ProcessStatus(((Rank(1), 6),), NEWEST))
     while not (said := await coordinator.next()).ended:
         pass
     assert said.ended == ((1, 6),)

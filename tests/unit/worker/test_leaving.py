@@ -12,7 +12,7 @@ from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.switch_actions import Leave, Park
 from coordinator.protocol.terms import Binding, Carry, Phase, Stage, Target
-from worker.rank.departure import STEPS_MAX, Leaving, is_worth_a_step
+from worker.rank.departure import STEPS_MAX, Departure, is_worth_a_step
 
 MS = 1_000_000
 ALONE = [Binding(Group((Rank(rank),), Mode.DP), 3) for rank in range(3)]
@@ -43,7 +43,7 @@ class Stage0:
         self.engine = SimpleNamespace(
             boards={Rank(r): Board(end) for r, end in enumerate(ends)}, holds_steps=True
         )
-        self.leaving = Leaving(cast(Any, self), Rank(0))
+        self.leaving = Departure(cast(Any, self), Rank(0))
 
     @property
     def selected(self) -> Any:

@@ -8,16 +8,16 @@ from worker.io.gateway_breakers import (
     FORGIVEN_AFTER_S,
     GONE_AFTER_S,
     HOLDS_S,
-    Links,
+    GatewayBreakers,
 )
 
 TO = "tcp://gateway:1"
 TICK_S = 0.1
 
 
-def up(now_s: float = 0.0) -> Links:
+def up(now_s: float = 0.0) -> GatewayBreakers:
     """A link that has come up."""
-    links = Links()
+    links = GatewayBreakers()
     links.added(TO, now_s)
     links.came_up(TO, now_s)
     links.tick(now_s)
@@ -25,7 +25,7 @@ def up(now_s: float = 0.0) -> Links:
     return links
 
 
-def is_open(links: Links) -> bool:
+def is_open(links: GatewayBreakers) -> bool:
     return any(cut.is_open for cut in links.told())
 
 
@@ -45,7 +45,7 @@ def test_a_link_that_breaks_is_told_at_once_and_used_again_when_it_has_held() ->
 
 
 def test_one_that_never_comes_up_counts_as_broken() -> None:
-    links = Links()
+    links = GatewayBreakers()
     links.added(TO, 0.0)
     links.tick(CONNECT_LIMIT_S - TICK_S)
     assert links.told() == ()

@@ -9,12 +9,12 @@ from comm_pool.formations import PeerLostError
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Grant
 from coordinator.protocol.switch_actions import Join, Leave
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, ReturnCause
 from tests.harness.coordinator.builders import directive, target
 from worker.engine.mode import NoRoomError
 from worker.io.step_queue import LeaveGroup, send
-from worker.rank.formation_abort import LostGroup
+from worker.rank.formation_abort import FormationAbort
 
 TP2 = target("tp2+dp2", 1)
 NAMES = ["a", "b"]
@@ -64,13 +64,13 @@ class Stage:
     """A rank that serves in tp2+dp2."""
 
     def __init__(self, rank: int) -> None:
-        self.seat = Seat(Rank(rank), 1)
+        self.seat = SwitchParticipant(Rank(rank), 1)
         self.member = FakeMember()
         for phase in (Phase.PARK, Phase.SWAP):
             self.seat.on_directive(directive(TP2, 1, phase))
             while (move := self.seat.next_move(idle=True)) is not None:
                 self.seat.made(move)
-        self.lost = LostGroup(self.seat, self.member)  # type: ignore[arg-type]
+        self.lost = FormationAbort(self.seat, self.member)  # type: ignore[arg-type]
 
     def fail(self, born: int = 1) -> None:
         raise PeerLostError(born)

@@ -14,7 +14,14 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target, TaskId, Tier
 from kvadaptor.geometry import PageGeometry
 from worker.engine.scheduling.handover import CachedChain, RunningState
-from worker.rank.migration.manifest import Cargo, Ints, Manifest, Move, plan_move, renumbered
+from worker.rank.migration.manifest import (
+    Ints,
+    Manifest,
+    MigrationPlan,
+    TaskSnapshot,
+    plan_move,
+    renumbered,
+)
 
 PAGES = 12
 BLOCK = 16
@@ -35,21 +42,21 @@ def target(*groups: tuple[int, ...]) -> Target:
     return Target(tuple(binding(*ranks) for ranks in groups))
 
 
-def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) -> Cargo:
+def cargo(name: str, blocks: Ints, computed: int, tier: Tier = Tier.STANDARD) -> TaskSnapshot:
     header = TaskHeader(TaskId(name), "gateway", "tcp://nowhere", 10, 10, tier)
     hashes = [f"{name}/{number}".encode() for number in range(computed // BLOCK)]
     tokens = msgspec.msgpack.encode([1, 2, 3])
     state = RunningState(name, tokens, 3, computed, computed, blocks, hashes, None)
-    return Cargo(header, 1, 3, b"", state)
+    return TaskSnapshot(header, 1, 3, b"", state)
 
 
-def dp(rank: int, *led: Cargo, chains: tuple[CachedChain, ...] = ()) -> Manifest:
+def dp(rank: int, *led: TaskSnapshot, chains: tuple[CachedChain, ...] = ()) -> Manifest:
     """A rank alone with all its pages but 10 and 11, which are nobody's."""
     none = np.zeros(0, dtype=np.int32)
     return Manifest(rank, (rank,), 3, np.arange(1, 10), none, ints(10, 11), {}, led, chains)
 
 
-def tp(ranks: tuple[int, ...], *led: Cargo, shift: int = 0) -> dict[int, Manifest]:
+def tp(ranks: tuple[int, ...], *led: TaskSnapshot, shift: int = 0) -> dict[int, Manifest]:
     """A wide group that has leased three pages of each rank under indices 1, 2 and 3."""
     made = {}
     for place, rank in enumerate(ranks):
@@ -63,7 +70,7 @@ def tp(ranks: tuple[int, ...], *led: Cargo, shift: int = 0) -> dict[int, Manifes
     return made
 
 
-def plan(rank: int, manifests: dict[int, Manifest], to: Target) -> Move:
+def plan(rank: int, manifests: dict[int, Manifest], to: Target) -> MigrationPlan:
     return plan_move(rank, manifests, to, GEOMETRY, PAGES)
 
 

@@ -3,7 +3,7 @@
 from comm_pool.cpu.cell_memory import cell_memory
 from comm_pool.layout import Mode, Rank
 from comm_pool.mixed import Mixed
-from worker.engine.startup_cache import Measured
+from worker.engine.startup_cache import StartupMeasurements
 from worker.engine.step_times import StepCurve, StepTimes
 
 
@@ -14,9 +14,9 @@ def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:
         1: StepTimes(1, {Mode.DP: curve}),
         2: StepTimes(2, {Mode.TP: curve, Mixed(2, 2): curve}),
     }
-    first = Measured(times, {(2, Mode.TP): ((-1.5, -2.5), 40)})
+    first = StartupMeasurements(times, {(2, Mode.TP): ((-1.5, -2.5), 40)})
     first.leave(memory, Rank(1))
-    Measured({}, {}).leave(memory, Rank(0))
-    assert Measured.left(memory, Rank(1)) == first
-    assert Measured.left(memory, Rank(0)) == Measured({}, {})
+    StartupMeasurements({}, {}).leave(memory, Rank(0))
+    assert StartupMeasurements.left(memory, Rank(1)) == first
+    assert StartupMeasurements.left(memory, Rank(0)) == StartupMeasurements({}, {})
     memory.close()

@@ -15,7 +15,7 @@ from tests.harness.coordinator.builders import directive, target
 from tests.harness.worker.leading_member import ALONE, WIDE, Stage
 from worker.io.step_queue import Begin, Step
 from worker.rank.migration.copy_rounds import OvertakenError
-from worker.rank.migration.migration import Moving
+from worker.rank.migration.migration import Migration
 
 EPOCH = 7
 
@@ -112,7 +112,7 @@ class Desk:
             spec=SimpleNamespace(memory=object()), is_synchronous=True, copy_aside=None
         )
         member = SimpleNamespace(engine=engine, stepping=self.held)
-        self.moving = Moving(cast(Any, member), cast(Any, {Rank(0): self.board}), Rank(0))
+        self.moving = Migration(cast(Any, member), cast(Any, {Rank(0): self.board}), Rank(0))
         self.awaits = True
         cast(Any, self.moving.planning).foresee = self._foresee
 

@@ -8,15 +8,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.protocol.messages.rank import Directive, LeaseKept
+from coordinator.protocol.messages.rank import Directive, LeaseRetention
 from coordinator.protocol.switch_actions import Leave, Resolve
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Binding, Carry, Phase
 from kvadaptor.pages import PagePool
 from tests.harness.coordinator.builders import directive, target
-from worker.rank.lease_members import LeaseNews
-from worker.rank.migration.copy_rounds import Pending
-from worker.rank.runtime import Member
+from worker.rank.lease_members import LeaseUpdates
+from worker.rank.migration.copy_rounds import PreparedMigration
+from worker.rank.runtime import GroupRuntime
 
 RANKS = (Rank(0), Rank(1))
 GROUP = Group(RANKS, Mode.TP)
@@ -31,7 +31,7 @@ class Table:
 
 
 @pytest.fixture
-def member() -> Member:
+def member() -> GroupRuntime:
     """A follower that has leased all its pages to a group."""
     pages = PagePool(9)
     pages.lease(RANKS, 8)
@@ -48,20 +48,20 @@ def member() -> Member:
         copy_aside=None,
         is_synchronous=False,
     )
-    return Member(cast(Any, engine), 1, cast(Any, None))
+    return GroupRuntime(cast(Any, engine), 1, cast(Any, None))
 
 
-def kept(*indices: int) -> list[LeaseKept]:
-    return [LeaseKept(RANKS, 7, indices, BORN)]
+def kept(*indices: int) -> list[LeaseRetention]:
+    return [LeaseRetention(RANKS, 7, indices, BORN)]
 
 
-def test_pages_that_the_leader_gave_up_are_freed(member: Member) -> None:
+def test_pages_that_the_leader_gave_up_are_freed(member: GroupRuntime) -> None:
     assert member.apply_kept(kept(1, 2))
     assert member.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
     assert not member.apply_kept(kept(1)), "the same version again says nothing new"
 
 
-def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(member: Member) -> None:
+def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(member: GroupRuntime) -> None:
     """The plan counts on them: it may write there, and take them over when it is committed."""
     member.moving.left(Binding(GROUP, BORN + 1))
     assert not member.apply_kept(kept(1, 2))
@@ -72,25 +72,27 @@ def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(member: Member) 
     assert member.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
 
 
-def test_pages_of_another_group_are_freed_during_a_move(member: Member) -> None:
+def test_pages_of_another_group_are_freed_during_a_move(member: GroupRuntime) -> None:
     member.moving.left(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
     assert member.apply_kept(kept(3))
     assert member.engine.pages.lease_indices(RANKS).tolist() == [3]
 
 
-def held(member: Member) -> list[int]:
+def held(member: GroupRuntime) -> list[int]:
     """The lease indices of the pair that this rank has pages for."""
     indices: list[int] = member.engine.pages.lease_indices(RANKS).tolist()
     return indices
 
 
-def plan_into_pair(member: Member) -> None:
+def plan_into_pair(member: GroupRuntime) -> None:
     """A move is made here that leads into the pair, if it is committed."""
     move = SimpleNamespace(bindings=(Binding(GROUP, BORN + 1),))
-    member.moving._pending = Pending(BORN + 1, cast(Any, move))
+    member.moving._pending = PreparedMigration(BORN + 1, cast(Any, move))
 
 
-def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(member: Member) -> None:
+def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(
+    member: GroupRuntime,
+) -> None:
     """Its leader may have begun on top of them by now."""
     plan_into_pair(member)
     assert not member.apply_kept(kept())
@@ -102,24 +104,24 @@ def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(memb
 class Told:
     """A rank that hears of its leases as its main loop does."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: GroupRuntime) -> None:
         self.member = member
-        self.seat = Seat(Rank(1), 1)
-        self.news = LeaseNews(member, self.seat)
+        self.seat = SwitchParticipant(Rank(1), 1)
+        self.news = LeaseUpdates(member, self.seat)
 
     def hear(self, order: Directive) -> bool:
         self.seat.on_directive(order)
         return self.news.hear(order)
 
 
-def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseKept) -> Directive:
+def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseRetention) -> Directive:
     wanted = target("dp4", epoch)
     fields: dict[str, Any] = {} if members is None else {"members": members}
     return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, kept=leases, **fields)
 
 
 def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_is_decided(
-    member: Member,
+    member: GroupRuntime,
 ) -> None:
     """It may be back in the directive that decides: then the group is joined all the same."""
     told = Told(member)
@@ -137,7 +139,7 @@ def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_
 
 @pytest.mark.parametrize("by", ["a leave", "a resolve", "a resolve that joins"])
 def test_what_was_told_during_a_move_is_obeyed_before_the_group_is_formed_again(
-    member: Member, by: str
+    member: GroupRuntime, by: str
 ) -> None:
     """What a rank keeps of a group it tells as of the last formation: so it would count as news."""
     told = Told(member)

@@ -13,7 +13,7 @@ from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
 from worker.rank.migration import plan_ahead
-from worker.rank.migration.plan_ahead import MovePlanning
+from worker.rank.migration.plan_ahead import MigrationPlanner
 
 EPOCH = 7
 BORN = 1
@@ -50,7 +50,7 @@ class Desk:
         kv = SimpleNamespace(geometry="geometry", num_pages=9)
         self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
         engine = SimpleNamespace(kv=kv, spec=self.spec)
-        self.planning = MovePlanning(cast(Any, engine), cast(Any, self.boards), Rank(1))
+        self.planning = MigrationPlanner(cast(Any, engine), cast(Any, self.boards), Rank(1))
 
     def _plan(self, *given: Any) -> Any:
         self.made.append(given)

@@ -17,11 +17,11 @@ from kvadaptor.reshard.plan import UnitCopies
 from kvadaptor.transfer.movers import Finish, MoveStats, PeerMover
 from kvadaptor.transfer.unit_copy import MoveError
 from worker.rank.migration.copy_rounds import (
-    Meanwhile,
+    CopyRounds,
+    MigrationCallbacks,
     MoveFailedError,
     OvertakenError,
-    Pending,
-    Rounds,
+    PreparedMigration,
     split,
 )
 
@@ -142,7 +142,7 @@ class Stage:
             spoils_from=None,
             written={1: written(7)},
         )
-        self.pending = Pending(5, cast(Any, move))
+        self.pending = PreparedMigration(5, cast(Any, move))
         self.restored = 0
         self.told: list[int] = []
         """How many copies were over when it went on."""
@@ -155,7 +155,7 @@ class Stage:
             mark=self.mark,
             is_synchronous=False,
         )
-        self.rounds = Rounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
+        self.rounds = CopyRounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
 
     def mark(self) -> Callable[[], None]:
         count = len(self.mover.calls)
@@ -180,7 +180,7 @@ class Stage:
         self.told.append(len(self.mover.calls) - self.mover.under_way)
 
     def run(self, *, is_overtaken: bool = False) -> None:
-        meanwhile = Meanwhile(self.restore, self.go_on, lambda: is_overtaken)
+        meanwhile = MigrationCallbacks(self.restore, self.go_on, lambda: is_overtaken)
         self.rounds.carry_out(self.pending, meanwhile)
 
 
@@ -248,7 +248,9 @@ def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
         raise MoveFailedError("a token is missing")
 
     with pytest.raises(MoveFailedError, match="a token is missing"):
-        stage.rounds.carry_out(stage.pending, Meanwhile(stage.restore, fail, lambda: False))
+        stage.rounds.carry_out(
+            stage.pending, MigrationCallbacks(stage.restore, fail, lambda: False)
+        )
     assert [targets for targets, _ in stage.mover.calls] == [[4], [8]]
     assert stage.mover.under_way == 0
 
@@ -358,6 +360,8 @@ def test_a_move_that_fails_is_given_up_behind_its_copies_even_if_it_may_end_late
         raise MoveFailedError("a token is missing")
 
     with pytest.raises(MoveFailedError, match="a token is missing"):
-        stage.rounds.carry_out(stage.pending, Meanwhile(stage.restore, fail, lambda: False))
+        stage.rounds.carry_out(
+            stage.pending, MigrationCallbacks(stage.restore, fail, lambda: False)
+        )
     assert stage.mover.under_way == 0
     assert not stage.pending.ends_late

@@ -2,18 +2,18 @@
 
 from comm_pool.layout import Rank
 from coordinator.protocol.messages.rank import Stop
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase, Target
 from tests.harness.coordinator.builders import directive, target
-from worker.launch.peer_failure import PeerLoss
+from worker.launch.peer_failure import PeerFailure
 
 TP2 = target("tp2+dp2", 1)
 LIMIT_S = 1.0
 
 
-def joined(rank: int, *, epoch: int = 1) -> Seat:
+def joined(rank: int, *, epoch: int = 1) -> SwitchParticipant:
     """A rank that serves in tp2+dp2."""
-    seat = Seat(Rank(rank), 1)
+    seat = SwitchParticipant(Rank(rank), 1)
     for phase in (Phase.PARK, Phase.SWAP):
         seat.on_directive(directive(TP2, epoch, phase))
         while (move := seat.next_move(idle=True)) is not None:
@@ -22,8 +22,8 @@ def joined(rank: int, *, epoch: int = 1) -> Seat:
     return seat
 
 
-def watched(rank: int) -> PeerLoss:
-    loss = PeerLoss(joined(rank), LIMIT_S)
+def watched(rank: int) -> PeerFailure:
+    loss = PeerFailure(joined(rank), LIMIT_S)
     loss.heard(directive(TP2, 1, Phase.SERVE))
     assert not loss.is_stuck(0.0)
     return loss
@@ -57,7 +57,7 @@ def test_a_peer_that_is_a_new_process_is_lost() -> None:
 
 def test_a_rank_that_leaves_in_time_is_not_stuck() -> None:
     seat = joined(0)
-    loss = PeerLoss(seat, LIMIT_S)
+    loss = PeerFailure(seat, LIMIT_S)
     told = directive(without(1), 2, Phase.PARK, carry=Carry.RECOMPUTE)
     loss.heard(told)
     assert not loss.is_stuck(0.0)
@@ -76,7 +76,7 @@ def test_ranks_of_other_groups_do_not_matter() -> None:
 
 
 def test_a_rank_that_is_cut_out_itself_is_not_stuck() -> None:
-    loss = PeerLoss(joined(2), LIMIT_S)
+    loss = PeerFailure(joined(2), LIMIT_S)
     loss.heard(directive(target("tp2+off1+dp1", 1), 2, Phase.PARK))
     assert not loss.is_stuck(0.0)
     assert not loss.is_stuck(99.0)
@@ -96,7 +96,7 @@ def test_a_rank_that_was_cut_out_of_its_group_leaves_it_too() -> None:
 
 
 def test_a_rank_alone_that_was_cut_out_may_finish_its_step() -> None:
-    loss = PeerLoss(joined(2), LIMIT_S)
+    loss = PeerFailure(joined(2), LIMIT_S)
     loss.heard(directive(target("tp2+off1+dp1", 2), 2, Phase.PARK))
     assert not loss.is_stuck(0.0)
     assert not loss.is_stuck(99.0)
@@ -121,7 +121,7 @@ def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> N
     move = seat.next_move(idle=True)
     assert move is not None
     seat.made(move)
-    loss = PeerLoss(seat, LIMIT_S, lambda: behind[0])
+    loss = PeerFailure(seat, LIMIT_S, lambda: behind[0])
     loss.heard(told)
     assert loss.bereaved() is None, "all of its members are there"
     loss.heard(directive(without(1), 3, Phase.PARK))

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from comm_pool.formations import PeerLostError
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.protocol.terms import Binding
-from worker.rank.quarantine_probe import Probing
+from worker.rank.quarantine_probe import QuarantineProbe
 
 RANKS = (Rank(0), Rank(1))
 TP2, SP2 = Group(RANKS, Mode.TP), Group(RANKS, Mode.SP)
@@ -41,7 +41,7 @@ class Probed:
             of_width=lambda width: self._modes[width],
             communicators=SimpleNamespace(is_aborted=lambda *_: self.is_aborted),
         )
-        self.probing = Probing(engine, after_switch=after_switch)
+        self.probing = QuarantineProbe(engine, after_switch=after_switch)
 
     def _mode(self, width: int, communicator: Any) -> Any:
         return SimpleNamespace(

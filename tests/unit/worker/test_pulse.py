@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from worker.launch.heartbeat import Pulse
+from worker.launch.heartbeat import Heartbeat
 from worker.launch.watchdog import Progress
 
 POLL_S = 0.02
@@ -13,7 +13,7 @@ WAIT_S = 20.0
 
 
 def test_beats_are_seen_until_the_process_is_stopped() -> None:
-    pulse = Pulse()
+    pulse = Heartbeat()
     assert pulse.beats == 0
     pid = os.fork()
     if pid == 0:

@@ -22,7 +22,7 @@ from worker import __main__ as command
 from worker.demo import MODEL_DIR
 from worker.launch import launcher
 from worker.rank import runtime as member_module
-from worker.rank.runtime import Member
+from worker.rank.runtime import GroupRuntime
 
 pytestmark = pytest.mark.usefixtures("restored_logging")
 
@@ -45,7 +45,7 @@ def test_its_words_are_neither_sent_nor_logged(
         pages=None, boards={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
         block_hasher=None, structured_output=None, copy_aside=None, is_synchronous=False,
     )  # fmt: skip
-    member = Member(cast(Any, engine), 1, cast(Any, None))
+    member = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
     member.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))
     member._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
     member.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.engine.inflight_step import FIRST_TOKEN_WAIT_S, UnderWay
+from worker.engine.inflight_step import FIRST_TOKEN_WAIT_S, InflightStep
 
 
 @dataclass
@@ -54,19 +54,19 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_first_tokens_go_first_if_they_are_there(
     reads_prompts: bool, looks: int, first: bool
 ) -> None:
-    step = UnderWay(Plan(reads_prompts), Result(Event(looks)))
+    step = InflightStep(Plan(reads_prompts), Result(Event(looks)))
     assert step.goes_first() is first
     assert step.is_asynchronous
     assert step.tokens() == "tokens"
 
 
 def test_the_wait_is_bounded(now: list[float]) -> None:
-    assert not UnderWay(Plan(True), Result(Event(10**9))).goes_first()
+    assert not InflightStep(Plan(True), Result(Event(10**9))).goes_first()
     assert now[0] < 2 * FIRST_TOKEN_WAIT_S
 
 
 def test_a_result_that_is_there_is_taken_as_it_is() -> None:
-    step = UnderWay(Plan(True), "output")
+    step = InflightStep(Plan(True), "output")
     assert not step.is_asynchronous
     assert not step.goes_first()
     assert step.tokens() == "output"

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from structlog.testing import capture_logs
 
 from comm_pool.layout import Rank
-from coordinator.protocol.switch_participant import Seat
+from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase
 from tests.harness.coordinator.builders import directive, target
-from worker.launch.peer_failure import GRACE_S, PeerLoss
+from worker.launch.peer_failure import GRACE_S, PeerFailure
 from worker.launch.watchdog import POLL_S, Progress, call_out
 
 LIMIT_S = 2.0
@@ -78,10 +78,10 @@ class Watched:
     """A rank that serves in tp2, and hears of a layout without rank 1, or itself."""
 
     def __init__(self, rank: int, lost: str) -> None:
-        self.seat = Seat(Rank(rank), 1)
+        self.seat = SwitchParticipant(Rank(rank), 1)
         for phase in (Phase.PARK, Phase.SWAP):
             self.hear(directive(TP2, 1, phase))
-        self.loss = PeerLoss(self.seat, LIMIT_S)
+        self.loss = PeerFailure(self.seat, LIMIT_S)
         self.without = directive(target(f"{lost}+dp2", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE)
         self.loss.heard(self.without)
         self.communicators = Communicators()
@@ -145,7 +145,7 @@ def test_a_group_that_was_left_with_its_last_step_under_way_is_only_marked() -> 
     watched = Watched(0, "dp1+off1")
     joined = watched.seat.joined
     watched.hear(watched.without)
-    watched.loss = PeerLoss(watched.seat, LIMIT_S, lambda: joined)
+    watched.loss = PeerFailure(watched.seat, LIMIT_S, lambda: joined)
     watched.loss.heard(watched.without)
     assert watched.loss.bereaved() == TP2.bindings[0]
     assert watched.call_out() == [MARKED]

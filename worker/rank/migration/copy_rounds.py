@@ -20,13 +20,13 @@ import numpy.typing as npt
 import structlog
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import GAVE_UP, Board
+from comm_pool.mailbox import GAVE_UP, RankMailbox
 from kvadaptor.reshard.plan import UnitCopies
 from kvadaptor.transfer.movers import MoveStats, PeerMover, by_source
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.handover import CachedChain
-from worker.rank.migration.copy_thread import Copying
-from worker.rank.migration.manifest import Bools, Cargo, Ints, Move
+from worker.rank.migration.copy_thread import CopyThread
+from worker.rank.migration.manifest import Bools, Ints, MigrationPlan, TaskSnapshot
 
 log = structlog.get_logger()
 
@@ -49,17 +49,17 @@ class MoveFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Restored:
+class RestoredTask:
     """A task that this rank will lead: what was told of it, the request, its blocks, its tokens."""
 
-    cargo: Cargo
+    cargo: TaskSnapshot
     request: Any
     blocks: Ints
     tokens: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Meanwhile:
+class MigrationCallbacks:
     """What the main loop does during a move."""
 
     restore: Callable[[], None]
@@ -71,12 +71,12 @@ class Meanwhile:
 
 
 @dataclass(slots=True)
-class Pending:
+class PreparedMigration:
     """A move whose copies are made here, until it is known whether it counts."""
 
     epoch: int
-    move: Move
-    restored: list[Restored] = field(default_factory=list)
+    move: MigrationPlan
+    restored: list[RestoredTask] = field(default_factory=list)
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
     ends_late: bool = False
@@ -119,13 +119,13 @@ def _of(copies: UnitCopies, mask: Bools) -> UnitCopies:
     )
 
 
-class Rounds:
+class CopyRounds:
     """Carries out the copies of one rank; used by its main loop alone."""
 
     def __init__(
         self,
         engine: RankEngine,
-        boards: Mapping[Rank, Board],
+        boards: Mapping[Rank, RankMailbox],
         rank: Rank,
         look: Callable[[], None],
     ) -> None:
@@ -134,8 +134,8 @@ class Rounds:
         self._boards = boards
         self._rank = rank
         self._look = look
-        self._copies = Copying(engine)
-        self._open: Pending | None = None
+        self._copies = CopyThread(engine)
+        self._open: PreparedMigration | None = None
         """The last move that was reported with copies under way, until nothing can meet them."""
         self._epoch = 0
         self._stats = MoveStats(0, 0, 0.0)
@@ -157,7 +157,7 @@ class Rounds:
                 raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
             time.sleep(PEER_POLL_S)
 
-    def carry_out(self, pending: Pending, meanwhile: Meanwhile) -> None:
+    def carry_out(self, pending: PreparedMigration, meanwhile: MigrationCallbacks) -> None:
         """Copy this rank's share; raises as `wait` does."""
         self.take_copied()
         self._epoch, self._stats = pending.epoch, MoveStats(0, 0, 0.0)
@@ -184,7 +184,10 @@ class Rounds:
         self._copied = self._epoch, self._stats
 
     def _beside_steps(
-        self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
+        self,
+        pending: PreparedMigration,
+        copies: Sequence[UnitCopies],
+        meanwhile: MigrationCallbacks,
     ) -> None:
         """Make the copies of round 1 while old steps are under way, where these write nothing."""
         early, late = split(copies, pending.move.written)
@@ -209,7 +212,10 @@ class Rounds:
             self._conclude()
 
     def _behind_steps(
-        self, pending: Pending, copies: Sequence[UnitCopies], meanwhile: Meanwhile
+        self,
+        pending: PreparedMigration,
+        copies: Sequence[UnitCopies],
+        meanwhile: MigrationCallbacks,
     ) -> None:
         """Make the copies of round 1 when old steps are over."""
         self._meet_settled(pending, meanwhile.overtaken)
@@ -289,12 +295,12 @@ class Rounds:
                 return
             time.sleep(PEER_POLL_S)
 
-    def _meet_settled(self, pending: Pending, overtaken: Callable[[], bool]) -> None:
+    def _meet_settled(self, pending: PreparedMigration, overtaken: Callable[[], bool]) -> None:
         self._meet_all(
             pending, lambda board: board.is_settled, overtaken, "does not end its last step"
         )
 
-    def _meet(self, pending: Pending, number: int, overtaken: Callable[[], bool]) -> None:
+    def _meet(self, pending: PreparedMigration, number: int, overtaken: Callable[[], bool]) -> None:
         self._meet_all(
             pending,
             lambda board: board.round >= number,
@@ -304,8 +310,8 @@ class Rounds:
 
     def _meet_all(
         self,
-        pending: Pending,
-        holds: Callable[[Board], bool],
+        pending: PreparedMigration,
+        holds: Callable[[RankMailbox], bool],
         overtaken: Callable[[], bool],
         complaint: str,
     ) -> None:

@@ -27,7 +27,7 @@ class _AtOnce(Executor):
         return done
 
 
-class Copying:
+class CopyThread:
     """The copies of one move at a time; used by the rank's main loop alone."""
 
     def __init__(self, engine: RankEngine) -> None:

@@ -33,7 +33,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cargo:
+class TaskSnapshot:
     """A running task with all that its next leader needs; `emitted` tokens have gone out."""
 
     header: TaskHeader
@@ -44,7 +44,7 @@ class Cargo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Brought:
+class LateTokens:
     """What a task's step brought that was under way when its leader told of it."""
 
     tokens: tuple[int, ...]
@@ -69,7 +69,7 @@ class Manifest:
     slots: npt.NDArray[np.int32]
     free: Ints
     indices: Mapping[Ranks, Ints]
-    cargo: tuple[Cargo, ...] = ()
+    cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -87,10 +87,10 @@ _Bare = tuple[
     tuple[str, bytes, int, int, int],
     tuple[list[bytes], Any],
 ]
-"""What a `Cargo` is made of: before its state, and of its state before and behind the blocks."""
+"""The fields of a `TaskSnapshot`: before its state, and of its state before and after the blocks."""
 
 
-def _without_blocks(cargo: Cargo) -> _Bare:
+def _without_blocks(cargo: TaskSnapshot) -> _Bare:
     state = cargo.state
     return (
         (cargo.header, cargo.attempt, cargo.emitted, cargo.payload),
@@ -109,14 +109,14 @@ def _unpacked(
 ) -> Manifest:
     """What `Manifest.__reduce__` was made from."""
     cargo = tuple(
-        Cargo(*told, RunningState(*before, own, *behind))
+        TaskSnapshot(*told, RunningState(*before, own, *behind))
         for (told, before, behind), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
     return Manifest(*rest, cargo, chains, written)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class MigrationPlan:
     """The plan of one component; `bindings` are in the order of `plan.groups`."""
 
     ranks: Ranks
@@ -124,7 +124,7 @@ class Move:
     plan: ReshardPlan
     indices: tuple[Ints, ...]
     """Lease indices of each wide group's new pages, in order of the plan's 1..n; empty in dp."""
-    cargo: Mapping[str, tuple[int, Cargo]]
+    cargo: Mapping[str, tuple[int, TaskSnapshot]]
     """Task -> its old leader and what it told."""
     chains: Mapping[str, CachedChain]
     left: tuple[Ranks, ...]
@@ -183,7 +183,7 @@ def plan_move(
     target: Target,
     geometry: PageGeometry,
     num_pages: int,
-) -> Move:
+) -> MigrationPlan:
     """Plan the move of the component that `rank` is in; nothing moves if it has no new group.
 
     A rank that joined before a move was wanted takes no part, and so its group cannot either.
@@ -196,9 +196,9 @@ def plan_move(
     groups = [group for group in whole if set(group) <= set(ranks)]
     if not mine:
         plan = ReshardPlan(geometry.num_kv_heads, 0, (), (), (), (), (), 0)
-        return Move(ranks, (), plan, (), {}, {}, tuple(groups), None, {})
+        return MigrationPlan(ranks, (), plan, (), {}, {}, tuple(groups), None, {})
     alone = sorted(set(ranks).difference(*groups))
-    cargo: dict[str, tuple[int, Cargo]] = {}
+    cargo: dict[str, tuple[int, TaskSnapshot]] = {}
     chains: dict[str, CachedChain] = {}
     tokens = geometry.tokens_per_slot
     old = [_old_group(group, manifests, cargo, chains, tokens, newest) for group in groups]
@@ -224,13 +224,15 @@ def plan_move(
     )
     spoils_from = _spoils_from(plan, given)
     written = _written(plan.units, groups, manifests, num_pages)
-    return Move(ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from, written)
+    return MigrationPlan(
+        ranks, mine, plan, indices, cargo, chains, tuple(groups), spoils_from, written
+    )
 
 
 def _written(
     units: int, groups: Iterable[Ranks], manifests: Mapping[int, Manifest], num_pages: int
 ) -> dict[int, Bools]:
-    """See `Move`."""
+    """See `MigrationPlan`."""
     written: dict[int, Bools] = {}
     for group in groups:
         if not manifests[group[0]].written.size:
@@ -250,7 +252,7 @@ def _slots_of_written(group: Ranks, manifests: Mapping[int, Manifest]) -> list[I
 
 
 def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
-    """See `Move`. Blocks that stay behind, or that lie in several places, may be overwritten."""
+    """See `MigrationPlan`. Blocks that stay, or that lie in several places, may be overwritten."""
     held: dict[int, npt.NDArray[np.bool_]] = {}
     for group in given.old:
         share = plan.units // len(group.ranks)
@@ -294,7 +296,7 @@ def _component(rank: int, groups: Iterable[Ranks]) -> Ranks:
 def _old_group(
     group: Ranks,
     manifests: Mapping[int, Manifest],
-    cargo: dict[str, tuple[int, Cargo]],
+    cargo: dict[str, tuple[int, TaskSnapshot]],
     chains: dict[str, CachedChain],
     block_tokens: int,
     newest: Mapping[str, int],

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from comm_pool.layout import Group, Mode, Rank
-from comm_pool.mailbox import GAVE_UP, Board, BoardFullError
+from comm_pool.mailbox import GAVE_UP, MailboxFullError, RankMailbox
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.switch_actions import Resolve
@@ -24,16 +24,16 @@ from kvadaptor.reshard.plan import ReshardError
 from worker.engine.scheduling.handover import RunningState, go_on, prefixes_of, tokens_of
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (
-    Meanwhile,
+    CopyRounds,
+    MigrationCallbacks,
     MoveFailedError,
     OvertakenError,
-    Pending,
-    Restored,
-    Rounds,
+    PreparedMigration,
+    RestoredTask,
 )
-from worker.rank.migration.manifest import Brought, Ints, Move, Ranks
+from worker.rank.migration.manifest import Ints, LateTokens, MigrationPlan, Ranks
 from worker.rank.migration.own_manifest import manifest_of, nothing_of
-from worker.rank.migration.plan_ahead import MovePlanning, tell_of_shortage
+from worker.rank.migration.plan_ahead import MigrationPlanner, tell_of_shortage
 from worker.rank.runtime_protocol import Runtime
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class Moving:
+class Migration:
     """The moves of one rank; used by its main loop alone, at safe points."""
 
-    def __init__(self, member: Runtime, boards: Mapping[Rank, Board], rank: Rank) -> None:
+    def __init__(self, member: Runtime, boards: Mapping[Rank, RankMailbox], rank: Rank) -> None:
         self._member = member
         self._boards = boards
         self._rank = rank
@@ -54,9 +54,9 @@ class Moving:
         self._born = -1
         self._is_told = False
         """Peers count on what this rank has of the group, until the move is decided."""
-        self._pending: Pending | None = None
-        self._rounds = Rounds(member.engine, boards, rank, self._press_on)
-        self.planning = MovePlanning(member.engine, boards, rank)
+        self._pending: PreparedMigration | None = None
+        self._rounds = CopyRounds(member.engine, boards, rank, self._press_on)
+        self.planning = MigrationPlanner(member.engine, boards, rank)
         self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
         """What was told of tasks, and whose they are, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
@@ -135,7 +135,7 @@ class Moving:
         manifest = manifest_of(self._member, self._rank, self._group, self._born)
         try:
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
-        except BoardFullError:
+        except MailboxFullError:
             log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
             manifest = nothing_of(manifest)
             self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
@@ -157,14 +157,14 @@ class Moving:
         (scheduler, states), self._told = self._told, None
         tokens = scheduler.brought(states) if scheduler is not None else {}
         brought = {
-            task: Brought(tuple(of_task), led.emitted)
+            task: LateTokens(tuple(of_task), led.emitted)
             for task, of_task in tokens.items()
             if (led := self._member.book.get(TaskId(task))) is not None
         }
         board = self._boards[self._rank]
         try:
             board.settle(pickle.dumps(brought, protocol=5))
-        except BoardFullError as error:
+        except MailboxFullError as error:
             log.warning("move_failed", epoch=board.epoch, reason=str(error))
             board.finish_round(GAVE_UP)
 
@@ -210,10 +210,10 @@ class Moving:
             for rank in sorted(self.planning.peers(directive, directive.movers)):
                 self._await_told(rank, epoch, overtaken)
             move = self.planning.plan(directive)
-            self._pending = pending = Pending(epoch, move)
+            self._pending = pending = PreparedMigration(epoch, move)
             restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
             tell_of_shortage(epoch, self._rank, move)
-            self._rounds.carry_out(pending, Meanwhile(restore, go_on, overtaken))
+            self._rounds.carry_out(pending, MigrationCallbacks(restore, go_on, overtaken))
         except OvertakenError:
             own.finish_round(GAVE_UP)
             self.adopted = ()
@@ -235,7 +235,7 @@ class Moving:
         board = self._boards[rank]
         self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
 
-    def _restore(self, pending: Pending) -> None:
+    def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank goes on with as a leader."""
         move = pending.move
         for carried in move.plan.carried:
@@ -249,12 +249,12 @@ class Moving:
             _, cargo = move.cargo[carried.id]
             request = self._member.intake.restored(cargo.payload, cargo.state)
             blocks, known = move.blocks(carried), tokens_of(request)
-            pending.restored.append(Restored(cargo, request, blocks, known))
+            pending.restored.append(RestoredTask(cargo, request, blocks, known))
             self.look()
 
-    def _go_on(self, pending: Pending) -> None:
+    def _go_on(self, pending: PreparedMigration) -> None:
         """Add what the last steps brought; tasks that ended with them are not gone on with."""
-        brought: dict[str, Brought] = {}
+        brought: dict[str, LateTokens] = {}
         for rank in {leader for leader, _ in pending.move.cargo.values()}:
             message = self._boards[Rank(rank)].settled_message
             brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
@@ -318,7 +318,7 @@ class Moving:
             self._member.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
         self._member.withdraw(group)
 
-    def _commit(self, pending: Pending) -> None:
+    def _commit(self, pending: PreparedMigration) -> None:
         self._hand_over(pending.move)
         move = pending.move
         for number, binding in enumerate(move.bindings):
@@ -331,7 +331,7 @@ class Moving:
             if binding.group.leader == self._rank:
                 self._adopt(binding, pending, move.indices[number])
 
-    def _hand_over(self, move: Move) -> None:
+    def _hand_over(self, move: MigrationPlan) -> None:
         """Give up the left group: its tasks lead on elsewhere, or are computed again."""
         group = self._group
         if group is None:
@@ -352,11 +352,11 @@ class Moving:
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())
 
-    def _gives_up(self, move: Move, group: Group) -> bool:
+    def _gives_up(self, move: MigrationPlan, group: Group) -> bool:
         """Say whether nothing of the group that was left is kept behind the move."""
         return group.leader == self._rank or group.ranks in move.left
 
-    def _take_pages(self, move: Move, number: int) -> None:
+    def _take_pages(self, move: MigrationPlan, number: int) -> None:
         lease, group = move.plan.groups[number], move.bindings[number].group
         pool = self._member.engine.pages
         place = group.ranks.index(self._rank)
@@ -373,7 +373,7 @@ class Moving:
         renumbered = group.width * indices[blocks // group.width - 1] + blocks % group.width
         table.assign(renumbered, lease.table[place][blocks])
 
-    def _adopt(self, binding: Binding, pending: Pending, indices: Ints) -> None:
+    def _adopt(self, binding: Binding, pending: PreparedMigration, indices: Ints) -> None:
         member = self._member
         scheduler = member.mode_of(binding.group).scheduler
         assert scheduler is not None

@@ -5,7 +5,7 @@ import numpy as np
 from comm_pool.layout import Group, Rank
 from coordinator.protocol.terms import TaskId
 from worker.engine.scheduling.handover import CachedChain
-from worker.rank.migration.manifest import Cargo, Manifest
+from worker.rank.migration.manifest import Manifest, TaskSnapshot
 from worker.rank.runtime_protocol import Runtime
 
 CACHED_BYTES_MAX = 4 << 30
@@ -30,7 +30,7 @@ def manifest_of(member: Runtime, rank: Rank, group: Group | None, born: int) -> 
     mode = member.mode_of(group)
     pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
     slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
-    cargo: tuple[Cargo, ...] = ()
+    cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written = _NO_PAGES
     if mode.scheduler is not None:
@@ -38,7 +38,7 @@ def manifest_of(member: Runtime, rank: Rank, group: Group | None, born: int) -> 
         states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
         led = [(member.book.get(TaskId(state.task)), state) for state in states]
         cargo = tuple(
-            Cargo(each.header, each.attempt, each.emitted, each.payload, state)
+            TaskSnapshot(each.header, each.attempt, each.emitted, each.payload, state)
             for each, state in led
             if each is not None
         )

@@ -13,33 +13,33 @@ from dataclasses import dataclass
 import structlog
 
 from comm_pool.layout import Rank
-from comm_pool.mailbox import Board
+from comm_pool.mailbox import RankMailbox
 from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.terms import Carry, Phase, Target
 from worker.engine.rank_engine import RankEngine
-from worker.rank.migration.manifest import Manifest, Move, plan_move
+from worker.rank.migration.manifest import Manifest, MigrationPlan, plan_move
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class _Foreseen:
+class _PlannedAhead:
     epoch: int
     target: Target
     ranks: frozenset[Rank]
     """Whose manifests it was planned from."""
-    move: Move | None
+    move: MigrationPlan | None
     """None if it could not be planned."""
 
 
-class MovePlanning:
+class MigrationPlanner:
     """The plan of the next move."""
 
-    def __init__(self, engine: RankEngine, boards: Mapping[Rank, Board], rank: Rank) -> None:
+    def __init__(self, engine: RankEngine, boards: Mapping[Rank, RankMailbox], rank: Rank) -> None:
         self._engine = engine
         self._boards = boards
         self._rank = rank
-        self._foreseen: _Foreseen | None = None
+        self._foreseen: _PlannedAhead | None = None
 
     def foresee(self, wanted: Directive | None) -> bool:
         """Plan the move that will be asked for, if all ranks of its target have told.
@@ -60,10 +60,10 @@ class MovePlanning:
         except Exception:
             # The move itself will meet it too, and tells everybody.
             log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
-        self._foreseen = _Foreseen(epoch, target, present, move)
+        self._foreseen = _PlannedAhead(epoch, target, present, move)
         return False
 
-    def plan(self, directive: Directive) -> Move:
+    def plan(self, directive: Directive) -> MigrationPlan:
         """Plan the move of all movers that are peers, whose boards are of its epoch.
 
         Raises `ReshardError`.
@@ -89,7 +89,7 @@ class MovePlanning:
         now = dict(directive.members)
         return frozenset(rank for rank in known if now.get(rank) == spec.together.get(rank))
 
-    def _plan(self, ranks: Iterable[Rank], target: Target) -> Move:
+    def _plan(self, ranks: Iterable[Rank], target: Target) -> MigrationPlan:
         manifests: dict[int, Manifest] = {
             rank: pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
             for rank in ranks
@@ -98,7 +98,7 @@ class MovePlanning:
         return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
 
 
-def tell_of_shortage(epoch: int, rank: Rank, move: Move) -> None:
+def tell_of_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
     """Log how a component, by its lowest rank, got along where pages were scarce."""
     plan = move.plan
     if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):

@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import pytest
 
 from gateway.batches.content import Content, Part
-from gateway.batches.service import BatchDesk, DeskSettings
+from gateway.batches.service import BatchService, BatchServiceSettings
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import StorageFullError, StoreCalls
 from gateway.batches.terms import BatchRecord, Counts, FileRecord, Status
@@ -31,7 +31,9 @@ class Office:
         self.store = StoreCalls(lambda: SqliteStore(self.path))
         self.content = Content(folder / "files")
         settings = {"lines_at_once": 4, "lease_s": 30.0, **settings}
-        self.desk = BatchDesk("g", self.store, self.content, answer, DeskSettings(**settings))
+        self.desk = BatchService(
+            "g", self.store, self.content, answer, BatchServiceSettings(**settings)
+        )
         self.work = asyncio.create_task(self.desk.run(lambda: True, lambda _: None))
 
     async def batch(

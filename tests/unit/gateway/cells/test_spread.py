@@ -10,9 +10,9 @@ import pytest
 from coordinator.protocol.messages.gateway import CellLoad, CellState, Submit, Withdraw
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId, Tier
-from gateway.fleet.rebalancer import Spread
+from gateway.fleet.rebalancer import Rebalancer
 from gateway.fleet.roster import CellRoster, MoveReason
-from gateway.open_requests import TaskBook
+from gateway.open_requests import OpenRequests
 
 A, B = "a:1", "b:1"
 STATE = CellState("dp2", 1, serving=True, world=2, ranks_alive=2, queued=0, max_context_tokens=512)
@@ -25,11 +25,11 @@ class World:
     """One task in cell A, and a cell B."""
 
     roster: CellRoster = field(default_factory=lambda: CellRoster([A, B], 2.0, in_fleet=True))
-    book: TaskBook = field(default_factory=TaskBook)
+    book: OpenRequests = field(default_factory=OpenRequests)
     moved: Counter[MoveReason] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.spread = Spread(self.book, self.roster, self._moved)
+        self.spread = Rebalancer(self.book, self.roster, self._moved)
         for cell in (A, B):
             self.roster.opened(cell)
             self.book.session_opened(cell)
