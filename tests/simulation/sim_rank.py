@@ -1,4 +1,4 @@
-"""A rank's process around the real participant and the real page pool; only the model is missing."""
+"""A rank's process around the real participant and page pool; only the model is missing."""
 
 import dataclasses
 from typing import TYPE_CHECKING

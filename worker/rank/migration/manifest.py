@@ -87,7 +87,7 @@ _Bare = tuple[
     tuple[str, bytes, int, int, int],
     tuple[list[bytes], Any],
 ]
-"""The fields of a `TaskSnapshot`: before its state, and of its state before and after the blocks."""
+"""The fields of a `TaskSnapshot`: before its state, and of its state around the blocks."""
 
 
 def _without_blocks(cargo: TaskSnapshot) -> _Bare:
