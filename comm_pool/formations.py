@@ -7,31 +7,33 @@ KEPT = 16
 class PeerLostError(RuntimeError):
     """The formation has lost a member: nothing of the step under way counts, and none follows."""
 
-    def __init__(self, born: int) -> None:
-        super().__init__(f"formation {born} has lost a member: what it computed does not count.")
-        self.born = born
+    def __init__(self, formation: int) -> None:
+        super().__init__(
+            f"formation {formation} has lost a member: what it computed does not count."
+        )
+        self.formation = formation
 
 
 class Formations:
-    """Formations by the epoch in which they were formed (`born`); that of the start-up is 0.
+    """Formations, named by the epoch in which they were formed; that of the start-up is 0.
 
     `enter` is the main loop's; `abort` may be called from another thread.
     """
 
     def __init__(self) -> None:
-        self.born = 0
+        self.formation = 0
         self._aborted: frozenset[int] = frozenset()
 
-    def enter(self, born: int) -> None:
+    def enter(self, formation: int) -> None:
         """Collectives belong to this formation from now on."""
-        self.born = born
+        self.formation = formation
 
-    def abort(self, born: int) -> None:
+    def abort(self, formation: int) -> None:
         """Call this rank out of the formation's collectives, now and later."""
-        if born not in self._aborted:
+        if formation not in self._aborted:
             # Formations are joined in order, so the last few are all that is ever asked for.
-            self._aborted = frozenset(sorted((*self._aborted, born))[-KEPT:])
+            self._aborted = frozenset(sorted((*self._aborted, formation))[-KEPT:])
 
-    def is_aborted(self, born: int) -> bool:
+    def is_aborted(self, formation: int) -> bool:
         """Whether this rank was called out of it."""
-        return born in self._aborted
+        return formation in self._aborted

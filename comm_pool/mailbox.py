@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = Path("/dev/shm")  # noqa: S108 -- where POSIX shared memory has its names
 
-BOARD_BYTES = 256 << 20
+MAILBOX_BYTES = 256 << 20
 """Room for what one rank tells in one move; memory is only taken for what is written."""
 
 _EPOCH, _LENGTH, _ROUND, _SETTLED, _SETTLED_LENGTH, _ENDS = range(6)
@@ -114,20 +114,20 @@ def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[Rank
     own = FOLDER / f"aileron-board-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.ftruncate(descriptor, BOARD_BYTES)
-        memory = mmap.mmap(descriptor, BOARD_BYTES)
+        os.ftruncate(descriptor, MAILBOX_BYTES)
+        memory = mmap.mmap(descriptor, MAILBOX_BYTES)
         names = gather(str(own))
-        boards = [memory if number == rank else _map(name) for number, name in enumerate(names)]
+        mailboxes = [memory if number == rank else _map(name) for number, name in enumerate(names)]
         gather(None)
     finally:
         os.close(descriptor)
         own.unlink()
-    return tuple(RankMailbox(board) for board in boards)
+    return tuple(RankMailbox(mailbox) for mailbox in mailboxes)
 
 
 def _map(name: str) -> mmap.mmap:
     descriptor = os.open(name, os.O_RDWR)
     try:
-        return mmap.mmap(descriptor, BOARD_BYTES, prot=mmap.PROT_READ)
+        return mmap.mmap(descriptor, MAILBOX_BYTES, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)

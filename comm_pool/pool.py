@@ -27,7 +27,7 @@ from comm_pool.cpu.cell_memory import CellMemory, plane_name, queue_name
 from comm_pool.cpu.plane_group import PlaneGroup
 from comm_pool.cpu.shared_plane import SharedPlane, plane_bytes
 from comm_pool.cpu.step_ring import StepRing, ring_bytes
-from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump, let_out, undivided
+from comm_pool.cuda.collective_abort import CollectiveAborter, SignalPump, unblock, undivided
 from comm_pool.formations import Formations
 from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, reducing_groups
@@ -55,7 +55,7 @@ class Communicator:
     memory_bytes: int
     plane: SharedPlane | None = None
     """What its collectives run over where they can be aborted: on CPU."""
-    way_out: CollectiveAborter | None = None
+    aborter: CollectiveAborter | None = None
     """How this rank gets out of them where they cannot."""
 
     @property
@@ -130,7 +130,7 @@ class CommunicatorPool:
         groups behind the plan; those have no control plane. A collective call of all its ranks,
         but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
         """
-        self._drainer = SignalPump(device)
+        self._pump = SignalPump(device)
         self.closed: tuple[Ranks, ...] = ()
         """Groups that can never be formed again by this process."""
         self._rank = rank
@@ -185,10 +185,10 @@ class CommunicatorPool:
             else:
                 plane, group = self._create_alone(self._memory, lists, has_queue=has_queue)
         _warm(group, device, exchanges=has_queue and device.type == "cuda")
-        way_out = None
+        aborter = None
         if self._memory is None:
             _release_names(group)
-            way_out = CollectiveAborter(group, self._drainer, lambda: self._formations.born)
+            aborter = CollectiveAborter(group, self._pump, lambda: self._formations.formation)
         ranks = tuple(Rank(self._first + place) for place in group.ranks)
         return Communicator(
             ranks,
@@ -196,7 +196,7 @@ class CommunicatorPool:
             (time.perf_counter() - started) * 1e3,
             max(0, _memory_bytes(device) - before),
             plane,
-            way_out,
+            aborter,
         )
 
     def _create_together(self, lists: list[list[int]], *, has_queue: bool) -> GroupCoordinator:
@@ -256,31 +256,31 @@ class CommunicatorPool:
     def can_abort(self) -> bool:
         """Whether collectives whose peer has died raise `PeerLostError` by themselves: on CPU.
 
-        On CUDA `let_out` lets their kernels run to their end, and if that fails the process ends.
+        On CUDA `unblock` lets their kernels run to their end, and if that fails the process ends.
         """
         return any(each.plane is not None for _, each in self.named())
 
-    def enter(self, born: int) -> None:
+    def enter(self, formation: int) -> None:
         """This rank's collectives are those of this formation from now on."""
-        self._formations.enter(born)
+        self._formations.enter(formation)
 
-    def abort(self, ranks: Ranks, born: int) -> None:
+    def abort(self, ranks: Ranks, formation: int) -> None:
         """Let the collectives of a formation of these ranks raise `PeerLostError`; any thread."""
-        self._formations.abort(born)
+        self._formations.abort(formation)
         for plane in self._planes(ranks):
-            plane.abort(born)
+            plane.abort(formation)
 
-    def is_aborted(self, ranks: Ranks, born: int) -> bool:
+    def is_aborted(self, ranks: Ranks, formation: int) -> bool:
         """Whether this rank or another member has aborted the formation; of one rank nobody can.
 
         A rank alone waits for nobody, and goes on also if others of its epoch were lost.
         """
         if len(ranks) == 1:
             return False
-        marked = any(plane.is_aborted(born) for plane in self._planes(ranks))
-        return marked or self._formations.is_aborted(born)
+        marked = any(plane.is_aborted(formation) for plane in self._planes(ranks))
+        return marked or self._formations.is_aborted(formation)
 
-    def let_out(self, ranks: Ranks, is_wanted: Callable[[], bool]) -> None:
+    def unblock(self, ranks: Ranks, is_wanted: Callable[[], bool]) -> None:
         """Let this rank out of the collectives of an aborted formation; any thread.
 
         The group can never be formed again by this process. It takes some 0.1 s, or until it is no
@@ -289,11 +289,11 @@ class CommunicatorPool:
         # Parts of the ranks are groups that the others form next. Those of mixed shapes that lie
         # across are only used by this one.
         mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
-        ways = [each.way_out for each in (self.of(ranks), *mixed) if each.way_out is not None]
+        ways = [each.aborter for each in (self.of(ranks), *mixed) if each.aborter is not None]
         if ways:
             if ranks not in self.closed:
                 self.closed = (*self.closed, ranks)
-            let_out(ways, self._drainer, is_wanted)
+            unblock(ways, self._pump, is_wanted)
 
     def _planes(self, ranks: Ranks) -> tuple[SharedPlane, ...]:
         """Those that a formation of these ranks may use; others of its epoch have others."""

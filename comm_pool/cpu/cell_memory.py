@@ -75,7 +75,7 @@ def queue_name(ranks: Sequence[int]) -> str:
     return "-".join(("queue", *map(str, ranks)))
 
 
-def board_name(rank: int) -> str:
+def mailbox_name(rank: int) -> str:
     """Name the memory of a rank's board."""
     return f"board-{rank}"
 
@@ -95,7 +95,7 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_ranks = (
-        name(rank) for name in (board_name, kv_name, measured_name) for rank in range(world)
+        name(rank) for name in (mailbox_name, kv_name, measured_name) for rank in range(world)
     )
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

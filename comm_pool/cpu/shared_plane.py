@@ -91,19 +91,19 @@ class SharedPlane:
             raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
             self._raw = raw.view(2, width, HALF_BYTES)
         self._typed: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-        self._born = -1
+        self._formation = -1
         self._sequence = 0
         self._half = 0
 
     # ------------------------------------------------------------------ aborting
 
-    def abort(self, born: int) -> None:
+    def abort(self, formation: int) -> None:
         """Call all members out of this formation; may be called from another thread."""
-        self._aborts[self._place] = born + 1
+        self._aborts[self._place] = formation + 1
 
-    def is_aborted(self, born: int) -> bool:
+    def is_aborted(self, formation: int) -> bool:
         """Whether any member called them out of this formation."""
-        return born + 1 in self._aborts.tolist()
+        return formation + 1 in self._aborts.tolist()
 
     # ------------------------------------------------------------------ collectives
 
@@ -180,19 +180,19 @@ class SharedPlane:
 
     def _begin(self) -> None:
         """Go on to the next collective, whose half this member may write."""
-        born = self._formations.born
-        if born != self._born:
+        formation = self._formations.formation
+        if formation != self._formation:
             # Before anything is written: a member of an earlier formation may still be reading.
-            self._words[self._place] = born << SEQUENCE_BITS
-            self._born, self._sequence = born, 0
-        if self._formations.is_aborted(born):
-            raise PeerLostError(born)
+            self._words[self._place] = formation << SEQUENCE_BITS
+            self._formation, self._sequence = formation, 0
+        if self._formations.is_aborted(formation):
+            raise PeerLostError(formation)
         self._sequence += 1
         self._half = self._sequence & 1
 
     def _meet(self) -> None:
         """Say that this member's part is there, and wait for those of the others."""
-        words, wanted = self._words, (self._born << SEQUENCE_BITS) + self._sequence
+        words, wanted = self._words, (self._formation << SEQUENCE_BITS) + self._sequence
         with FENCE:
             words[self._place] = wanted
         for other in self._others:
@@ -201,18 +201,18 @@ class SharedPlane:
                 if looks:
                     looks -= 1
                     continue
-                if self._formations.is_aborted(self._born) or self.is_aborted(self._born):
-                    raise PeerLostError(self._born)
+                if self._formations.is_aborted(self._formation) or self.is_aborted(self._formation):
+                    raise PeerLostError(self._formation)
                 time.sleep(NAP_S)
         with FENCE:
             pass
 
     def _check(self) -> None:
         """What was read counts only if all members are still in this formation."""
-        words, after = self._words, (self._born + 1) << SEQUENCE_BITS
+        words, after = self._words, (self._formation + 1) << SEQUENCE_BITS
         for other in self._others:
             if words[other] >= after:
-                raise PeerLostError(self._born)
+                raise PeerLostError(self._formation)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -176,9 +176,9 @@ class CallGate:
     A call with a communicator that was aborted would crash the process.
     """
 
-    def __init__(self, born: Callable[[], int]) -> None:
-        """`born` tells which formation a call belongs to."""
-        self._born = born
+    def __init__(self, formation: Callable[[], int]) -> None:
+        """`formation` returns the formation that a call belongs to."""
+        self._formation = formation
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -197,7 +197,7 @@ class CallGate:
         """Let the calls within be made all or none; raises `PeerLostError` if it is closed."""
         with self._lock:
             if self._is_closed:
-                raise PeerLostError(self._born())
+                raise PeerLostError(self._formation())
             yield
 
     def close(self, wait_s: float) -> bool:
@@ -267,13 +267,13 @@ class CollectiveAborter:
     """The way out of one group's collectives."""
 
     def __init__(
-        self, group: GroupCoordinator, drainer: SignalPump, born: Callable[[], int]
+        self, group: GroupCoordinator, pump: SignalPump, formation: Callable[[], int]
     ) -> None:
         """Guards the group's NCCL; to be made before the first step."""
         self._name = "-".join(map(str, group.ranks))
         self._device = group.device
         communicator = group.device_communicator
-        self._guard = CallGate(born)
+        self._guard = CallGate(formation)
         setattr(communicator, GUARD_NAME, self._guard)
         pynccl = _enabled(communicator, "pynccl_comm")
         self._nccl = (
@@ -283,13 +283,13 @@ class CollectiveAborter:
         )
         self._held = self._hold()
         self._is_closed = False
-        self.signal = self._find_signal(group, drainer)
+        self.signal = self._find_signal(group, pump)
         """What is to be drained, if there is anything."""
         if _enabled(communicator, "symm_mem_comm") is not None:
             reason = "multicast all-reduce is on, which waits in another way"
             log.warning("group_not_drainable", group=self._name, reason=reason)
 
-    def _find_signal(self, group: GroupCoordinator, drainer: SignalPump) -> Signal | None:
+    def _find_signal(self, group: GroupCoordinator, pump: SignalPump) -> Signal | None:
         custom = _enabled(group.device_communicator, "ca_comm")
         if custom is None:
             return None
@@ -299,7 +299,7 @@ class CollectiveAborter:
             reason = f"the counters of custom all-reduce take {size} bytes, which is unknown"
             log.warning("group_not_drainable", group=self._name, reason=reason)
             return None
-        drainer.warm(peers)
+        pump.warm(peers)
         words = _Words(custom.meta_ptrs[group.rank_in_group], size)
         return Signal(torch.as_tensor(words, device=group.device), peers)
 
@@ -353,8 +353,8 @@ def _enabled(communicator: Any, name: str) -> Any:
     return None if found is None or found.disabled else found
 
 
-def let_out(
-    ways: Sequence[CollectiveAborter], drainer: SignalPump, is_wanted: Callable[[], bool]
+def unblock(
+    ways: Sequence[CollectiveAborter], pump: SignalPump, is_wanted: Callable[[], bool]
 ) -> None:
     """Close and drain groups for good, as long as that is wanted; to be repeated while it is.
 
@@ -365,4 +365,4 @@ def let_out(
             log.warning("communicator_not_closed", reason="a call of it is under way")
     signals = [way.signal for way in ways if way.signal is not None]
     if signals:
-        drainer.drain(signals, is_wanted)
+        pump.drain(signals, is_wanted)

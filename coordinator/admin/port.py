@@ -48,7 +48,7 @@ class AdminPort:
     ) -> None:
         self._core = core
         self._metrics = build_metrics(core, server, observers, config)
-        self._history = History(server.gathered.tally)
+        self._history = History(server.aggregator.tally)
         context = AdminContext(
             core=core,
             owner=owner,
@@ -123,7 +123,7 @@ def build_metrics(core: Core, server: CellServer, observers: Observers, config: 
         clock=monotonic_ms,
     )
     facts = Facts(config.served_model_name, own_version(), config.slo)
-    return Metrics(views, server.gathered, observers.core, observers.came_true, facts)
+    return Metrics(views, server.aggregator, observers.core, observers.prediction_tracker, facts)
 
 
 def _facts(config: Config, coordinator_id: str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         "width": group.width,
         "name": group.name,
         "leader": group.leader,
-        "born": binding.born,
+        "formation": binding.formation,
     }
     seen = roster.get(group.leader)
     report = seen.report if seen else None

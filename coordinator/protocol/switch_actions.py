@@ -10,8 +10,8 @@ from coordinator.protocol.terms import Binding, Carry, Stage
 class Leave:
     """Leave the joined group; afterwards PARK is acknowledged.
 
-    A leader sends the leave message (`binding.born`) and applies the carry plan to its tasks; a
-    follower only unbinds. With `group_lost` a member's share of the KV is gone, or the followers
+    A leader sends the leave message (`binding.formation`) and applies the carry plan to its tasks;
+    a follower only unbinds. With `group_lost` a member's share of the KV is gone, or the followers
     may be, so the tasks are returned for recompute whatever the plan.
     """
 

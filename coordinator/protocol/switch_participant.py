@@ -8,7 +8,7 @@ or the leader is known to be gone. Called by the rank's process, which carries o
   sends no further one before it has asked. A follower asks between any two steps, but carries out
   `Leave` only when it has read all that its leader sent.
 - A leader that waits for room in the queue gives up the step when its lease ends.
-- Each formation's messages on the step queue carry its `born`; other formations' are dropped.
+- Messages on the step queue carry their formation; those of other formations are dropped.
 - Followers take their lease from the leader's first message of a formation (born, grant, kept),
   which the leader sends on `Serve`: steps may reach a follower before its own SERVE directive,
   and that may never come. `Serve` of a follower repeats the message and changes nothing.
@@ -16,7 +16,7 @@ or the leader is known to be gone. Called by the rank's process, which carries o
   that they never fill; leave messages among it go to `on_leave`.
 - Where nothing is to be moved, a parked rank joins its next group at once: nobody steps before all
   have, and until then a leave message is not needed. The directive says which formation will never
-  be led (`void`), since a leader that has not heard of it cannot say so.
+  be led (`abandoned_formation`), since a leader that has not heard of it cannot say so.
 - Behind a committed move groups begin at once, so a follower may hear of it when its leader is in a
   step with it and another layout is wanted. It joins all the same, and leaves as above. What is on
   the queue was sent to it then, so a rank that waits for the outcome of a move drops nothing.
@@ -63,7 +63,7 @@ class SwitchParticipant:
         "_joined",
         "_leaves",
         "_members",
-        "_moving",
+        "_migration",
         "_promised",
         "binding",
         "incarnation",
@@ -95,9 +95,9 @@ class SwitchParticipant:
         """Incarnations of the binding's ranks when it was joined."""
         self._joined: Joined | None = None
         self._leaves: dict[int, bool] = {}
-        """Formations (by `born`) whose leader has left, and whether it parked its tasks for a move;
+        """Formations whose leader has left, and whether it parked its tasks for a move;
         a rank is in one per epoch."""
-        self._moving: int | None = None
+        self._migration: int | None = None
         """The epoch whose move takes, or may take, what this rank parked for it."""
         self._copied: Directive | None = None
         """The last move that this rank acknowledged."""
@@ -125,7 +125,7 @@ class SwitchParticipant:
     @property
     def is_left(self) -> bool:
         """The leader of the joined group has left it: only a directive can come next."""
-        return self.binding is not None and self.binding.born in self._leaves
+        return self.binding is not None and self.binding.formation in self._leaves
 
     @property
     def told(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ class SwitchParticipant:
     @property
     def is_moving(self) -> bool:
         """What this rank parked may still be moved elsewhere."""
-        return self._moving is not None
+        return self._migration is not None
 
     @property
     def may_drain(self) -> bool:
@@ -161,14 +161,14 @@ class SwitchParticipant:
         if held is None or _order(directive) >= _order(held):
             self.wanted = directive
 
-    def on_leave(self, born: int, *, for_move: bool = False) -> None:
-        """Take note that the leader left the formation `born`; older formations are ignored.
+    def on_leave(self, formation: int, *, for_move: bool = False) -> None:
+        """Take note that the leader left `formation`; older formations are ignored.
 
         A parked rank may hear it before the directive that would make it join; the note then lets
         it leave again. `for_move`: the leader says that its tasks are parked for a move.
         """
-        if self.binding is None or born >= self.binding.born:
-            self._leaves[born] = for_move or self._leaves.get(born, False)
+        if self.binding is None or formation >= self.binding.formation:
+            self._leaves[formation] = for_move or self._leaves.get(formation, False)
 
     def next_move(self, *, idle: bool) -> Move | None:
         """Return what to do at this safe point, if anything; changes nothing.
@@ -183,8 +183,8 @@ class SwitchParticipant:
             return Join(self._promised, self._copied)
         if self.binding is not None and self.binding != to_be:
             return self._leave(wanted, self.binding, idle)
-        if self._moving is not None and wanted.stage > Stage(self._moving, Phase.MOVE):
-            return self._resolve(wanted, self._moving)
+        if self._migration is not None and wanted.stage > Stage(self._migration, Phase.MOVE):
+            return self._resolve(wanted, self._migration)
         if self.binding is not None:
             return self._stay(wanted, self.binding)
         if to_be is None:
@@ -204,15 +204,15 @@ class SwitchParticipant:
         match move:
             case Leave(directive=directive):
                 if move.carry is Carry.RESHARD and not move.group_lost:
-                    self._moving = directive.stage.epoch
+                    self._migration = directive.stage.epoch
                 self._park(directive)
             case Park(directive=directive):
                 self._park(directive)
             case Reshard(directive=directive):
-                self._moving, self._copied = directive.stage.epoch, directive
+                self._migration, self._copied = directive.stage.epoch, directive
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
-                self._moving = directive.stage.epoch if move.is_kept else None
+                self._migration = directive.stage.epoch if move.is_kept else None
                 if move.is_joined and directive.stage.epoch > move.epoch and self._copied:
                     self._promised = self._copied.target.binding_of(self.rank)
             case Join(binding=binding, directive=directive):
@@ -251,7 +251,7 @@ class SwitchParticipant:
 
     def _may_join_early(self, wanted: Directive) -> bool:
         """Say whether this rank is parked, and nothing is to be moved before it joins."""
-        is_parked = self.binding is None and self._moving is None
+        is_parked = self.binding is None and self._migration is None
         is_known = wanted.stage == self.stage == Stage(self.stage.epoch, Phase.PARK)
         may_join = wanted.carry not in MOVING and wanted.target.binding_of(self.rank) is not None
         return is_parked and is_known and may_join
@@ -287,10 +287,12 @@ class SwitchParticipant:
                 carry = PLAN_BEHIND.get(carry, carry)
             may_leave = is_lost or carry not in PLAN_BEHIND or is_drained
         else:
-            may_leave = self._is_left(binding, gone) or wanted.void == binding.born
+            may_leave = (
+                self._is_left(binding, gone) or wanted.abandoned_formation == binding.formation
+            )
         if not may_leave:
             return None
-        if carry in MOVING and self._leaves.get(binding.born, False):
+        if carry in MOVING and self._leaves.get(binding.formation, False):
             # The leader may have heard before this rank did that others have drained by now.
             carry = Carry.RESHARD
         return Leave(binding, carry, self.is_leader, is_lost, wanted)
@@ -330,7 +332,9 @@ class SwitchParticipant:
         self._members = {rank: members.get(rank) for rank in binding.group.ranks}
         self._joined = binding, self._members
         leaves = self._leaves.items()
-        self._leaves = {born: for_move for born, for_move in leaves if born >= binding.born}
+        self._leaves = {
+            formation: for_move for formation, for_move in leaves if formation >= binding.formation
+        }
         self._acknowledge(Stage(directive.stage.epoch, Phase.SWAP), directive)
 
     def _acknowledge(self, stage: Stage, directive: Directive) -> None:

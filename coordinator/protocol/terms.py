@@ -62,11 +62,11 @@ class Tier(IntEnum):
 class Binding(msgspec.Struct, frozen=True):
     """A group and the epoch it was formed in; messages of an older formation are stale.
 
-    A group that a switch does not change keeps its `born`, so it serves through that switch.
+    A group that a switch does not change keeps its formation, so it serves through that switch.
     """
 
     group: Group
-    born: int
+    formation: int
 
 
 class Target(msgspec.Struct, frozen=True):

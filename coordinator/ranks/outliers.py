@@ -56,7 +56,7 @@ class OutlierDetector:
     """What was seen of the ranks' pace and promptness; times are milliseconds of one clock."""
 
     __slots__ = (
-        "_no_room",
+        "_oom_formation",
         "_outs",
         "_settings",
         "_since_ms",
@@ -78,7 +78,7 @@ class OutlierDetector:
         """In how many windows in a row each rank was slow."""
         self._outs: dict[Rank, tuple[int, int]] = {}
         """How often each rank was taken out, and when last."""
-        self._no_room: dict[Rank, int] = {}
+        self._oom_formation: dict[Rank, int] = {}
         """The formation in which a step of each rank found no room last."""
 
     def on_report(self, report: Report, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
@@ -91,9 +91,9 @@ class OutlierDetector:
             if served.mode is Mode.DP:
                 before = self._sums.get(report.rank, StepSums())
                 self._sums[report.rank] = plus(before, served.sums)
-        if report.no_room <= self._no_room.get(report.rank, 0):
+        if report.oom_formation <= self._oom_formation.get(report.rank, 0):
             return []
-        self._no_room[report.rank] = report.no_room
+        self._oom_formation[report.rank] = report.oom_formation
         if report.rank not in serving:
             return []
         out = self._out(report.rank, self._settings.late_out_ms, "had no room for a step", now_ms)
@@ -151,7 +151,7 @@ class OutlierDetector:
         self._slow.pop(rank, None)
         self._sums.pop(rank, None)
         self._outs.pop(rank, None)
-        self._no_room.pop(rank, None)
+        self._oom_formation.pop(rank, None)
 
     def _spared(self, serving: Collection[Rank]) -> int:
         """How many of these may be left out, if no more than half of all are to be out."""

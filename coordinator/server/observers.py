@@ -19,7 +19,7 @@ class Observers:
     """What observes all events and effects of the core, from its first event on."""
 
     core: CoreMetrics
-    came_true: PredictionTracker
+    prediction_tracker: PredictionTracker
 
 
 def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) -> Observers:
@@ -28,9 +28,9 @@ def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) ->
     def switches() -> Any:
         return core.switches_view(MEASURED_SWITCHES)["switches"]
 
-    watcher, came_true = CoreMetrics(switches), PredictionTracker(server.gathered.tally)
+    watcher, prediction_tracker = CoreMetrics(switches), PredictionTracker(server.aggregator.tally)
     owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())
     owner.watchers = (watcher,)
     if config.policy.name == "adaptive":
-        owner.watchers += (came_true,)
-    return Observers(watcher, came_true)
+        owner.watchers += (prediction_tracker,)
+    return Observers(watcher, prediction_tracker)

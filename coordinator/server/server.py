@@ -88,7 +88,7 @@ class CellServer:
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
         """The newest process of each rank that a launcher saw end."""
-        self.gathered = MetricsAggregator()
+        self.aggregator = MetricsAggregator()
         """What gateways have measured; no business of the core's."""
         self._server: grpc.aio.Server | None = None
 
@@ -240,7 +240,7 @@ class CellServer:
         def read(message: bytes) -> Event | None:
             said = _decode(wire.decode_gateway_up, message)
             if isinstance(said, Measures):
-                self.gathered.take(gateway, said)
+                self.aggregator.take(gateway, said)
                 return None
             if isinstance(said, GatewayHello):
                 raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")

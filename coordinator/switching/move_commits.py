@@ -63,7 +63,7 @@ class MoveCommits:
 
     def on_report(self, report: Report) -> None:
         """Take what an earlier coordinator told; it stays true when the process has ended."""
-        self._told = max(self._told, (report.told_in, report.moved))
+        self._told = max(self._told, (report.heard_in_epoch, report.moved))
 
     def recover(self) -> None:
         """Take it that an earlier coordinator committed no later move than any rank was told of.

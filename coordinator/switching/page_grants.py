@@ -79,4 +79,4 @@ class PageGrants:
 def _free(report: Report | None) -> int:
     if report is None:
         return 0
-    return report.free_then if report.stage.phase is Phase.MOVE else report.pages.free
+    return report.free_pages_after_commit if report.stage.phase is Phase.MOVE else report.pages.free

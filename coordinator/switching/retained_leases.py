@@ -49,7 +49,7 @@ class RetainedLeases:
             return
         lease = self._leases.setdefault(binding.group.ranks, _Lease())
         lease.is_bound = True
-        lease.served_born = binding.born
+        lease.served_born = binding.formation
 
     def unbind(self, binding: Binding) -> None:
         """Listen to the group's leader again."""
@@ -95,12 +95,12 @@ class RetainedLeases:
 
     def _accept(self, kept: LeaseRetention) -> bool:
         lease = self._leases.setdefault(kept.ranks, _Lease())
-        if lease.is_bound or kept.born < lease.served_born:
+        if lease.is_bound or kept.formation < lease.served_born:
             return False
         if lease.kept is not None and _order(kept) <= _order(lease.kept):
             return False
         lost_in = (self._lost_in.get(rank, -1) for rank in kept.ranks)
-        if kept.born <= max(self._given_up.get(kept.ranks, -1), *lost_in):
+        if kept.formation <= max(self._given_up.get(kept.ranks, -1), *lost_in):
             # The leader had not heard of the loss; its tasks learn from the echo.
             kept = msgspec.structs.replace(kept, indices=())
         lease.kept = kept
@@ -108,4 +108,4 @@ class RetainedLeases:
 
 
 def _order(kept: LeaseRetention) -> tuple[int, int]:
-    return kept.born, kept.version
+    return kept.formation, kept.version

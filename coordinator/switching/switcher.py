@@ -214,7 +214,7 @@ class Switcher:
             target=self.target,
             carry=self.carry,
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
-            void=0 if self.recovering else void(report, self.target, self._roster),
+            abandoned_formation=0 if self.recovering else void(report, self.target, self._roster),
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
             kept=self._kept.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),

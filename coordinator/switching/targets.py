@@ -27,7 +27,7 @@ def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) 
 
 
 def void(report: Report, target: Target, roster: Roster) -> int:
-    """Return the formation (`born`) that a rank is joined to, if nobody will lead it; else 0.
+    """Return the formation that a rank is joined to, if nobody will lead it; else 0.
 
     A leader is given SERVE only after it has told that it joined, or that it has its share of a
     move into the formation. So one that has told neither, by its last report, has never served the
@@ -38,7 +38,7 @@ def void(report: Report, target: Target, roster: Roster) -> int:
     if joined is None or joined in target.bindings:
         return 0
     leader = roster.report_of(joined.group.leader)
-    return joined.born if leader is not None and not _may_serve(leader, joined) else 0
+    return joined.formation if leader is not None and not _may_serve(leader, joined) else 0
 
 
 def _may_serve(leader: Report, binding: Binding) -> bool:

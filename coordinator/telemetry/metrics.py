@@ -49,21 +49,21 @@ class Facts:
 class Metrics:
     """The registry of one coordinator.
 
-    `gathered` is what its gateways told, the others what was seen of its core.
+    `aggregator` is what its gateways told, the others what was seen of its core.
     """
 
     def __init__(
         self,
         views: Views,
-        gathered: MetricsAggregator,
+        aggregator: MetricsAggregator,
         watcher: CoreMetrics,
-        came_true: PredictionTracker,
+        prediction_tracker: PredictionTracker,
         facts: Facts | None = None,
     ) -> None:
         self._views = views
-        self.gathered = gathered
+        self.aggregator = aggregator
         self.watcher = watcher
-        self.came_true = came_true
+        self.prediction_tracker = prediction_tracker
         self._registry = CollectorRegistry()
         self._registry.register(_CellCollector(self, views, facts or Facts()))
         ProcessCollector(registry=self._registry)
@@ -100,11 +100,11 @@ class _CellCollector(Collector):
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
         model = self._facts.model
         yield from exposition.engine_metrics(layout, ranks, model)
-        watcher, told = self._metrics.watcher, self._metrics.gathered.tally
+        watcher, told = self._metrics.watcher, self._metrics.aggregator.tally
         yield from exposition.tally_metrics(watcher.tally.families(), model)
-        came_true = self._metrics.came_true
-        yield from exposition.tally_metrics(came_true.tally.families(), model)
-        yield from exposition.prediction_metrics(came_true.last)
+        prediction_tracker = self._metrics.prediction_tracker
+        yield from exposition.tally_metrics(prediction_tracker.tally.families(), model)
+        yield from exposition.prediction_metrics(prediction_tracker.last)
         yield GaugeMetricFamily(
             "aileron_reshard_bytes_per_second",
             "How fast the last switch with a move pulled KV, over all ranks.",

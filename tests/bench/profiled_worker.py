@@ -104,7 +104,7 @@ def trace_prefills(out: Path) -> None:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             result = execute(self, mode, plan)
         table = trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=ROWS)
-        name = f"rank-{self._member.engine.spec.rank}.torch.txt"
+        name = f"rank-{self._runtime.engine.spec.rank}.torch.txt"
         with (out / name).open("a") as file:
             file.write(f"{plan.tokens} tokens\n{table}\n")
         return result

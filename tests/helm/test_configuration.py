@@ -269,7 +269,7 @@ def test_streams_are_drained_before_a_pod_is_killed(release: Release) -> None:
 
 
 def test_gateways_are_probed_on_the_paths_that_need_no_key(release: Release) -> None:
-    routes = (ROOT / "gateway" / "routes.py").read_text()
+    routes = (ROOT / "gateway" / "http" / "routes.py").read_text()
     for _, _, container in processes(release):
         if container["name"] == "gateway":
             assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}

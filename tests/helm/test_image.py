@@ -253,7 +253,7 @@ def test_wheel_of_the_image_has_all_that_is_served_from_it(tmp_path: Path) -> No
         and not Path(name).name.startswith(".")
     }
     assert "worker/demo/model/model.safetensors" in files
-    assert "coordinator/page.html" in files
+    assert "coordinator/admin/page.html" in files
     assert files <= names
     assert {name.partition("/")[0] for name in names if ".dist-info" not in name} == {
         name.partition("/")[0] for name in files

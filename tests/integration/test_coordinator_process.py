@@ -54,12 +54,12 @@ async def test_ranks_go_on_through_restarts(coordinator: Coordinator) -> None:
             before = await coordinator.serving()
             assert coordinator.get("/health") == {"status": "alive"}
             await asyncio.to_thread(end, process, signal.SIGTERM)
-        bindings = [seat.binding for seat in ranks.seats.values()]
+        bindings = [participant.binding for participant in ranks.participants.values()]
         with coordinator.running() as process:
             after = await coordinator.serving()
             await asyncio.to_thread(end, process, signal.SIGINT)
         assert (after["layout"], after["epoch"]) == (before["layout"], before["epoch"])
-        assert [seat.binding for seat in ranks.seats.values()] == bindings
+        assert [participant.binding for participant in ranks.participants.values()] == bindings
 
 
 def test_a_port_that_is_taken_is_named(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ async def test_a_storm_of_scrapes_holds_up_no_task(coordinator: Coordinator) -> 
                     scraped_s += time.monotonic() - began
                     texts += scrapes.texts
                 call.cancel()
-        assert ranks.seats
+        assert ranks.participants
     medians = [[statistics.median(times) for times in rounds] for rounds in (calm, stormy)]
     p99s = [
         statistics.quantiles([ms for times in rounds for ms in times], n=100)[98]

@@ -42,11 +42,13 @@ async def test_drain_lets_tasks_finish_first(four_ranks: BareCell, calm: Calm) -
 
 def test_unaffected_groups_keep_serving_through_a_switch(four_ranks: BareCell) -> None:
     four_ranks.switch("tp2+dp2", "recompute")
-    born = {tuple(g["ranks"]): g["born"] for g in four_ranks.get("/admin/layout")["groups"]}
+    formation = {
+        tuple(g["ranks"]): g["formation"] for g in four_ranks.get("/admin/layout")["groups"]
+    }
     four_ranks.switch("tp2+tp2", "recompute")
-    after = {tuple(g["ranks"]): g["born"] for g in four_ranks.get("/admin/layout")["groups"]}
-    assert after[0, 1] == born[0, 1]
-    assert after[2, 3] > born[2,]
+    after = {tuple(g["ranks"]): g["formation"] for g in four_ranks.get("/admin/layout")["groups"]}
+    assert after[0, 1] == formation[0, 1]
+    assert after[2, 3] > formation[2,]
 
 
 def test_idle_switches_come_back_to_the_same_pages(four_ranks: BareCell) -> None:

@@ -100,12 +100,12 @@ async def test_no_stream_notices_that_ranks_die(whole: BareCell, expected: list[
     """In a group (a follower, in the middle of steps), in a switch (a leader), and in dp."""
     cell = whole
     cell.switch("tp2+tp2", "reshard")
-    born = cell.get("/admin/layout")["groups"][1]["born"]
+    formation = cell.get("/admin/layout")["groups"][1]["formation"]
     streams = await streams_through_loss(cell, "follower in tp2", 1)
     assert tokens_of(streams) == expected
     back(cell, "follower in tp2")
     group = cell.get("/admin/layout")["groups"][-1]
-    assert (group["ranks"], group["born"]) == ([2, 3], born), "the other group served on"
+    assert (group["ranks"], group["formation"]) == ([2, 3], formation), "the other group served on"
 
     cell.switch("dp4", "reshard")
     streams = await streams_through_loss(cell, "leader in a switch", 2, "dp2+tp2")
@@ -248,7 +248,7 @@ async def test_ranks_of_one_group_start_again_while_the_others_serve(
     whole: BareCell, expected: list[list[int]]
 ) -> None:
     whole.switch("tp2+tp2", "reshard")
-    born = whole.get("/admin/layout")["groups"][1]["born"]
+    formation = whole.get("/admin/layout")["groups"][1]["formation"]
     before, client = pids_of(whole), TaskClient()
     async with client.connected(whole):
         names = submit(client, "one group renewed")
@@ -269,7 +269,7 @@ async def test_ranks_of_one_group_start_again_while_the_others_serve(
     until(whole, "as before", is_as_before)
     back(whole, "one group renewed")
     groups = whole.get("/admin/layout")["groups"]
-    assert groups[1]["born"] == born, "the other group served on"
+    assert groups[1]["formation"] == formation, "the other group served on"
     assert [pids_of(whole)[rank] == before[rank] for rank in (2, 3)] == [True, True]
     assert "rank_killed" not in whole.log("worker")
 

@@ -107,13 +107,21 @@ def check_agreement(leader: Binding | None, member: Binding | None, rank: Rank) 
     )
 
 
-def check_nothing_waits(seat: SwitchParticipant) -> None:
+def check_nothing_waits(participant: SwitchParticipant) -> None:
     """A leader that is to leave its group, and stays for its tasks, can step with them."""
-    wanted, binding = seat.wanted, seat.binding
-    if wanted is None or binding is None or not seat.is_leader or wanted.stage <= seat.stage:
+    wanted, binding = participant.wanted, participant.binding
+    if (
+        wanted is None
+        or binding is None
+        or not participant.is_leader
+        or wanted.stage <= participant.stage
+    ):
         return
-    is_left = wanted.target.binding_of(seat.rank) != binding
-    check(seat.serving or not is_left, f"rank {seat.rank} waits in {binding} and never served")
+    is_left = wanted.target.binding_of(participant.rank) != binding
+    check(
+        participant.serving or not is_left,
+        f"rank {participant.rank} waits in {binding} and never served",
+    )
 
 
 def check_one_leads(
@@ -124,7 +132,7 @@ def check_one_leads(
 ) -> None:
     """Nobody else goes on with a task of the step in a way that its gateway would believe."""
     engine = other.holdings.engine
-    if other is leader or engine is None or not other.seat.may_step(other.clock_ms):
+    if other is leader or engine is None or not other.participant.may_step(other.clock_ms):
         return
     for name, attempt, _ in step.batch:
         task = engine.tasks.get(TaskId(name))

@@ -82,7 +82,7 @@ class CrashWorld(World):
             default_carry=Carry.RESHARD,
         )
         self.ranks = {
-            rank: SimRank(self, rank, 1, old.widths, 0, self.memory.boards)
+            rank: SimRank(self, rank, 1, old.widths, 0, self.memory.mailboxes)
             for rank, old in self.ranks.items()
             if old is not None
         }
@@ -147,7 +147,7 @@ class CrashWorld(World):
 
     def _directive_arrives(self, core: int, rank: Rank, directive: Directive) -> None:
         process = self.ranks[rank]
-        wanted = process.seat.wanted if process is not None else None
+        wanted = process.participant.wanted if process is not None else None
         is_new = wanted is not None and directive.stage > wanted.stage
         super()._directive_arrives(core, rank, directive)
         try:

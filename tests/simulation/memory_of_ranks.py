@@ -15,7 +15,7 @@ class Reach:
 
     cohort: int
     widths: tuple[int, ...]
-    boards: dict[Rank, Board]
+    mailboxes: dict[Rank, Board]
 
 
 class MemoryOfRanks:
@@ -26,7 +26,7 @@ class MemoryOfRanks:
         self._plan = plan
         self._widths = widths
         self._cohort = -1
-        self.boards: dict[Rank, Board] = {}
+        self.mailboxes: dict[Rank, Board] = {}
         self._queues: dict[tuple[Rank, ...], StepQueue] = {}
         self._followed: dict[Rank, list[StepQueue]] = {}
         self.joined: set[tuple[Rank, int]] = set()
@@ -38,23 +38,23 @@ class MemoryOfRanks:
         """Let these start: with memory of their own, or all but the first in what is there."""
         if shares and len(ranks) < self._world:
             self._join(ranks, incarnations)
-            return Reach(self._cohort, self._widths, self.boards)
+            return Reach(self._cohort, self._widths, self.mailboxes)
         self._cohort += 1
-        boards = {rank: Board(owner=incarnations[rank]) for rank in ranks}
+        mailboxes = {rank: Board(owner=incarnations[rank]) for rank in ranks}
         inside = [group for group in self._plan if set(group) <= set(ranks)]
         self._queues |= {group: StepQueue(group) for group in inside}
         for rank in ranks:
             self._followed[rank] = [self._queues[group] for group in inside if rank in group[1:]]
         if len(ranks) == self._world:
-            self.boards = boards
+            self.mailboxes = mailboxes
         widths = tuple(width for width in self._widths if width <= len(ranks))
-        return Reach(self._cohort, widths, boards)
+        return Reach(self._cohort, widths, mailboxes)
 
     def _join(self, ranks: Collection[Rank], incarnations: dict[Rank, int]) -> None:
         for rank in ranks:
             self.joined.add((rank, incarnations[rank]))
             # Those that live go on looking at the same board.
-            vars(self.boards[rank]).update(vars(Board(owner=incarnations[rank])))
+            vars(self.mailboxes[rank]).update(vars(Board(owner=incarnations[rank])))
             for queue in self._followed[rank]:
                 queue.skip(rank)
 

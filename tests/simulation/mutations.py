@@ -79,7 +79,7 @@ def _nothing_is_void(report: Report, target: Target, roster: Roster) -> int:
 
 def _all_is_void(report: Report, target: Target, roster: Roster) -> int:
     joined = report.binding
-    return 0 if joined is None or joined in target.bindings else joined.born
+    return 0 if joined is None or joined in target.bindings else joined.formation
 
 
 def _grants_its_own(self: Holdings, begin: Begin) -> int:
@@ -114,12 +114,12 @@ _on_report = OutlierDetector.on_report
 
 
 def _hears_of_no_room(self: OutlierDetector, report: Report, *args: Any) -> Any:
-    return _on_report(self, msgspec.structs.replace(report, no_room=0), *args)
+    return _on_report(self, msgspec.structs.replace(report, oom_formation=0), *args)
 
 
 def _tells_until_it_joins(self: Room) -> int:
-    binding = self._process.seat.binding
-    return self._lacked_in if binding is None or binding.born <= self._lacked_in else 0
+    binding = self._process.participant.binding
+    return self._lacked_in if binding is None or binding.formation <= self._lacked_in else 0
 
 
 def _no_patience(self: Switcher, rank: Rank) -> Any:
@@ -191,7 +191,7 @@ def _joined_or_void(report: Report, target: Target, roster: Roster) -> int:
     if joined is None or joined in target.bindings:
         return 0
     leader = roster.report_of(joined.group.leader)
-    return joined.born if leader is not None and leader.binding != joined else 0
+    return joined.formation if leader is not None and leader.binding != joined else 0
 
 
 def _only_if_wanted(self: SwitchParticipant, copied: Directive, wanted: Directive) -> bool:

@@ -47,7 +47,7 @@ class OpenSteps:
     def _does_not_come(self, member: "SimRank", step: Step) -> bool:
         if self._is_lost(member):
             return True
-        if (since := member.room.lacked_since(step.born)) is not None:
+        if (since := member.room.lacked_since(step.formation)) is not None:
             # Wherever the rank has gone meanwhile, the others hear of it only if it is cut out.
             return member.cut_out_at >= since or not self._world.faults.drains
         return _stays_away(member, step)
@@ -102,7 +102,7 @@ class OpenSteps:
             has_joined = (rank, process.incarnation) in self._world.memory.joined
             self._world.stats.rejoined += has_joined and len(ranks) > 1
             if not (_is_in_or_comes(process, step.binding) or _had_no_room(process, step)):
-                where = process.seat.binding
+                where = process.participant.binding
                 raise Violation(f"rank {leader.rank} steps in {step.binding}, {rank} is in {where}")
         for other in self._world.alive:
             check_one_leads(step, leader, other, self._world.gateways)
@@ -140,23 +140,23 @@ class OpenSteps:
 
 def _is_in_or_comes(member: "SimRank", binding: Binding) -> bool:
     """The rank is in the formation, or will hear that it is to join it."""
-    seat = member.seat
-    is_awaited = seat.target is not None and binding in seat.target.bindings
-    return seat.binding == binding or (is_awaited and not seat.may_drain)
+    participant = member.participant
+    is_awaited = participant.target is not None and binding in participant.target.bindings
+    return participant.binding == binding or (is_awaited and not participant.may_drain)
 
 
 def _does_without(
     member: "SimRank", binding: Binding, incarnations: Mapping[Rank, int | None]
 ) -> bool:
     """It does not come any more, as it has heard that a process of the group is cut out or dead."""
-    wanted = member.seat.wanted
+    wanted = member.participant.wanted
     present = dict(wanted.members) if wanted is not None else {}
     is_whole = all(present.get(rank) == incarnations[rank] for rank in binding.group.ranks)
     return not (_is_in_or_comes(member, binding) or is_whole)
 
 
 def _had_no_room(member: "SimRank", step: Step) -> bool:
-    return member.room.lacked_since(step.born) is not None
+    return member.room.lacked_since(step.formation) is not None
 
 
 def _stays_away(member: "SimRank", step: Step) -> bool:

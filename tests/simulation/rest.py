@@ -39,7 +39,7 @@ def check_rest(world: "World") -> None:
     assert world.core is not None
     world.core.integrity()
     check_layout(world)
-    stages = {rank.seat.stage for rank in world.alive}
+    stages = {rank.participant.stage for rank in world.alive}
     check(len(stages) == 1, f"ranks rest in different stages: {stages}")
     for rank in world.alive:
         rank.holdings.pages.integrity(full=True)
@@ -53,14 +53,14 @@ def check_rest(world: "World") -> None:
 
 
 def _unrest_of_rank(process: SimRank) -> str | None:
-    seat, holdings = process.seat, process.holdings
-    if not seat.serving or seat.target is None or seat.binding is None:
-        return f"does not serve, but is at {seat.stage}"
-    if seat.target.binding_of(seat.rank) != seat.binding:
-        return f"serves in {seat.binding}"
+    participant, holdings = process.participant, process.holdings
+    if not participant.serving or participant.target is None or participant.binding is None:
+        return f"does not serve, but is at {participant.stage}"
+    if participant.target.binding_of(participant.rank) != participant.binding:
+        return f"serves in {participant.binding}"
     if held := holdings.held():
         return f"still holds {sorted(held)}"
-    strangers = set(holdings.pages.counts().leased) - {seat.binding.group.ranks}
+    strangers = set(holdings.pages.counts().leased) - {participant.binding.group.ranks}
     return f"still leases pages to {sorted(strangers)}" if strangers else None
 
 

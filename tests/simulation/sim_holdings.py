@@ -51,7 +51,7 @@ class Holdings:
     def join(self, binding: Binding, incarnations: dict[Rank, int]) -> None:
         ranks = binding.group.ranks
         self._members[ranks] = {each: incarnations.get(each) for each in ranks}
-        self._joined[ranks] = binding.born
+        self._joined[ranks] = binding.formation
         self._lost.discard(ranks)
 
     def has_lost(self, ranks: Ranks) -> bool:
@@ -76,7 +76,7 @@ class Holdings:
         self._return_paused(ranks, frozenset(kept))
         self.pages.keep_only(ranks, kept)
         self.pages.lease(ranks, self.grant_of(begin))
-        self._applied[ranks] = (binding.born, begin.version)
+        self._applied[ranks] = (binding.formation, begin.version)
         self.kept.pop(ranks, None)
 
     def kept_still(self, kept: LeaseRetention | None) -> LeaseRetention | None:
@@ -133,7 +133,7 @@ class Holdings:
 
     def apply(self, kept: LeaseRetention, whole: Collection[Ranks | None]) -> None:
         """Free the pages of an unbound group that its leader does not need."""
-        order = (kept.born, kept.version)
+        order = (kept.formation, kept.version)
         if kept.ranks in whole or order <= self._applied.get(kept.ranks, (0, 0)):
             return
         self._applied[kept.ranks] = order
@@ -178,7 +178,7 @@ class Holdings:
 
     # ------------------------------------------------------------------ moves
 
-    def manifest(self, group: Ranks | None, born: int) -> Manifest:
+    def manifest(self, group: Ranks | None, formation: int) -> Manifest:
         """What this rank tells of itself before a move."""
         free = frozenset(self.pages.free_pages().tolist())
         groups = [tuple(map(Rank, ranks)) for ranks in self.pages.groups()]
@@ -199,7 +199,7 @@ class Holdings:
             for task in self.paused.get(group, {}).values()
         )
         pages = dict(pages)
-        return Manifest(self.rank, self.incarnation, group, born, pages, free, indices, cargo)
+        return Manifest(self.rank, self.incarnation, group, formation, pages, free, indices, cargo)
 
     def hand_over(self, group: Ranks, gone: dict[TaskId, int]) -> None:
         """Forget tasks that another leader goes on with."""
@@ -226,9 +226,9 @@ class Holdings:
             self._own.update(pages)
             return
         self.pages.lease_these(ranks, np.array(indices, dtype=np.int64), numbers)
-        self._joined[ranks] = binding.born
+        self._joined[ranks] = binding.formation
         self._lost.discard(ranks)
-        self._applied[ranks] = (binding.born, -1)
+        self._applied[ranks] = (binding.formation, -1)
         self._moved_in[ranks] = tuple(indices)
 
     def moved_in(self, ranks: Ranks) -> tuple[int, ...]:
@@ -265,10 +265,10 @@ class Holdings:
         self._version += 1
         self.kept[ranks] = LeaseRetention(ranks, self._version, indices, self._joined[ranks])
 
-    def held(self, moving: Ranks | None = None) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
+    def held(self, migration: Ranks | None = None) -> dict[TaskId, tuple[SimTask, Ranks, bool]]:
         """All tasks, each with its group and whether it is paused; those that move are not."""
         held = {
-            task_id: (task, ranks, ranks != moving)
+            task_id: (task, ranks, ranks != migration)
             for ranks, tasks in self.paused.items()
             for task_id, task in tasks.items()
         }

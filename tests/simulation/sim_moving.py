@@ -58,12 +58,12 @@ class Pending:
 class SimMoving:
     """The moves of one process."""
 
-    def __init__(self, process: "SimRank", boards: dict[Rank, Board]) -> None:
+    def __init__(self, process: "SimRank", mailboxes: dict[Rank, Board]) -> None:
         self._process = process
-        self._boards = boards
+        self._mailboxes = mailboxes
         self.group: Ranks | None = None
         """The group that was left with tasks which may move."""
-        self._born = -1
+        self._formation = -1
         self._is_told = False
         """Peers count on what this rank has of the group, until the move is decided."""
         self.pending: Pending | None = None
@@ -92,14 +92,14 @@ class SimMoving:
         holdings, bound, goal = self._process.holdings, self._process.bound, self.goal
         for kept in directive.kept:
             holdings.apply(kept, (bound, self.told_group, goal))
-        if self._process.seat.wanted is directive and directive.stage.epoch > 0:
+        if self._process.participant.wanted is directive and directive.stage.epoch > 0:
             holdings.forget_lost(dict(directive.members), (bound, goal))
 
     # ------------------------------------------------------------------ the move
 
     def left(self, binding: Binding, epoch: int) -> None:
         """Tasks and pages of this group stay as they are, and peers are told."""
-        self.group, self._born = binding.group.ranks, binding.born
+        self.group, self._formation = binding.group.ranks, binding.formation
         self._tell(epoch)
 
     def start(self, move: Reshard, is_overtaken: Callable[[], bool]) -> None:
@@ -136,7 +136,7 @@ class SimMoving:
 
     @property
     def _own_board(self) -> Board:
-        return self._boards[self._process.rank]
+        return self._mailboxes[self._process.rank]
 
     def _tell(self, epoch: int) -> None:
         self.adopted = ()
@@ -146,10 +146,10 @@ class SimMoving:
             group = None
         else:
             group = self.group
-        board = self._own_board
-        board.manifest = self._process.holdings.manifest(group, self._born)
-        board.round = 0
-        board.epoch = epoch
+        mailbox = self._own_board
+        mailbox.manifest = self._process.holdings.manifest(group, self._formation)
+        mailbox.round = 0
+        mailbox.epoch = epoch
 
     def _move(self, directive: Directive, is_overtaken: Callable[[], bool]) -> Iterator[None]:
         epoch = directive.stage.epoch
@@ -160,10 +160,10 @@ class SimMoving:
         manifests: dict[Rank, Manifest] = {}
         movers = self._peers(directive)
         for rank in movers:
-            board = self._boards[rank]
-            yield from self._wait(partial(_tells, board, epoch), is_overtaken)
-            assert board.manifest is not None
-            manifests[rank] = board.manifest
+            mailbox = self._mailboxes[rank]
+            yield from self._wait(partial(_tells, mailbox, epoch), is_overtaken)
+            assert mailbox.manifest is not None
+            manifests[rank] = mailbox.manifest
         two_rounds = self._process.world.has_two_rounds(epoch)
         plan = plan_move(manifests, directive.target, two_rounds=two_rounds)
         self._process.world.check_plan(epoch, manifests, directive.target)
@@ -189,8 +189,8 @@ class SimMoving:
     def _peers(self, directive: Directive) -> Ranks:
         """Movers on whose boards somebody writes: the processes that are meant still have them."""
         shares, now = self._process.world.faults.shares_memory, dict(directive.members)
-        known = (rank for rank in directive.movers if rank in self._boards)
-        return tuple(rank for rank in known if shares or self._boards[rank].owner == now[rank])
+        known = (rank for rank in directive.movers if rank in self._mailboxes)
+        return tuple(rank for rank in known if shares or self._mailboxes[rank].owner == now[rank])
 
     def _wait(
         self, condition: Callable[[], bool], is_overtaken: Callable[[], bool]
@@ -209,10 +209,10 @@ class SimMoving:
         for rank in movers:
 
             def is_there(rank: Rank = rank) -> bool:
-                board = self._boards[rank]
-                if board.epoch != epoch or board.round == GAVE_UP:
+                mailbox = self._mailboxes[rank]
+                if mailbox.epoch != epoch or mailbox.round == GAVE_UP:
                     raise MoveFailed
-                return board.round >= number
+                return mailbox.round >= number
 
             yield from self._wait(is_there, is_overtaken)
 
@@ -295,7 +295,7 @@ class SimMoving:
                 self._take_over(binding, pending.plan)
 
     @property
-    def free_then(self) -> int:
+    def free_pages_after_commit(self) -> int:
         """Pages that are free when the move that was carried out here is committed."""
         if self.pending is None:
             return 0
@@ -336,15 +336,15 @@ class SimMoving:
         indices = [index for each in tasks for index in each.indices]
         members: dict[Rank, int | None] = {each: plan.manifests[each].incarnation for each in ranks}
         holdings.take_pages(binding, indices, pages, members)
-        self.group, self._born = ranks, binding.born
+        self.group, self._formation = ranks, binding.formation
         if binding.group.leader == rank:
             self._process.world.stats.moved += len(tasks)
             for each in tasks:
                 holdings.adopt(ranks, _restored(each.cargo, each.blocks))
 
 
-def _tells(board: Board, epoch: int) -> bool:
-    return board.epoch == epoch
+def _tells(mailbox: Board, epoch: int) -> bool:
+    return mailbox.epoch == epoch
 
 
 def _restored(cargo: Cargo, blocks: list[int]) -> SimTask:

@@ -35,7 +35,7 @@ class Manifest:
     rank: Rank
     incarnation: int
     ranks: Ranks
-    born: int
+    formation: int
     pages: Mapping[int, int]
     """Lease index -> page in the left group; in dp both are the page."""
     free: frozenset[int]
@@ -168,7 +168,7 @@ def whole_groups(manifests: Mapping[Rank, Manifest]) -> frozenset[Ranks]:
         and all(
             member in manifests
             and manifests[member].ranks == each.ranks
-            and manifests[member].born == each.born
+            and manifests[member].formation == each.formation
             for member in each.ranks
         )
     )

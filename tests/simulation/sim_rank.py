@@ -52,16 +52,16 @@ class SimRank:
         incarnation: int,
         widths: tuple[int, ...],
         cohort: int = 0,
-        boards: dict[Rank, Board] | None = None,
+        mailboxes: dict[Rank, Board] | None = None,
     ):
         self.world = world
         self.rank = rank
         self.incarnation = incarnation
-        self.seat = SwitchParticipant(rank, incarnation)
+        self.participant = SwitchParticipant(rank, incarnation)
         self.holdings = Holdings(rank, world.num_pages, incarnation)
         self.cohort = cohort
         # Those that start together map each other's boards, and no others.
-        self.moving = SimMoving(self, {rank: Board()} if boards is None else boards)
+        self.migration = SimMoving(self, {rank: Board()} if mailboxes is None else mailboxes)
         self.deferred: list[Drop | GiveBack] = []
         """Task commands that came during a move."""
         self.cut_out_at = -1
@@ -99,16 +99,16 @@ class SimRank:
 
     @property
     def bound(self) -> Ranks:
-        return self.seat.binding.group.ranks if self.seat.binding else ()
+        return self.participant.binding.group.ranks if self.participant.binding else ()
 
     def act(self) -> None:
         self._settle()
         self._read_inbox()
         if self._blocked is not None:
             self._unblock(self._blocked)
-        if self.moving.under_way is not None:
+        if self.migration.under_way is not None:
             self._move_on()
-        if self._blocked is None and self.step is None and self.moving.under_way is None:
+        if self._blocked is None and self.step is None and self.migration.under_way is None:
             self._make_moves()
             self._lead()
             self._follow()
@@ -126,7 +126,7 @@ class SimRank:
     def _settle(self) -> None:
         if self.step is not None and self.step.is_over:
             if self.step.failed:
-                self.come_out(self.step.born)
+                self.come_out(self.step.formation)
             self.step = None
         engine = self.holdings.engine
         while engine is not None and engine.in_flight and engine.in_flight[0].is_over:
@@ -134,18 +134,21 @@ class SimRank:
             if step.failed:
                 engine.give_up(step)
                 engine.drop_steps()
-                self.come_out(step.born)
+                self.come_out(step.formation)
             else:
                 self._push(engine.complete(step, self.world.rng.getrandbits(30)))
 
-    def come_out(self, born: int) -> None:
+    def come_out(self, formation: int) -> None:
         """A step failed because a member died: no step of this formation can succeed any more."""
-        self._broken_born = max(self._broken_born, born)
-        self.seat.on_leave(born)
+        self._broken_born = max(self._broken_born, formation)
+        self.participant.on_leave(formation)
 
     @property
     def _is_broken(self) -> bool:
-        return self.seat.binding is not None and self.seat.binding.born <= self._broken_born
+        return (
+            self.participant.binding is not None
+            and self.participant.binding.formation <= self._broken_born
+        )
 
     def _push(self, tokens: list[Token]) -> None:
         engine = self.holdings.engine
@@ -160,23 +163,23 @@ class SimRank:
 
     def _make_moves(self) -> None:
         while not ((engine := self.holdings.engine) and engine.in_flight):
-            move = self.seat.next_move(idle=self.holdings.is_idle(self.seat.binding))
+            move = self.participant.next_move(idle=self.holdings.is_idle(self.participant.binding))
             if isinstance(move, Leave) and self._is_broken:
                 # Whatever the directive knows: what its last step wrote means nothing.
                 move = dataclasses.replace(move, group_lost=True)
             if move is None:
-                check_nothing_waits(self.seat)
+                check_nothing_waits(self.participant)
             if move is None or not self._carry_out(move):
                 return
             self._made(move)
 
     def _made(self, move: Move) -> None:
-        self.seat.made(move)
+        self.participant.made(move)
         self.world.note(self.rank, move)
         self._changed = True
         if isinstance(move, Leave) or (isinstance(move, Resolve) and not move.is_joined):
             # Before another group of these ranks is joined: what it keeps is told as of that one.
-            self.moving.hear_of_leases(move.directive)
+            self.migration.hear_of_leases(move.directive)
         if isinstance(move, Resolve):
             deferred, self.deferred = self.deferred, []
             for message in deferred:
@@ -185,14 +188,14 @@ class SimRank:
     def _move_on(self) -> None:
         """Go on with a move that takes many ticks."""
         try:
-            done = self.moving.advance()
+            done = self.migration.advance()
         except Overtaken:
             return
         if done is not None:
             self._made(done)
 
     def _is_overtaken(self) -> bool:
-        move, wanted = self.moving.under_way, self.seat.wanted
+        move, wanted = self.migration.under_way, self.participant.wanted
         assert move is not None and wanted is not None
         return wanted.stage.epoch > move.directive.stage.epoch
 
@@ -203,17 +206,17 @@ class SimRank:
                 return self._leave(move)
             case Join(binding, directive):
                 self.holdings.join(binding, dict(directive.members))
-                self.moving.group = None
+                self.migration.group = None
                 self.world.moves.joined(binding, self.holdings.moved_in(binding.group.ranks))
                 self._times.append(SwitchTimes(directive.stage.epoch, swap_us=1_000))
                 return True
             case Serve():
-                return not self.seat.is_leader or self._serve(move)
+                return not self.participant.is_leader or self._serve(move)
             case Reshard():
-                self.moving.start(move, self._is_overtaken)
+                self.migration.start(move, self._is_overtaken)
                 return False
             case Resolve():
-                self.moving.resolve(move)
+                self.migration.resolve(move)
                 return True
             case Park() | Ack():
                 return True
@@ -232,7 +235,7 @@ class SimRank:
         self.holdings.not_joined()
         self.holdings.park(binding, move.carry, lost=move.group_lost)
         kept = self._kept(move)
-        self._tell(binding, LeaveGroup(binding.born, kept))
+        self._tell(binding, LeaveGroup(binding.formation, kept))
         if kept is not None:
             self.holdings.left(binding.group.ranks, kept)
         self._left(move)
@@ -248,13 +251,13 @@ class SimRank:
     def _left(self, move: Leave) -> None:
         self.holdings.not_joined()
         if move.carry is Carry.RESHARD and not move.group_lost:
-            self.moving.left(move.binding, move.directive.stage.epoch)
+            self.migration.left(move.binding, move.directive.stage.epoch)
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
             kept = self.holdings.kept_still(move.kept)
             told = move.grant_pages, kept, self.holdings.version_of(move.binding.group.ranks)
-            begin = Begin(move.binding.born, *told)
+            begin = Begin(move.binding.formation, *told)
             if not self._tell(move.binding, begin):
                 return False
             self.holdings.begin(move.binding, begin)
@@ -275,10 +278,10 @@ class SimRank:
         return self.world.memory.queue(binding.group.ranks)
 
     def _lead(self) -> None:
-        engine, wanted = self.holdings.engine, self.seat.wanted
-        if engine is None or self._is_broken or not self.seat.may_step(self.clock_ms):
+        engine, wanted = self.holdings.engine, self.participant.wanted
+        if engine is None or self._is_broken or not self.participant.may_step(self.clock_ms):
             return
-        is_asked = wanted is not None and wanted.stage > self.seat.stage
+        is_asked = wanted is not None and wanted.stage > self.participant.stage
         if len(engine.in_flight) >= (1 if is_asked else self.world.steps_ahead):
             return
         if step := engine.plan():
@@ -297,7 +300,7 @@ class SimRank:
         engine.in_flight.append(step)
 
     def _unblock(self, step: Step) -> None:
-        if self._is_broken or not self.seat.may_step(self.clock_ms):
+        if self._is_broken or not self.participant.may_step(self.clock_ms):
             assert self.holdings.engine is not None
             self.holdings.engine.give_up(step)
             self._blocked = None
@@ -305,25 +308,25 @@ class SimRank:
             self._send(step)
 
     def _follow(self) -> None:
-        binding = self.seat.binding
+        binding = self.participant.binding
         if binding is None:
-            if self.seat.may_drain:
+            if self.participant.may_drain:
                 self._drain()
             return
-        if not self.seat.is_follower:
+        if not self.participant.is_follower:
             return
         message = self._queue(binding).take(self.rank)
         match message:
             case None:
                 return
-            case LeaveGroup(born, kept):
-                self.seat.on_leave(born, for_move=kept is None)
-                if born == binding.born and kept is not None:
+            case LeaveGroup(formation, kept):
+                self.participant.on_leave(formation, for_move=kept is None)
+                if formation == binding.formation and kept is not None:
                     self.holdings.left(binding.group.ranks, kept)
-            case Begin(born) if born == binding.born:
+            case Begin(formation) if formation == binding.formation:
                 self.holdings.begin(binding, message)
                 self._changed = True
-            case Step() if message.born == binding.born and not self._is_broken:
+            case Step() if message.formation == binding.formation and not self._is_broken:
                 check_agreement(message.binding, binding, self.rank)
                 ranks = binding.group.ranks
                 check_equal(f"lease indices in {ranks}", self.holdings.table(ranks), message.table)
@@ -336,7 +339,7 @@ class SimRank:
         for queue in self.world.memory.queues_of(self.rank):
             while (message := queue.take(self.rank)) is not None:
                 if isinstance(message, LeaveGroup):
-                    self.seat.on_leave(message.born)
+                    self.participant.on_leave(message.formation)
 
     def on_message(self, message: RankDown) -> None:
         if self.world.now < self.stopped_until or self.inbox:
@@ -361,7 +364,7 @@ class SimRank:
     @property
     def defers(self) -> bool:
         """What is told of a move must stay true until its end."""
-        return self.seat.is_moving
+        return self.participant.is_moving
 
     def _obey(self, message: Drop | GiveBack) -> None:
         match message:
@@ -372,10 +375,10 @@ class SimRank:
                     self.holdings.give_back(task, ReturnCause.RECOMPUTE)
 
     def _on_directive(self, directive: Directive) -> None:
-        self.seat.on_directive(directive)
+        self.participant.on_directive(directive)
         if directive.incarnation != self.incarnation:
             return
-        self.moving.hear_of_leases(directive)
+        self.migration.hear_of_leases(directive)
 
     def connected(self, session: Session) -> None:
         """A new session: say who this is and what it holds; earlier task events are lost.

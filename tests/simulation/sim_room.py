@@ -17,29 +17,31 @@ class Room:
     @property
     def lacked_in(self) -> int:
         """The formation in which a step found no room, until the rank serves in another one."""
-        seat = self._process.seat
-        has_gone_on = seat.binding is not None and seat.binding.born > self._lacked_in
-        return 0 if has_gone_on and seat.serving else self._lacked_in
+        participant = self._process.participant
+        has_gone_on = (
+            participant.binding is not None and participant.binding.formation > self._lacked_in
+        )
+        return 0 if has_gone_on and participant.serving else self._lacked_in
 
-    def lacked_since(self, born: int) -> int | None:
+    def lacked_since(self, formation: int) -> int | None:
         """When a step of this formation found no room, whatever the rank tells of it by now."""
-        return self._since.get(born)
+        return self._since.get(formation)
 
     def run_out(self) -> bool:
         """Let the rank come out of the step that it is in; returns whether it was in one."""
-        process, binding = self._process, self._process.seat.binding
+        process, binding = self._process, self._process.participant.binding
         engine = process.holdings.engine
         under_way = [*(engine.in_flight if engine else ()), *filter(None, (process.step,))]
         steps = [step for step in under_way if step.binding == binding]
         if binding is None or not steps:
             return False
         process.world.say(f"rank {process.rank} has no room for its step in {binding}")
-        self._lacked_in = binding.born
-        self._since[binding.born] = process.world.now
+        self._lacked_in = binding.formation
+        self._since[binding.formation] = process.world.now
         for step in steps:
             process.world.steps.forsake(step, process.rank)
         process.step = None
         if engine is not None:
             engine.drop_steps()
-        process.come_out(binding.born)
+        process.come_out(binding.formation)
         return True

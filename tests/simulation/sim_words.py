@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 def hello_of(process: "SimRank") -> RankHello:
     """Who this is, what it holds, and what it goes on with if its move was committed."""
-    moving = process.moving
-    held = process.holdings.held(moving.group).values()
+    migration = process.migration
+    held = process.holdings.held(migration.group).values()
     drops = {each.task: each.attempt for each in process.deferred if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
@@ -41,8 +41,8 @@ def hello_of(process: "SimRank") -> RankHello:
             for task, ranks, is_paused in held
             if task.attempt > drops.get(task.header.task, -1)
         ),
-        adopted=moving.adopted,
-        adopted_in=moving.adopted_in,
+        adopted=migration.adopted,
+        adopted_in=migration.adopted_in,
         cohort=process.cohort,
         leases=tuple(tuple(map(Rank, ranks)) for ranks in process.holdings.pages.groups()),
     )
@@ -50,17 +50,17 @@ def hello_of(process: "SimRank") -> RankHello:
 
 def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
     """What is now, and what happened since the last report."""
-    holdings, seat, moving = process.holdings, process.seat, process.moving
+    holdings, participant, migration = process.holdings, process.participant, process.migration
     engine = holdings.engine
-    moved, told_in = seat.told
-    held = holdings.held(moving.group).items()
+    moved, heard_in_epoch = participant.told
+    held = holdings.held(migration.group).items()
     return Report(
         rank=process.rank,
         incarnation=process.incarnation,
         sent_at_ms=process.clock_ms,
-        stage=seat.stage,
-        binding=seat.binding,
-        target=seat.target,
+        stage=participant.stage,
+        binding=participant.binding,
+        target=participant.target,
         pages=holdings.page_report(),
         running=engine.running if engine else 0,
         waiting=len(engine.tasks) - engine.running if engine else 0,
@@ -74,12 +74,12 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
             for task_id, (task, _, is_paused) in held
         ),
         times=tuple(times),
-        adopted=moving.adopted,
-        has_failed=moving.has_failed,
+        adopted=migration.adopted,
+        has_failed=migration.has_failed,
         moved=moved,
-        told_in=told_in,
+        heard_in_epoch=heard_in_epoch,
         probed=tuple(process.probed.values()),
         closed=tuple(sorted(process.closed)),
-        free_then=moving.free_then,
-        no_room=process.room.lacked_in,
+        free_pages_after_commit=migration.free_pages_after_commit,
+        oom_formation=process.room.lacked_in,
     )

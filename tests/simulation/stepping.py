@@ -19,7 +19,7 @@ ABORT_AFTER_TICKS = 6
 class Begin:
     """First message of a formation: what its members lease."""
 
-    born: int
+    formation: int
     grant_pages: int
     kept: LeaseRetention | None
     version: int
@@ -30,7 +30,7 @@ class Begin:
 class LeaveGroup:
     """The leader has left the formation; its tasks still hold `kept` of the lease, or all."""
 
-    born: int
+    formation: int
     kept: frozenset[int] | None
 
 
@@ -52,8 +52,8 @@ class Step:
     dead_since: int | None = None
 
     @property
-    def born(self) -> int:
-        return self.binding.born
+    def formation(self) -> int:
+        return self.binding.formation
 
     @property
     def is_complete(self) -> bool:

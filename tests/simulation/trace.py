@@ -88,7 +88,7 @@ def _move(move: Move) -> str:
 
 def _binding(binding: Binding) -> str:
     first, last = binding.group.ranks[0], binding.group.ranks[-1]
-    return f"{binding.group.name}[{first}-{last}]@{binding.born}"
+    return f"{binding.group.name}[{first}-{last}]@{binding.formation}"
 
 
 def _message(message: Message) -> str:

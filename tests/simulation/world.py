@@ -124,7 +124,7 @@ class World:
         self._planned: set[tuple[int, Target]] = set()
         reach = self.memory.start(list(self.incarnations), self.incarnations, shares=False)
         self.ranks: dict[Rank, SimRank | None] = {
-            rank: SimRank(self, rank, 1, WIDTHS, 0, reach.boards) for rank in self.incarnations
+            rank: SimRank(self, rank, 1, WIDTHS, 0, reach.mailboxes) for rank in self.incarnations
         }
         make = BookGateway if wide else SimGateway
         self.gateways: dict[str, SimGateway | BookGateway] = {
@@ -171,7 +171,7 @@ class World:
             if self.now >= rank.stopped_until and self.now % rank.pace == 0:
                 self.act(rank)
                 self.stats.blocked += rank.is_blocked
-            self._stages.see(rank.rank, rank.incarnation, rank.seat.stage)
+            self._stages.see(rank.rank, rank.incarnation, rank.participant.stage)
             if self.core and not (self.core.is_recovering or self.core.is_available(rank.rank)):
                 rank.cut_out_at = self.now
         if self.core is not None and self.now % CORE_TICKS == 0:
@@ -224,7 +224,9 @@ class World:
         for rank in ranks:
             number = self.incarnations[rank]
             self.say(f"rank {rank} restarts as {number} in cohort {reach.cohort}")
-            self.ranks[rank] = SimRank(self, rank, number, reach.widths, reach.cohort, reach.boards)
+            self.ranks[rank] = SimRank(
+                self, rank, number, reach.widths, reach.cohort, reach.mailboxes
+            )
 
     def exited(self, rank: Rank) -> None:
         if self.core is not None:

@@ -51,7 +51,7 @@ class ObedientRank:
     """A seat and what its rank would report."""
 
     def __init__(self, rank: Rank, incarnation: int, widths: tuple[int, ...]) -> None:
-        self.seat = SwitchParticipant(rank, incarnation)
+        self.participant = SwitchParticipant(rank, incarnation)
         self.widths = widths
         self.pages_free = PAGES
         self.blocks_total = 0
@@ -66,34 +66,34 @@ class ObedientRank:
     def obey(self) -> bool:
         """Make all moves that can be made; followers hear their leader at once."""
         moved = False
-        while (move := self.seat.next_move(idle=self.is_idle)) is not None:
+        while (move := self.participant.next_move(idle=self.is_idle)) is not None:
             if isinstance(move, Leave):
                 self.pages_free, self.blocks_total = PAGES, 0
             if isinstance(move, Serve):
                 self.pages_free -= move.grant_pages
                 slots = move.binding.group.width
-                self.blocks_total = move.grant_pages * slots if self.seat.is_leader else 0
-            self.seat.made(move)
+                self.blocks_total = move.grant_pages * slots if self.participant.is_leader else 0
+            self.participant.made(move)
             moved = True
         return moved
 
     def hello(self, held: Iterable[HeldTask] = (), max_tasks: int = 4) -> RankHello:
         return RankHello(
             version=PROTOCOL_VERSION,
-            rank=self.seat.rank,
-            incarnation=self.seat.incarnation,
-            pid=1_000 + self.seat.rank,
+            rank=self.participant.rank,
+            incarnation=self.participant.incarnation,
+            pid=1_000 + self.participant.rank,
             device="cpu",
             widths=self.widths,
-            cohort=self.seat.incarnation - 1,
+            cohort=self.participant.incarnation - 1,
             max_tasks=max_tasks,
             max_model_len_tokens=1_000,
             tokens_per_slot=16,
             kv_heads=8,
             pages_total=PAGES + 1,
             held=tuple(held),
-            adopted=self.adopted if self.seat.is_moving else (),
-            adopted_in=self.seat.stage.epoch,
+            adopted=self.adopted if self.participant.is_moving else (),
+            adopted_in=self.participant.stage.epoch,
         )
 
     def report(
@@ -105,12 +105,12 @@ class ObedientRank:
         progress: Iterable[TaskProgress] = (),
     ) -> Report:
         return Report(
-            rank=self.seat.rank,
-            incarnation=self.seat.incarnation,
+            rank=self.participant.rank,
+            incarnation=self.participant.incarnation,
             sent_at_ms=now_ms + RANK_CLOCK_MS,
-            stage=self.seat.stage,
-            binding=self.seat.binding,
-            target=self.seat.target,
+            stage=self.participant.stage,
+            binding=self.participant.binding,
+            target=self.participant.target,
             pages=PageReport(PAGES + 1, self.pages_free, PAGES - self.pages_free, 0),
             blocks_free=self.blocks_total,
             blocks_total=self.blocks_total,
@@ -118,12 +118,12 @@ class ObedientRank:
             ended=tuple(ended),
             returned=tuple(returned),
             progress=tuple(progress),
-            adopted=self.adopted if self.seat.is_moving else (),
+            adopted=self.adopted if self.participant.is_moving else (),
             has_failed=self.has_failed,
-            moved=self.seat.told[0],
-            told_in=self.seat.told[1],
+            moved=self.participant.told[0],
+            heard_in_epoch=self.participant.told[1],
             closed=self.closed,
-            free_then=self.pages_free,
+            free_pages_after_commit=self.pages_free,
         )
 
 
@@ -165,7 +165,7 @@ class Cell:
         self.core.integrity()
 
     def _direct(self, rank: ObedientRank, directive: Directive, effect: Effect) -> None:
-        rank.seat.on_directive(directive)
+        rank.participant.on_directive(directive)
         if rank.told is None or _content(rank.told) != _content(directive):
             self._effects.append(effect)
         rank.told = directive
@@ -189,25 +189,27 @@ class Cell:
         """Let these ranks (all, if none is named) obey and report until nothing moves."""
         chosen = [self.ranks[Rank(rank)] for rank in ranks] or list(self.ranks.values())
         for process in chosen:
-            self.report(process.seat.rank)
+            self.report(process.participant.rank)
         while sum(self._obey(process) for process in chosen):
             pass
 
     def _obey(self, process: ObedientRank) -> bool:
-        binding = process.seat.binding
-        if process.seat.is_follower and binding is not None:
-            leader = self.ranks[binding.group.leader].seat
+        binding = process.participant.binding
+        if process.participant.is_follower and binding is not None:
+            leader = self.ranks[binding.group.leader].participant
             if leader.binding != binding:
-                process.seat.on_leave(binding.born)
+                process.participant.on_leave(binding.formation)
         if not process.obey():
             return False
-        self.report(process.seat.rank)
+        self.report(process.participant.rank)
         return True
 
     def restart(self, rank: int) -> None:
         """Replace the rank's process by a new one, which has no communicators."""
-        seat = self.ranks[Rank(rank)].seat
-        self.ranks[seat.rank] = ObedientRank(seat.rank, seat.incarnation + 1, (1,))
+        participant = self.ranks[Rank(rank)].participant
+        self.ranks[participant.rank] = ObedientRank(
+            participant.rank, participant.incarnation + 1, (1,)
+        )
 
     def tick(self, passed_ms: int = 0) -> None:
         self.now_ms += passed_ms

@@ -175,7 +175,7 @@ class Interpreter:
         held = []
         for word in words[1:]:
             task, attempt = _task(word)
-            binding = self.cell.ranks[rank].seat.binding
+            binding = self.cell.ranks[rank].participant.binding
             assert binding is not None
             held.append(HeldTask(self._headers[task], attempt, binding.group, 0, paused=False))
         self.cell.open(rank, held)
@@ -215,7 +215,7 @@ def _line_of(effect: Effect) -> tuple[str, str]:
             return f"rank {rank}", _directive(directive)
         case ToRank(rank, Place() as place):
             task = f"{place.header.task}#{place.attempt}"
-            formed = f"{place.binding.group.name}@{place.binding.born}"
+            formed = f"{place.binding.group.name}@{place.binding.formation}"
             behind = f" behind {list(place.generated_tokens)}" if place.generated_tokens else ""
             return f"rank {rank}", f"place {task} in {formed}{behind}"
         case ToRank(rank, Drop(task_id)):
@@ -252,12 +252,12 @@ def _directive(directive: Directive) -> str:
         grants = [f"{_ranks(grant.ranks)}:{grant.pages}" for grant in directive.grants]
         text += f" grants {' '.join(grants)}"
     for kept in directive.kept:
-        text += f" kept {_ranks(kept.ranks)}:{list(kept.indices)}@{kept.born}.{kept.version}"
+        text += f" kept {_ranks(kept.ranks)}:{list(kept.indices)}@{kept.formation}.{kept.version}"
     return text
 
 
 def _target(target: Target) -> str:
-    borns = [str(binding.born) for binding in target.bindings]
+    borns = [str(binding.formation) for binding in target.bindings]
     return f"{format_layout(target.layout) or 'nothing'}@{','.join(borns)}"
 
 

@@ -30,7 +30,7 @@ class InflightStep:
     group: Group | None = None
     epoch: int = 0
     """In which it was launched."""
-    born: int = 0
+    formation: int = 0
     """Its group's formation."""
 
     @property

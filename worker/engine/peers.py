@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 
-from comm_pool.cpu.cell_memory import CellMemory, board_name, clear, kv_name
+from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
-from comm_pool.mailbox import BOARD_BYTES, RankMailbox, open_boards
+from comm_pool.mailbox import MAILBOX_BYTES, RankMailbox, open_boards
 from kvadaptor.transfer.movers import Mover, PeerMover, make_mover
 from kvadaptor.views import KVBuffer
 
@@ -35,12 +35,12 @@ def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
 
 def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Peers:
     """Map the boards and KV of all ranks of the cell; its own board is empty then."""
-    own = memory.map(board_name(rank), BOARD_BYTES)
+    own = memory.map(mailbox_name(rank), MAILBOX_BYTES)
     clear(own)
     others = [Rank(each) for each in range(world) if each != rank]
-    boards = {rank: RankMailbox(own)}
-    boards |= {
-        each: RankMailbox(memory.map(board_name(each), BOARD_BYTES, is_own=False))
+    mailboxes = {rank: RankMailbox(own)}
+    mailboxes |= {
+        each: RankMailbox(memory.map(mailbox_name(each), MAILBOX_BYTES, is_own=False))
         for each in others
     }
     raws: dict[int, torch.Tensor] = {rank: kv.raw}
@@ -50,7 +50,7 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
         for each in others:
             mapped = memory.map(kv_name(each), num_bytes, is_own=False)
             raws[each] = torch.frombuffer(mapped, dtype=torch.int8)
-    return boards, PeerMover(rank, raws, kv.geometry)
+    return mailboxes, PeerMover(rank, raws, kv.geometry)
 
 
 def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
@@ -60,7 +60,7 @@ def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
     """
     of_world = get_world_group()
     opened = open_boards(rank - first, partial(_gather, of_world.cpu_group, world))
-    boards = {Rank(each): board for each, board in enumerate(opened, first)}
+    mailboxes = {Rank(each): mailbox for each, mailbox in enumerate(opened, first)}
     mover, refusal = make_mover(
         kv.raw,
         kv.geometry,
@@ -69,7 +69,7 @@ def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
     )
     if refusal is not None:
         log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
-    return boards, mover
+    return mailboxes, mover
 
 
 def _gather(group: Any, world: int, own: Any) -> Sequence[Any]:

@@ -103,7 +103,7 @@ class RankEngine:
         self.kv = self._allocate_kv(configs, runners, progress)
         progress("kv", 1, 1)
         notes.note("graph trials and kv")
-        self.boards, self.mover = self._connect_peers()
+        self.mailboxes, self.mover = self._connect_peers()
         notes.note("peers")
         self.pages = PagePool(self.kv.num_pages)
         self.block_hasher = self._block_hasher()
@@ -192,13 +192,13 @@ class RankEngine:
         """Boards and KV memory of all that it can move tasks to."""
         spec = self.spec
         if spec.memory is not None:
-            boards, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
+            mailboxes, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
         else:
-            boards, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
+            mailboxes, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
         for width in spec.widths:
             if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
                 mover.warm(width)
-        return boards, mover
+        return mailboxes, mover
 
     @property
     def is_synchronous(self) -> bool:
@@ -315,10 +315,10 @@ class RankEngine:
         """What is ready for groups of this width, whatever their mode."""
         return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
 
-    def select(self, width: int, born: int = 0) -> PreparedMode:
+    def select(self, width: int, formation: int = 0) -> PreparedMode:
         """Make this the width that vLLM's layers of this process compute in, for a formation."""
         mode = self.of_width(width)
-        self.communicators.enter(born)
+        self.communicators.enter(formation)
         activate(mode.communicator)
         return mode
 

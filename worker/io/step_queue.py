@@ -1,7 +1,7 @@
 """What a leader says to its followers, in order, on the group's shared-memory broadcast queue.
 
-Every message carries the formation (`born`) it belongs to; a follower drops those of another one.
-Order is what makes switching safe: a leave message stands behind the last step, so no rank can
+Every message carries the formation it belongs to; a follower drops those of another
+one. Order is what makes switching safe: a leave message stands behind the last step, so no rank can
 enter a collective that another will not enter. The payload of a step is opaque here.
 """
 
@@ -32,7 +32,7 @@ class Begin:
     the move that formed it may be under way, so members wait for each other's first.
     """
 
-    born: int
+    formation: int
     kept: tuple[int, ...]
     grant_pages: int
     version: int = -1
@@ -44,7 +44,7 @@ class Begin:
 class Step:
     """Execute this step plan; one that is held, a little later (`worker.rank.deferred_step`)."""
 
-    born: int
+    formation: int
     plan: Any
     is_held: bool = False
 
@@ -56,7 +56,7 @@ class LeaveGroup:
     `kept` are the lease indices that its tasks still hold; None: the whole lease, for a move.
     """
 
-    born: int
+    formation: int
     kept: tuple[int, ...] | None
 
 
@@ -89,7 +89,7 @@ def send(
             if left_s <= LOSS_POLL_S:
                 raise
         if is_lost():
-            raise PeerLostError(message.born)
+            raise PeerLostError(message.formation)
 
 
 def receive(queue: BroadcastQueue, wait_s: float) -> QueueMessage | None:

@@ -101,7 +101,7 @@ class Launcher:
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
         """Where each rank's process says that it can serve: a pipe."""
-        self._pulses: dict[int, tuple[Heartbeat, Progress]] = {}
+        self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}
         """Of each pid, and whether it goes on."""
         # Members of a group that are stuck end a little later than the one that they wait for.
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
@@ -188,7 +188,7 @@ class Launcher:
         incarnation = together[rank]
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
-        pulse = Heartbeat()
+        heartbeat = Heartbeat()
 
         def is_ready() -> None:
             os.write(writer, READY)
@@ -197,14 +197,14 @@ class Launcher:
             self._pipe.close()
             self._orders.close()
             spec = rank_spec(self._config, rank, cohort, self._memory, together)
-            serve_rank(self._config, base, spec, incarnation, is_ready, pulse.beat)
+            serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
         pid = fork_rank(rank, run)
         os.close(writer)
         self._pids[pid] = rank
         self._ready[rank] = reader
         limit_s = self._config.cell.step_limit_ms / 1e3
-        self._pulses[pid] = pulse, Progress(lambda: pulse.beats, limit_s, WAKE_S)
+        self._heartbeats[pid] = heartbeat, Progress(lambda: heartbeat.beats, limit_s, WAKE_S)
         announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
 
     def _keep_up(self, base: EngineConfig) -> bool:
@@ -281,8 +281,8 @@ class Launcher:
     def _kill_still(self, now_s: float) -> None:
         still = [
             pid
-            for pid, (pulse, progress) in self._pulses.items()
-            if pulse.beats and progress.is_stuck(now_s)
+            for pid, (heartbeat, progress) in self._heartbeats.items()
+            if heartbeat.beats and progress.is_stuck(now_s)
         ]
         for pid in still:
             reason = "its process stands still as a whole"
@@ -291,7 +291,7 @@ class Launcher:
             self._drop_pulse(pid)
 
     def _drop_pulse(self, pid: int) -> None:
-        if (watched := self._pulses.pop(pid, None)) is not None:
+        if (watched := self._heartbeats.pop(pid, None)) is not None:
             watched[0].close()
 
     def _see_who_is_ready(self) -> None:

@@ -33,7 +33,7 @@ others come out of it by themselves, and their group can be formed again."""
 class _DegradedFormation:
     """The formation that lacks a member, and since when that is known."""
 
-    born: int
+    formation: int
     since_s: float
 
 
@@ -49,17 +49,17 @@ class PeerFailure:
 
     def __init__(
         self,
-        seat: Participation,
+        participant: Participation,
         limit_s: float,
         behind: Callable[[], Joined | None] = lambda: None,
     ) -> None:
         """`behind`: the group that the rank has left, while it may still compute in it."""
-        self._seat = seat
+        self._participant = participant
         self._behind = behind
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
         self._bereaved: _DegradedFormation | None = None
-        self._let_out = -1
+        self._unblocked = -1
         """The formation that the rank is let out of: it has to leave it, whoever comes back."""
 
     def heard(self, message: RankDown) -> None:
@@ -70,10 +70,10 @@ class PeerFailure:
     def bereaved(self) -> Binding | None:
         """Return what the rank is joined to, or computes in, if that lacks a member."""
         present = self._present
-        for joined in (self._seat.joined, self._behind()):
+        for joined in (self._participant.joined, self._behind()):
             if joined is None or present is None:
                 continue
-            if joined[0].born == self._let_out or _lacks_one(joined, present):
+            if joined[0].formation == self._unblocked or _lacks_one(joined, present):
                 return joined[0]
         return None
 
@@ -83,14 +83,14 @@ class PeerFailure:
         One that was stopped and goes on ends where it is stuck: the others have done without it.
         Nor is a rank let out of a group that it has left while its last step is under way.
         """
-        lacking_s, joined, present = self._lacking_s(now_s), self._seat.joined, self._present
+        lacking_s, joined, present = self._lacking_s(now_s), self._participant.joined, self._present
         if lacking_s < GRACE_S or joined is None or present is None:
             return False
         binding, members = joined
-        own = self._seat.rank
+        own = self._participant.rank
         if binding != self.bereaved() or present.get(own) != members.get(own):
             return False
-        self._let_out = binding.born
+        self._unblocked = binding.formation
         return True
 
     def is_stuck(self, now_s: float) -> bool:
@@ -103,6 +103,6 @@ class PeerFailure:
         if binding is None:
             self._bereaved = None
             return 0.0
-        if self._bereaved is None or self._bereaved.born != binding.born:
-            self._bereaved = _DegradedFormation(binding.born, now_s)
+        if self._bereaved is None or self._bereaved.formation != binding.formation:
+            self._bereaved = _DegradedFormation(binding.formation, now_s)
         return now_s - self._bereaved.since_s

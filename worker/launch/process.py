@@ -91,7 +91,7 @@ def serve_rank(
     sys.setswitchinterval(GIL_SWITCH_S)
     engine = build_engine(base, spec)
     inbox: Inbox = Inbox()
-    seat = SwitchParticipant(rank, incarnation)
+    participant = SwitchParticipant(rank, incarnation)
 
     def call_me_out(binding: Binding, now_s: float) -> None:
         call_out(binding, loss, engine.communicators, now_s)
@@ -100,23 +100,23 @@ def serve_rank(
         loss.heard(message)
         if (binding := loss.bereaved()) is not None:
             # The session's thread may not wait: the watchdog does what takes its time.
-            engine.communicators.abort(binding.group.ranks, binding.born)
+            engine.communicators.abort(binding.group.ranks, binding.formation)
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
     lease_s = config.coordinator.lease_ms / 1e3
     session = RankSession(
         config.coordinator.listen, shared_token(), heartbeat_s, lease_s, inbox, heard
     )
-    outlet = TokenPublisher(OutputCodec().frames, session.tell_links)
+    publisher = TokenPublisher(OutputCodec().frames, session.tell_links)
     tracing = start_tracing(config.tracing, "rank", instance=f"{rank}-{incarnation}")
-    member = GroupRuntime(engine, incarnation, outlet)
+    runtime = GroupRuntime(engine, incarnation, publisher)
     if tracing is not None:
-        member.book = TracedTasks(tracing, rank)
+        runtime.book = TracedTasks(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
     # Where collectives raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
-    loss = PeerFailure(seat, stuck_s, lambda: member.stepping.behind)
-    loop = RankLoop(config, engine, member, session, inbox, seat, outlet.watch)
+    loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.behind)
+    loop = RankLoop(config, engine, runtime, session, inbox, participant, publisher.watch)
 
     def stop(number: int, _frame: object) -> None:
         loop.stop_reason = signal.Signals(number).name
@@ -134,7 +134,7 @@ def serve_rank(
         loop.run()
     finally:
         session.close()
-        outlet.close()
+        publisher.close()
         if tracing is not None:
             tracing.close()
     log.info("rank_stopped", reason=loop.stop_reason)

@@ -55,10 +55,10 @@ class Progress:
 class Communicators(Protocol):
     """The part of a rank's communicators that is used here."""
 
-    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
+    def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
         """Mark a formation as aborted."""
 
-    def let_out(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
+    def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
         """Let this rank out of its collectives, as long as that is wanted."""
 
 
@@ -71,11 +71,11 @@ def call_out(
     what that computes, so it counts or this process ends.
     """
     ranks = binding.group.ranks
-    communicators.abort(ranks, binding.born)
+    communicators.abort(ranks, binding.formation)
     if not loss.must_be_let_out(now_s):
         return
     try:
-        communicators.let_out(ranks, lambda: loss.bereaved() == binding)
+        communicators.unblock(ranks, lambda: loss.bereaved() == binding)
     except Exception:  # The last resort must not end with the thread that takes it.
         log.exception("not_let_out", group=binding.group.name)
 

@@ -30,17 +30,17 @@ def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int])
     return step_ns > 0 and behind_ns > step_ns / 2
 
 
-def _end(board: RankMailbox, epoch: int) -> int:
+def _end(mailbox: RankMailbox, epoch: int) -> int:
     """When the last step of a board's owner is expected to end; 0 if it is known to be over."""
-    is_over = board.epoch == epoch and board.is_settled
-    return 0 if is_over else board.ends_ns
+    is_over = mailbox.epoch == epoch and mailbox.is_settled
+    return 0 if is_over else mailbox.ends_ns
 
 
 class Departure:
     """Puts off leaving by a few steps at most."""
 
-    def __init__(self, member: "GroupRuntime", rank: Rank) -> None:
-        self._member = member
+    def __init__(self, runtime: "GroupRuntime", rank: Rank) -> None:
+        self._runtime = runtime
         self._rank = rank
         self._epoch = 0
         self._steps = 0
@@ -56,26 +56,26 @@ class Departure:
         to_be = move.directive.target.binding_of(self._rank)
         if move.carry is not Carry.RESHARD or to_be is None or self._steps >= STEPS_MAX:
             return False
-        boards = self._member.engine.boards
+        mailboxes = self._runtime.engine.mailboxes
         others = set(to_be.group.ranks).difference(move.binding.group.ranks)
-        stepping = self._member.stepping
+        steps = self._runtime.steps
         worth = self._decodes_only and is_worth_a_step(
-            max(stepping.ends_ns, time.monotonic_ns()),
-            stepping.decode_ns,
-            (_end(boards[rank], epoch) for rank in others if rank in boards),
+            max(steps.ends_ns, time.monotonic_ns()),
+            steps.decode_ns,
+            (_end(mailboxes[rank], epoch) for rank in others if rank in mailboxes),
         )
         self._steps += worth
         return worth
 
     def is_held_for(self, move: Leave) -> bool:
         """Whether a last step is to be planned before this move, and held; once for each epoch."""
-        engine, stepping = self._member.engine, self._member.stepping
+        engine, steps = self._runtime.engine, self._runtime.steps
         epoch = move.directive.stage.epoch
         is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
         if not (is_moved and engine.holds_steps) or self._held_in == epoch:
             return False
-        mode = self._member.selected
-        if stepping.is_under_way or mode is None or mode.scheduler is None:
+        mode = self._runtime.selected
+        if steps.has_inflight or mode is None or mode.scheduler is None:
             return False
         if not (self._decodes_only and mode.scheduler.reads_no_prompt):
             return False
@@ -85,7 +85,7 @@ class Departure:
     @property
     def _decodes_only(self) -> bool:
         """A prompt would take longer than what is waited for."""
-        mode = self._member.selected
+        mode = self._runtime.selected
         if mode is None or mode.scheduler is None:
             return False
         running, waiting = mode.scheduler.get_request_counts()

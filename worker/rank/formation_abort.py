@@ -29,49 +29,51 @@ log = structlog.get_logger()
 class FormationAbort:
     """Whether the joined formation was aborted, and what follows from it; the main loop's."""
 
-    def __init__(self, seat: SwitchParticipant, member: GroupRuntime) -> None:
-        self._seat = seat
-        self._member = member
-        self._communicators = member.engine.communicators
+    def __init__(self, participant: SwitchParticipant, runtime: GroupRuntime) -> None:
+        self._participant = participant
+        self._runtime = runtime
+        self._communicators = runtime.engine.communicators
         self._no_room = 0
         self._told = 0
 
     @property
-    def no_room(self) -> int:
-        """The formation (`born`) in which a step found no room, until the rank serves in another.
+    def oom_formation(self) -> int:
+        """The formation in which a step found no room, until the rank serves in another.
 
         A rank may leave and join within one pass, and the others still wait in that step. It serves
         only when the coordinator has heard that it has joined, and has heard this with it.
         """
-        seat = self._seat
-        has_gone_on = seat.binding is not None and seat.binding.born > self._no_room
-        return 0 if has_gone_on and seat.serving else self._no_room
+        participant = self._participant
+        has_gone_on = (
+            participant.binding is not None and participant.binding.formation > self._no_room
+        )
+        return 0 if has_gone_on and participant.serving else self._no_room
 
     @property
     def has_news(self) -> bool:
-        """Whether `no_room` is something else than what was told last."""
-        return self.no_room != self._told
+        """Whether `oom_formation` is something else than what was told last."""
+        return self.oom_formation != self._told
 
     def tell(self) -> int:
-        """Return `no_room`, for a report that is sent."""
-        self._told = self.no_room
+        """Return `oom_formation`, for a report that is sent."""
+        self._told = self.oom_formation
         return self._told
 
     @property
     def is_joined(self) -> bool:
         """The rank is joined to a formation that was aborted: no step of it counts any more."""
-        binding = self._seat.binding
+        binding = self._participant.binding
         if binding is None:
             return False
-        is_aborted = self._communicators.is_aborted(binding.group.ranks, binding.born)
-        return is_aborted or binding.born == self._no_room
+        is_aborted = self._communicators.is_aborted(binding.group.ranks, binding.formation)
+        return is_aborted or binding.formation == self._no_room
 
     def is_noticed(self) -> bool:
         """Look whether `is_joined`; a follower need not hear from its leader then."""
-        binding = self._seat.binding
+        binding = self._participant.binding
         if binding is None or not self.is_joined:
             return False
-        self._seat.on_leave(binding.born)
+        self._participant.on_leave(binding.formation)
         return True
 
     def guarded(self, step: Callable[[], T]) -> T | None:
@@ -82,31 +84,31 @@ class FormationAbort:
         try:
             return step()
         except PeerLostError as error:
-            binding = self._seat.binding
-            if binding is None or binding.born != error.born:
+            binding = self._participant.binding
+            if binding is None or binding.formation != error.formation:
                 raise
             log.warning("step_aborted", group=binding.group.name, reason=str(error))
         except NoRoomError as error:
-            binding = self._seat.binding
+            binding = self._participant.binding
             if binding is None:
                 raise
             advice = "the rank is left out for a while; see what else takes the device's memory"
             log.warning(
                 "step_without_room", group=binding.group.name, reason=str(error), advice=advice
             )
-            self._no_room = binding.born
+            self._no_room = binding.formation
         self._give_up(binding)
         return None
 
     def _give_up(self, binding: Binding) -> None:
         # Its mark is for all of them, who may not have heard of the loss.
-        self._communicators.abort(binding.group.ranks, binding.born)
+        self._communicators.abort(binding.group.ranks, binding.formation)
         self._forget_steps(binding)
-        if self._seat.is_leader:
-            scheduler = self._member.mode_of(binding.group).scheduler
+        if self._participant.is_leader:
+            scheduler = self._runtime.mode_of(binding.group).scheduler
             assert scheduler is not None
             tasks = list(scheduler.requests)
-            self._member.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
+            self._runtime.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
 
     def judged(self, move: Move | None) -> Move | None:
         """Leaving an aborted formation is leaving a lost one, whatever the directive knows."""
@@ -117,8 +119,8 @@ class FormationAbort:
 
     def _forget_steps(self, binding: Binding) -> None:
         """What the runner knows of the group's tasks is that of a step which never ended."""
-        self._member.stepping.drop(binding.born)
-        mode = self._member.mode_of(binding.group)
+        self._runtime.steps.drop(binding.formation)
+        mode = self._runtime.mode_of(binding.group)
         mode.runner.forget_tasks()
         if mode.scheduler is not None:
             mode.scheduler.forget_steps()

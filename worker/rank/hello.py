@@ -17,8 +17,8 @@ from worker.spec import modes_widths
 
 def hello_of(
     engine: RankEngine,
-    member: GroupRuntime,
-    seat: SwitchParticipant,
+    runtime: GroupRuntime,
+    participant: SwitchParticipant,
     deferred: Sequence[Drop | GiveBack] = (),
 ) -> RankHello:
     """Describe a rank as it is now; what it has been told to drop is as good as gone."""
@@ -26,7 +26,7 @@ def hello_of(
     return RankHello(
         version=PROTOCOL_VERSION,
         rank=engine.spec.rank,
-        incarnation=seat.incarnation,
+        incarnation=participant.incarnation,
         pid=os.getpid(),
         device=str(engine.device),
         widths=tuple(sorted({1, *modes_widths(engine.spec)})),
@@ -36,12 +36,18 @@ def hello_of(
         kv_heads=engine.kv.geometry.num_kv_heads,
         pages_total=engine.kv.num_pages,
         held=tuple(
-            HeldTask(led.header, led.attempt, led.group, led.emitted, is_paused(led, member, seat))
-            for led in member.book
+            HeldTask(
+                led.header,
+                led.attempt,
+                led.group,
+                led.emitted,
+                is_paused(led, runtime, participant),
+            )
+            for led in runtime.book
             if led.attempt > drops.get(led.header.task, -1)
         ),
-        adopted=member.moving.adopted if seat.is_moving else (),
-        adopted_in=member.moving.epoch,
+        adopted=runtime.migration.adopted if participant.is_moving else (),
+        adopted_in=runtime.migration.epoch,
         memory=engine.memory(),
         cohort=engine.spec.cohort,
         step_times=tuple(map(told, engine.step_times())),
@@ -50,8 +56,8 @@ def hello_of(
     )
 
 
-def is_paused(led: LedTask, member: GroupRuntime, seat: SwitchParticipant) -> bool:
+def is_paused(led: LedTask, runtime: GroupRuntime, participant: SwitchParticipant) -> bool:
     """Say whether a task waits for its group to be formed again: neither served nor moved."""
     ranks = led.group.ranks
-    is_bound = seat.binding is not None and ranks == seat.binding.group.ranks
-    return not is_bound and ranks != member.moving.ranks
+    is_bound = participant.binding is not None and ranks == participant.binding.group.ranks
+    return not is_bound and ranks != runtime.migration.ranks

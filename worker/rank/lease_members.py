@@ -43,9 +43,9 @@ class LeaseMembers:
 class LeaseUpdates:
     """Frees pages as directives say; what it must not touch yet it is told of again later."""
 
-    def __init__(self, member: GroupRuntime, seat: SwitchParticipant) -> None:
-        self._member = member
-        self._seat = seat
+    def __init__(self, runtime: GroupRuntime, participant: SwitchParticipant) -> None:
+        self._runtime = runtime
+        self._participant = participant
         self._sharers = LeaseMembers()
 
     def formed(self, ranks: Ranks, directive: Directive) -> None:
@@ -62,12 +62,14 @@ class LeaseUpdates:
 
     def hear(self, directive: Directive) -> bool:
         """Free what the directive says is not needed, or is worthless; True if anything was."""
-        member, seat = self._member, self._seat
+        runtime, participant = self._runtime, self._participant
         # Other groups than those that this rank is in have no lease here.
-        changed = member.apply_kept([each for each in directive.kept if seat.rank in each.ranks])
-        if seat.wanted is directive and directive.stage.epoch > 0:
-            bound = seat.binding.group.ranks if seat.binding is not None else ()
-            whole = bound, member.moving.goal
+        changed = runtime.apply_kept(
+            [each for each in directive.kept if participant.rank in each.ranks]
+        )
+        if participant.wanted is directive and directive.stage.epoch > 0:
+            bound = participant.binding.group.ranks if participant.binding is not None else ()
+            whole = bound, runtime.migration.goal
             for ranks in self._sharers.take_lost(dict(directive.members), whole):
-                changed |= member.keep_only(ranks, ())
+                changed |= runtime.keep_only(ranks, ())
         return changed

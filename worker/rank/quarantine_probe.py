@@ -49,28 +49,28 @@ class QuarantineProbe:
         """What to tell the coordinator, again and again: it knows what it has seen."""
         return tuple(self._results.values())
 
-    def formed(self, member: GroupRuntime, binding: Binding, directive: Directive) -> None:
+    def formed(self, runtime: GroupRuntime, binding: Binding, directive: Directive) -> None:
         """Probe a group that this rank leads, if that is wanted or it is new in its members."""
         ranks, present = binding.group.ranks, dict(directive.members)
         processes = [present.get(rank) for rank in ranks]
         known = self._proved.get(binding.group, [self._together.get(rank) for rank in ranks])
         if not self._after_switch and (len(ranks) == 1 or processes == known):
             return
-        mode = member.mode_of(binding.group)
+        mode = runtime.mode_of(binding.group)
         if mode.scheduler is None or mode.scheduler.is_full:
             log.warning("mode_not_probed", group=binding.group.name, reason="it is full of tasks")
             return
 
         def execute(plan: StepPlan) -> object:
-            member.lead(Step(binding.born, plan))
+            runtime.lead(Step(binding.formation, plan))
             return mode.execute(plan)
 
         for step_mode in binding.group.step_modes:
             started_ns = time.perf_counter_ns()
             values = self._engine.probe.run(execute, step_mode)
             took_us = (time.perf_counter_ns() - started_ns) // 1000
-            if self._engine.communicators.is_aborted(ranks, binding.born):
-                raise PeerLostError(binding.born)  # It is no fault of the mode.
+            if self._engine.communicators.is_aborted(ranks, binding.formation):
+                raise PeerLostError(binding.formation)  # It is no fault of the mode.
             wanted, _ = self._engine.probed[mode.key.width, step_mode]
             epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)

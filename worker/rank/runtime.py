@@ -44,21 +44,21 @@ VERSIONS_PER_INCARNATION = 1 << 32
 class GroupRuntime:
     """This rank's part in the groups it belongs to, one of which is selected at a time."""
 
-    def __init__(self, engine: RankEngine, incarnation: int, outlet: TokenPublisher) -> None:
+    def __init__(self, engine: RankEngine, incarnation: int, publisher: TokenPublisher) -> None:
         self.engine = engine
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
         self.kept: dict[tuple[int, ...], LeaseRetention] = {}
         self.intake = RequestCodec(engine.block_hasher, engine.structured_output)
-        self.stepping = Steps(self, incarnation, outlet)
+        self.steps = Steps(self, incarnation, publisher)
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold moved tasks of a group, until it begins."""
         self._collector = GcPause()
-        self.moving = Migration(self, engine.boards, engine.spec.rank)
+        self.migration = Migration(self, engine.mailboxes, engine.spec.rank)
         self._mode: PreparedMode | None = None
         self._binding: Binding | None = None
 
@@ -80,18 +80,18 @@ class GroupRuntime:
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
-        self.stepping.catch_up()  # What is held belongs to what is selected until now.
-        self._mode = self.engine.select(binding.group.width, binding.born)
+        self.steps.catch_up()  # What is held belongs to what is selected until now.
+        self._mode = self.engine.select(binding.group.width, binding.formation)
         self._binding = binding
-        self._formed[binding.group.ranks] = binding.born
-        self.moving.joined()
+        self._formed[binding.group.ranks] = binding.formation
+        self.migration.joined()
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
         """A move has leased these indices to a group that is to be joined."""
         ranks = binding.group.ranks
-        self._formed[ranks] = binding.born
+        self._formed[ranks] = binding.formation
         self._moved_in[ranks] = tuple(indices.tolist())
-        self._applied_kept[ranks] = (binding.born, -1)
+        self._applied_kept[ranks] = (binding.formation, -1)
 
     def not_joined(self) -> None:
         """What was prepared for a group is not joined now: its leader says what is kept of it."""
@@ -113,8 +113,8 @@ class GroupRuntime:
         kept = tuple(index for index in kept if index in held)
         told = self.kept.get(binding.group.ranks)
         version = told.version if told is not None else -1
-        meets = self.moving.meets_in(binding.group)
-        self.lead(Begin(binding.born, kept, grant_pages, version, self.has_tasks, meets))
+        meets = self.migration.meets_in(binding.group)
+        self.lead(Begin(binding.formation, kept, grant_pages, version, self.has_tasks, meets))
         self.begin(grant_pages, kept, version, meets=meets)
 
     def begin(
@@ -122,9 +122,9 @@ class GroupRuntime:
     ) -> None:
         """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
         mode, group = self._joined()
-        self.moving.arrive(mode, meets=meets)
-        if self.stepping.is_under_way and not self.stepping.trails:
-            self.stepping.settle()  # It was left and is joined again, all within one step.
+        self.migration.arrive(mode, meets=meets)
+        if self.steps.has_inflight and not self.steps.trails:
+            self.steps.settle()  # It was left and is joined again, all within one step.
         pool = self.engine.pages
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
@@ -138,7 +138,7 @@ class GroupRuntime:
             mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
             indices = pool.lease_indices(group.ranks)
         if self._binding is not None:
-            self._applied_kept[group.ranks] = (self._binding.born, version)
+            self._applied_kept[group.ranks] = (self._binding.formation, version)
         if mode.scheduler is not None:
             mode.scheduler.grant(indices)
 
@@ -151,16 +151,16 @@ class GroupRuntime:
         if group.width > 1:
             pool = self.engine.communicators
             queue = pool.of(group.ranks).group.mq_broadcaster
-            send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.born))
+            send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
 
     def apply_kept(self, leases: Iterable[LeaseRetention]) -> bool:
         """Free the pages of unbound groups that their leaders no longer need; True if any were."""
         changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
         for lease in leases:
-            order = (lease.born, lease.version)
+            order = (lease.formation, lease.version)
             # It says nothing of pages leased since; and what was told of a move has to stay true.
             is_old = self._applied_kept.get(lease.ranks, (-1, -1)) >= order
-            if is_old or lease.ranks in (bound, self.moving.told_ranks, self.moving.goal):
+            if is_old or lease.ranks in (bound, self.migration.told_ranks, self.migration.goal):
                 continue
             self._applied_kept[lease.ranks] = order
             changed |= self.keep_only(lease.ranks, lease.indices)
@@ -173,7 +173,7 @@ class GroupRuntime:
         dropped = without(leased, np.array(kept, dtype=np.int64))
         if not dropped.size:
             return False
-        self.moving.gave_up(ranks)
+        self.migration.gave_up(ranks)
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
@@ -217,7 +217,7 @@ class GroupRuntime:
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is this attempt or an older one."""
-        self.stepping.settle()
+        self.steps.settle()
         led = self.book.get(task)
         if led is not None and led.attempt <= attempt:
             self.book.close(task, EndCause.CANCELLED)
@@ -227,7 +227,7 @@ class GroupRuntime:
 
     def give_back(self, task: TaskId) -> None:
         """Free a task's KV and return it to the pool."""
-        self.stepping.settle()
+        self.steps.settle()
         led = self.book.get(task)
         if led is not None:
             self.give_up(led.group, [task], ReturnCause.RECOMPUTE)
@@ -256,7 +256,7 @@ class GroupRuntime:
 
     def look(self) -> None:
         """Take what has come by itself: tokens of a step that trails, the end of a long pause."""
-        self.moving.look()
+        self.migration.look()
         self._collector.look()
 
     def tidy(self) -> None:
@@ -273,8 +273,8 @@ class GroupRuntime:
             pool.return_own(without(pool.own_pages(), held))
             return
         self._lease_version += 1
-        born = self._formed[group.ranks]
-        kept = LeaseRetention(group.ranks, self._lease_version, tuple(held.tolist()), born)
+        formation = self._formed[group.ranks]
+        kept = LeaseRetention(group.ranks, self._lease_version, tuple(held.tolist()), formation)
         self.kept[group.ranks] = kept
 
     def give_up(
@@ -291,7 +291,7 @@ class GroupRuntime:
 
     def freed(self, group: Group) -> None:
         """Tasks of a group that was left have ended behind its back."""
-        if self.moving.ranks != group.ranks:
+        if self.migration.ranks != group.ranks:
             self._withdraw_if_parked(group)
 
     def _withdraw_if_parked(self, group: Group) -> None:
@@ -315,14 +315,14 @@ class GroupRuntime:
     def has_work(self) -> bool:
         """Whether the led group has a step to run."""
         scheduler = self._mode.scheduler if self._mode is not None else None
-        is_under_way = self.stepping.is_under_way and not self.stepping.trails
-        return is_under_way or bool(scheduler and scheduler.has_requests())
+        has_inflight = self.steps.has_inflight and not self.steps.trails
+        return has_inflight or bool(scheduler and scheduler.has_requests())
 
     def hold_step(self, epoch: int) -> None:
         """Plan the last step of the led group, for all to hold it; see `Steps.hold`."""
         mode, _ = self._joined()
         assert self._binding is not None
-        self.stepping.hold(mode, self._binding, epoch)
+        self.steps.hold(mode, self._binding, epoch)
 
     def lose_last_step(self, group: Group) -> None:
         """The last step of a group that was left will never be over: it lacks a member.
@@ -331,7 +331,7 @@ class GroupRuntime:
         """
         mode = self.mode_of(group)
         mode.runner.forget_tasks()
-        self.moving.lose()
+        self.migration.lose()
         if mode.scheduler is not None:
             mode.scheduler.forget_steps()
             self.give_up(group, list(mode.scheduler.requests), ReturnCause.RECOMPUTE)
@@ -340,23 +340,23 @@ class GroupRuntime:
         """Launch one step of the led group; see `Steps.lead`."""
         mode, _ = self._joined()
         assert self._binding is not None
-        return self.stepping.lead(mode, self._binding, epoch)
+        return self.steps.lead(mode, self._binding, epoch)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
         """Read one message of the joined group and obey it; leave messages are the caller's."""
         mode, _ = self._joined()
         message = receive(mode.communicator.group.mq_broadcaster, wait_s)
-        if message is None and self.stepping.is_late:
-            self.stepping.catch_up()  # Its leader has not left after all, and waits in it.
-        if message is None or message.born != binding.born:
+        if message is None and self.steps.is_late:
+            self.steps.catch_up()  # Its leader has not left after all, and waits in it.
+        if message is None or message.formation != binding.formation:
             return message if isinstance(message, LeaveGroup) else None
         if not isinstance(message, LeaveGroup):
-            self.stepping.catch_up()
+            self.steps.catch_up()
         match message:
             case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
                 self.begin(pages, kept, version, meets=meets)
             case Step():
-                self.stepping.follow(mode, message, binding)
+                self.steps.follow(mode, message, binding)
             case LeaveGroup(kept=kept):
                 if kept is not None:
                     # The coordinator tells it too, but later.
@@ -364,12 +364,12 @@ class GroupRuntime:
         return message
 
     def drain_queues(self) -> list[int]:
-        """While parked: read what is left on all queues; returns the `born` of leave messages."""
+        """While parked: read what is left on all queues; returns the formations of leave messages."""
         left: list[int] = []
         for communicator in self.engine.communicators:
             if communicator.width == 1 or communicator.rank_in_group == 0:
                 continue
             while (message := receive(communicator.group.mq_broadcaster, 0.0)) is not None:
                 if isinstance(message, LeaveGroup):
-                    left.append(message.born)
+                    left.append(message.formation)
         return left

@@ -17,7 +17,7 @@ class Runtime(StepOwner, Protocol):
     """The runtime as a migration sees it; `worker.rank.runtime` implements it."""
 
     intake: RequestCodec
-    stepping: Steps
+    steps: Steps
 
     def mode_of(self, group: Group) -> PreparedMode:
         """Return what is prepared for a group of this rank."""

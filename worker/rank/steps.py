@@ -61,11 +61,11 @@ class StepOwner(Protocol):
 class Steps:
     """Launches steps of the selected mode, and takes their tokens."""
 
-    def __init__(self, member: StepOwner, incarnation: int, outlet: TokenPublisher) -> None:
-        self._member = member
+    def __init__(self, runtime: StepOwner, incarnation: int, publisher: TokenPublisher) -> None:
+        self._runtime = runtime
         self._incarnation = incarnation
-        self._outlet = outlet
-        self._under_way: InflightStep | None = None
+        self._publisher = publisher
+        self._inflight: InflightStep | None = None
         self._behind: tuple[Joined, Callable[[], bool]] | None = None
         self._left_end_ns: int | None = None
         self._held: DeferredStep | None = None
@@ -81,15 +81,15 @@ class Steps:
         """How long a step usually takes that reads no prompt; 0 until there was one."""
 
     @property
-    def is_under_way(self) -> bool:
+    def has_inflight(self) -> bool:
         """A step was launched whose tokens were not taken."""
-        return self._under_way is not None
+        return self._inflight is not None
 
     @property
     def trails(self) -> bool:
         """A step of a group that was left is under way."""
-        under_way = self._under_way
-        return under_way is not None and under_way.mode is not self._member.selected
+        under_way = self._inflight
+        return under_way is not None and under_way.mode is not self._runtime.selected
 
     @property
     def behind(self) -> Joined | None:
@@ -109,7 +109,7 @@ class Steps:
     def left(self, joined: Joined | None) -> None:
         """The rank leaves this group; its last step may be under way."""
         held = self._held
-        is_done = self._member.engine.done() if held is None else held.query
+        is_done = self._runtime.engine.done() if held is None else held.query
         self._behind = (joined, is_done) if joined is not None else None
 
     def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
@@ -120,7 +120,7 @@ class Steps:
         started = time.perf_counter_ns()
         assert mode.scheduler is not None
         self.catch_up()
-        if self._under_way is not None and self._under_way.goes_first():
+        if self._inflight is not None and self._inflight.goes_first():
             self.settle()
         if mode.scheduler.has_requests():
             plan = self._plan(mode, binding)
@@ -130,13 +130,13 @@ class Steps:
             usual_ns = self._usual_ns(mode, plan)
             if not (plan.is_empty or plan.reads_prompts):
                 self.decode_ns = usual_ns
-            begins_ns = self.ends_ns if self.is_under_way else 0
+            begins_ns = self.ends_ns if self.has_inflight else 0
             self._expect(max(time.monotonic_ns(), begins_ns) + usual_ns)
-            self._member.lead(Step(binding.born, plan))
+            self._runtime.lead(Step(binding.formation, plan))
             result = self.execute(mode, plan)
-            group, born = binding.group, binding.born
-            launched = InflightStep(plan, result, self.started_ns, mode, group, epoch, born)
-            before, self._under_way = self._under_way, launched
+            group, formation = binding.group, binding.formation
+            launched = InflightStep(plan, result, self.started_ns, mode, group, epoch, formation)
+            before, self._inflight = self._inflight, launched
             if before is not None:
                 self._finish(before)
                 self._expect(self.ended_ns + usual_ns)
@@ -155,10 +155,12 @@ class Steps:
     def hold(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
         """Plan the last step of the led group before it is left, send it, and hold it."""
         plan = self._plan(mode, binding)
-        self._member.lead(Step(binding.born, plan, is_held=True))
+        self._runtime.lead(Step(binding.formation, plan, is_held=True))
         held = self._hold(mode, plan, binding.group)
         launched_ns, group = time.monotonic_ns(), binding.group
-        self._under_way = InflightStep(plan, held, launched_ns, mode, group, epoch, binding.born)
+        self._inflight = InflightStep(
+            plan, held, launched_ns, mode, group, epoch, binding.formation
+        )
 
     def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
         # The width stays selected until the next group is joined, and that comes behind it.
@@ -182,21 +184,21 @@ class Steps:
         Raises `PeerLostError` if its formation was aborted and is not left yet.
         """
         held, self._held = self._held, None
-        under_way = self._under_way
+        under_way = self._inflight
         if under_way is not None and under_way.result is held:
             self.settle()
         elif held is not None and not held.query():
             try:
                 held.get_output()
             except PeerLostError:
-                if self._member.selected is not None:
+                if self._runtime.selected is not None:
                     raise
                 self._lose(held)
 
     def _lose(self, held: DeferredStep) -> None:
         """The last step of a group that was left was not computed by all."""
         log.warning("held_step_lost", group=held.group.name)
-        self._member.lose_last_step(held.group)
+        self._runtime.lose_last_step(held.group)
 
     def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
         """How long steps like this one have taken, or else took at start-up."""
@@ -210,8 +212,8 @@ class Steps:
 
     def _expect(self, ends_ns: int) -> None:
         self.ends_ns = ends_ns
-        engine = self._member.engine
-        engine.boards[engine.spec.rank].expect_end(ends_ns)
+        engine = self._runtime.engine
+        engine.mailboxes[engine.spec.rank].expect_end(ends_ns)
 
     def execute(self, mode: PreparedMode, plan: Any) -> Any:
         """Launch a step that this rank or its leader has planned."""
@@ -226,8 +228,8 @@ class Steps:
     def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
         """Launch a step that this rank's leader has planned, and will take the tokens of."""
         plan = step.plan
-        if self._is_lost(binding.group, binding.born):
-            raise PeerLostError(binding.born)
+        if self._is_lost(binding.group, binding.formation):
+            raise PeerLostError(binding.formation)
         if step.is_held:
             self._hold(mode, plan, binding.group)
             self.ended_ns = 0
@@ -235,7 +237,7 @@ class Steps:
         result = self.execute(mode, plan)
         # On CUDA a follower may have no result that could be asked.
         is_over = (
-            self._member.engine.is_synchronous and not InflightStep(plan, result).is_asynchronous
+            self._runtime.engine.is_synchronous and not InflightStep(plan, result).is_asynchronous
         )
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
@@ -244,34 +246,34 @@ class Steps:
 
         Raises `PeerLostError` if its formation was aborted; it is over even so.
         """
-        under_way, self._under_way = self._under_way, None
+        under_way, self._inflight = self._inflight, None
         if under_way is None:
             return
         try:
             self._finish(under_way)
         except PeerLostError:
             held = under_way.result
-            if not isinstance(held, DeferredStep) or self._member.selected is not None:
+            if not isinstance(held, DeferredStep) or self._runtime.selected is not None:
                 raise
             self._lose(held)
 
-    def drop(self, born: int) -> None:
+    def drop(self, formation: int) -> None:
         """Wait for what was launched in a formation; its step under way is not finished."""
-        under_way = self._under_way
-        if under_way is not None and under_way.born != born:
+        under_way = self._inflight
+        if under_way is not None and under_way.formation != formation:
             self.settle()  # It trails, and is a step of another formation.
             under_way = None
         if self.is_held:
             self._held = under_way = None  # Nobody has begun to compute it.
-        is_done = self._member.engine.done()
+        is_done = self._runtime.engine.done()
         # While the rank is joined to it, the watchdog lets what was launched run to its end.
         while not (is_done() and (under_way is None or under_way.is_ready())):
             time.sleep(POLL_S)
-        self._under_way = None
+        self._inflight = None
 
-    def _is_lost(self, group: Group, born: int) -> bool:
-        communicators = self._member.engine.communicators
-        return bool(communicators.is_aborted(group.ranks, born))
+    def _is_lost(self, group: Group, formation: int) -> bool:
+        communicators = self._runtime.engine.communicators
+        return bool(communicators.is_aborted(group.ranks, formation))
 
     def _counts(self, step: InflightStep) -> bool:
         """Whether what the step gave is what it should.
@@ -280,13 +282,13 @@ class Steps:
         """
         if step.group is None:
             return True
-        if step.mode is not self._member.selected:
-            return step.group.ranks not in self._member.engine.communicators.closed
-        return not self._is_lost(step.group, step.born)
+        if step.mode is not self._runtime.selected:
+            return step.group.ranks not in self._runtime.engine.communicators.closed
+        return not self._is_lost(step.group, step.formation)
 
     def settle_if_ready(self) -> None:
         """Take the tokens of a step that trails, if they are there."""
-        under_way = self._under_way
+        under_way = self._inflight
         if self.trails and under_way is not None and under_way.is_ready():
             self.settle()
 
@@ -300,7 +302,7 @@ class Steps:
         # Asked behind the tokens: marks are made before anybody is let out. Of a step that trails
         # nobody catches it: tasks may have moved on with its KV, so this process ends.
         if not self._counts(step):
-            raise PeerLostError(step.born)
+            raise PeerLostError(step.formation)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
         self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns)
@@ -308,14 +310,14 @@ class Steps:
         outputs = scheduler.finish_step(step.plan, result)
         if outputs:
             self._push(outputs, step.epoch)
-        if step.mode is not self._member.selected:
+        if step.mode is not self._runtime.selected:
             self._left_end_ns = now_ns
             frees |= any(output.finished for output in outputs)
             if step.group is not None and frees:
-                self._member.freed(step.group)
+                self._runtime.freed(step.group)
 
     def _push(self, outputs: Sequence[Any], epoch: int) -> None:
-        member, book = self._member, self._member.book
+        runtime, book = self._runtime, self._runtime.book
         by_gateway: dict[str, tuple[list[TokenSpan], list[Any]]] = {}
         for output in outputs:
             led = book.get(output.request_id)
@@ -328,7 +330,7 @@ class Steps:
             batch.append(output)
             if output.finished:
                 book.close(task, EndCause.FINISHED)
-                member.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
+                runtime.ended.append(TaskEnded(task, led.attempt, EndCause.FINISHED, led.emitted))
         for reply_to, (spans, batch) in by_gateway.items():
-            header = TokenBatch(member.engine.spec.rank, self._incarnation, epoch, tuple(spans))
-            self._outlet.push(reply_to, header, batch)
+            header = TokenBatch(runtime.engine.spec.rank, self._incarnation, epoch, tuple(spans))
+            self._publisher.push(reply_to, header, batch)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised when a message changes its meaning; peers of another version are refused."""
 
 

@@ -64,15 +64,15 @@ class RankHello(Message, frozen=True):
 class LeaseRetention(msgspec.Struct, frozen=True):
     """The lease indices that paused tasks of an unbound group still need, told by its leader.
 
-    Level-triggered: the highest (`born`, `version`) wins; members free every other page of that
-    lease. `born` is the formation that the leader last joined with these ranks: what was kept of an
-    earlier one says nothing about pages that were leased since.
+    Level-triggered: the highest (`formation`, `version`) wins; members free every other page of
+    that lease. `formation` is the formation that the leader last joined with these ranks: what was
+    kept of an earlier one says nothing about pages that were leased since.
     """
 
     ranks: tuple[Rank, ...]
     version: int
     indices: tuple[int, ...]
-    born: int = 0
+    formation: int = 0
 
 
 class LinkCut(msgspec.Struct, frozen=True):
@@ -140,10 +140,10 @@ class Report(Message, frozen=True):
     `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
     `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
     the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
-    the tasks that this rank goes on with if the move of this epoch is committed, `free_then` the
-    pages that it has free then; `has_failed` says that it could not copy its share. `moved` is the
-    last committed move that this rank was told of, in a directive of epoch `told_in`, whether it
-    has acted on it or not.
+    the tasks that this rank goes on with if the move of this epoch is committed,
+    `free_pages_after_commit` the pages that it has free then; `has_failed` says that it could not
+    copy its share. `moved` is the last committed move that this rank was told of, in a directive of
+    epoch `heard_in_epoch`, whether it has acted on it or not.
     """
 
     rank: Rank
@@ -170,7 +170,7 @@ class Report(Message, frozen=True):
     """Hashes of prompts' blocks that a committed move brought into this rank's next group."""
     has_failed: bool = False
     moved: int = 0
-    told_in: int = 0
+    heard_in_epoch: int = 0
     served: tuple[ServedSteps, ...] = ()
     """How long the led group's steps took since the last report; filled by leaders."""
     links: tuple[LinkCut, ...] = ()
@@ -179,9 +179,9 @@ class Report(Message, frozen=True):
     """The newest probe of each mode that this rank leads."""
     closed: tuple[tuple[Rank, ...], ...] = ()
     """Groups that this process can never form again: it got out of their collectives by force."""
-    free_then: int = 0
-    no_room: int = 0
-    """The formation (`born`) in which a step of this rank found no room on its device; 0 is none.
+    free_pages_after_commit: int = 0
+    oom_formation: int = 0
+    """The formation in which a step of this rank found no room on its device; 0 is none.
     It is told until the rank serves in another one."""
 
 
@@ -196,12 +196,12 @@ class Directive(Message, frozen=True):
     """The wanted state of a rank.
 
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
-    `members` gives the incarnation of each rank of the target. `void` is the formation that this
-    rank is joined to, by its last report, if its leader is not joined to it and will not lead it: a
-    follower need not wait for the leader's word. `grants` is filled in SERVE. `kept` tells members
-    which lease indices of unbound groups remain. `movers` are the parked ranks that copy KV in
-    MOVE. `moved` is the last committed move that this rank can have taken part in: if it took part
-    in another one, and reads of a later stage, then that one was not committed.
+    `members` gives the incarnation of each rank of the target. `abandoned_formation` is the
+    formation that this rank is joined to, by its last report, if its leader is not joined to it and
+    will not lead it: a follower need not wait for the leader's word. `grants` is filled in SERVE.
+    `kept` tells members which lease indices of unbound groups remain. `movers` are the parked ranks
+    that copy KV in MOVE. `moved` is the last committed move that this rank can have taken part in:
+    if it took part in another one, and reads of a later stage, then that one was not committed.
     """
 
     incarnation: int
@@ -211,7 +211,7 @@ class Directive(Message, frozen=True):
     target: Target
     carry: Carry
     members: tuple[tuple[Rank, int], ...]
-    void: int = 0
+    abandoned_formation: int = 0
     grants: tuple[Grant, ...] = ()
     kept: tuple[LeaseRetention, ...] = ()
     movers: tuple[Rank, ...] = ()

@@ -38,7 +38,7 @@ class RankSessions:
         self._heartbeat_s = heartbeat_s
         self._metadata = ((wire.TOKEN_METADATA_KEY, token),)
         self._incarnation = incarnation
-        self.seats = {
+        self.participants = {
             Rank(rank): SwitchParticipant(Rank(rank), incarnation) for rank in range(world)
         }
         self.obeys = True
@@ -48,7 +48,7 @@ class RankSessions:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._run(rank)) for rank in self.seats]
+        self._tasks = [asyncio.create_task(self._run(rank)) for rank in self.participants]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,7 +82,7 @@ class RankSessions:
             try:
                 while (message := await call.read()) is not AIO.EOF:
                     if isinstance(message, Directive) and self.obeys:
-                        self.seats[rank].on_directive(message)
+                        self.participants[rank].on_directive(message)
                         await self._tell(call, rank, lock)
             finally:
                 beat.cancel()
@@ -98,13 +98,13 @@ class RankSessions:
             await call.write(self._report(rank))
 
     def _move(self, rank: Rank) -> None:
-        seat = self.seats[rank]
-        while (move := seat.next_move(idle=True)) is not None:
+        participant = self.participants[rank]
+        while (move := participant.next_move(idle=True)) is not None:
             if isinstance(move, Leave) and move.is_leader:
                 for member in move.binding.group.ranks:
                     if member != rank:
-                        self.seats[member].on_leave(move.binding.born)
-            seat.made(move)
+                        self.participants[member].on_leave(move.binding.formation)
+            participant.made(move)
 
     def _hello(self, rank: Rank) -> RankHello:
         return RankHello(
@@ -125,23 +125,23 @@ class RankSessions:
         )
 
     def _report(self, rank: Rank) -> Report:
-        seat = self.seats[rank]
+        participant = self.participants[rank]
         return Report(
             rank=rank,
             incarnation=self._incarnation,
             sent_at_ms=time.monotonic_ns() // 1_000_000,
-            stage=seat.stage,
-            binding=seat.binding,
-            target=seat.target,
-            pages=_pages(seat),
-            blocks_free=PAGES - self.blocks_used if seat.serving else 0,
-            blocks_total=PAGES if seat.serving else 0,
+            stage=participant.stage,
+            binding=participant.binding,
+            target=participant.target,
+            pages=_pages(participant),
+            blocks_free=PAGES - self.blocks_used if participant.serving else 0,
+            blocks_total=PAGES if participant.serving else 0,
         )
 
 
-def _pages(seat: SwitchParticipant) -> PageReport:
+def _pages(participant: SwitchParticipant) -> PageReport:
     """All pages belong to the group while it serves."""
-    if not seat.serving or seat.binding is None:
+    if not participant.serving or participant.binding is None:
         return PageReport(total=PAGES, free=PAGES, owned=0, leased=0)
-    alone = seat.binding.group.width == 1
+    alone = participant.binding.group.width == 1
     return PageReport(PAGES, 0, owned=PAGES if alone else 0, leased=0 if alone else PAGES)

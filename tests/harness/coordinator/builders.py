@@ -33,10 +33,10 @@ def layout(text: str, world: int = 4) -> Layout:
     return parse_layout(text, world, WIDTHS)
 
 
-def target(text: str, *born: int, world: int = 4) -> Target:
+def target(text: str, *formation: int, world: int = 4) -> Target:
     """A target whose groups were formed in these epochs; the last one holds for the rest."""
     groups = layout(text, world).groups
-    borns = [*born, *[born[-1]] * (len(groups) - len(born))]
+    borns = [*formation, *[formation[-1]] * (len(groups) - len(formation))]
     return Target(tuple(Binding(group, b) for group, b in zip(groups, borns, strict=True)))
 
 
@@ -48,7 +48,7 @@ def directive(
     carry: Carry = Carry.RECOMPUTE,
     answers_ms: int = 0,
     members: dict[int, int] | None = None,
-    void: int = 0,
+    abandoned_formation: int = 0,
     grants: Sequence[Grant] = (),
     kept: Sequence[LeaseRetention] = (),
     incarnation: int = 1,
@@ -65,7 +65,7 @@ def directive(
         target=wanted,
         carry=carry,
         members=tuple((Rank(rank), each) for rank, each in incarnations.items()),
-        void=void,
+        abandoned_formation=abandoned_formation,
         grants=tuple(grants),
         kept=tuple(kept),
         moved=moved,
@@ -132,10 +132,10 @@ def report(
     adopted: Sequence[Adopted] = (),
     has_failed: bool = False,
     moved: int = 0,
-    told_in: int = 0,
+    heard_in_epoch: int = 0,
     links: Sequence[LinkCut] = (),
     closed: Sequence[tuple[Rank, ...]] = (),
-    free_then: int = 0,
+    free_pages_after_commit: int = 0,
 ) -> Report:
     return Report(
         rank=Rank(rank),
@@ -155,10 +155,10 @@ def report(
         adopted=tuple(adopted),
         has_failed=has_failed,
         moved=moved,
-        told_in=told_in,
+        heard_in_epoch=heard_in_epoch,
         links=tuple(links),
         closed=tuple(closed),
-        free_then=free_then,
+        free_pages_after_commit=free_pages_after_commit,
     )
 
 

@@ -102,7 +102,7 @@ class Device:
 
     def __init__(self, engine: RankEngine) -> None:
         self._engine = engine
-        self._born: dict[int, int] = {}
+        self._formation: dict[int, int] = {}
         self._queue: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._last: Ticket | None = None
         threading.Thread(target=self._run, name="device", daemon=True).start()
@@ -112,19 +112,19 @@ class Device:
         while True:
             self._queue.get().run()
 
-    def select(self, width: int, born: int = 0) -> PreparedMode:
+    def select(self, width: int, formation: int = 0) -> PreparedMode:
         """Steps that are launched from now on belong to this formation."""
-        self._born[width] = born
+        self._formation[width] = formation
         return self._engine.of_width(width)
 
     def launch(self, mode: PreparedMode, plan: Any) -> Ticket:
         """Let a step be computed when its turn comes; block ids are those of now."""
         output = plan.output if mode.table is None else translate(plan.output, mode.table)
-        born = self._born[mode.key.width]
+        formation = self._formation[mode.key.width]
         grammar = deepcopy(plan.grammar)  # vLLM fills one buffer with the masks of every step.
 
         def compute() -> Any:
-            self._engine.communicators.enter(born)
+            self._engine.communicators.enter(formation)
             activate(mode.communicator)
             mode.runner.use(plan.mode, reads_prompts=plan.reads_prompts)
             return mode.runner.run(output, grammar, plan.resuming, plan.known)
@@ -140,10 +140,10 @@ class Device:
 
     def meet(self, mode: PreparedMode) -> None:
         """Let what is launched from now on wait for the other members."""
-        born = self._born[mode.key.width]
+        formation = self._formation[mode.key.width]
 
         def compute() -> None:
-            self._engine.communicators.enter(born)
+            self._engine.communicators.enter(formation)
             mode.communicator.group.all_reduce(torch.zeros(1))
 
         self._add(Ticket(compute, 0.0))
@@ -165,7 +165,7 @@ def install() -> None:
     def with_device(self: RankLoop) -> None:
         device = Device(self._engine)
         engine: Any = RankEngine
-        engine.select = lambda _, width, born=0: device.select(width, born)
+        engine.select = lambda _, width, formation=0: device.select(width, formation)
         engine.done = lambda _: device.done()
         engine.holds_steps = False
         copies = Copies(self._engine.kv.geometry.num_layers)

@@ -26,7 +26,7 @@ class Stage:
         engine = SimpleNamespace(
             pages=PagePool(9),
             modes=self.modes,
-            boards={},
+            mailboxes={},
             spec=SimpleNamespace(rank=RANKS[0]),
             block_hasher=None,
             structured_output=None,
@@ -35,12 +35,12 @@ class Stage:
             communicators=SimpleNamespace(
                 is_aborted=lambda *_: False, of=lambda _: self.modes[2].communicator
             ),
-            select=lambda width, born: self.modes[width],
+            select=lambda width, formation: self.modes[width],
             of_width=lambda width: self.modes[width],
             meet=lambda _: self.done.append("meet"),
         )
-        self.member = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
-        rounds = self.member.moving._rounds
+        self.runtime = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
+        rounds = self.runtime.migration._rounds
         for name in ("go_before", "end_all"):
             setattr(rounds, name, lambda name=name: self.done.append(name))
 
@@ -63,6 +63,6 @@ class Stage:
 
     def has_moved_to(self, binding: Binding, *, ends_late: bool) -> None:
         """A committed move has prepared this group."""
-        self.member.moving._meets_in = binding.group.ranks if ends_late else ()
-        self.member.prepared(binding, np.zeros(0, dtype=np.int64))
-        self.member.join(binding)
+        self.runtime.migration._meets_in = binding.group.ranks if ends_late else ()
+        self.runtime.prepared(binding, np.zeros(0, dtype=np.int64))
+        self.runtime.join(binding)

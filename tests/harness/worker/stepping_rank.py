@@ -103,21 +103,21 @@ class Stage:
             spec=SimpleNamespace(rank=Rank(0)),
             done=lambda: lambda: self.device_done,
             is_synchronous=True,
-            boards={Rank(0): self},
+            mailboxes={Rank(0): self},
             communicators=self,
         )
         self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
         self.closed: tuple[tuple[Rank, ...], ...] = ()
         for name, binding in (("dp task", DP), ("tp task", TP)):
             self.book.open(LedTask(header(name), 1, binding.group, 0))
-        self.stepping = Steps(cast(Any, self), 1, cast(Any, self))
+        self.steps = Steps(cast(Any, self), 1, cast(Any, self))
         self.usual_s: float | None = None
         self.expected: list[int] = []
         log = SimpleNamespace(ended=lambda *_: None, usual_s=lambda *_: self.usual_s)
-        self.stepping.log = cast(Any, log)
+        self.steps.log = cast(Any, log)
 
-    def is_aborted(self, ranks: tuple[Rank, ...], born: int) -> bool:
-        return (ranks, born) in self.aborted
+    def is_aborted(self, ranks: tuple[Rank, ...], formation: int) -> bool:
+        return (ranks, formation) in self.aborted
 
     def lead(self, message: Any) -> None:
         self.sent.append(message)
@@ -135,17 +135,17 @@ class Stage:
         self.pushed.append((header.epoch, [each.request_id for each in batch]))
 
     def step(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
-        self.stepping.lead(cast(Any, mode), binding, epoch)
+        self.steps.lead(cast(Any, mode), binding, epoch)
 
     def leave_in_mid_step(self) -> None:
         self.step(self.dp, DP, 3)
         self.leave()
 
     def leave(self) -> None:
-        self.stepping.left((DP, {Rank(0): 1}))
+        self.steps.left((DP, {Rank(0): 1}))
         self.selected = None
 
 
 def follow(stage: Stage, mode: PreparedMode, binding: Binding, *, is_held: bool = False) -> None:
-    step = Step(binding.born, mode.scheduler.plan_step(None), is_held)
-    stage.stepping.follow(cast(Any, mode), step, binding)
+    step = Step(binding.formation, mode.scheduler.plan_step(None), is_held)
+    stage.steps.follow(cast(Any, mode), step, binding)

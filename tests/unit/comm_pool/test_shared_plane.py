@@ -43,9 +43,9 @@ class Members:
         """The formation of the member's last collective."""
         return self._words[place] >> SEQUENCE_BITS
 
-    def enter(self, born: int) -> None:
+    def enter(self, formation: int) -> None:
         for each in self.formations:
-            each.enter(born)
+            each.enter(formation)
 
     def begin(self, do: Callable[[int, SharedPlane], Any], *places: int) -> list[Any]:
         """Futures of what these members do."""
@@ -55,10 +55,10 @@ class Members:
         futures = self.begin(do, *range(len(self.planes)))
         return [each.result(LIMIT_S) for each in futures]
 
-    def abort(self, place: int, born: int) -> None:
+    def abort(self, place: int, formation: int) -> None:
         """As the pool does it."""
-        self.formations[place].abort(born)
-        self.planes[place].abort(born)
+        self.formations[place].abort(formation)
+        self.planes[place].abort(formation)
 
 
 def reduced(place: int, plane: SharedPlane, shape: tuple[int, ...] = (3, 5)) -> Any:
@@ -221,9 +221,11 @@ def test_a_member_that_comes_too_late_learns_that_the_others_are_elsewhere() -> 
 
 def test_only_the_last_aborted_formations_are_remembered() -> None:
     formations = Formations()
-    for born in range(3 * KEPT):
-        formations.abort(born)
-    assert [formations.is_aborted(born) for born in (0, 2 * KEPT, 3 * KEPT - 1, 3 * KEPT)] == [
+    for formation in range(3 * KEPT):
+        formations.abort(formation)
+    assert [
+        formations.is_aborted(formation) for formation in (0, 2 * KEPT, 3 * KEPT - 1, 3 * KEPT)
+    ] == [
         False,
         True,
         True,

@@ -93,7 +93,7 @@ def pool_of_rank_0(ways: dict[str, Any]) -> Any:
 
     def communicator(name: str, *ranks: int) -> Communicator:
         members = tuple(map(Rank, ranks))
-        return Communicator(members, cast(Any, None), 0.0, 0, way_out=ways.get(name))
+        return Communicator(members, cast(Any, None), 0.0, 0, aborter=ways.get(name))
 
     pool: Any = CommunicatorPool.__new__(CommunicatorPool)
     made = [communicator("tp2", 0, 1), communicator("tp4", 0, 1, 2, 3), communicator("dp", 0)]
@@ -110,25 +110,25 @@ def pool_of_rank_0(ways: dict[str, Any]) -> Any:
 def test_a_rank_closes_a_lost_group_and_no_group_of_a_part_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    let_out: list[list[str]] = []
-    monkeypatch.setattr(pool_module, "let_out", lambda ways, *_: let_out.append(ways))
+    unblock: list[list[str]] = []
+    monkeypatch.setattr(pool_module, "unblock", lambda ways, *_: unblock.append(ways))
     pool = pool_of_rank_0({name: name for name in ("tp2", "tp4", "sp2tp2", "sp2tp4")})
     four = tuple(map(Rank, range(4)))
     for _ in range(2):
-        pool.let_out(four, lambda: True)
-    assert let_out == [["tp4", "sp2tp2"]] * 2
+        pool.unblock(four, lambda: True)
+    assert unblock == [["tp4", "sp2tp2"]] * 2
     assert pool.closed == (four,), "told once, whatever it takes to get out"
-    pool.let_out(four[:2], lambda: True)
-    assert let_out[2] == ["tp2"]
+    pool.unblock(four[:2], lambda: True)
+    assert unblock[2] == ["tp2"]
     assert pool.closed == (four, four[:2])
 
 
 def test_a_rank_whose_collectives_raise_by_themselves_closes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool_module, "let_out", lambda *_: pytest.fail("nothing is to be done"))
+    monkeypatch.setattr(pool_module, "unblock", lambda *_: pytest.fail("nothing is to be done"))
     pool = pool_of_rank_0({})
-    pool.let_out(tuple(map(Rank, range(4))), lambda: True)
+    pool.unblock(tuple(map(Rank, range(4))), lambda: True)
     assert pool.closed == ()
 
 
@@ -136,8 +136,8 @@ def test_a_rank_alone_has_nobody_to_lose() -> None:
     pool = pool_of_rank_0({})
     pool._planes_of = {}
     pool._formations = Formations()
-    for born in (1, 2):
-        pool.enter(born)
+    for formation in (1, 2):
+        pool.enter(formation)
     alone, pair = (Rank(0),), (Rank(0), Rank(1))
     # An epoch has formations of one rank beside those that lost somebody.
     pool.abort(pair, 2)

@@ -21,9 +21,9 @@ from comm_pool.cuda.collective_abort import (
     GuardedLibrary,
     Signal,
     SignalPump,
-    let_out,
     peers_of,
     signal_bytes,
+    unblock,
     undivided,
 )
 from comm_pool.formations import PeerLostError
@@ -59,9 +59,9 @@ class Drained(threading.Thread):
         self._signal = Signal(gpu.words, peers)
 
     def run(self) -> None:
-        drainer = SignalPump(CPU)
+        pump = SignalPump(CPU)
         while not self._gpu.is_done(0.0):
-            drainer.drain([self._signal], lambda: not self._gpu.is_done(0.0))
+            pump.drain([self._signal], lambda: not self._gpu.is_done(0.0))
 
 
 @pytest.mark.parametrize("shows_late", [False, True], ids=["at once", "late"])
@@ -161,7 +161,7 @@ def test_calls_pass_until_it_is_closed_and_then_raise() -> None:
     for _ in range(2):
         with pytest.raises(PeerLostError) as raised:
             library.ncclAllReduce(3)
-    assert raised.value.born == BORN
+    assert raised.value.formation == BORN
     assert nccl.calls == ["all-reduce (1, 2)"]
     assert library.has_symbol("x"), "what is no call of a communicator passes"
     with pytest.raises(AttributeError):
@@ -250,8 +250,8 @@ class SilentDrainer:
         self.drained += signals
 
 
-def way_out(group: Any, drainer: Any) -> CollectiveAborter:
-    return CollectiveAborter(group, drainer, lambda: BORN)
+def aborter(group: Any, pump: Any) -> CollectiveAborter:
+    return CollectiveAborter(group, pump, lambda: BORN)
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -262,26 +262,26 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_a_group_without_custom_all_reduce_is_closed_once() -> None:
-    nccl, drainer = Nccl(), SilentDrainer()
+    nccl, pump = Nccl(), SilentDrainer()
     group = group_of(nccl, SimpleNamespace(disabled=True))
-    way = way_out(group, drainer)
+    way = aborter(group, pump)
     group.device_communicator.pynccl_comm.nccl.ncclAllReduce(1)
     for _ in range(3):
-        let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+        unblock([way], pump, lambda: True)  # type: ignore[arg-type]
     until(lambda: len(nccl.calls) == 2)
     assert nccl.calls == ["all-reduce (1,)", "abort communicator"]
-    assert not drainer.drained
+    assert not pump.drained
     with pytest.raises(PeerLostError):
         group.device_communicator.pynccl_comm.nccl.ncclAllReduce(2)
 
 
 def test_where_vllm_s_binding_does_not_load_torch_s_group_is_closed() -> None:
-    drainer, group = SilentDrainer(), group_of(None)
+    pump, group = SilentDrainer(), group_of(None)
     communicator = group.device_communicator
-    way = way_out(group, drainer)
+    way = aborter(group, pump)
     assert communicator.all_gather(5, dim=0) == ("gathered", 5, 0)
     for _ in range(3):
-        let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+        unblock([way], pump, lambda: True)  # type: ignore[arg-type]
     until(lambda: group.device_group.aborted)
     assert group.device_group.aborted == [CPU], "once"
     with pytest.raises(PeerLostError):
@@ -298,13 +298,13 @@ def test_counters_of_custom_all_reduce_are_found_and_never_touched_to_warm_up(
     monkeypatch.setattr(collective_abort, "_Words", lambda address, size: (address, size))
     found = {(77, 4_864): gpu.words}
     monkeypatch.setattr(torch, "as_tensor", lambda words, device: found[words])
-    drainer = SilentDrainer()
+    pump = SilentDrainer()
     custom = SimpleNamespace(disabled=False, meta_ptrs=[66, 77])
-    way = way_out(group_of(Nccl(), custom), drainer)
-    assert drainer.warmed == [16]
+    way = aborter(group_of(Nccl(), custom), pump)
+    assert pump.warmed == [16]
     assert not gpu.words.any()
-    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
-    assert drainer.drained == [way.signal]
+    unblock([way], pump, lambda: True)  # type: ignore[arg-type]
+    assert pump.drained == [way.signal]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_what_cannot_be_drained_is_told_at_the_start(
 ) -> None:
     monkeypatch.setattr("vllm._custom_ops.meta_size", lambda: 2_688)
     with capture_logs() as logs:
-        way = way_out(group_of(None, custom, multicast), SilentDrainer())
+        way = aborter(group_of(None, custom, multicast), SilentDrainer())
     assert way.signal is None
     assert [each["event"] for each in logs] == ["group_not_drainable"]
     assert words in logs[0]["reason"]
@@ -330,17 +330,17 @@ def test_what_is_not_closed_is_drained_and_closed_the_next_time(
 ) -> None:
     """A call may wait for room behind kernels that spin."""
     monkeypatch.setattr(collective_abort, "CLOSE_S", 0.02)
-    nccl, drainer = Nccl(), SilentDrainer()
+    nccl, pump = Nccl(), SilentDrainer()
     group = group_of(nccl)
-    way = way_out(group, drainer)
+    way = aborter(group, pump)
     way.signal = Signal(Gpu(0, 16, blocks=1).words, 16)
     nccl.go_on.clear()
     caller = in_a_thread(lambda: group.device_communicator.pynccl_comm.nccl.ncclAllReduce(1))
     assert nccl.is_inside.wait(PATIENCE_S)
-    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
-    assert drainer.drained == [way.signal]
+    unblock([way], pump, lambda: True)  # type: ignore[arg-type]
+    assert pump.drained == [way.signal]
     assert not nccl.calls
     nccl.go_on.set()
     caller.join(PATIENCE_S)
-    let_out([way], drainer, lambda: True)  # type: ignore[arg-type]
+    unblock([way], pump, lambda: True)  # type: ignore[arg-type]
     until(lambda: "abort communicator" in nccl.calls)

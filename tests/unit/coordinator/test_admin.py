@@ -67,7 +67,7 @@ async def cell() -> AsyncIterator[Cell]:
         core=core,
         owner=owner,
         metrics=metrics,
-        history=History(server.gathered.tally),
+        history=History(server.aggregator.tally),
         clock=monotonic_ms,
         world=4,
         widths=WIDTHS,

@@ -59,7 +59,7 @@ def test_settings_come_from_the_configuration() -> None:
 def test_every_report_is_answered_with_a_directive() -> None:
     cell = serving()
     for rank in cell.ranks.values():
-        effects = cell.core.handle(RankSaid(rank.seat.rank, rank.report(50)), 50)
+        effects = cell.core.handle(RankSaid(rank.participant.rank, rank.report(50)), 50)
         (effect,) = [each for each in effects if isinstance(each, ToRank)]
         assert isinstance(effect.message, Directive)
         assert effect.message.answers_ms == rank.report(50).sent_at_ms
@@ -198,7 +198,7 @@ def test_pages_that_came_free_are_used_by_forming_the_group_anew() -> None:
     cell.settle()
     assert [view["cause"] for view in switches(cell)] == ["start", "pages came free"]
     assert cell.core.is_serving
-    assert cell.ranks[Rank(0)].seat.binding != cell.ranks[Rank(1)].seat.binding
+    assert cell.ranks[Rank(0)].participant.binding != cell.ranks[Rank(1)].participant.binding
     cell.tick(100)
     assert cell.core.epoch == 2
 
@@ -253,8 +253,8 @@ def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -
         cell.say(submit(str(number)))
     cell.take()
     told = cell.ranks[Rank(1)]
-    born = told.seat.binding.born if told.seat.binding is not None else 0
-    short = msgspec.structs.replace(told.report(cell.now_ms), no_room=born)
+    formation = told.participant.binding.formation if told.participant.binding is not None else 0
+    short = msgspec.structs.replace(told.report(cell.now_ms), oom_formation=formation)
     cell.event(RankSaid(Rank(1), short))
     asked = [each.message for each in cell.take() if isinstance(each, ToGateway)]
     assert len([each for each in asked if isinstance(each, Resubmit)]) == 1
@@ -262,7 +262,7 @@ def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -
     cell.settle()
     assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 had no room for a step"]
     assert not cell.core.is_available(Rank(1))
-    assert told.seat.binding is None, "it is told to leave its group"
+    assert told.participant.binding is None, "it is told to leave its group"
     for _ in range(LATE_OUT_MS[0] // 500 + 1):
         cell.tick(500)
     cell.settle()

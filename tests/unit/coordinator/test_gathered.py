@@ -16,31 +16,31 @@ def told(tally: Tally) -> Measures:
     return Measures(tally.families())
 
 
-def requests(gathered: MetricsAggregator) -> dict[tuple[str, ...], float]:
-    return {key: each.value for key, each in gathered.tally.series_of(REQUESTS).items()}
+def requests(aggregator: MetricsAggregator) -> dict[tuple[str, ...], float]:
+    return {key: each.value for key, each in aggregator.tally.series_of(REQUESTS).items()}
 
 
 def test_several_gateways_add_up_and_repetitions_do_not() -> None:
-    one, other, gathered = Tally(), Tally(), MetricsAggregator()
+    one, other, aggregator = Tally(), Tally(), MetricsAggregator()
     one.count(REQUESTS, "/v1/completions", "batch", "200", by=3)
     other.count(REQUESTS, "/v1/completions", "batch", "200", by=4)
     for _ in range(3):
-        gathered.take("one", told(one))
-        gathered.take("other", told(other))
-    assert requests(gathered) == {("/v1/completions", "batch", "200"): 7}
+        aggregator.take("one", told(one))
+        aggregator.take("other", told(other))
+    assert requests(aggregator) == {("/v1/completions", "batch", "200"): 7}
     one.count(REQUESTS, "/v1/completions", "batch", "200")
-    gathered.take("one", told(one))
-    assert requests(gathered) == {("/v1/completions", "batch", "200"): 8}
+    aggregator.take("one", told(one))
+    assert requests(aggregator) == {("/v1/completions", "batch", "200"): 8}
 
 
 def test_histograms_add_up_bucket_by_bucket() -> None:
-    one, other, gathered = Tally(), Tally(), MetricsAggregator()
+    one, other, aggregator = Tally(), Tally(), MetricsAggregator()
     for seconds in (0.0005, 0.03, 1000.0):
         one.observe(TTFT, seconds, "standard", "chat")
     other.observe(TTFT, 0.03, "standard", "chat")
-    gathered.take("one", told(one))
-    gathered.take("other", told(other))
-    growing = gathered.tally.series_of(TTFT)["standard", "chat"]
+    aggregator.take("one", told(one))
+    aggregator.take("other", told(other))
+    growing = aggregator.tally.series_of(TTFT)["standard", "chat"]
     assert sum(growing.counts) == 4
     assert (growing.counts[0], growing.counts[-1]) == (1, 1)
     assert growing.counts[TTFT.bounds.index(0.04)] == 2
@@ -48,25 +48,25 @@ def test_histograms_add_up_bucket_by_bucket() -> None:
 
 
 def test_what_is_unknown_or_too_much_is_not_taken() -> None:
-    gathered = MetricsAggregator()
+    aggregator = MetricsAggregator()
     foreign = Family("node_cpu_seconds", "x", (), (), (Series((), 1.0),))
     twisted = Family(REQUESTS.name, "x", ("prompt",), (), (Series(("secret",), 1.0),))
     long = Family("vllm:request_success", "x", ("reason",), (), (Series(("r" * 65,), 1.0),))
     uneven = Family("vllm:e2e", "x", (), (1.0,), (Series((), 1.0, (1,)),))
-    gathered.take("g", Measures((foreign, twisted, long, uneven)))
-    assert not [each for each in gathered.tally.families() if each.series]
+    aggregator.take("g", Measures((foreign, twisted, long, uneven)))
+    assert not [each for each in aggregator.tally.families() if each.series]
     many = tuple(Series((str(number),), 1.0) for number in range(SERIES_MAX + 50))
-    gathered.take("g", Measures((Family("vllm:many", "x", ("n",), (), many),)))
-    (family,) = [each for each in gathered.tally.families() if each.name == "vllm:many"]
+    aggregator.take("g", Measures((Family("vllm:many", "x", ("n",), (), many),)))
+    (family,) = [each for each in aggregator.tally.families() if each.name == "vllm:many"]
     assert len(family.series) == SERIES_MAX
 
 
 def test_totals_never_fall() -> None:
-    gathered = MetricsAggregator()
+    aggregator = MetricsAggregator()
     for value in (5.0, 2.0, 3.0):
         family = Family(REQUESTS.name, "", REQUESTS.labels, (), (Series(("a", "b", "c"), value),))
-        gathered.take("g", Measures((family,)))
-    assert requests(gathered) == {("a", "b", "c"): 6.0}
+        aggregator.take("g", Measures((family,)))
+    assert requests(aggregator) == {("a", "b", "c"): 6.0}
 
 
 def test_quantiles_are_those_of_promql() -> None:

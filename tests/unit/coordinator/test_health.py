@@ -121,9 +121,9 @@ def test_each_further_time_is_longer_and_old_ones_are_forgiven() -> None:
     assert SLOW_OUT_MS[0] >= 10 * WINDOW_MS
 
 
-def short(rank: int, born: int) -> Report:
-    """A report that tells of a step without room in the formation `born`."""
-    return msgspec.structs.replace(report(rank, Stage(1, Phase.SERVE)), no_room=born)
+def short(rank: int, formation: int) -> Report:
+    """A report that tells of a step without room in `formation`."""
+    return msgspec.structs.replace(report(rank, Stage(1, Phase.SERVE)), oom_formation=formation)
 
 
 def test_a_rank_whose_step_had_no_room_is_left_out_once_for_each_formation() -> None:
@@ -133,7 +133,9 @@ def test_a_rank_whose_step_had_no_room_is_left_out_once_for_each_formation() -> 
     assert (out.rank, out.out_ms) == (1, LATE_OUT_MS[0])
     assert health.on_report(short(1, 3), RANKS, 10) == [], "it is told again and again"
     assert health.on_report(short(1, 3), (Rank(0), Rank(2), Rank(3)), 20) == []
-    outs = [health.on_report(short(1, born), RANKS, born)[0].out_ms for born in (4, 5)]
+    outs = [
+        health.on_report(short(1, formation), RANKS, formation)[0].out_ms for formation in (4, 5)
+    ]
     assert outs == [*LATE_OUT_MS[1:]], "longer each time"
     health.renewed(Rank(1))
     assert health.on_report(short(1, 2), RANKS, 30)[0].out_ms == LATE_OUT_MS[0]

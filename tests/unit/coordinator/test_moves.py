@@ -109,7 +109,7 @@ def test_a_rank_that_missed_a_commit_is_told_of_its_own_move() -> None:
 def test_groups_that_a_move_prepared_are_formed_anew_if_it_is_overtaken() -> None:
     ranks = parked("tp2+tp2")
     served, new = ranks.switcher.target.bindings
-    assert (served.born, new.born) == (1, 2)
+    assert (served.formation, new.formation) == (1, 2)
     ranks.hear(0, Stage(2, Phase.MOVE), binding=served)
     ranks.hear(1, Stage(2, Phase.MOVE), binding=served)
     ranks.acknowledge(2, 3)
@@ -134,7 +134,7 @@ def test_groups_that_all_have_joined_stay_if_another_layout_is_wanted() -> None:
 def test_groups_are_granted_what_all_members_will_have_free() -> None:
     ranks = parked()
     for rank, free in enumerate((7, 5, 9, 8)):
-        ranks.acknowledge(rank, free=1, free_then=free)
+        ranks.acknowledge(rank, free=1, free_pages_after_commit=free)
     directive = ranks.switcher.directive_for(Rank(2))
     assert directive is not None
     assert [grant.pages for grant in directive.grants] == [5]
@@ -177,7 +177,7 @@ def moving_cell() -> Cell:
         cell.report(rank)
     for process in cell.ranks.values():
         process.obey()
-    assert {process.seat.stage for process in cell.ranks.values()} == {Stage(2, Phase.MOVE)}
+    assert {process.participant.stage for process in cell.ranks.values()} == {Stage(2, Phase.MOVE)}
     return cell
 
 
@@ -190,10 +190,10 @@ def test_a_restarted_coordinator_learns_of_a_commit_from_whoever_was_told(heard:
         # Only one rank acts on it before the coordinator is gone; others have read of it.
         cell.ranks[Rank(2)].obey()
         for rank in (0, 1, 3):
-            cell.ranks[Rank(rank)].seat.wanted = None
+            cell.ranks[Rank(rank)].participant.wanted = None
     restarted(cell).tick()
     # Epoch 1 moved too, as there was nothing to move.
-    told = [process.seat.told for process in cell.ranks.values()]
+    told = [process.participant.told for process in cell.ranks.values()]
     assert told == [(2 if heard else 1, 3)] * 4
 
 
@@ -203,11 +203,11 @@ def test_what_a_process_told_of_a_commit_counts_after_its_end() -> None:
         cell.report(rank)
     cell.ranks[Rank(2)].obey()
     for rank in (0, 1, 3):
-        cell.ranks[Rank(rank)].seat.wanted = None
+        cell.ranks[Rank(rank)].participant.wanted = None
     restarted(cell, 2)
     cell.event(RankExited(Rank(2)))
     for rank in (0, 1, 3):
         cell.open(rank)
         cell.report(rank)
     cell.tick()
-    assert [cell.ranks[Rank(rank)].seat.told for rank in (0, 1, 3)] == [(2, 3)] * 3
+    assert [cell.ranks[Rank(rank)].participant.told for rank in (0, 1, 3)] == [(2, 3)] * 3

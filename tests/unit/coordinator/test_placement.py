@@ -20,7 +20,7 @@ def roster(**fields: object) -> Roster:
 def placed(cell: Cell) -> list[str]:
     """Who was given a task, and in which formation, since the last look."""
     return [
-        f"{effect.rank}@{effect.message.binding.born}"  # type: ignore[union-attr]
+        f"{effect.rank}@{effect.message.binding.formation}"  # type: ignore[union-attr]
         for effect in cell.take()
         if type(getattr(effect, "message", None)).__name__ == "Place"
     ]
@@ -73,7 +73,7 @@ def test_a_group_is_given_tasks_when_its_leader_serves_and_not_before() -> None:
     cell.say(submit("a"))
     cell.settle(0)
     assert placed(cell) == []
-    while cell.ranks[Rank(0)].seat.stage.phase is not Phase.SERVE:
+    while cell.ranks[Rank(0)].participant.stage.phase is not Phase.SERVE:
         assert placed(cell) == []
         cell.settle(1, 0)
     assert placed(cell) == ["0@2"]

@@ -15,13 +15,13 @@ AGENT, OTHER = tuple(range(10, 16)), tuple(range(20, 26))
 KNOWN_TOKENS = len(AGENT) * BLOCK_TOKENS
 
 
-def bound(*ranks: int, born: int = 1) -> Binding:
+def bound(*ranks: int, formation: int = 1) -> Binding:
     members = tuple(map(Rank, ranks))
-    return Binding(Group(members, Mode.DP if len(members) == 1 else Mode.TP), born)
+    return Binding(Group(members, Mode.DP if len(members) == 1 else Mode.TP), formation)
 
 
-def opened(*ranks: int, born: int = 1) -> OpenGroup:
-    return OpenGroup(bound(*ranks, born=born), 1_000, 100_000, 16)
+def opened(*ranks: int, formation: int = 1) -> OpenGroup:
+    return OpenGroup(bound(*ranks, formation=formation), 1_000, 100_000, 16)
 
 
 class Cell:
@@ -77,11 +77,11 @@ def test_a_group_knows_what_a_move_has_brought_to_its_leader() -> None:
     assert [cell.send(AGENT), cell.send(OTHER)] == [0, 1]
     cell.finish()
     cell.say_cached(0, (*AGENT, *OTHER))
-    cell.groups = (opened(0, 1, born=2), opened(2))
+    cell.groups = (opened(0, 1, formation=2), opened(2))
     assert [cell.send(AGENT), cell.send(OTHER)] == [0, 0]
     cell.finish()
     cell.say_cached(1, AGENT)
-    cell.groups = (opened(0, born=3), opened(1, born=3), opened(2))
+    cell.groups = (opened(0, formation=3), opened(1, formation=3), opened(2))
     assert [cell.send(AGENT), cell.send(OTHER), cell.send(OTHER)] == [1, 0, 0]
 
 
@@ -89,7 +89,7 @@ def test_a_task_that_moves_takes_its_prompt_along() -> None:
     cell = Cell(opened(0), opened(1))
     assert cell.send(AGENT) == 0
     cell.pool.adopted(Rank(1), Adopted(TaskId("1"), 2, 0), 0)
-    cell.groups = (opened(0, born=2), opened(1, born=2))
+    cell.groups = (opened(0, formation=2), opened(1, formation=2))
     assert cell.send(AGENT) == 1
 
 
@@ -104,9 +104,9 @@ def test_only_the_blocks_up_to_the_first_unknown_one_count() -> None:
 
 def test_what_a_group_knows_ends_with_it() -> None:
     homes = PrefixAffinity()
-    for born in range(1, 20):
-        groups = ((0, 1), (2, 3)) if born % 2 else ((0,), (1,), (2,), (3,))
+    for formation in range(1, 20):
+        groups = ((0, 1), (2, 3)) if formation % 2 else ((0,), (1,), (2,), (3,))
         for ranks in groups:
-            assert not homes.matched_tokens(bound(*ranks, born=born), AGENT)
-            homes.came(bound(*ranks, born=born), AGENT)
+            assert not homes.matched_tokens(bound(*ranks, formation=formation), AGENT)
+            homes.came(bound(*ranks, formation=formation), AGENT)
         assert len(homes) == len(groups)

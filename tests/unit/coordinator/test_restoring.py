@@ -40,7 +40,7 @@ def lose(cell: Cell, *ranks: int) -> None:
 
 def start_together(cell: Cell, *ranks: int) -> None:
     """Processes of a higher incarnation, which is their cohort as well."""
-    number = 1 + max(process.seat.incarnation for process in cell.ranks.values())
+    number = 1 + max(process.participant.incarnation for process in cell.ranks.values())
     for rank in ranks:
         cell.event(RankExited(Rank(rank)))
     cell.tick(100)
@@ -190,7 +190,7 @@ def stop_for_a_while(cell: Cell, rank: int, closed_by: int | None = None) -> Non
         cell.settle(*others)
     assert "off1" in layout_of(cell)
     if closed_by is not None:
-        group = cell.ranks[Rank(rank)].seat.binding
+        group = cell.ranks[Rank(rank)].participant.binding
         assert group is not None
         cell.ranks[Rank(closed_by)].closed = (group.group.ranks,)
     cell.settle()

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.harness.coordinator.participants import PAIR, moved, resolved, serving
 
 from comm_pool.layout import Mode, Rank
 from coordinator.model.step_line import sums_of
@@ -14,7 +15,6 @@ from coordinator.ranks.outliers import WINDOW_MS, WINDOWS
 from coordinator.ranks.roster import Arrival
 from coordinator.switching.move_commits import MoveCommits
 from tests.harness.coordinator.builders import directive, hello, layout, report, target
-from tests.harness.coordinator.seats import PAIR, moved, resolved, serving
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
 
@@ -53,7 +53,7 @@ def test_a_restarted_coordinator_says_so_once_it_knows() -> None:
     before = switcher.version
     told = switcher.directive_for(Rank(0))
     assert told is not None
-    assert (told.stage.epoch, told.void) == (0, 0), "it knows of no formation yet"
+    assert (told.stage.epoch, told.abandoned_formation) == (0, 0), "it knows of no formation yet"
     cell.open(3)
     cell.report(3)
     cell.tick()
@@ -100,8 +100,10 @@ def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
     ranks.switcher.on_hello(hello(3, 2), arrival, 0)
     assert ranks.switcher.log.last(1)[-1].cause == f"rank 3 {cause}"
     assert ranks.switcher.alive == (0, 1, 2, 3)
-    born = {binding.group.ranks: binding.born for binding in ranks.switcher.target.bindings}
-    assert born[Rank(3),] == ranks.switcher.epoch
+    formation = {
+        binding.group.ranks: binding.formation for binding in ranks.switcher.target.bindings
+    }
+    assert formation[Rank(3),] == ranks.switcher.epoch
 
 
 def test_what_a_restarted_member_held_of_a_lease_is_lost() -> None:
@@ -154,7 +156,7 @@ def test_tasks_offered_in_another_move_are_not_adopted() -> None:
         offer = Adopted(TaskId(f"task-{rank}"), 1, 7)
         offered = msgspec.structs.replace(hello(rank), adopted=(offer,), adopted_in=epoch)
         moves.on_hello(offered)
-    moves.on_report(report(2, Stage(6, Phase.PARK), moved=5, told_in=6))
+    moves.on_report(report(2, Stage(6, Phase.PARK), moved=5, heard_in_epoch=6))
     moves.recover()
     assert [rank for rank, _ in moves.take_adopted()] == [0]
     moves.recover()

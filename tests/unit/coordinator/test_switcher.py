@@ -106,7 +106,7 @@ def test_a_formation_is_not_void_while_its_leader_may_begin_it_unheard() -> None
 def void_of(ranks: Ranks, rank: int) -> int:
     directive = ranks.switcher.directive_for(Rank(rank))
     assert directive is not None
-    return directive.void
+    return directive.abandoned_formation
 
 
 def test_a_silent_rank_is_cut_out_after_its_lease_and_not_before() -> None:
@@ -219,7 +219,7 @@ def test_who_moved_into_a_group_hears_of_a_lost_member_before_it_is_granted_page
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
-    first = LeaseRetention((Rank(0), Rank(1)), 1, (3, 4), born=1)
+    first = LeaseRetention((Rank(0), Rank(1)), 1, (3, 4), formation=1)
     ranks.hear(0, ranks.switcher.stage, kept=[first])
     for rank, kept in ((0, (first,)), (1, (first,)), (2, ())):
         directive = ranks.switcher.directive_for(Rank(rank))
@@ -231,7 +231,7 @@ def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> No
     ranks.acknowledge()
     ranks.acknowledge()
     assert ranks.switcher.stage.phase is Phase.SERVE
-    later = LeaseRetention((Rank(0), Rank(1)), 2, (4,), born=1)
+    later = LeaseRetention((Rank(0), Rank(1)), 2, (4,), formation=1)
     ranks.hear(0, ranks.switcher.stage, kept=[later])
     directive = ranks.switcher.directive_for(Rank(1))
     assert directive is not None
@@ -292,7 +292,7 @@ def test_ranks_that_agree_go_on_as_they_are() -> None:
 
 def test_leases_are_renewed_while_the_coordinator_collects_reports() -> None:
     cell = serving_cell("dp2")
-    leader = cell.ranks[Rank(0)].seat
+    leader = cell.ranks[Rank(0)].participant
     before = leader.lease_until
     cell.now_ms += 500
     restarted(cell, 0)

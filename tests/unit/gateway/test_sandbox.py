@@ -9,8 +9,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import asyncio, ctypes, json, os, sys, time
-from gateway import sandbox
-from gateway.engine.sandbox import BusyError, Nursery, Sandbox, TooSlowError
+from gateway.engine import sandbox
+from gateway.engine.sandbox import BusyError, ForkServer, Sandbox, TooSlowError
 
 asked = 0
 
@@ -77,7 +77,7 @@ async def main():
         told["nursery_gone"] = True
     print(json.dumps(told))
 
-nursery = Nursery(prepare, float(sys.argv[1]))
+nursery = ForkServer(prepare, float(sys.argv[1]))
 asyncio.run(main())
 """
 LIMIT_S = 1.0

@@ -15,7 +15,7 @@ from tests.harness.cells.servers import ROOT
 
 PARENT = """
 import signal, sys, time
-from gateway.prefork import Siblings
+from gateway.prefork import PreforkServer
 
 def serve(announce):
     stops = []
@@ -26,7 +26,7 @@ def serve(announce):
     if sys.argv[1] != "0":
         raise ValueError("it cannot end well")
 
-sys.exit(Siblings(2, serve).run(lambda line: print(line, flush=True)))
+sys.exit(PreforkServer(2, serve).run(lambda line: print(line, flush=True)))
 """
 ENDS_WITHIN_S = 20
 

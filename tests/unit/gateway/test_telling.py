@@ -31,8 +31,8 @@ OK = ("/v1/completions", "batch", "200")
 CHAT = "/v1/chat/completions"
 
 
-def total(gathered: MetricsAggregator, measure: Measure) -> float:
-    return sum(each.value for each in gathered.tally.series_of(measure).values())
+def total(aggregator: MetricsAggregator, measure: Measure) -> float:
+    return sum(each.value for each in aggregator.tally.series_of(measure).values())
 
 
 def test_the_next_coordinator_is_told_only_what_the_last_one_was_not() -> None:
@@ -67,13 +67,13 @@ def test_a_coordinator_that_is_told_again_goes_on_from_what_it_has(grown: int) -
 
 
 def test_a_message_that_is_lost_is_in_the_next_one() -> None:
-    tally, telling, gathered = Tally(), DeltaTracker(), MetricsAggregator()
+    tally, telling, aggregator = Tally(), DeltaTracker(), MetricsAggregator()
     for number in range(6):
         tally.count(REQUESTS, *OK)
         telling.give("c", tally.families())
         if number % 2:
-            gathered.take("g", telling.message("c"))
-    assert total(gathered, REQUESTS) == 6
+            aggregator.take("g", telling.message("c"))
+    assert total(aggregator, REQUESTS) == 6
 
 
 @dataclass
@@ -81,12 +81,12 @@ class Heard:
     """A session with a cell, and what its coordinator adds up."""
 
     coordinator: str
-    gathered: MetricsAggregator = field(default_factory=MetricsAggregator)
+    aggregator: MetricsAggregator = field(default_factory=MetricsAggregator)
     messages: int = 0
 
     def send(self, message: Measures) -> None:
         self.messages += 1
-        self.gathered.take("g", message)
+        self.aggregator.take("g", message)
 
 
 class Cells:
@@ -106,7 +106,7 @@ class Cells:
         return self.heard[cell] if cell in self.cells.up else None
 
     def totals(self, measure: Measure) -> dict[str, float]:
-        return {name: total(each.gathered, measure) for name, each in self.heard.items()}
+        return {name: total(each.aggregator, measure) for name, each in self.heard.items()}
 
 
 def no_engine() -> Iterable[Family]:

@@ -22,7 +22,7 @@ def collections_go_on() -> Iterator[None]:
 def test_members_meet_behind_their_copies_before_pages_can_be_written() -> None:
     stage = Stage()
     stage.has_moved_to(WIDE, ends_late=True)
-    stage.member.serve(WIDE, (), 3)
+    stage.runtime.serve(WIDE, (), 3)
     assert stage.done == ["send", "go_before", "meet", "grant"]
     assert [(type(each), each.meets) for each in stage.sent] == [(Begin, True)]
 
@@ -30,7 +30,7 @@ def test_members_meet_behind_their_copies_before_pages_can_be_written() -> None:
 def test_a_group_whose_copies_are_over_meets_nobody() -> None:
     stage = Stage()
     stage.has_moved_to(WIDE, ends_late=False)
-    stage.member.serve(WIDE, (), 3)
+    stage.runtime.serve(WIDE, (), 3)
     assert stage.done == ["send", "end_all", "grant"]
     assert not stage.sent[0].meets
 
@@ -38,28 +38,28 @@ def test_a_group_whose_copies_are_over_meets_nobody() -> None:
 def test_a_rank_alone_waits_for_the_copies_of_a_move_that_came_to_nothing() -> None:
     stage = Stage()
     stage.has_moved_to(WIDE, ends_late=True)
-    stage.member.unbind()
-    stage.member.join(ALONE)
-    stage.member.begin(3, (), -1)
+    stage.runtime.unbind()
+    stage.runtime.join(ALONE)
+    stage.runtime.begin(3, (), -1)
     assert stage.done == ["end_all", "grant"]
 
 
 def test_members_meet_once() -> None:
     stage = Stage()
     stage.has_moved_to(WIDE, ends_late=True)
-    stage.member.serve(WIDE, (), 1)
-    stage.member.unbind()
-    stage.member.join(WIDE)
-    stage.member.serve(WIDE, (), 1)
+    stage.runtime.serve(WIDE, (), 1)
+    stage.runtime.unbind()
+    stage.runtime.join(WIDE)
+    stage.runtime.serve(WIDE, (), 1)
     assert [each.meets for each in stage.sent] == [True, False]
 
 
 def test_a_follower_does_what_its_leader_says() -> None:
     stage = Stage()
-    stage.member.join(WIDE)
-    told = iter([Begin(WIDE.born, (), 3, -1, meets=True)])
+    stage.runtime.join(WIDE)
+    told = iter([Begin(WIDE.formation, (), 3, -1, meets=True)])
     queue = SimpleNamespace(dequeue=lambda timeout: next(told))
     stage.modes[2].communicator.group.mq_broadcaster = queue
     stage.modes[2].scheduler = None
-    stage.member.follow(WIDE)
+    stage.runtime.follow(WIDE)
     assert stage.done == ["go_before", "meet"]

@@ -10,9 +10,9 @@ import pytest
 
 from comm_pool import mailbox as board_module
 from comm_pool.mailbox import (
-    BOARD_BYTES,
     FOLDER,
     GAVE_UP,
+    MAILBOX_BYTES,
     SETTLED_SHARE,
     MailboxFullError,
     RankMailbox,
@@ -54,36 +54,38 @@ def boards_of(ranks: int) -> list[tuple[RankMailbox, ...]]:
 
 
 @pytest.fixture
-def boards() -> list[tuple[RankMailbox, ...]]:
+def mailboxes() -> list[tuple[RankMailbox, ...]]:
     return boards_of(3)
 
 
-def test_peers_read_what_a_rank_publishes(boards: list[tuple[RankMailbox, ...]]) -> None:
-    assert [board.epoch for view in boards for board in view] == [0] * 9
-    boards[1][1].publish(7, b"seven")
-    for view in boards:
+def test_peers_read_what_a_rank_publishes(mailboxes: list[tuple[RankMailbox, ...]]) -> None:
+    assert [mailbox.epoch for view in mailboxes for mailbox in view] == [0] * 9
+    mailboxes[1][1].publish(7, b"seven")
+    for view in mailboxes:
         assert (view[1].epoch, view[1].message, view[1].round) == (7, b"seven", 0)
         assert view[0].epoch == view[2].epoch == 0
 
 
-def test_a_later_message_replaces_the_earlier_one(boards: list[tuple[RankMailbox, ...]]) -> None:
-    boards[0][0].publish(3, b"a long message")
-    boards[0][0].finish_round(2)
-    boards[0][0].publish(4, b"short")
-    seen = boards[2][0]
+def test_a_later_message_replaces_the_earlier_one(mailboxes: list[tuple[RankMailbox, ...]]) -> None:
+    mailboxes[0][0].publish(3, b"a long message")
+    mailboxes[0][0].finish_round(2)
+    mailboxes[0][0].publish(4, b"short")
+    seen = mailboxes[2][0]
     assert (seen.epoch, seen.message, seen.round) == (4, b"short", 0)
 
 
-def test_rounds_and_giving_up_are_told(boards: list[tuple[RankMailbox, ...]]) -> None:
-    boards[0][0].publish(3, b"")
+def test_rounds_and_giving_up_are_told(mailboxes: list[tuple[RankMailbox, ...]]) -> None:
+    mailboxes[0][0].publish(3, b"")
     for number in (1, 2, GAVE_UP):
-        boards[0][0].finish_round(number)
-        assert boards[1][0].round == number
-    assert boards[1][0].message == b""
+        mailboxes[0][0].finish_round(number)
+        assert mailboxes[1][0].round == number
+    assert mailboxes[1][0].message == b""
 
 
-def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[RankMailbox, ...]]) -> None:
-    own, seen = boards[0][0], boards[1][0]
+def test_a_rank_adds_what_its_last_step_has_brought(
+    mailboxes: list[tuple[RankMailbox, ...]],
+) -> None:
+    own, seen = mailboxes[0][0], mailboxes[1][0]
     own.publish(3, b"what I have")
     assert [seen.is_settled] == [False]
     own.settle(b"and one more")
@@ -94,29 +96,31 @@ def test_a_rank_adds_what_its_last_step_has_brought(boards: list[tuple[RankMailb
 
 
 def test_a_board_has_to_hold_both_messages() -> None:
-    board = RankMailbox(memoryview_of(256))
-    board.publish(3, b"x" * 100)
+    mailbox = RankMailbox(memoryview_of(256))
+    mailbox.publish(3, b"x" * 100)
     with pytest.raises(MailboxFullError, match="93 bytes more"):
-        board.settle(b"y" * 93)
-    assert not board.is_settled
+        mailbox.settle(b"y" * 93)
+    assert not mailbox.is_settled
 
 
-def test_a_peer_cannot_write_on_another_ones_board(boards: list[tuple[RankMailbox, ...]]) -> None:
+def test_a_peer_cannot_write_on_another_ones_board(
+    mailboxes: list[tuple[RankMailbox, ...]],
+) -> None:
     with pytest.raises(TypeError):
-        boards[0][1].publish(3, b"mine")
+        mailboxes[0][1].publish(3, b"mine")
     with pytest.raises(TypeError):
-        boards[0][1].finish_round(1)
+        mailboxes[0][1].finish_round(1)
 
 
 def test_a_message_that_is_too_long_is_refused_and_changes_nothing() -> None:
-    board = RankMailbox(memoryview_of(256))
+    mailbox = RankMailbox(memoryview_of(256))
     most = 256 - 64 - 256 // SETTLED_SHARE
-    board.publish(3, b"x" * most)
+    mailbox.publish(3, b"x" * most)
     with pytest.raises(MailboxFullError, match=f"{most + 1} bytes is too long"):
-        board.publish(4, b"y" * (most + 1))
-    assert (board.epoch, board.message) == (3, b"x" * most)
-    board.settle(b"z" * (256 // SETTLED_SHARE))
-    assert board.settled_message == b"zzzz"
+        mailbox.publish(4, b"y" * (most + 1))
+    assert (mailbox.epoch, mailbox.message) == (3, b"x" * most)
+    mailbox.settle(b"z" * (256 // SETTLED_SHARE))
+    assert mailbox.settled_message == b"zzzz"
 
 
 def memoryview_of(size: int) -> Any:
@@ -130,7 +134,7 @@ def test_no_name_is_left_and_no_memory_taken_for_what_is_not_written() -> None:
     used = os.statvfs(FOLDER).f_bfree
     opened = boards_of(2)
     assert set(FOLDER.iterdir()) <= before
-    assert (used - os.statvfs(FOLDER).f_bfree) * os.statvfs(FOLDER).f_frsize < BOARD_BYTES
+    assert (used - os.statvfs(FOLDER).f_bfree) * os.statvfs(FOLDER).f_frsize < MAILBOX_BYTES
     assert len(opened[0]) == 2
 
 
@@ -144,26 +148,26 @@ def test_a_failed_start_leaves_no_name() -> None:
     assert set(Path(board_module.FOLDER).iterdir()) <= before
 
 
-def _publish_many(board: RankMailbox, epochs: int) -> None:
+def _publish_many(mailbox: RankMailbox, epochs: int) -> None:
     for epoch in range(1, epochs + 1):
-        board.publish(epoch, bytes([epoch % 251]) * (1000 + epoch))
-    board.finish_round(GAVE_UP)
+        mailbox.publish(epoch, bytes([epoch % 251]) * (1000 + epoch))
+    mailbox.finish_round(GAVE_UP)
 
 
 def test_whoever_reads_an_epoch_finds_its_message_whole() -> None:
     """A reader that looks twice at the epoch sees no mixture, however fast the writer is."""
     (views,) = [boards_of(1)[0]]
-    board = views[0]
-    writer = multiprocessing.get_context("fork").Process(target=_publish_many, args=(board, 3000))
+    mailbox = views[0]
+    writer = multiprocessing.get_context("fork").Process(target=_publish_many, args=(mailbox, 3000))
     writer.start()
     whole = 0
     is_over = False
     while not is_over:
-        is_over = board.round == GAVE_UP  # Then once more.
-        assert board.round in (0, GAVE_UP), "a word is written at once"
-        epoch = board.epoch
-        message = board.message
-        if epoch and board.epoch == epoch:
+        is_over = mailbox.round == GAVE_UP  # Then once more.
+        assert mailbox.round in (0, GAVE_UP), "a word is written at once"
+        epoch = mailbox.epoch
+        message = mailbox.message
+        if epoch and mailbox.epoch == epoch:
             assert message == bytes([epoch % 251]) * (1000 + epoch)
             whole += 1
     writer.join(10)
@@ -171,12 +175,12 @@ def test_whoever_reads_an_epoch_finds_its_message_whole() -> None:
 
 
 def test_the_expected_end_stands_through_all_messages(
-    boards: list[tuple[RankMailbox, ...]],
+    mailboxes: list[tuple[RankMailbox, ...]],
 ) -> None:
-    boards[0][0].expect_end(123)
-    boards[0][0].publish(7, b"message")
-    boards[0][0].settle(b"tokens")
-    assert (boards[1][0].ends_ns, boards[1][0].message, boards[2][1].ends_ns) == (
+    mailboxes[0][0].expect_end(123)
+    mailboxes[0][0].publish(7, b"message")
+    mailboxes[0][0].settle(b"tokens")
+    assert (mailboxes[1][0].ends_ns, mailboxes[1][0].message, mailboxes[2][1].ends_ns) == (
         123,
         b"message",
         0,

@@ -20,17 +20,17 @@ JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 def hold(stage: Stage) -> None:
     stage.selected = stage.tp
     stage.device_done = True  # Nothing is ever under way on CPU.
-    stage.stepping.hold(cast(Any, stage.tp), TP, 4)
+    stage.steps.hold(cast(Any, stage.tp), TP, 4)
 
 
 def leave(stage: Stage) -> None:
-    stage.stepping.left(JOINED)
+    stage.steps.left(JOINED)
     stage.selected = None
 
 
 def is_lost(mode: PreparedMode) -> Any:
     def compute() -> str:
-        raise PeerLostError(TP.born)
+        raise PeerLostError(TP.formation)
 
     mode.compute = compute  # type: ignore[method-assign]
 
@@ -39,16 +39,16 @@ def test_it_is_sent_when_it_is_planned_and_computed_when_asked_for() -> None:
     stage = Stage()
     hold(stage)
     (sent,) = stage.sent
-    assert (type(sent), sent.born, sent.is_held) == (Step, TP.born, True)
+    assert (type(sent), sent.formation, sent.is_held) == (Step, TP.formation, True)
     leave(stage)
-    stage.stepping.settle_if_ready()
-    assert (stage.stepping.is_held, stage.stepping.trails) == (True, True)
+    stage.steps.settle_if_ready()
+    assert (stage.steps.is_held, stage.steps.trails) == (True, True)
     assert (stage.tp.computed, stage.pushed) == (0, [])
-    stage.stepping.catch_up()
+    stage.steps.catch_up()
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])]), "in the epoch of its group"
-    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
-    assert stage.stepping.take_left_end() == stage.stepping.ended_ns
-    stage.stepping.catch_up()
+    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
+    assert stage.steps.take_left_end() == stage.steps.ended_ns
+    stage.steps.catch_up()
     assert stage.tp.computed == 1, "once"
 
 
@@ -56,10 +56,10 @@ def test_whoever_needs_its_tokens_computes_it() -> None:
     stage = Stage()
     hold(stage)
     leave(stage)
-    stage.stepping.settle()
+    stage.steps.settle()
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
-    assert not stage.stepping.is_held
-    stage.stepping.catch_up()
+    assert not stage.steps.is_held
+    stage.steps.catch_up()
     assert stage.tp.computed == 1
 
 
@@ -67,21 +67,21 @@ def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
     stage = Stage()
     hold(stage)
     leave(stage)
-    assert stage.stepping.behind == JOINED
-    stage.stepping.catch_up()
-    assert stage.stepping.behind is None
+    assert stage.steps.behind == JOINED
+    stage.steps.catch_up()
+    assert stage.steps.behind is None
 
 
 def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
     stage = Stage()
     told: list[tuple[int, int]] = []
-    log: Any = stage.stepping.log
+    log: Any = stage.steps.log
     log.ended = lambda _plan, _width, began_ns, ended_ns: told.append((began_ns, ended_ns))
     hold(stage)
     leave(stage)
     time.sleep(0.02)
     caught_up_ns = time.monotonic_ns()
-    stage.stepping.catch_up()
+    stage.steps.catch_up()
     ((began_ns, ended_ns),) = told
     assert caught_up_ns <= began_ns <= ended_ns
     assert stage.expected == [], "others leave when it is planned, not when it is over"
@@ -89,13 +89,13 @@ def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
 
 def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
-    seen = [stage.stepping.is_late]
+    seen = [stage.steps.is_late]
     hold(stage)
     for limit_s in (60.0, -1.0):
         monkeypatch.setattr(deferred_step, "HOLD_LIMIT_S", limit_s)
-        seen.append(stage.stepping.is_late)
-    stage.stepping.catch_up()
-    assert [*seen, stage.stepping.is_late] == [False, False, True, False]
+        seen.append(stage.steps.is_late)
+    stage.steps.catch_up()
+    assert [*seen, stage.steps.is_late] == [False, False, True, False]
 
 
 def test_a_leader_that_stays_computes_it_before_it_plans_another() -> None:
@@ -112,12 +112,12 @@ def test_a_follower_computes_it_when_asked() -> None:
     stage.selected, stage.device_done = stage.tp, True
     follow(stage, stage.tp, TP, is_held=True)
     leave(stage)
-    assert (stage.tp.computed, stage.stepping.is_held, stage.stepping.ended_ns) == (0, True, 0)
-    assert stage.stepping.behind == JOINED
-    assert not stage.stepping.trails, "it has no tokens to take"
-    stage.stepping.catch_up()
-    assert (stage.tp.computed, stage.stepping.is_held) == (1, False)
-    assert (stage.stepping.behind, stage.pushed, stage.lost_groups) == (None, [], [])
+    assert (stage.tp.computed, stage.steps.is_held, stage.steps.ended_ns) == (0, True, 0)
+    assert stage.steps.behind == JOINED
+    assert not stage.steps.trails, "it has no tokens to take"
+    stage.steps.catch_up()
+    assert (stage.tp.computed, stage.steps.is_held) == (1, False)
+    assert (stage.steps.behind, stage.pushed, stage.lost_groups) == (None, [], [])
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool,
         stage.selected, stage.device_done = stage.tp, True
         follow(stage, stage.tp, TP, is_held=True)
     leave(stage)
-    getattr(stage.stepping, asks)()
+    getattr(stage.steps, asks)()
     assert stage.lost_groups == [TP.group]
-    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
-    assert (stage.stepping.behind, stage.pushed) == (None, [])
+    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
+    assert (stage.steps.behind, stage.pushed) == (None, [])
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -148,9 +148,9 @@ def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> Non
         stage.selected = stage.tp
         follow(stage, stage.tp, TP, is_held=True)
     with pytest.raises(PeerLostError):
-        stage.stepping.catch_up()
+        stage.steps.catch_up()
     assert stage.lost_groups == []
-    assert not stage.stepping.is_under_way
+    assert not stage.steps.has_inflight
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -161,10 +161,10 @@ def test_one_of_a_formation_that_is_dropped_is_never_computed(leads: bool) -> No
     else:
         stage.selected, stage.device_done = stage.tp, True
         follow(stage, stage.tp, TP, is_held=True)
-    stage.stepping.drop(TP.born)
-    assert (stage.stepping.is_held, stage.stepping.is_under_way) == (False, False)
-    stage.stepping.catch_up()
-    stage.stepping.settle()
+    stage.steps.drop(TP.formation)
+    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
+    stage.steps.catch_up()
+    stage.steps.settle()
     assert (stage.tp.computed, stage.pushed) == (0, [])
 
 
@@ -173,7 +173,7 @@ def test_one_that_trails_is_computed_though_another_formation_is_dropped() -> No
     hold(stage)
     leave(stage)
     stage.selected = stage.dp
-    stage.stepping.drop(DP.born)
+    stage.steps.drop(DP.formation)
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
 
 

@@ -45,9 +45,9 @@ def hello(*deferred: Drop) -> RankHello:
     book = LedTasks()
     for each in (task("a", 1), task("b", 2)):
         book.open(each)
-    moving = SimpleNamespace(ranks=(), epoch=0, adopted=())
-    member = SimpleNamespace(book=book, moving=moving)
-    what: Any = engine, member, SwitchParticipant(Rank(0), 1), deferred
+    migration = SimpleNamespace(ranks=(), epoch=0, adopted=())
+    runtime = SimpleNamespace(book=book, migration=migration)
+    what: Any = engine, runtime, SwitchParticipant(Rank(0), 1), deferred
     return hello_of(*cast(Any, what))
 
 

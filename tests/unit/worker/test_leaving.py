@@ -35,13 +35,13 @@ class Stage0:
         self.scheduler: Any = SimpleNamespace(
             get_request_counts=lambda: self.counts, reads_no_prompt=True
         )
-        self.stepping = SimpleNamespace(
-            ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS, is_under_way=False
+        self.steps = SimpleNamespace(
+            ends_ns=time.monotonic_ns() + HOUR_NS, decode_ns=20 * MS, has_inflight=False
         )
         # Rank 2 is not asked to be with us.
-        ends = (0, self.stepping.ends_ns + later_ms * MS, self.stepping.ends_ns + HOUR_NS)
+        ends = (0, self.steps.ends_ns + later_ms * MS, self.steps.ends_ns + HOUR_NS)
         self.engine = SimpleNamespace(
-            boards={Rank(r): Board(end) for r, end in enumerate(ends)}, holds_steps=True
+            mailboxes={Rank(r): Board(end) for r, end in enumerate(ends)}, holds_steps=True
         )
         self.leaving = Departure(cast(Any, self), Rank(0))
 
@@ -80,9 +80,9 @@ def test_it_leaves_after_some_steps_whatever_others_expect() -> None:
 
 def test_who_is_known_to_be_over_is_not_waited_for() -> None:
     stage = Stage0(1_000)
-    stage.engine.boards[Rank(1)].epoch = 4
+    stage.engine.mailboxes[Rank(1)].epoch = 4
     assert not stage.is_put_off()
-    stage.engine.boards[Rank(1)].is_settled = False
+    stage.engine.mailboxes[Rank(1)].is_settled = False
     assert stage.is_put_off()
 
 
@@ -132,9 +132,9 @@ def test_none_is_held_that_takes_long_or_where_steps_are_under_way() -> None:
     stage.scheduler.reads_no_prompt = False
     assert not stage.leaving.is_held_for(leave())
     stage.scheduler.reads_no_prompt = True
-    stage.stepping.is_under_way = True
+    stage.steps.has_inflight = True
     assert not stage.leaving.is_held_for(leave())
-    stage.stepping.is_under_way = False
+    stage.steps.has_inflight = False
     stage.engine.holds_steps = False
     assert not stage.leaving.is_held_for(leave()), "on CUDA"
     stage.engine.holds_steps = True

@@ -24,11 +24,11 @@ class Communicators:
     def __init__(self) -> None:
         self.aborted: set[tuple[tuple[Rank, ...], int]] = set()
 
-    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
-        self.aborted.add((ranks, born))
+    def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
+        self.aborted.add((ranks, formation))
 
-    def is_aborted(self, ranks: tuple[Rank, ...], born: int) -> bool:
-        return (ranks, born) in self.aborted
+    def is_aborted(self, ranks: tuple[Rank, ...], formation: int) -> bool:
+        return (ranks, formation) in self.aborted
 
 
 class FakeMember:
@@ -39,7 +39,7 @@ class FakeMember:
         self.forgotten = 0
         self.unfinished = 1
         self.dropped: list[int] = []
-        self.stepping = SimpleNamespace(drop=self.dropped.append)
+        self.steps = SimpleNamespace(drop=self.dropped.append)
         self.given_up: list[tuple[list[str], ReturnCause]] = []
 
     def mode_of(self, _group: Any) -> Any:
@@ -64,16 +64,16 @@ class Stage:
     """A rank that serves in tp2+dp2."""
 
     def __init__(self, rank: int) -> None:
-        self.seat = SwitchParticipant(Rank(rank), 1)
-        self.member = FakeMember()
+        self.participant = SwitchParticipant(Rank(rank), 1)
+        self.runtime = FakeMember()
         for phase in (Phase.PARK, Phase.SWAP):
-            self.seat.on_directive(directive(TP2, 1, phase))
-            while (move := self.seat.next_move(idle=True)) is not None:
-                self.seat.made(move)
-        self.lost = FormationAbort(self.seat, self.member)  # type: ignore[arg-type]
+            self.participant.on_directive(directive(TP2, 1, phase))
+            while (move := self.participant.next_move(idle=True)) is not None:
+                self.participant.made(move)
+        self.lost = FormationAbort(self.participant, self.runtime)  # type: ignore[arg-type]
 
-    def fail(self, born: int = 1) -> None:
-        raise PeerLostError(born)
+    def fail(self, formation: int = 1) -> None:
+        raise PeerLostError(formation)
 
     def run_out(self) -> None:
         raise NoRoomError("CUDA out of memory.")
@@ -82,46 +82,46 @@ class Stage:
         """Do what is to be done in dp4."""
         dp4 = target("dp4", 2)
         grants = [Grant(binding.group.ranks, 8) for binding in dp4.bindings]
-        self.seat.on_directive(directive(dp4, 2, phase, grants=grants))
-        while (move := self.seat.next_move(idle=True)) is not None:
-            self.seat.made(move)
+        self.participant.on_directive(directive(dp4, 2, phase, grants=grants))
+        while (move := self.participant.next_move(idle=True)) is not None:
+            self.participant.made(move)
 
     def leave(self, carry: Carry) -> Any:
-        self.seat.on_leave(1)
-        self.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=carry))
-        return self.lost.judged(self.seat.next_move(idle=False))
+        self.participant.on_leave(1)
+        self.participant.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=carry))
+        return self.lost.judged(self.participant.next_move(idle=False))
 
 
 def test_a_step_that_succeeds_is_left_alone() -> None:
     stage = Stage(0)
     assert stage.lost.guarded(lambda: 7) == 7
     assert not stage.lost.is_joined
-    assert not stage.member.given_up
+    assert not stage.runtime.given_up
 
 
 def test_a_leader_gives_its_tasks_back_and_tells_the_others() -> None:
     stage = Stage(0)
     assert stage.lost.guarded(stage.fail) is None
     assert stage.lost.is_joined
-    assert stage.member.given_up == [(NAMES, ReturnCause.RECOMPUTE)]
-    assert (stage.member.forgotten, stage.member.dropped) == (1, [1])
+    assert stage.runtime.given_up == [(NAMES, ReturnCause.RECOMPUTE)]
+    assert (stage.runtime.forgotten, stage.runtime.dropped) == (1, [1])
 
 
 def test_a_follower_has_no_tasks_to_give_back() -> None:
     stage = Stage(1)
     assert stage.lost.guarded(stage.fail) is None
     assert stage.lost.is_joined
-    assert not stage.member.given_up
-    assert stage.member.forgotten == 1
+    assert not stage.runtime.given_up
+    assert stage.runtime.forgotten == 1
 
 
 def test_the_loss_of_a_formation_that_was_left_is_not_caught() -> None:
     stage = Stage(0)
     with pytest.raises(PeerLostError):
-        stage.lost.guarded(lambda: stage.fail(born=7))
+        stage.lost.guarded(lambda: stage.fail(formation=7))
     assert not stage.lost.is_joined, "the joined one is whole"
-    assert not stage.member.given_up
-    stage.seat.made(stage.leave(Carry.PAUSE))
+    assert not stage.runtime.given_up
+    stage.participant.made(stage.leave(Carry.PAUSE))
     with pytest.raises(PeerLostError):
         stage.lost.guarded(stage.fail)
 
@@ -129,29 +129,31 @@ def test_the_loss_of_a_formation_that_was_left_is_not_caught() -> None:
 def test_what_was_launched_in_a_lost_formation_is_over_when_it_is_left() -> None:
     """A follower may have launched steps whose end nobody waited for."""
     stage = Stage(1)
-    binding = stage.seat.binding
+    binding = stage.participant.binding
     assert binding is not None
-    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
+    stage.runtime.engine.communicators.abort(binding.group.ranks, binding.formation)
     move = stage.leave(Carry.RESHARD)
     assert isinstance(move, Leave)
     assert move.group_lost
-    assert stage.member.dropped == [1]
-    assert stage.seat.binding == binding, "until then it is joined, so the watchdog lets it out"
+    assert stage.runtime.dropped == [1]
+    assert stage.participant.binding == binding, (
+        "until then it is joined, so the watchdog lets it out"
+    )
 
 
 def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() -> None:
     stage = Stage(1)
     assert not stage.lost.is_noticed()
-    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
-    assert stage.seat.next_move(idle=True) is None
-    binding = stage.seat.binding
+    stage.participant.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
+    assert stage.participant.next_move(idle=True) is None
+    binding = stage.participant.binding
     assert binding is not None
-    stage.member.engine.communicators.abort(binding.group.ranks, binding.born)
+    stage.runtime.engine.communicators.abort(binding.group.ranks, binding.formation)
     assert stage.lost.is_noticed()
-    move = stage.lost.judged(stage.seat.next_move(idle=True))
+    move = stage.lost.judged(stage.participant.next_move(idle=True))
     assert isinstance(move, Leave)
     assert move.group_lost
-    stage.seat.made(move)
+    stage.participant.made(move)
     assert not stage.lost.is_noticed()
 
 
@@ -161,7 +163,7 @@ def has_news(stage: Stage) -> bool:
 
 def told(stage: Stage) -> tuple[int, bool]:
     """The formation in which there was no room, and whether the rank is still in a lost one."""
-    return stage.lost.no_room, stage.lost.is_joined
+    return stage.lost.oom_formation, stage.lost.is_joined
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -173,12 +175,12 @@ def test_who_finds_no_room_calls_the_others_out_and_tells_of_it(rank: int) -> No
     assert told(stage) == (1, True)
     assert stage.lost.is_noticed()
     ranks = (0, 1) if rank < 2 else (2,)
-    assert stage.member.engine.communicators.aborted == {(ranks, 1)}
-    assert stage.member.given_up == ([] if rank == 1 else [(NAMES, ReturnCause.RECOMPUTE)])
+    assert stage.runtime.engine.communicators.aborted == {(ranks, 1)}
+    assert stage.runtime.given_up == ([] if rank == 1 else [(NAMES, ReturnCause.RECOMPUTE)])
     move = stage.leave(Carry.RESHARD)
     assert isinstance(move, Leave)
     assert move.group_lost
-    stage.seat.made(move)
+    stage.participant.made(move)
     assert told(stage) == (1, False)
     stage.obey(Phase.SWAP)
     assert told(stage) == (1, False), "it is told until another formation serves"
@@ -192,10 +194,12 @@ def test_who_leaves_and_joins_before_it_reports_tells_that_it_had_no_room() -> N
     stage.lost.guarded(stage.run_out)
     assert has_news(stage), "a report of it is sent at once"
     stage.lost.is_noticed()
-    stage.seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE))
+    stage.participant.on_directive(
+        directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE)
+    )
     moves = []
-    while (move := stage.lost.judged(stage.seat.next_move(idle=True))) is not None:
-        stage.seat.made(move)
+    while (move := stage.lost.judged(stage.participant.next_move(idle=True))) is not None:
+        stage.participant.made(move)
         moves.append(type(move))
     assert moves == [Leave, Join]
     assert has_news(stage)
@@ -206,7 +210,7 @@ def test_who_leaves_and_joins_before_it_reports_tells_that_it_had_no_room() -> N
 
 def test_who_is_in_no_group_does_not_come_out_of_one() -> None:
     stage = Stage(0)
-    stage.seat.made(stage.leave(Carry.PAUSE))
+    stage.participant.made(stage.leave(Carry.PAUSE))
     with pytest.raises(NoRoomError):
         stage.lost.guarded(stage.run_out)
 
@@ -224,8 +228,8 @@ def test_leaving_an_aborted_group_is_leaving_a_lost_one(carry: Carry) -> None:
     move = stage.leave(carry)
     assert isinstance(move, Leave)
     assert move.group_lost
-    stage.seat.made(move)
-    assert not stage.seat.is_moving
+    stage.participant.made(move)
+    assert not stage.participant.is_moving
     assert not stage.lost.is_joined
 
 

@@ -100,7 +100,7 @@ def test_components_are_planned_apart() -> None:
 
 def test_a_group_that_is_not_whole_stays_out_with_its_tasks() -> None:
     manifests = tp((0, 1), cargo("task", ints(2, 3), 20))
-    left_before = replace(manifests[1], born=4)
+    left_before = replace(manifests[1], formation=4)
     move = plan(0, {**manifests, 1: left_before}, target((0,), (1,)))
     assert move.cargo == {}
     assert not move.plan.carried

@@ -26,7 +26,7 @@ class Held:
     def __init__(self, done: list[str]) -> None:
         self.done = done
         self.is_held = self.is_late = True
-        self.is_under_way = self.trails = False
+        self.has_inflight = self.trails = False
         self.behind = None
 
     def catch_up(self) -> None:
@@ -52,44 +52,45 @@ def follower(*told: Any) -> tuple[Stage, Held]:
     queue = SimpleNamespace(dequeue=dequeue)
     stage.modes[2].communicator.group.mq_broadcaster = queue
     stage.modes[2].scheduler = None
-    stage.member.join(WIDE)
+    stage.runtime.join(WIDE)
     held = Held(stage.done)
-    cast(Any, stage.member).stepping = held
+    cast(Any, stage.runtime).steps = held
     return stage, held
 
 
 def test_it_comes_before_another_width_is_selected() -> None:
     stage = Stage()
-    cast(Any, stage.member).stepping = Held(stage.done)
-    select = stage.member.engine.select
+    cast(Any, stage.runtime).steps = Held(stage.done)
+    select = stage.runtime.engine.select
 
-    def told(width: int, born: int) -> Any:
+    def told(width: int, formation: int) -> Any:
         stage.done.append("select")
-        return select(width, born)
+        return select(width, formation)
 
-    cast(Any, stage.member.engine).select = told
-    stage.member.join(ALONE)
+    cast(Any, stage.runtime.engine).select = told
+    stage.runtime.join(ALONE)
     assert stage.done == ["catch up", "select"]
 
 
 @pytest.mark.parametrize(
-    ("message", "then"), [(Step(WIDE.born, 5), ["step 5"]), (Begin(WIDE.born, (), 1), ["end_all"])]
+    ("message", "then"),
+    [(Step(WIDE.formation, 5), ["step 5"]), (Begin(WIDE.formation, (), 1), ["end_all"])],
 )
 def test_a_follower_computes_it_before_it_obeys_what_comes_behind(
     message: Any, then: list[str]
 ) -> None:
     stage, _ = follower(message)
-    stage.member.follow(WIDE)
+    stage.runtime.follow(WIDE)
     assert stage.done == ["catch up", *then]
 
 
 def test_a_follower_whose_leader_stays_computes_it_after_a_while() -> None:
     stage, held = follower(None, None)
     held.is_late = False
-    assert stage.member.follow(WIDE) is None
+    assert stage.runtime.follow(WIDE) is None
     assert stage.done == [], "the leader is about to leave"
     held.is_late = True
-    assert stage.member.follow(WIDE) is None
+    assert stage.runtime.follow(WIDE) is None
     assert stage.done == ["catch up"]
 
 
@@ -107,14 +108,14 @@ class Desk:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.held = Held(self.done)
-        self.board = Board()
+        self.mailbox = Board()
         engine = SimpleNamespace(
             spec=SimpleNamespace(memory=object()), is_synchronous=True, copy_aside=None
         )
-        member = SimpleNamespace(engine=engine, stepping=self.held)
-        self.moving = Migration(cast(Any, member), cast(Any, {Rank(0): self.board}), Rank(0))
+        runtime = SimpleNamespace(engine=engine, steps=self.held)
+        self.migration = Migration(cast(Any, runtime), cast(Any, {Rank(0): self.mailbox}), Rank(0))
         self.awaits = True
-        cast(Any, self.moving.planning).foresee = self._foresee
+        cast(Any, self.migration.planning).foresee = self._foresee
 
     def _foresee(self, _wanted: Any) -> bool:
         self.done.append("foresee")
@@ -128,10 +129,10 @@ def asked(phase: Phase) -> Directive:
 def test_it_is_computed_when_the_move_is_planned() -> None:
     desk = Desk()
     desk.held.is_late = False
-    assert desk.moving.prepare(asked(Phase.PARK))
+    assert desk.migration.prepare(asked(Phase.PARK))
     assert desk.done == ["foresee"], "others have not told yet"
     desk.awaits = False
-    assert not desk.moving.prepare(asked(Phase.PARK))
+    assert not desk.migration.prepare(asked(Phase.PARK))
     assert desk.done == ["foresee", "foresee", "catch up"]
 
 
@@ -139,33 +140,33 @@ def test_it_is_computed_when_the_move_is_planned() -> None:
 def test_it_waits_for_others_no_longer_than_it_may(wanted: Directive | None) -> None:
     desk = Desk()
     desk.held.is_late = False
-    assert desk.moving.prepare(wanted), "what is held is to be looked for again soon"
+    assert desk.migration.prepare(wanted), "what is held is to be looked for again soon"
     assert "catch up" not in desk.done
     desk.held.is_late = True
-    desk.moving.prepare(wanted)
+    desk.migration.prepare(wanted)
     assert desk.done[-1] == "catch up"
 
 
 def test_nothing_is_looked_for_where_nothing_is_held_or_moved() -> None:
     desk = Desk()
     desk.held.is_held = desk.held.is_late = False
-    assert not desk.moving.prepare(None)
+    assert not desk.migration.prepare(None)
     assert desk.done == []
 
 
 def test_whoever_waits_in_a_move_computes_it_first() -> None:
     desk = Desk()
     with pytest.raises(OvertakenError):
-        desk.moving._rounds.wait(lambda: False, lambda: True, "nobody comes")
+        desk.migration._rounds.wait(lambda: False, lambda: True, "nobody comes")
     assert desk.done == ["catch up"]
 
 
 def test_a_move_that_was_planned_from_what_is_not_true_fails() -> None:
     desk = Desk()
-    desk.moving.lose()
-    assert desk.board.round == GAVE_UP, "others hear of it at once"
-    assert not desk.moving.is_settling
-    desk.board.round = 0
-    desk.moving.move(asked(Phase.MOVE), lambda: False)
-    assert (desk.moving.has_failed, desk.board.round) == (True, GAVE_UP)
-    assert desk.moving.adopted == ()
+    desk.migration.lose()
+    assert desk.mailbox.round == GAVE_UP, "others hear of it at once"
+    assert not desk.migration.is_settling
+    desk.mailbox.round = 0
+    desk.migration.move(asked(Phase.MOVE), lambda: False)
+    assert (desk.migration.has_failed, desk.mailbox.round) == (True, GAVE_UP)
+    assert desk.migration.adopted == ()

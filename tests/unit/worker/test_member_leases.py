@@ -31,7 +31,7 @@ class Table:
 
 
 @pytest.fixture
-def member() -> GroupRuntime:
+def runtime() -> GroupRuntime:
     """A follower that has leased all its pages to a group."""
     pages = PagePool(9)
     pages.lease(RANKS, 8)
@@ -41,7 +41,7 @@ def member() -> GroupRuntime:
     engine = SimpleNamespace(
         pages=pages,
         modes={2: mode},
-        boards={},
+        mailboxes={},
         spec=SimpleNamespace(rank=Rank(1)),
         block_hasher=None,
         structured_output=None,
@@ -55,62 +55,62 @@ def kept(*indices: int) -> list[LeaseRetention]:
     return [LeaseRetention(RANKS, 7, indices, BORN)]
 
 
-def test_pages_that_the_leader_gave_up_are_freed(member: GroupRuntime) -> None:
-    assert member.apply_kept(kept(1, 2))
-    assert member.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
-    assert not member.apply_kept(kept(1)), "the same version again says nothing new"
+def test_pages_that_the_leader_gave_up_are_freed(runtime: GroupRuntime) -> None:
+    assert runtime.apply_kept(kept(1, 2))
+    assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
+    assert not runtime.apply_kept(kept(1)), "the same version again says nothing new"
 
 
-def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(member: GroupRuntime) -> None:
+def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(runtime: GroupRuntime) -> None:
     """The plan counts on them: it may write there, and take them over when it is committed."""
-    member.moving.left(Binding(GROUP, BORN + 1))
-    assert not member.apply_kept(kept(1, 2))
-    assert member.moving.ranks == RANKS
-    assert len(member.engine.pages.lease_indices(RANKS)) == 8
-    member.moving.joined()
-    assert member.apply_kept(kept(1, 2)), "it is told again with every directive"
-    assert member.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
+    runtime.migration.left(Binding(GROUP, BORN + 1))
+    assert not runtime.apply_kept(kept(1, 2))
+    assert runtime.migration.ranks == RANKS
+    assert len(runtime.engine.pages.lease_indices(RANKS)) == 8
+    runtime.migration.joined()
+    assert runtime.apply_kept(kept(1, 2)), "it is told again with every directive"
+    assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
 
 
-def test_pages_of_another_group_are_freed_during_a_move(member: GroupRuntime) -> None:
-    member.moving.left(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
-    assert member.apply_kept(kept(3))
-    assert member.engine.pages.lease_indices(RANKS).tolist() == [3]
+def test_pages_of_another_group_are_freed_during_a_move(runtime: GroupRuntime) -> None:
+    runtime.migration.left(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
+    assert runtime.apply_kept(kept(3))
+    assert runtime.engine.pages.lease_indices(RANKS).tolist() == [3]
 
 
-def held(member: GroupRuntime) -> list[int]:
+def held(runtime: GroupRuntime) -> list[int]:
     """The lease indices of the pair that this rank has pages for."""
-    indices: list[int] = member.engine.pages.lease_indices(RANKS).tolist()
+    indices: list[int] = runtime.engine.pages.lease_indices(RANKS).tolist()
     return indices
 
 
-def plan_into_pair(member: GroupRuntime) -> None:
+def plan_into_pair(runtime: GroupRuntime) -> None:
     """A move is made here that leads into the pair, if it is committed."""
     move = SimpleNamespace(bindings=(Binding(GROUP, BORN + 1),))
-    member.moving._pending = PreparedMigration(BORN + 1, cast(Any, move))
+    runtime.migration._pending = PreparedMigration(BORN + 1, cast(Any, move))
 
 
 def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(
-    member: GroupRuntime,
+    runtime: GroupRuntime,
 ) -> None:
     """Its leader may have begun on top of them by now."""
-    plan_into_pair(member)
-    assert not member.apply_kept(kept())
-    assert len(held(member)) == 8
-    member.moving._pending = None
-    assert member.apply_kept(kept())
+    plan_into_pair(runtime)
+    assert not runtime.apply_kept(kept())
+    assert len(held(runtime)) == 8
+    runtime.migration._pending = None
+    assert runtime.apply_kept(kept())
 
 
 class Told:
     """A rank that hears of its leases as its main loop does."""
 
-    def __init__(self, member: GroupRuntime) -> None:
-        self.member = member
-        self.seat = SwitchParticipant(Rank(1), 1)
-        self.news = LeaseUpdates(member, self.seat)
+    def __init__(self, runtime: GroupRuntime) -> None:
+        self.runtime = runtime
+        self.participant = SwitchParticipant(Rank(1), 1)
+        self.news = LeaseUpdates(runtime, self.participant)
 
     def hear(self, order: Directive) -> bool:
-        self.seat.on_directive(order)
+        self.participant.on_directive(order)
         return self.news.hear(order)
 
 
@@ -121,35 +121,35 @@ def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseReten
 
 
 def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_is_decided(
-    member: GroupRuntime,
+    runtime: GroupRuntime,
 ) -> None:
     """It may be back in the directive that decides: then the group is joined all the same."""
-    told = Told(member)
+    told = Told(runtime)
     told.news.formed(RANKS, order(BORN))
-    plan_into_pair(member)
+    plan_into_pair(runtime)
     assert not told.hear(order(BORN + 2, {0: 2}))
-    assert len(held(member)) == 8
-    member.moving._pending = None
+    assert len(held(runtime)) == 8
+    runtime.migration._pending = None
     told.news.made(Resolve(BORN + 1, False, False, False, order(BORN + 2, {0: 2})))
-    assert len(held(member)) == 8, "another directive counts by now"
-    assert told.seat.wanted is not None
-    told.news.made(Resolve(BORN + 1, False, False, False, told.seat.wanted))
-    assert held(member) == []
+    assert len(held(runtime)) == 8, "another directive counts by now"
+    assert told.participant.wanted is not None
+    told.news.made(Resolve(BORN + 1, False, False, False, told.participant.wanted))
+    assert held(runtime) == []
 
 
 @pytest.mark.parametrize("by", ["a leave", "a resolve", "a resolve that joins"])
 def test_what_was_told_during_a_move_is_obeyed_before_the_group_is_formed_again(
-    member: GroupRuntime, by: str
+    runtime: GroupRuntime, by: str
 ) -> None:
     """What a rank keeps of a group it tells as of the last formation: so it would count as news."""
-    told = Told(member)
+    told = Told(runtime)
     binding = Binding(GROUP, BORN)
-    member.moving.left(binding)
+    runtime.migration.left(binding)
     last = order(BORN + 1, None, *kept())
     assert not told.hear(last)
-    member.moving._is_told = False
+    runtime.migration._is_told = False
     if by == "a leave":
         told.news.made(Leave(binding, Carry.PAUSE, False, False, last))
     else:
         told.news.made(Resolve(BORN + 1, False, False, by == "a resolve that joins", last))
-    assert len(held(member)) == (8 if by == "a resolve that joins" else 0)
+    assert len(held(runtime)) == (8 if by == "a resolve that joins" else 0)

@@ -40,7 +40,7 @@ class Desk:
     """Rank 1's planning, and what is on all boards; a plan is what it was made from."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.boards = {
+        self.mailboxes = {
             Rank(rank): SimpleNamespace(epoch=EPOCH, message=pickle.dumps(f"by {rank}"))
             for rank in range(4)
         }
@@ -50,7 +50,7 @@ class Desk:
         kv = SimpleNamespace(geometry="geometry", num_pages=9)
         self.spec = SimpleNamespace(memory=None, together={Rank(rank): BORN for rank in range(4)})
         engine = SimpleNamespace(kv=kv, spec=self.spec)
-        self.planning = MigrationPlanner(cast(Any, engine), cast(Any, self.boards), Rank(1))
+        self.planning = MigrationPlanner(cast(Any, engine), cast(Any, self.mailboxes), Rank(1))
 
     def _plan(self, *given: Any) -> Any:
         self.made.append(given)
@@ -79,10 +79,10 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
 
 
 def test_it_waits_until_all_have_told(desk: Desk) -> None:
-    desk.boards[Rank(3)].epoch = EPOCH - 1
+    desk.mailboxes[Rank(3)].epoch = EPOCH - 1
     assert desk.planning.foresee(told())
     assert desk.made == []
-    desk.boards[Rank(3)].epoch = EPOCH
+    desk.mailboxes[Rank(3)].epoch = EPOCH
     assert not desk.planning.foresee(told())
     assert len(desk.made) == 1
 
@@ -114,7 +114,7 @@ def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
 
 
 def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
-    del desk.boards[Rank(0)]
+    del desk.mailboxes[Rank(0)]
     desk.planning.foresee(told())
     assert desk.made[0][1].keys() == {1, 2, 3}
     assert desk.plan() == desk.made[0]
@@ -124,7 +124,7 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
     """It and who came with it have boards of their own: nobody writes on those that are known."""
     anew = {2: BORN + 1, 3: BORN + 1}
     for rank in anew:
-        desk.boards[Rank(rank)].epoch = EPOCH - 1
+        desk.mailboxes[Rank(rank)].epoch = EPOCH - 1
     assert not desk.planning.foresee(told(members=anew))
     assert desk.made[0][1].keys() == {0, 1}
     assert desk.plan(told(Phase.MOVE, members=anew)) == desk.made[0]
@@ -132,9 +132,9 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
 
 def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) -> None:
     desk.spec.memory = object()
-    desk.boards[Rank(3)].epoch = EPOCH - 1
+    desk.mailboxes[Rank(3)].epoch = EPOCH - 1
     assert desk.planning.foresee(told(members={3: BORN + 1})), "it is awaited"
-    desk.boards[Rank(3)].epoch = EPOCH
+    desk.mailboxes[Rank(3)].epoch = EPOCH
     assert desk.plan(told(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
 
 

@@ -81,8 +81,8 @@ class FakeBoard:
 class Recorder(PeerMover):
     """Notes what it is asked to copy, and whether the peers had settled by then."""
 
-    def __init__(self, boards: dict[Rank, FakeBoard]) -> None:
-        self.boards = boards
+    def __init__(self, mailboxes: dict[Rank, FakeBoard]) -> None:
+        self.mailboxes = mailboxes
         self.takes_s = 0.0
         self.is_device = False
         """Copies are launched at once, and waited for at the end."""
@@ -97,7 +97,7 @@ class Recorder(PeerMover):
             raise MoveError("there is no such unit")
         launched()
         targets = [int(each) for pair in copies.get(0, {}).values() for each in pair[1]]
-        self.calls.append((targets, all(board.is_settled for board in self.boards.values())))
+        self.calls.append((targets, all(mailbox.is_settled for mailbox in self.mailboxes.values())))
         self.under_way += 1
         if not self.is_device:
             self.end()
@@ -128,8 +128,8 @@ class Stage:
         rounds: int = 1,
         late: bool = False,
     ) -> None:
-        self.boards = {Rank(rank): FakeBoard() for rank in range(2)}
-        self.mover = Recorder(self.boards)
+        self.mailboxes = {Rank(rank): FakeBoard() for rank in range(2)}
+        self.mover = Recorder(self.mailboxes)
         self.looks = 0
         self.settles_after = 3
         self.meets = False
@@ -155,7 +155,7 @@ class Stage:
             mark=self.mark,
             is_synchronous=False,
         )
-        self.rounds = CopyRounds(cast(Any, engine), cast(Any, self.boards), Rank(0), self.look)
+        self.rounds = CopyRounds(cast(Any, engine), cast(Any, self.mailboxes), Rank(0), self.look)
 
     def mark(self) -> Callable[[], None]:
         count = len(self.mover.calls)
@@ -164,10 +164,10 @@ class Stage:
     def look(self) -> None:
         self.looks += 1
         if self.looks >= self.settles_after:
-            for board in self.boards.values():
-                board.is_settled = True
-                if board.round != GAVE_UP:
-                    board.round = max(board.round, 2 if self.meets else 1)
+            for mailbox in self.mailboxes.values():
+                mailbox.is_settled = True
+                if mailbox.round != GAVE_UP:
+                    mailbox.round = max(mailbox.round, 2 if self.meets else 1)
 
     def restore(self) -> None:
         assert not self.told
@@ -176,7 +176,7 @@ class Stage:
     def go_on(self) -> None:
         """What the last steps brought is there, and requests to add it to."""
         assert self.restored == 1
-        assert all(board.is_settled for board in self.boards.values())
+        assert all(mailbox.is_settled for mailbox in self.mailboxes.values())
         self.told.append(len(self.mover.calls) - self.mover.under_way)
 
     def run(self, *, is_overtaken: bool = False) -> None:
@@ -191,7 +191,7 @@ def test_settled_units_are_copied_first_and_the_others_behind_the_last_step() ->
     stage = Stage(PARTS)
     stage.run()
     assert stage.mover.calls == [([4], False), ([8], True)]
-    assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 2, 1)
+    assert (stage.restored, stage.mailboxes[Rank(0)].round, stage.pending.rounds_done) == (1, 2, 1)
     assert stage.rounds.take_copied() == (5, MoveStats(2, 0, 1.0)), "both count"
     assert stage.rounds.take_copied() is None
 
@@ -201,21 +201,21 @@ def test_only_the_first_round_begins_before_old_steps_are_over() -> None:
     stage.meets = True
     stage.run()
     assert stage.mover.calls == [([4], False), ([8], True), ([10], True)]
-    assert (stage.restored, stage.boards[Rank(0)].round, stage.pending.rounds_done) == (1, 3, 2)
+    assert (stage.restored, stage.mailboxes[Rank(0)].round, stage.pending.rounds_done) == (1, 3, 2)
 
 
 def test_a_move_that_may_not_begin_early_waits_first() -> None:
     stage = Stage(PARTS, early=False)
     stage.run()
     assert stage.mover.calls == [([4, 8], True)]
-    assert (stage.restored, stage.boards[Rank(0)].round) == (1, 2)
+    assert (stage.restored, stage.mailboxes[Rank(0)].round) == (1, 2)
 
 
 def test_a_move_without_copies_waits_for_the_last_tokens() -> None:
     stage = Stage([], rounds=0)
     stage.run()
     assert stage.restored == 1
-    assert all(board.is_settled for board in stage.boards.values())
+    assert all(mailbox.is_settled for mailbox in stage.mailboxes.values())
 
 
 def test_copies_that_were_begun_are_over_before_another_layout_is_obeyed() -> None:
@@ -237,7 +237,7 @@ def test_tokens_are_added_while_copies_are_made() -> None:
     stage.run()
     assert stage.mover.calls == [([4], True), ([8], True)]
     assert stage.told == [0], "not one copy was over"
-    assert stage.boards[Rank(0)].round == 2
+    assert stage.mailboxes[Rank(0)].round == 2
 
 
 def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
@@ -258,8 +258,8 @@ def test_late_copies_are_over_before_a_move_that_fails_is_given_up() -> None:
 def test_a_peer_that_gives_up_ends_the_move() -> None:
     stage = Stage(PARTS)
     stage.settles_after = 10**9
-    stage.boards[Rank(0)].is_settled = True
-    stage.boards[Rank(1)].round = GAVE_UP
+    stage.mailboxes[Rank(0)].is_settled = True
+    stage.mailboxes[Rank(1)].round = GAVE_UP
     with pytest.raises(MoveFailedError, match="rank 1 gave the move up"):
         stage.run()
     assert len(stage.mover.calls) == 1, "what waits for old steps was not copied"
@@ -274,11 +274,11 @@ def test_a_move_may_be_reported_with_its_copies_under_way(is_device: bool) -> No
     stage.run()
     assert stage.pending.ends_late
     assert stage.mover.under_way >= 1, "it has not waited"
-    assert stage.boards[Rank(0)].round == 1
+    assert stage.mailboxes[Rank(0)].round == 1
     assert stage.rounds.take_copied() is None
     stage.rounds.end()
     assert stage.mover.under_way == 0
-    assert stage.boards[Rank(0)].round == 2
+    assert stage.mailboxes[Rank(0)].round == 2
     assert stage.rounds.take_copied() == (5, MoveStats(2, 0, 1.0))
     assert stage.rounds.take_copied() is None
 
@@ -297,7 +297,7 @@ def test_the_device_goes_on_behind_all_copies() -> None:
 def test_pages_are_used_again_when_all_ranks_have_copied() -> None:
     stage = Stage(PARTS, late=True)
     stage.run()
-    other = stage.boards[Rank(1)]
+    other = stage.mailboxes[Rank(1)]
     assert other.round == 1
 
     def finish() -> None:
@@ -320,7 +320,7 @@ def test_who_does_not_copy_any_more_is_not_waited_for(
     )
     stage = Stage(PARTS, late=True)
     stage.run()
-    other = stage.boards[Rank(1)]
+    other = stage.mailboxes[Rank(1)]
     if why == "gave up":
         other.finish_round(GAVE_UP)
     elif why == "is in another move":
@@ -339,7 +339,7 @@ def test_copies_that_fail_behind_the_report_end_the_rank() -> None:
     stage.mover.is_device = stage.mover.fails = True
     stage.run()
     stage.rounds.end()
-    assert stage.boards[Rank(0)].round == 1, "nobody is told that it has copied"
+    assert stage.mailboxes[Rank(0)].round == 1, "nobody is told that it has copied"
     with pytest.raises(RuntimeError, match="the device is gone"):
         stage.rounds.take_copied()
 

@@ -13,13 +13,13 @@ LIMIT_S = 1.0
 
 def joined(rank: int, *, epoch: int = 1) -> SwitchParticipant:
     """A rank that serves in tp2+dp2."""
-    seat = SwitchParticipant(Rank(rank), 1)
+    participant = SwitchParticipant(Rank(rank), 1)
     for phase in (Phase.PARK, Phase.SWAP):
-        seat.on_directive(directive(TP2, epoch, phase))
-        while (move := seat.next_move(idle=True)) is not None:
-            seat.made(move)
-    assert seat.binding is not None
-    return seat
+        participant.on_directive(directive(TP2, epoch, phase))
+        while (move := participant.next_move(idle=True)) is not None:
+            participant.made(move)
+    assert participant.binding is not None
+    return participant
 
 
 def watched(rank: int) -> PeerFailure:
@@ -56,14 +56,14 @@ def test_a_peer_that_is_a_new_process_is_lost() -> None:
 
 
 def test_a_rank_that_leaves_in_time_is_not_stuck() -> None:
-    seat = joined(0)
-    loss = PeerFailure(seat, LIMIT_S)
+    participant = joined(0)
+    loss = PeerFailure(participant, LIMIT_S)
     told = directive(without(1), 2, Phase.PARK, carry=Carry.RECOMPUTE)
     loss.heard(told)
     assert not loss.is_stuck(0.0)
-    seat.on_directive(told)
-    while (move := seat.next_move(idle=True)) is not None:
-        seat.made(move)
+    participant.on_directive(told)
+    while (move := participant.next_move(idle=True)) is not None:
+        participant.made(move)
     assert not loss.is_stuck(9.0)
     assert not loss.is_stuck(99.0)
 
@@ -103,25 +103,25 @@ def test_a_rank_alone_that_was_cut_out_may_finish_its_step() -> None:
 
 
 def test_what_is_joined_is_told_with_its_members_and_ends_with_the_leave() -> None:
-    seat = joined(1)
-    assert seat.joined == (TP2.binding_of(Rank(1)), {0: 1, 1: 1})
-    seat.on_leave(1)
-    seat.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
-    move = seat.next_move(idle=True)
+    participant = joined(1)
+    assert participant.joined == (TP2.binding_of(Rank(1)), {0: 1, 1: 1})
+    participant.on_leave(1)
+    participant.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RESHARD))
+    move = participant.next_move(idle=True)
     assert move is not None
-    seat.made(move)
-    assert seat.joined is None
+    participant.made(move)
+    assert participant.joined is None
 
 
 def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> None:
-    seat = joined(0)
-    behind = [seat.joined]
+    participant = joined(0)
+    behind = [participant.joined]
     told = directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.PAUSE)
-    seat.on_directive(told)
-    move = seat.next_move(idle=True)
+    participant.on_directive(told)
+    move = participant.next_move(idle=True)
     assert move is not None
-    seat.made(move)
-    loss = PeerFailure(seat, LIMIT_S, lambda: behind[0])
+    participant.made(move)
+    loss = PeerFailure(participant, LIMIT_S, lambda: behind[0])
     loss.heard(told)
     assert loss.bereaved() is None, "all of its members are there"
     loss.heard(directive(without(1), 3, Phase.PARK))

@@ -13,28 +13,28 @@ WAIT_S = 20.0
 
 
 def test_beats_are_seen_until_the_process_is_stopped() -> None:
-    pulse = Heartbeat()
-    assert pulse.beats == 0
+    heartbeat = Heartbeat()
+    assert heartbeat.beats == 0
     pid = os.fork()
     if pid == 0:
         while True:
-            pulse.beat()
+            heartbeat.beat()
             time.sleep(POLL_S)
-    progress = Progress(lambda: pulse.beats, LIMIT_S, POLL_S)
+    progress = Progress(lambda: heartbeat.beats, LIMIT_S, POLL_S)
     try:
         ends = time.monotonic() + WAIT_S
-        while pulse.beats < 5:
+        while heartbeat.beats < 5:
             assert time.monotonic() < ends
-            assert not (pulse.beats and progress.is_stuck(time.monotonic()))
+            assert not (heartbeat.beats and progress.is_stuck(time.monotonic()))
             time.sleep(POLL_S)
         os.kill(pid, signal.SIGSTOP)
         while not progress.is_stuck(time.monotonic()):
             assert time.monotonic() < ends
             time.sleep(POLL_S)
-        seen = pulse.beats
+        seen = heartbeat.beats
         time.sleep(2 * POLL_S)
-        assert pulse.beats == seen
+        assert heartbeat.beats == seen
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    pulse.close()
+    heartbeat.close()

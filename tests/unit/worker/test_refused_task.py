@@ -42,14 +42,14 @@ def test_its_words_are_neither_sent_nor_logged(
     # A logger keeps for good what it wrote to first, which here is pytest's.
     monkeypatch.setattr(member_module, "log", structlog.get_logger())
     engine = SimpleNamespace(
-        pages=None, boards={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
+        pages=None, mailboxes={}, spec=SimpleNamespace(rank=Rank(0)), modes={},
         block_hasher=None, structured_output=None, copy_aside=None, is_synchronous=False,
     )  # fmt: skip
-    member = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
-    member.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))
-    member._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
-    member.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)
-    assert member.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]
+    runtime = GroupRuntime(cast(Any, engine), 1, cast(Any, None))
+    runtime.intake = cast(Any, SimpleNamespace(request=lambda payload: payload.decode()))
+    runtime._mode = cast(Any, SimpleNamespace(scheduler=Scheduler()))
+    runtime.place(Place(header("a"), 2, BINDING, SECRET.encode(), (7, 8)), BINDING)
+    assert runtime.ended == [TaskEnded(header("a").task, 2, EndCause.FAILED, 2)]
     [line] = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert SECRET not in str(line)
     assert (line["event"], line["task"]) == ("task_refused", "a")

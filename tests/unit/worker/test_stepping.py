@@ -16,15 +16,15 @@ from tests.harness.worker.stepping_rank import DP, TP, Stage, follow
 def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
-    assert stage.stepping.trails
-    stage.stepping.settle_if_ready()
+    assert stage.steps.trails
+    stage.steps.settle_if_ready()
     assert stage.pushed == [], "nobody waits for it"
     stage.dp.results[0].is_there = True
-    stage.stepping.settle_if_ready()
+    stage.steps.settle_if_ready()
     assert stage.pushed == [(3, ["dp task"])], "in the epoch that it was launched in"
-    assert not stage.stepping.is_under_way
-    assert stage.stepping.take_left_end() == stage.stepping.ended_ns
-    assert stage.stepping.take_left_end() is None, "told once"
+    assert not stage.steps.has_inflight
+    assert stage.steps.take_left_end() == stage.steps.ended_ns
+    assert stage.steps.take_left_end() is None, "told once"
     assert stage.freed_groups == []
 
 
@@ -36,17 +36,17 @@ def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
     assert stage.tp.scheduler.events == ["plan"]
     assert stage.dp.scheduler.events == ["plan", "finish"], "its tokens are taken by its scheduler"
     assert stage.pushed == [(3, ["dp task"])]
-    assert stage.stepping.take_left_end() is not None
-    stage.stepping.settle()
+    assert stage.steps.take_left_end() is not None
+    stage.steps.settle()
     assert stage.pushed[1:] == [(4, ["tp task"])]
-    assert stage.stepping.take_left_end() is None
+    assert stage.steps.take_left_end() is None
 
 
 def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
     stage.dp.scheduler.ends = True
-    stage.stepping.settle()
+    stage.steps.settle()
     assert stage.freed_groups == [DP.group]
     assert [each.task for each in stage.ended] == [TaskId("dp task")]
 
@@ -55,7 +55,7 @@ def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
     stage.dp.scheduler.frees_behind = True
-    stage.stepping.settle()
+    stage.steps.settle()
     assert stage.freed_groups == [DP.group]
 
 
@@ -63,7 +63,7 @@ def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
     stage.selected = stage.dp
-    assert [stage.stepping.is_under_way, stage.stepping.trails] == [True, False]
+    assert [stage.steps.has_inflight, stage.steps.trails] == [True, False]
     stage.step(stage.dp, DP, 5)
     assert stage.pushed == [(3, ["dp task"])]
     assert stage.freed_groups == []
@@ -71,25 +71,25 @@ def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
 
 def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> None:
     stage = Stage()
-    seen = [stage.stepping.behind]
+    seen = [stage.steps.behind]
     stage.leave()
     for is_done in (False, True, False):
         stage.device_done = is_done
-        seen.append(stage.stepping.behind)
+        seen.append(stage.steps.behind)
     assert seen == [None, (DP, {Rank(0): 1}), None, None], "once is enough"
 
 
 def test_a_follower_knows_when_a_step_is_over_only_if_it_is_at_once() -> None:
     stage = Stage()
     follow(stage, stage.dp, DP)
-    assert stage.stepping.ended_ns == 0
+    assert stage.steps.ended_ns == 0
     stage.dp.execute = lambda _plan: cast(Any, "output")  # type: ignore[method-assign]
     follow(stage, stage.dp, DP)
-    assert stage.stepping.ended_ns >= stage.stepping.started_ns > 0
+    assert stage.steps.ended_ns >= stage.steps.started_ns > 0
     stage.engine.is_synchronous = False
     stage.dp.execute = lambda _plan: cast(Any, None)  # type: ignore[method-assign]
     follow(stage, stage.dp, DP)
-    assert stage.stepping.ended_ns == 0, "a follower on CUDA may get nothing, and has to wait"
+    assert stage.steps.ended_ns == 0, "a follower on CUDA may get nothing, and has to wait"
 
 
 def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
@@ -102,7 +102,7 @@ def test_a_group_without_work_takes_the_tokens_that_are_left() -> None:
 
 
 def lose(stage: Stage, *, lets_out: bool) -> None:
-    stage.aborted.add((TP.group.ranks, TP.born))
+    stage.aborted.add((TP.group.ranks, TP.formation))
     if lets_out:
         stage.closed = (TP.group.ranks,)
 
@@ -114,11 +114,11 @@ def test_tokens_of_an_aborted_formation_go_nowhere() -> None:
     lose(stage, lets_out=True)
     with pytest.raises(PeerLostError) as raised:
         stage.step(stage.tp, TP, 4)
-    assert raised.value.born == TP.born
+    assert raised.value.formation == TP.formation
     stage.tp.results[1].is_there = stage.device_done = True
-    stage.stepping.drop(TP.born)
-    assert not stage.stepping.is_under_way
-    stage.stepping.settle()
+    stage.steps.drop(TP.formation)
+    assert not stage.steps.has_inflight
+    stage.steps.settle()
     assert (stage.pushed, stage.freed_groups) == ([], [])
     assert stage.tp.scheduler.events == ["plan", "plan"]
 
@@ -137,9 +137,9 @@ def test_it_is_asked_behind_the_tokens_whether_they_count() -> None:
 
     result.get_output = taken_late  # type: ignore[method-assign]
     with pytest.raises(PeerLostError):
-        stage.stepping.settle()
+        stage.steps.settle()
     assert (result.taken, stage.pushed) == (1, [])
-    assert not stage.stepping.is_under_way, "it is over even so"
+    assert not stage.steps.has_inflight, "it is over even so"
 
 
 def test_a_follower_launches_no_step_of_an_aborted_formation() -> None:
@@ -156,17 +156,17 @@ def test_a_step_is_dropped_when_the_device_is_done_with_it() -> None:
     stage.step(stage.tp, TP, 4)
 
     def is_done() -> bool:
-        looks.append(stage.stepping.is_under_way)
+        looks.append(stage.steps.has_inflight)
         stage.tp.results[0].is_there = len(looks) > 5
         return len(looks) > 3
 
     stage.engine.done = lambda: is_done
-    stage.stepping.drop(TP.born)
+    stage.steps.drop(TP.formation)
     assert len(looks) == 6, "its kernels first, then the copy of its tokens"
     assert all(looks)
-    assert not stage.stepping.is_under_way
+    assert not stage.steps.has_inflight
     assert stage.tp.results[0].taken == 0
-    stage.stepping.drop(TP.born)
+    stage.steps.drop(TP.formation)
     assert len(looks) == 7, "with none under way, what a follower has launched"
 
 
@@ -176,9 +176,9 @@ def test_a_step_that_trails_is_none_of_the_formation_that_is_dropped() -> None:
     stage.selected = stage.tp
     stage.device_done = True
     lose(stage, lets_out=True)
-    stage.stepping.drop(TP.born)
+    stage.steps.drop(TP.formation)
     assert stage.pushed == [(3, ["dp task"])]
-    assert not stage.stepping.is_under_way
+    assert not stage.steps.has_inflight
 
 
 @pytest.mark.parametrize("lets_out", [False, True])
@@ -191,10 +191,10 @@ def test_a_step_that_trails_counts_unless_its_members_were_let_out(lets_out: boo
     stage.tp.results[0].is_there = True
     if lets_out:
         with pytest.raises(PeerLostError):
-            stage.stepping.settle_if_ready()
+            stage.steps.settle_if_ready()
         assert stage.pushed == []
     else:
-        stage.stepping.settle_if_ready()
+        stage.steps.settle_if_ready()
         assert stage.pushed == [(4, ["tp task"])], "it had ended before"
 
 
@@ -211,8 +211,8 @@ def test_it_tells_when_its_last_step_will_end() -> None:
     stage.step(stage.dp, DP, 3)
     _, behind, known = stage.expected
     assert behind == first + 5_000 * MS, "behind the one under way"
-    assert known == stage.stepping.ended_ns + 5_000 * MS, "which has ended by now"
-    assert (stage.stepping.ends_ns, stage.stepping.decode_ns) == (known, 5_000 * MS)
+    assert known == stage.steps.ended_ns + 5_000 * MS, "which has ended by now"
+    assert (stage.steps.ends_ns, stage.steps.decode_ns) == (known, 5_000 * MS)
 
 
 def test_an_empty_step_says_nothing_of_how_long_a_decode_takes() -> None:
@@ -223,15 +223,15 @@ def test_an_empty_step_says_nothing_of_how_long_a_decode_takes() -> None:
     stage.usual_s = 0.001
     begun = time.monotonic_ns()
     stage.step(stage.dp, DP, 3)
-    assert stage.stepping.decode_ns == 5_000 * MS
-    assert stage.stepping.ends_ns - begun < 1_000 * MS, "the step before was taken, this is none"
+    assert stage.steps.decode_ns == 5_000 * MS
+    assert stage.steps.ends_ns - begun < 1_000 * MS, "the step before was taken, this is none"
 
 
 def test_a_step_behind_none_begins_now_whatever_was_expected() -> None:
     stage = Stage()
     stage.usual_s = 5.0
     stage.step(stage.dp, DP, 3)
-    stage.stepping.settle()
+    stage.steps.settle()
     stage.usual_s = 1.0
     begun = time.monotonic_ns()
     stage.step(stage.dp, DP, 3)

@@ -64,10 +64,10 @@ class Communicators:
         self.is_wanted: list[bool] = []
         self.during: Callable[[], None] = lambda: None
 
-    def abort(self, ranks: tuple[Rank, ...], born: int) -> None:
-        self.asked.append(("mark", ranks, born))
+    def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
+        self.asked.append(("mark", ranks, formation))
 
-    def let_out(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
+    def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
         self.asked.append(("let out", ranks))
         self.is_wanted.append(is_wanted())
         self.during()
@@ -78,18 +78,18 @@ class Watched:
     """A rank that serves in tp2, and hears of a layout without rank 1, or itself."""
 
     def __init__(self, rank: int, lost: str) -> None:
-        self.seat = SwitchParticipant(Rank(rank), 1)
+        self.participant = SwitchParticipant(Rank(rank), 1)
         for phase in (Phase.PARK, Phase.SWAP):
             self.hear(directive(TP2, 1, phase))
-        self.loss = PeerFailure(self.seat, LIMIT_S)
+        self.loss = PeerFailure(self.participant, LIMIT_S)
         self.without = directive(target(f"{lost}+dp2", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE)
         self.loss.heard(self.without)
         self.communicators = Communicators()
 
     def hear(self, message: object) -> None:
-        self.seat.on_directive(message)  # type: ignore[arg-type]
-        while (move := self.seat.next_move(idle=True)) is not None:
-            self.seat.made(move)
+        self.participant.on_directive(message)  # type: ignore[arg-type]
+        while (move := self.participant.next_move(idle=True)) is not None:
+            self.participant.made(move)
 
     def call_out(self, after_s: float = GRACE_S) -> list[object]:
         """What is asked of the communicators so long after it was known first."""
@@ -143,9 +143,9 @@ def test_a_rank_whose_place_another_process_has_taken_is_only_marked() -> None:
 
 def test_a_group_that_was_left_with_its_last_step_under_way_is_only_marked() -> None:
     watched = Watched(0, "dp1+off1")
-    joined = watched.seat.joined
+    joined = watched.participant.joined
     watched.hear(watched.without)
-    watched.loss = PeerFailure(watched.seat, LIMIT_S, lambda: joined)
+    watched.loss = PeerFailure(watched.participant, LIMIT_S, lambda: joined)
     watched.loss.heard(watched.without)
     assert watched.loss.bereaved() == TP2.bindings[0]
     assert watched.call_out() == [MARKED]

@@ -125,13 +125,13 @@ class CopyRounds:
     def __init__(
         self,
         engine: RankEngine,
-        boards: Mapping[Rank, RankMailbox],
+        mailboxes: Mapping[Rank, RankMailbox],
         rank: Rank,
         look: Callable[[], None],
     ) -> None:
         """`look` is called all the while: it takes what this rank's last step has brought."""
         self._engine = engine
-        self._boards = boards
+        self._mailboxes = mailboxes
         self._rank = rank
         self._look = look
         self._copies = CopyThread(engine)
@@ -161,7 +161,7 @@ class CopyRounds:
         """Copy this rank's share; raises as `wait` does."""
         self.take_copied()
         self._epoch, self._stats = pending.epoch, MoveStats(0, 0, 0.0)
-        plan, own = pending.move.plan, self._boards[self._rank]
+        plan, own = pending.move.plan, self._mailboxes[self._rank]
         own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
         rounds = [
             [each for each in plan.copies if each.round == number]
@@ -191,7 +191,7 @@ class CopyRounds:
     ) -> None:
         """Make the copies of round 1 while old steps are under way, where these write nothing."""
         early, late = split(copies, pending.move.written)
-        units, own = pending.move.plan.units, self._boards[self._rank]
+        units, own = pending.move.plan.units, self._mailboxes[self._rank]
         self._begin(early, units)
         try:
             meanwhile.restore()
@@ -288,8 +288,8 @@ class CopyRounds:
             return
         self.end()
         deadline = time.monotonic() + COPIES_LIMIT_S
-        boards = [self._boards[Rank(rank)] for rank in pending.move.ranks]
-        while any(each.epoch == pending.epoch and each.round == 1 for each in boards):
+        mailboxes = [self._mailboxes[Rank(rank)] for rank in pending.move.ranks]
+        while any(each.epoch == pending.epoch and each.round == 1 for each in mailboxes):
             if time.monotonic() > deadline:
                 log.warning("copies_not_waited_for", epoch=pending.epoch, seconds=COPIES_LIMIT_S)
                 return
@@ -297,13 +297,13 @@ class CopyRounds:
 
     def _meet_settled(self, pending: PreparedMigration, overtaken: Callable[[], bool]) -> None:
         self._meet_all(
-            pending, lambda board: board.is_settled, overtaken, "does not end its last step"
+            pending, lambda mailbox: mailbox.is_settled, overtaken, "does not end its last step"
         )
 
     def _meet(self, pending: PreparedMigration, number: int, overtaken: Callable[[], bool]) -> None:
         self._meet_all(
             pending,
-            lambda board: board.round >= number,
+            lambda mailbox: mailbox.round >= number,
             overtaken,
             f"does not finish round {number - 1}",
         )
@@ -318,9 +318,9 @@ class CopyRounds:
         for rank in pending.move.ranks:
 
             def is_there(rank: int = rank) -> bool:
-                board = self._boards[Rank(rank)]
-                if board.epoch != pending.epoch or board.round == GAVE_UP:
+                mailbox = self._mailboxes[Rank(rank)]
+                if mailbox.epoch != pending.epoch or mailbox.round == GAVE_UP:
                     raise MoveFailedError(f"rank {rank} gave the move up.")
-                return holds(board)
+                return holds(mailbox)
 
             self.wait(is_there, overtaken, f"rank {rank} {complaint}")

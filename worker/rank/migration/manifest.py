@@ -64,7 +64,7 @@ class Manifest:
 
     rank: int
     ranks: Ranks
-    born: int
+    formation: int
     pages: Ints
     slots: npt.NDArray[np.int32]
     free: Ints
@@ -78,7 +78,15 @@ class Manifest:
         bare = tuple(_without_blocks(each) for each in self.cargo)
         blocks = [each.state.blocks for each in self.cargo]
         sizes = [each.size for each in blocks]
-        rest = (self.rank, self.ranks, self.born, self.pages, self.slots, self.free, self.indices)
+        rest = (
+            self.rank,
+            self.ranks,
+            self.formation,
+            self.pages,
+            self.slots,
+            self.free,
+            self.indices,
+        )
         return _unpacked, (rest, bare, joined(blocks), sizes, self.chains, self.written)
 
 
@@ -273,7 +281,7 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
         if all(
             member in manifests
             and manifests[member].ranks == group
-            and manifests[member].born == manifests[group[0]].born
+            and manifests[member].formation == manifests[group[0]].formation
             for member in group
         )
     )

@@ -46,17 +46,17 @@ log = structlog.get_logger()
 class Migration:
     """The moves of one rank; used by its main loop alone, at safe points."""
 
-    def __init__(self, member: Runtime, boards: Mapping[Rank, RankMailbox], rank: Rank) -> None:
-        self._member = member
-        self._boards = boards
+    def __init__(self, runtime: Runtime, mailboxes: Mapping[Rank, RankMailbox], rank: Rank) -> None:
+        self._runtime = runtime
+        self._mailboxes = mailboxes
         self._rank = rank
         self._group: Group | None = None
-        self._born = -1
+        self._formation = -1
         self._is_told = False
         """Peers count on what this rank has of the group, until the move is decided."""
         self._pending: PreparedMigration | None = None
-        self._rounds = CopyRounds(member.engine, boards, rank, self._press_on)
-        self.planning = MigrationPlanner(member.engine, boards, rank)
+        self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on)
+        self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
         self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
         """What was told of tasks, and whose they are, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
@@ -80,11 +80,11 @@ class Migration:
         return self._pending.epoch if self._pending is not None else 0
 
     @property
-    def free_then(self) -> int:
+    def free_pages_after_commit(self) -> int:
         """Pages that are free when the move that was carried out here is committed."""
         if self._pending is None:
             return 0
-        pool, move, group = self._member.engine.pages, self._pending.move, self._group
+        pool, move, group = self._runtime.engine.pages, self._pending.move, self._group
         now, given = pool.counts(), 0
         if group is not None and self._gives_up(move, group):
             given = now.owned if group.width == 1 else now.leased.get(group.ranks, 0)
@@ -99,7 +99,7 @@ class Migration:
     def left(self, binding: Binding) -> None:
         """The rank left this group, and its tasks may move: they and their pages stay as is."""
         self._group = binding.group
-        self._born = binding.born
+        self._formation = binding.formation
         self._is_told = True
 
     def gave_up(self, ranks: Ranks) -> None:
@@ -132,14 +132,14 @@ class Migration:
         self._is_told = True
         # Whoever has read it can copy from and to these pages.
         self._rounds.end()
-        manifest = manifest_of(self._member, self._rank, self._group, self._born)
+        manifest = manifest_of(self._runtime, self._rank, self._group, self._formation)
         try:
-            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+            self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         except MailboxFullError:
             log.warning("move_too_large", tasks=len(manifest.cargo), advice="they are recomputed")
             manifest = nothing_of(manifest)
-            self._boards[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
-        scheduler = self._member.mode_of(self._group).scheduler if self._group else None
+            self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
+        scheduler = self._runtime.mode_of(self._group).scheduler if self._group else None
         self._told = scheduler, [each.state for each in manifest.cargo]
         self.look()
 
@@ -150,44 +150,44 @@ class Migration:
 
     def look(self) -> None:
         """Tell what the last step has brought, as soon as it is there."""
-        stepping = self._member.stepping
-        stepping.settle_if_ready()
-        if self._told is None or stepping.is_under_way or stepping.behind is not None:
+        steps = self._runtime.steps
+        steps.settle_if_ready()
+        if self._told is None or steps.has_inflight or steps.behind is not None:
             return
         (scheduler, states), self._told = self._told, None
         tokens = scheduler.brought(states) if scheduler is not None else {}
         brought = {
             task: LateTokens(tuple(of_task), led.emitted)
             for task, of_task in tokens.items()
-            if (led := self._member.book.get(TaskId(task))) is not None
+            if (led := self._runtime.book.get(TaskId(task))) is not None
         }
-        board = self._boards[self._rank]
+        mailbox = self._mailboxes[self._rank]
         try:
-            board.settle(pickle.dumps(brought, protocol=5))
+            mailbox.settle(pickle.dumps(brought, protocol=5))
         except MailboxFullError as error:
-            log.warning("move_failed", epoch=board.epoch, reason=str(error))
-            board.finish_round(GAVE_UP)
+            log.warning("move_failed", epoch=mailbox.epoch, reason=str(error))
+            mailbox.finish_round(GAVE_UP)
 
     def prepare(self, wanted: Directive | None) -> bool:
         """Plan the move of this directive, if there is one; returns whether others are awaited.
 
         A step that is held is computed when that is done, or has taken too long.
         """
-        stepping = self._member.stepping
-        is_awaited = stepping.is_held if wanted is None else self.planning.foresee(wanted)
-        if stepping.is_held and (stepping.is_late or not is_awaited):
-            stepping.catch_up()
+        steps = self._runtime.steps
+        is_awaited = steps.is_held if wanted is None else self.planning.foresee(wanted)
+        if steps.is_held and (steps.is_late or not is_awaited):
+            steps.catch_up()
         return is_awaited
 
     def _press_on(self) -> None:
         """Let others wait for nothing that is to be done here."""
-        self._member.stepping.catch_up()
+        self._runtime.steps.catch_up()
         self.look()
 
     def lose(self) -> None:
         """What was told of tasks is not true: the move that is planned from it cannot be made."""
         self._told = None
-        own = self._boards[self._rank]
+        own = self._mailboxes[self._rank]
         self._lost_in = own.epoch
         own.finish_round(GAVE_UP)
 
@@ -201,7 +201,7 @@ class Migration:
         epoch = directive.stage.epoch
         self.has_failed = False
         self.adopted = ()
-        own = self._boards[self._rank]
+        own = self._mailboxes[self._rank]
         try:
             if own.epoch != epoch:
                 self.tell(epoch)
@@ -227,13 +227,13 @@ class Migration:
             self._fail()
 
     def _fail(self) -> None:
-        self._boards[self._rank].finish_round(GAVE_UP)
+        self._mailboxes[self._rank].finish_round(GAVE_UP)
         self.has_failed = True
         self.adopted = ()
 
     def _await_told(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
-        board = self._boards[rank]
-        self._rounds.wait(lambda: board.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        mailbox = self._mailboxes[rank]
+        self._rounds.wait(lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} tells nothing")
 
     def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank goes on with as a leader."""
@@ -242,12 +242,12 @@ class Migration:
             if move.bindings[carried.group].group.leader != self._rank:
                 continue
             if carried.cached:
-                tokens = self._member.engine.kv.geometry.tokens_per_slot
+                tokens = self._runtime.engine.kv.geometry.tokens_per_slot
                 kept = move.chains[carried.id].kept_as(move.blocks(carried), tokens)
                 pending.chains.append(kept)
                 continue
             _, cargo = move.cargo[carried.id]
-            request = self._member.intake.restored(cargo.payload, cargo.state)
+            request = self._runtime.intake.restored(cargo.payload, cargo.state)
             blocks, known = move.blocks(carried), tokens_of(request)
             pending.restored.append(RestoredTask(cargo, request, blocks, known))
             self.look()
@@ -256,7 +256,7 @@ class Migration:
         """Add what the last steps brought; tasks that ended with them are not gone on with."""
         brought: dict[str, LateTokens] = {}
         for rank in {leader for leader, _ in pending.move.cargo.values()}:
-            message = self._boards[Rank(rank)].settled_message
+            message = self._mailboxes[Rank(rank)].settled_message
             brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
         restored = []
         for each in pending.restored:
@@ -285,7 +285,7 @@ class Migration:
         """
         if meets:
             self._rounds.go_before()
-            self._member.engine.meet(mode)
+            self._runtime.engine.meet(mode)
         else:
             self._rounds.end_all()
 
@@ -294,14 +294,14 @@ class Migration:
         pending, self._pending = self._pending, None
         self._told, self._is_told = None, False
         self.adopted = ()
-        self._member.stepping.catch_up()
-        self._member.stepping.settle()
+        self._runtime.steps.catch_up()
+        self._runtime.steps.settle()
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
             if resolve.is_joined:
                 return  # The new group is joined next.
-            self._member.not_joined()
+            self._runtime.not_joined()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if is_spoiled:
             log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
@@ -312,11 +312,11 @@ class Migration:
             self._leave_where_it_is(group, resolve.directive.carry, is_spoiled=is_spoiled)
 
     def _leave_where_it_is(self, group: Group, carry: Carry, *, is_spoiled: bool) -> None:
-        scheduler = self._member.mode_of(group).scheduler
+        scheduler = self._runtime.mode_of(group).scheduler
         assert scheduler is not None
         if is_spoiled or carry is not Carry.PAUSE:
-            self._member.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
-        self._member.withdraw(group)
+            self._runtime.give_up(group, scheduler.holding(), ReturnCause.RECOMPUTE)
+        self._runtime.withdraw(group)
 
     def _commit(self, pending: PreparedMigration) -> None:
         self._hand_over(pending.move)
@@ -326,8 +326,8 @@ class Migration:
                 continue
             self._take_pages(move, number)
             self._meets_in = binding.group.ranks if pending.ends_late else ()
-            self._group, self._born = binding.group, binding.born
-            self._member.prepared(binding, move.indices[number])
+            self._group, self._formation = binding.group, binding.formation
+            self._runtime.prepared(binding, move.indices[number])
             if binding.group.leader == self._rank:
                 self._adopt(binding, pending, move.indices[number])
 
@@ -336,16 +336,16 @@ class Migration:
         group = self._group
         if group is None:
             return
-        pool = self._member.engine.pages
-        mode = self._member.mode_of(group)
+        pool = self._runtime.engine.pages
+        mode = self._runtime.mode_of(group)
         if mode.scheduler is not None:
             carried = [each.id for each in move.plan.carried if not each.cached]
             gone = [
                 name for name in carried if name in move.cargo and move.cargo[name][0] == self._rank
             ]
-            self._member.hand_over(group, gone)
-            self._member.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
-            self._member.withdraw(group)
+            self._runtime.hand_over(group, gone)
+            self._runtime.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
+            self._runtime.withdraw(group)
         if group.mode is Mode.DP or not self._gives_up(move, group):
             return  # A leader that did not take part says what its tasks still hold.
         assert mode.table is not None
@@ -358,7 +358,7 @@ class Migration:
 
     def _take_pages(self, move: MigrationPlan, number: int) -> None:
         lease, group = move.plan.groups[number], move.bindings[number].group
-        pool = self._member.engine.pages
+        pool = self._runtime.engine.pages
         place = group.ranks.index(self._rank)
         if group.width == 1:
             pool.own_these(lease.pages[place])
@@ -366,7 +366,7 @@ class Migration:
         indices = move.indices[number]
         pages = lease.pages[place]
         pool.lease_these(group.ranks, indices, pages)
-        table = self._member.mode_of(group).table
+        table = self._runtime.mode_of(group).table
         assert table is not None
         # The plan's blocks cover each slot of these pages once, in an order of their own.
         blocks = np.arange(group.width, group.width * (indices.size + 1))
@@ -374,15 +374,15 @@ class Migration:
         table.assign(renumbered, lease.table[place][blocks])
 
     def _adopt(self, binding: Binding, pending: PreparedMigration, indices: Ints) -> None:
-        member = self._member
-        scheduler = member.mode_of(binding.group).scheduler
+        runtime = self._runtime
+        scheduler = runtime.mode_of(binding.group).scheduler
         assert scheduler is not None
-        pool = member.engine.pages
+        pool = runtime.engine.pages
         dp = binding.group.width == 1
         granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
         for cargo in (each.cargo for each in pending.restored):
             what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
-            member.book.open(LedTask(*what))
+            runtime.book.open(LedTask(*what))
         tasks = [(each.request, each.blocks) for each in pending.restored]
         known = {each.cargo.state.task: each.tokens for each in pending.restored}
         # The newest chain is registered last, so that it is reused last.

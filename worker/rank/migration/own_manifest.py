@@ -20,23 +20,23 @@ def nothing_of(manifest: Manifest) -> Manifest:
     return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices)
 
 
-def manifest_of(member: Runtime, rank: Rank, group: Group | None, born: int) -> Manifest:
+def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: int) -> Manifest:
     """Return what stands for this rank and the group that it has left, if there is one."""
-    pool = member.engine.pages
+    pool = runtime.engine.pages
     free = pool.free_pages()
     indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}
     if group is None:
         return Manifest(rank, (), -1, _NO_PAGES, _NO_SLOTS, free, indices)
-    mode = member.mode_of(group)
+    mode = runtime.mode_of(group)
     pages = pool.own_pages() if group.width == 1 else pool.lease_of(group.ranks)[1]
     slots = mode.table.all_slots() if mode.table is not None else _NO_SLOTS
     cargo: tuple[TaskSnapshot, ...] = ()
     chains: tuple[CachedChain, ...] = ()
     written = _NO_PAGES
     if mode.scheduler is not None:
-        page_bytes = member.engine.kv.geometry.page_bytes // group.width
+        page_bytes = runtime.engine.kv.geometry.page_bytes // group.width
         states, found = mode.scheduler.movable(CACHED_BYTES_MAX // page_bytes)
-        led = [(member.book.get(TaskId(state.task)), state) for state in states]
+        led = [(runtime.book.get(TaskId(state.task)), state) for state in states]
         cargo = tuple(
             TaskSnapshot(each.header, each.attempt, each.emitted, each.payload, state)
             for each, state in led
@@ -45,5 +45,5 @@ def manifest_of(member: Runtime, rank: Rank, group: Group | None, born: int) -> 
         chains = tuple(found)
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
-    told = rank, ranks, born, np.sort(pages), slots, free, indices
+    told = rank, ranks, formation, np.sort(pages), slots, free, indices
     return Manifest(*told, cargo, chains, written)

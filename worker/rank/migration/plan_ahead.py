@@ -35,9 +35,11 @@ class _PlannedAhead:
 class MigrationPlanner:
     """The plan of the next move."""
 
-    def __init__(self, engine: RankEngine, boards: Mapping[Rank, RankMailbox], rank: Rank) -> None:
+    def __init__(
+        self, engine: RankEngine, mailboxes: Mapping[Rank, RankMailbox], rank: Rank
+    ) -> None:
         self._engine = engine
-        self._boards = boards
+        self._mailboxes = mailboxes
         self._rank = rank
         self._foreseen: _PlannedAhead | None = None
 
@@ -52,7 +54,7 @@ class MigrationPlanner:
         if self._foreseen is not None and self._foreseen.epoch == epoch:
             return False
         present = self.peers(wanted, target.layout.ranks)
-        if any(self._boards[rank].epoch != epoch for rank in present):
+        if any(self._mailboxes[rank].epoch != epoch for rank in present):
             return True
         move = None
         try:
@@ -82,7 +84,7 @@ class MigrationPlanner:
         In shared memory whoever takes a rank's place has its board. Elsewhere a process that was
         started since has one of its own, and nobody writes on the board that is known here.
         """
-        known = (rank for rank in ranks if rank in self._boards)
+        known = (rank for rank in ranks if rank in self._mailboxes)
         spec = self._engine.spec
         if spec.memory is not None:
             return frozenset(known)
@@ -91,7 +93,7 @@ class MigrationPlanner:
 
     def _plan(self, ranks: Iterable[Rank], target: Target) -> MigrationPlan:
         manifests: dict[int, Manifest] = {
-            rank: pickle.loads(self._boards[rank].message)  # noqa: S301 -- our own ranks' memory
+            rank: pickle.loads(self._mailboxes[rank].message)  # noqa: S301 -- our own ranks' memory
             for rank in ranks
         }
         kv = self._engine.kv

@@ -11,28 +11,28 @@ PARK, MOVE, SWAP, SERVE = Phase
 PAIR = (Rank(0), Rank(1))
 
 
-def obey(seat: SwitchParticipant, order: Directive, *, idle: bool = True) -> list[str]:
+def obey(participant: SwitchParticipant, order: Directive, *, idle: bool = True) -> list[str]:
     """Give the seat a directive, make all its moves and return their names."""
-    seat.on_directive(order)
-    return make_moves(seat, idle=idle)
+    participant.on_directive(order)
+    return make_moves(participant, idle=idle)
 
 
-def make_moves(seat: SwitchParticipant, *, idle: bool = True) -> list[str]:
+def make_moves(participant: SwitchParticipant, *, idle: bool = True) -> list[str]:
     made = []
-    while (move := seat.next_move(idle=idle)) is not None:
-        seat.made(move)
+    while (move := participant.next_move(idle=idle)) is not None:
+        participant.made(move)
         made.append(type(move).__name__)
     return made
 
 
 def serving(rank: int, wanted: Target, epoch: int = 1) -> SwitchParticipant:
     """A seat that serves `wanted`."""
-    seat = SwitchParticipant(Rank(rank), 1)
-    obey(seat, directive(wanted, epoch, PARK))
-    obey(seat, directive(wanted, epoch, SWAP))
+    participant = SwitchParticipant(Rank(rank), 1)
+    obey(participant, directive(wanted, epoch, PARK))
+    obey(participant, directive(wanted, epoch, SWAP))
     grants = [Grant(binding.group.ranks, 5) for binding in wanted.bindings]
-    assert obey(seat, directive(wanted, epoch, SERVE, grants=grants)) == ["Serve"]
-    return seat
+    assert obey(participant, directive(wanted, epoch, SERVE, grants=grants)) == ["Serve"]
+    return participant
 
 
 PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
@@ -40,23 +40,23 @@ PAIRED, ALONE = target("tp2+dp2", 2), target("dp4", 1)
 
 def left(carry: Carry = Carry.RESHARD, wanted: Target = PAIRED, rank: int = 0) -> SwitchParticipant:
     """A rank has left its group of one for a pair, with tasks that may move."""
-    seat = serving(rank, ALONE)
-    assert obey(seat, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
-    return seat
+    participant = serving(rank, ALONE)
+    assert obey(participant, directive(wanted, 2, PARK, carry=carry))[0] == "Leave"
+    return participant
 
 
 def moved(wanted: Target = PAIRED, rank: int = 0) -> SwitchParticipant:
     """The same, and it has copied its share."""
-    seat = left(wanted=wanted, rank=rank)
-    assert obey(seat, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
-    assert (seat.stage, seat.is_moving) == (Stage(2, MOVE), True)
-    return seat
+    participant = left(wanted=wanted, rank=rank)
+    assert obey(participant, directive(wanted, 2, MOVE, carry=Carry.RESHARD)) == ["Reshard"]
+    assert (participant.stage, participant.is_moving) == (Stage(2, MOVE), True)
+    return participant
 
 
-def resolved(seat: SwitchParticipant, order: Directive) -> Resolve:
+def resolved(participant: SwitchParticipant, order: Directive) -> Resolve:
     """How the seat decides on its move when it reads this."""
-    seat.on_directive(order)
-    move = seat.next_move(idle=True)
+    participant.on_directive(order)
+    move = participant.next_move(idle=True)
     assert isinstance(move, Resolve)
-    seat.made(move)
+    participant.made(move)
     return move
