@@ -329,7 +329,7 @@ class RankLoop:
             self._participant.on_leave(message.formation, for_move=message.kept is None)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
-        if message is not None and self._steps.count > count:
+        if message is not None and self._steps.count > steps:
             self._runtime.tidy()
             self._look_behind()
             self._changed |= self._clock.stepped(self._steps.started_ns, None)

@@ -364,7 +364,7 @@ class GroupRuntime:
         return message
 
     def drain_queues(self) -> list[int]:
-        """While parked: read what is left on all queues; returns the formations of leave messages."""
+        """While parked: empty all queues; returns the formations of leave messages."""
         left: list[int] = []
         for communicator in self.engine.communicators:
             if communicator.width == 1 or communicator.rank_in_group == 0:

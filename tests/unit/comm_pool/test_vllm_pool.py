@@ -103,7 +103,7 @@ def pool_of_rank_0(ways: dict[str, Any]) -> Any:
         read_mixed("sp2tp4"): communicator("sp2tp4", 0, 2, 4, 6),
     }
     pool.closed = ()
-    pool._drainer = None
+    pool._pump = None
     return pool
 
 
