@@ -34,7 +34,7 @@ test-fleet: setup  ## what the chart installs for many cells, as processes here;
 	$(BIN)/python -m pytest -s -p no:randomly tests/fleet
 
 setup:  ## .venv with the locked dependencies; does nothing when it is ready
-	@$(PYTHON) coordinator/bootstrap.py --device $(DEVICE)
+	@$(PYTHON) tools/bootstrap.py --device $(DEVICE)
 
 check: setup  ## lint, format, types and import contracts
 	$(BIN)/ruff check .

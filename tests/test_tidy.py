@@ -49,7 +49,7 @@ def name_of(path: Path) -> str:
 
 
 PRODUCT = python_files(*PACKAGES)
-EVERYTHING = [*PRODUCT, *python_files("tests")]
+EVERYTHING = [*PRODUCT, *python_files("tests", "tools")]
 
 
 def statements_of(node: ast.AST) -> Iterator[ast.AST]:

@@ -18,7 +18,6 @@ from comm_pool.layout import parse_layout
 from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.model.step_line import StepLine, fit, sums_of
-from coordinator.simulator.cell import Arrival, Seen, SimCell, is_good
 from loadgen.config import parse_run
 from loadgen.options import build_parser
 from loadgen.report.stats import summarise
@@ -28,6 +27,7 @@ from loadgen.workload.plan import PlannedRequest
 from tests.bench.simulated_run import TAIL_S, tier_of
 from tests.harness.cells.servers import ROOT
 from tests.harness.runs.provenance import commit, today
+from tools.simulator.cell import Arrival, Seen, SimCell, is_good
 
 PROMPT_TOKENS_MAX = 8_192
 """Longer prompts take several steps, whose times were not measured one by one."""

@@ -24,10 +24,10 @@ from comm_pool.layout import parse_layout
 from coordinator.model.observation_log import CostsSeen, costs_of, decode, settings_of
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.protocol.terms import Tier
-from coordinator.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 from tests.harness.cells.admin import switch
 from tests.harness.cells.servers import MODEL, ROOT, free_port, running
 from tests.harness.runs.provenance import commit, cores_and_processor, today
+from tools.simulator.cell import Arrival, Run, Seen, SimCell, is_good
 
 ADAPTIVE = "adaptive"
 LOAD_LIMIT_S = 900

@@ -7,8 +7,8 @@ what was sent since, as a gateway does it.
 from collections.abc import Sequence
 
 from coordinator.protocol.terms import TaskId
-from coordinator.simulator.cell import Arrival, Run, SimCell
 from gateway.fleet.placement import Candidate, Needs, choose
+from tools.simulator.cell import Arrival, Run, SimCell
 
 TELL_S = 0.1
 

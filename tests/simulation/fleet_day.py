@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from coordinator.protocol.terms import Tier
-from coordinator.simulator.cell import is_good
 from tests.simulation.policy_runs import GRACE_S, SETTINGS, simulate
 from tests.simulation.policy_shapes import LLAMA_70B_FP8, Part, Phase, arrivals
+from tools.simulator.cell import is_good
 
 DAY_S = 86_400
 START_S = 180

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from coordinator.simulator.cell import Run, Seen, is_good
 from tests.simulation.policy_runs import FIXED, GRACE_S, SETTINGS, box_of, good, simulate
 from tests.simulation.policy_shapes import Phase, any_shape, arrivals
+from tools.simulator.cell import Run, Seen, is_good
 
 BOUND = 0.97
 

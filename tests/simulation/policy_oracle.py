@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from comm_pool.layout import Mode, parse_layout
 from coordinator.model.cost_model import CostModel
 from coordinator.policy.candidates import Arrangement, LayoutSpace
-from coordinator.simulator.cell import Arrival, Run, SimCell
 from tests.simulation.policy_runs import FIXED, GRACE_S, SETTINGS, WIDTHS, box_of, good
 from tests.simulation.policy_shapes import arrivals, bursty, mixed
+from tools.simulator.cell import Arrival, Run, SimCell
 
 WINDOW_S = 4.0
 LAYOUTS = (*FIXED, "dp2+tp2")

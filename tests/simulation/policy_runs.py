@@ -13,7 +13,6 @@ from comm_pool.layout import Mode, parse_layout
 from coordinator.model.cost_model import CostModel
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import LayoutSpace
-from coordinator.simulator.cell import Arrival, Run, SimCell, is_good
 from tests.simulation.policy_shapes import (
     LLAMA_70B_FP8,
     QWEN_32B,
@@ -23,6 +22,7 @@ from tests.simulation.policy_shapes import (
     bursty,
     mixed,
 )
+from tools.simulator.cell import Arrival, Run, SimCell, is_good
 
 WIDTHS = (1, 2, 4)
 FIXED = ("dp4", "tp2+tp2", "tp4")

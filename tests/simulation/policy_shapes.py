@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coordinator.model.cost_model import CostModel, GroupCost, SwitchCost
 from coordinator.model.step_line import StepLine
 from coordinator.protocol.terms import Tier
-from coordinator.simulator.cell import Arrival
+from tools.simulator.cell import Arrival
 
 BANDWIDTH = 4.0e12
 """Bytes per second that a decode reads, of an H200's 4.8e12."""

@@ -3,7 +3,6 @@
 import pytest
 
 from comm_pool.layout import parse_layout
-from coordinator.simulator.cell import SimCell
 from tests.simulation.fleet_cells import run_fleet
 from tests.simulation.fleet_day import (
     KEPT_S,
@@ -19,6 +18,7 @@ from tests.simulation.fleet_day import (
 )
 from tests.simulation.policy_runs import GRACE_S, SETTINGS, WIDTHS, good
 from tests.simulation.policy_shapes import LLAMA_70B_FP8, arrivals
+from tools.simulator.cell import SimCell
 
 SECONDS = 20.0
 FLAT = Curve(met=(1.0,) * 15, most=10.0)

@@ -10,7 +10,6 @@ from comm_pool.layout import parse_layout
 from coordinator.model.cost_model import CostModel
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.protocol.terms import Tier
-from coordinator.simulator.cell import Arrival, SimCell, is_good
 from tests.simulation.policy_runs import (
     SETTINGS,
     WIDTHS,
@@ -28,6 +27,7 @@ from tests.simulation.policy_shapes import (
     any_shape,
     arrivals,
 )
+from tools.simulator.cell import Arrival, SimCell, is_good
 
 pytestmark = pytest.mark.timeout(600)
 

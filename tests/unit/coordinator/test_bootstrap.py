@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import bootstrap
+from tools import bootstrap
 
 SOURCE = Path(bootstrap.__file__)
 

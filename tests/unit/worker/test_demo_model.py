@@ -127,7 +127,7 @@ def test_chat_template_tolerates_tools_and_parts(tokenizer: Any) -> None:
 def test_held_out_loss_is_as_reported(report: dict[str, Any], config: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from worker.demo.evaluate import held_out_loss
+    from tools.demo_model.evaluate import held_out_loss
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Train the demo model from scratch: `python -m worker.demo.train --out DIR --minutes 25`.
+"""Train the demo model from scratch: `python -m tools.demo_model.train --out DIR --minutes 25`.
 
 The schedule follows the clock rather than a step count, so a run on any machine
 ends when it was asked to. Every few minutes the folder is replaced by a usable
@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from worker.demo import MODEL_DIR, corpus, evaluate
-from worker.demo.tokenizer import MAX_LENGTH, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from tools.demo_model import corpus, evaluate
+from tools.demo_model.tokenizer import MAX_LENGTH, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from worker.demo import MODEL_DIR
 
 Ids: TypeAlias = NDArray[np.uint16]
 

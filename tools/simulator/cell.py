@@ -22,10 +22,10 @@ from coordinator.policy.observe import observe_tiers
 from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, TaskId, Tier
-from coordinator.simulator.group import SimGroup, SimTask
 from coordinator.tasks.placement import OpenGroup
 from coordinator.tasks.task import State, Task
 from coordinator.tasks.task_table import TaskTable
+from tools.simulator.group import SimGroup, SimTask
 
 BLOCK_TOKENS = 16
 AGEING_MS = 30_000

@@ -1,4 +1,4 @@
-"""Held-out loss of a demo model folder: `python -m worker.demo.evaluate [--model DIR]`.
+"""Held-out loss of a demo model folder: `python -m tools.demo_model.evaluate [--model DIR]`.
 
 Definition: tokenize heldout.txt without special tokens, cut the ids into
 windows of 511, put one bos in front of each (512 positions), and take the mean

@@ -1,0 +1,1 @@
+"""What a checkout has beside the product, and the wheel does not."""
