@@ -1,6 +1,13 @@
 """The rank's side of the switch protocol, one situation per test; the simulation mixes them."""
 
 import pytest
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.rank import Grant, LeaseRetention
+from coordinator.protocol.switch_actions import Ack, Join, Leave, Park, Serve
+from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.terms import Carry, Stage, Target
+from tests.harness.coordinator.builders import LEASE_MS, directive, target
 from tests.harness.coordinator.participants import (
     PAIR,
     PARK,
@@ -10,13 +17,6 @@ from tests.harness.coordinator.participants import (
     obey,
     serving,
 )
-
-from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Grant, LeaseRetention
-from coordinator.protocol.switch_actions import Ack, Join, Leave, Park, Serve
-from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Carry, Stage, Target
-from tests.harness.coordinator.builders import LEASE_MS, directive, target
 
 
 def test_a_rank_parks_joins_and_serves() -> None:

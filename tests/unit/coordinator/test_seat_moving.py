@@ -1,6 +1,13 @@
 """The rank's side of a move of KV: what it keeps, what it goes on with, which groups it joins."""
 
 import pytest
+
+from comm_pool.layout import Rank
+from coordinator.protocol.messages.rank import Directive, Grant
+from coordinator.protocol.switch_actions import Leave
+from coordinator.protocol.switch_participant import SwitchParticipant
+from coordinator.protocol.terms import Carry, Phase, Stage
+from tests.harness.coordinator.builders import directive, target
 from tests.harness.coordinator.participants import (
     ALONE,
     MOVE,
@@ -16,13 +23,6 @@ from tests.harness.coordinator.participants import (
     resolved,
     serving,
 )
-
-from comm_pool.layout import Rank
-from coordinator.protocol.messages.rank import Directive, Grant
-from coordinator.protocol.switch_actions import Leave
-from coordinator.protocol.switch_participant import SwitchParticipant
-from coordinator.protocol.terms import Carry, Phase, Stage
-from tests.harness.coordinator.builders import directive, target
 
 
 def test_tasks_move_only_if_their_group_left_with_that_plan() -> None:

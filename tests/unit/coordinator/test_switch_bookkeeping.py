@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from tests.harness.coordinator.participants import PAIR, moved, resolved, serving
 
 from comm_pool.layout import Mode, Rank
 from coordinator.model.step_line import sums_of
@@ -15,6 +14,7 @@ from coordinator.ranks.outliers import WINDOW_MS, WINDOWS
 from coordinator.ranks.roster import Arrival
 from coordinator.switching.move_commits import MoveCommits
 from tests.harness.coordinator.builders import directive, hello, layout, report, target
+from tests.harness.coordinator.participants import PAIR, moved, resolved, serving
 from tests.harness.coordinator.switchers import Ranks, restarted, serving_cell
 from tests.transcripts.cell import Cell
 
