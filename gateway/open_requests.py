@@ -282,7 +282,7 @@ class OpenRequests:
         return Cancel(task_id)
 
     def unread(self) -> list[Callable[[], None]]:
-        """Return the `give_up` of each request whose client reads too far behind its tokens."""
+        """Return the `give_up` of each request with more than `UNREAD_TOKENS_MAX` unread tokens."""
         requests = {id(task.request): task.request for task in self}.values()
         return [
             request.give_up

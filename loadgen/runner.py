@@ -258,7 +258,7 @@ async def _beside(observers: Sequence[Coroutine[None, None, None]]) -> AsyncIter
 def _finished(
     load: Load, plan: Sequence[PlannedRequest], bench: Bench, *, stopped: bool
 ) -> Finished:
-    """Return the run's facts; it lasts until its last answer or, if not stopped, its last phase."""
+    """Return the run's facts; it ends with the last answer and, unless stopped, the last phase."""
     phases = () if isinstance(load, ClosedLoad) else load.phases
     planned_s = 0.0 if stopped else sum(phase.duration_s for phase in phases)
     last_s = max((record.ended_s for record in bench.records), default=0.0)
