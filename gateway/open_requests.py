@@ -176,7 +176,7 @@ class OpenRequests:
         cell: str | None = ONE_CELL,
         prefixes: tuple[int, ...] = (),
     ) -> Submit | ApiError | None:
-        """Open a task; its Submit is None while its cell has no session."""
+        """Open a task, or return why not; None while its cell has no session."""
         assert header.task not in self._open, "vLLM gave two requests one id"
         if len(self._open) >= OPEN_TASKS_MAX:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
