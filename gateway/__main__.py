@@ -9,20 +9,20 @@ from coordinator.protocol.config import ConfigError, load_config, shared_token
 from gateway.telemetry.logs import set_up_logging
 
 VLLM_ENVIRONMENT = {
-    # Its lines go through our logging, to one place in one form.
+    # vLLM's log lines go through our logging.
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # A media server that is allowed may not send the fetch on to one that is not.
+    # An allowed media server must not redirect the fetch to one that is not allowed.
     "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-    # The front end computes nothing: threads of torch would only take cores from ranks.
+    # The front end computes nothing; torch's threads would take cores from ranks.
     "OMP_NUM_THREADS": "1",
 }
 FIXED_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
-"""Set whatever the user has set: with it vLLM would unpickle what reaches the token socket."""
+"""Overrides the user's value: otherwise vLLM would unpickle data from the token socket."""
 
 
 def main() -> int:
-    """Parse arguments, check the configuration, serve; 2 for what the user must change."""
+    """Parse arguments, check the configuration, serve; 2 if the user must change something."""
     parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, metavar="FILE")
     parser.add_argument("--log", choices=("json", "console"), default="json")
@@ -36,7 +36,7 @@ def main() -> int:
     for name, value in VLLM_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(FIXED_ENVIRONMENT)
-    # Importing vLLM takes seconds: only now, when nothing cheap can fail any more.
+    # Importing vLLM takes seconds, so all cheap checks come before it.
     from gateway.process import serve
 
     try:
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def refuse(error: Exception) -> int:
-    """Say in one line what is wrong."""
+    """Print in one line what is wrong; return 2."""
     print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is closed; taking down torch's modules would only print about leaks of theirs.
+    # Everything is closed; unloading torch's modules would only print warnings about its leaks.
     os._exit(status)

@@ -1,7 +1,7 @@
-"""Every error that a client can get: OpenAI's shape, one table of codes, and the way there.
+"""Every error that a client can get: OpenAI's shape, one table of codes, and the conversions.
 
 vLLM, Starlette and FastAPI each have their own error bodies. `shape_error` turns any of them, and
-any failure of a task, into one `ApiError`; nothing of a server's inside reaches a client. Pure.
+any failure of a task, into one `ApiError`. No error reveals the server's internals. Pure.
 """
 
 import math
@@ -15,17 +15,17 @@ from typing import Final
 import msgspec
 
 RETRY_AFTER_S = 1
-"""Seconds after which an overloaded or unavailable server is worth another try, if not known."""
+"""Default for when an overloaded or unavailable server is worth another try."""
 
 RETRY_AFTER_MAX_S = 60
 """OpenAI's clients do not obey a longer wait."""
 
 MESSAGE_CHARS_MAX = 1_000
-"""Of what a client is told."""
+"""Longest message in an error."""
 PARAM_CHARS_MAX = 200
-"""Of the field's name. With both, and JSON's escapes, the answer stays below 8 KiB."""
+"""Longest field name in an error. With both limits, and JSON's escapes, it stays below 8 KiB."""
 READ_CHARS_MAX = 4 * MESSAGE_CHARS_MAX
-"""A longer line repeats what the client sent, and would take seconds to search for it."""
+"""A longer line repeats the client's input and would take seconds to search."""
 UNKNOWN_CODE_STATUS = 500
 MODEL_NOT_FOUND_MESSAGE = "The model does not exist: GET /v1/models lists what is served."
 SERVER_ERROR_MESSAGE = "The server had an error while it processed the request."
@@ -99,12 +99,12 @@ _INSIDES = re.compile(
     r"|grammar|schema|regex",
     re.IGNORECASE,
 )
-"""Words of Python, pydantic and vLLM that tell nothing to a client, or quote its grammar."""
+"""Words of Python, pydantic and vLLM that mean nothing to a client, or quote its grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as OpenAI's clients understand it."""
+    """An error in the form that OpenAI's clients understand."""
 
     status: int
     type: str
@@ -113,11 +113,11 @@ class ApiError:
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
     retry_after_ms: int = 0
-    """The same, finer; 0 is not."""
+    """The same wait in milliseconds; 0 means `retry_after_s`."""
     extra_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def body(self) -> bytes:
-        """JSON of the whole answer."""
+        """Return the JSON of the whole answer."""
         fields = {
             "message": self.message,
             "type": self.type,
@@ -127,15 +127,15 @@ class ApiError:
         return msgspec.json.encode({"error": fields})
 
     def with_retry_after(self, wait_ms: int) -> "ApiError":
-        """The same error with another wait."""
+        """Return the same error with another wait."""
         return replace(self, retry_after_s=math.ceil(wait_ms / 1_000), retry_after_ms=wait_ms)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer: its type, and whether and when to try again."""
+        """Return the answer's headers: its type, and whether and when to try again."""
         headers = [(b"content-type", b"application/json")]
         if self.status in (429, 503):
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
-            # OpenAI's clients obey this one before the other.
+            # OpenAI's clients prefer this one.
             wait_ms = self.retry_after_ms or self.retry_after_s * 1_000
             headers.append((b"retry-after-ms", str(wait_ms).encode()))
         if self.status == 401:
@@ -148,9 +148,9 @@ class ApiError:
 def api_error(
     code: str, message: str, param: str | None = None, *, retry_after_s: int = 0
 ) -> ApiError:
-    """Make an error of a known code; a code of others' making counts as a server error.
+    """Return an error of a known code; an unknown code gets status 500.
 
-    What is too long is cut. A `retry_after_s` of 0 is unknown.
+    Message and parameter are truncated. A `retry_after_s` of 0 is unknown.
     """
     if not _CODE_TEXT.fullmatch(code):
         code = "internal_error"
@@ -161,7 +161,7 @@ def api_error(
 
 
 class RequestState:
-    """What the HTTP side and the engine side of one request share."""
+    """State that the HTTP side and the engine side of one request share."""
 
     __slots__ = (
         "deadline_ms",
@@ -182,25 +182,24 @@ class RequestState:
         self.tenant = tenant
         self.deadline_ms = deadline_ms
         self.relayed_tokens = 0
-        """What was handed to vLLM's front end."""
+        """Tokens handed to vLLM's front end."""
         self.generated_tokens = 0
-        """What it has made of them: the next part of a stream is made once the last was sent."""
+        """Tokens it has processed: it makes the next part of a stream after the last was sent."""
         self.streams: list[AsyncGenerator[object, None]] = []
-        """What vLLM generates for it; each of them that did not end must be closed."""
+        """vLLM's generators for the request; each one that has not ended must be closed."""
         self.give_up: Callable[[], None] | None = None
-        """Ends a stream that is being sent and whose client does not read."""
+        """Ends a stream whose client does not read."""
         self.finish_reasons: tuple[str, ...] = ()
         self.trace = ""
         """The `traceparent` of the request's span; empty if it is not traced."""
         self.queue_wait_ms: int | None = None
-        """How long it waited for a group; None until its first token. Of several choices the most.
-        """
+        """Wait for a group, the longest of several choices; None until the first token."""
 
     async def close(self) -> None:
-        """End what is still being generated.
+        """Close the generators that are still running.
 
-        Whoever does not read leaves streams behind that nobody waits for: they would go on until
-        Python happens to collect them.
+        If a client stops reading, nobody awaits them, and they would go on until Python collects
+        them.
         """
         while self.streams:
             with suppress(RuntimeError):  # It is being closed already.
@@ -208,7 +207,7 @@ class RequestState:
 
 
 current_request: ContextVar[RequestState | None] = ContextVar("current_request", default=None)
-"""Set around the application's call; tasks that it starts inherit the same object."""
+"""Set around the application's call; the tasks it starts inherit the same object."""
 
 
 class _AnyFields(msgspec.Struct):
@@ -223,7 +222,7 @@ class _AnyError(msgspec.Struct):
 
 
 def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> ApiError:
-    """Turn an answer's status and body into an error, unless a task's failure explains it."""
+    """Turn an answer's status and body into an error; a task's failure takes precedence."""
     if failure is not None:
         return failure
     fields = _read_fields(body)
@@ -236,7 +235,7 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
     code = _code_for(status, raw, fields.param)
     if code == "model_not_found":
         message = MODEL_NOT_FOUND_MESSAGE
-    # vLLM names a field of its own for a prompt that is too long, none of the request's.
+    # For a prompt that is too long vLLM names an internal field, not one of the request's.
     param = None if code == "context_length_exceeded" else _text(fields.param)
     return api_error(code, message, param)
 
@@ -249,9 +248,9 @@ def failed_event(chunk: bytes, failure: ApiError | None) -> ApiError:
 
 
 def strip_echo(message: str) -> str:
-    """Leave of a message of vLLM's what says nothing of the request's text or the server's inside.
+    """Strip quotes of the request and server internals from vLLM's message; may return "".
 
-    May be empty. What stands in quotes is likely to be the request's.
+    Quoted text probably comes from the request.
     """
     first_line = _VALUE_ECHO.split(message, maxsplit=1)[0].partition("\n")[0]
     if len(first_line) > READ_CHARS_MAX:

@@ -1,9 +1,9 @@
-"""The gateway's book of tasks that have not ended, and what it must tell the coordinator.
+"""The gateway's open tasks, and the messages about them that coordinators need.
 
-A task is in the book from the engine request's arrival until its end was handed on, and it leaves
-exactly once: finished, cancelled or failed. Whatever a broken session lost is said again when the
-next one opens: every open task, and the ends of the last `ENDED_REMEMBERED` ones. Called by the
-relay with its clock's time in seconds; pure.
+A task is open from the arrival of its engine request until its end is delivered. It leaves exactly
+once: finished, cancelled or failed. When a session opens again, everything that the broken one may
+have lost is sent again: every open task, and the last `ENDED_REMEMBERED` ends. Called by the relay
+with its clock's time in seconds; pure.
 """
 
 import re
@@ -31,51 +31,51 @@ OPEN_TASKS_MAX = 16_384
 """Most tasks at once; one more is refused with 429."""
 
 PAYLOAD_BYTES_MAX = 2 * 1024**3
-"""Most bytes of payload that open tasks keep for being submitted again."""
+"""Most bytes of payload that open tasks keep for resubmission."""
 
 SUBMIT_WAIT_S = 30.0
-"""How long a new task waits for the coordinator before it is refused with 503."""
+"""Longest wait of a new task for the coordinator; then it is refused with 503."""
 
 DEADLINE_GRACE_S = 1.0
-"""How long after a task's deadline the coordinator may take to say so, before it is said here."""
+"""Time after a task's deadline for the coordinator to fail it; then the gateway does."""
 
 GAP_WAIT_S = 20.0
-"""How long a stream waits for a token that is missing in its middle before it is failed."""
+"""Longest wait of a stream for a token missing in its middle; then it fails."""
 
 STALL_S = 5.0
-"""A gateway that did not look at its tasks for so long stood still, and has not read what came."""
+"""A longer gap between two checks means that the process stood still and read no messages."""
 
 UNREAD_TOKENS_MAX = 1_024
-"""Most tokens of a request that wait until its client has read what was sent before them."""
+"""Most delivered tokens of a request that its client has not read."""
 
 ENDED_REMEMBERED = 4_096
-"""Number of ended tasks of each cell whose late tokens are still recognised."""
+"""Ended tasks remembered per cell, to recognise their late tokens."""
 
 ONE_CELL = ""
 """The cell of a gateway that knows only one."""
 
 EPOCHS_REMEMBERED = 16
 GAP_REPORT_INTERVAL_S = 0.1
-"""Least time between two reports of the same epoch."""
+"""Shortest time between two reports of the same epoch."""
 
 End = TypeVar("End", Cancel, Done)
 
 
 class TaskTrace(Protocol):
-    """The span of a task that is traced."""
+    """The span of a traced task."""
 
     @property
     def traceparent(self) -> str:
-        """Whose children the task's spans elsewhere are."""
+        """The parent of the task's spans in other processes."""
 
     def crossed(self, epoch: int, pause_s: float) -> None:
-        """Note the first token of `epoch`, which came after such a pause."""
+        """Record that the first token of `epoch` came after a pause of `pause_s`."""
 
     def failed(self, error_code: str) -> None:
-        """Note why the task will end; `ended` follows."""
+        """Record why the task will end; `ended` follows."""
 
     def ended(self, task: "OpenRequest") -> None:
-        """End the span: the task has left the book."""
+        """End the span: the task is no longer open."""
 
 
 _SIBLING = re.compile(r"\d+_(.+)")
@@ -83,7 +83,7 @@ _SIBLING = re.compile(r"\d+_(.+)")
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that is on its way: everything needed to submit it again behind `delivered`."""
+    """An open request, with everything needed to resubmit it after `delivered`."""
 
     header: TaskHeader
     payload: bytes
@@ -91,20 +91,20 @@ class OpenRequest:
     submitted: bool = False
     stream: TokenStream[Any] = field(default_factory=TokenStream)
     delivered: "array[int]" = field(default_factory=lambda: array("q"))
-    """Token ids that were handed to the front end."""
+    """Token ids handed to the front end."""
     epoch: int = -1
     first_token_at_s: float = 0.0
     last_token_at_s: float = 0.0
     held_since_s: float | None = None
     trace: TaskTrace | None = None
     request: RequestState | None = None
-    """What the HTTP side is to know of it."""
+    """State shared with the HTTP side."""
     cell: str | None = ONE_CELL
-    """The cell that has it, or will have once there is a session; None while none can take it."""
+    """The cell that has the task, or gets it when a session opens; None if no cell can take it."""
     prefixes: tuple[int, ...] = ()
     """Hashes of the prompt's first blocks."""
     refused_by: tuple[str, ...] = ()
-    """Cells that were full, or gave it up before a rank had it."""
+    """Cells that were full, or gave the task up before a rank had it."""
 
     @property
     def id(self) -> TaskId:
@@ -112,40 +112,41 @@ class OpenRequest:
         return self.header.task
 
     def submit(self) -> Submit:
-        """The message that makes the coordinator place it, behind what was delivered."""
-        # A repetition names an attempt even before the first token came: it is a repetition.
+        """Return the message that asks the coordinator to place it, after the delivered tokens."""
+        # A resubmission names an attempt even before its first token, which marks it as one.
         attempt = max(self.stream.attempt, 1) if self.submitted else self.stream.attempt
         return Submit(self.header, self.payload, tuple(self.delivered), attempt, self.prefixes)
 
     def leave(self) -> None:
-        """Take no token of the cell that has it any more: another one goes on behind `delivered`.
+        """Accept no more tokens from its cell: another one continues after `delivered`.
 
-        Attempts of the next cell are above all of this one, which may go on making new ones.
+        The next cell's attempts are numbered above all of this one's, which may still start new
+        ones.
         """
         self.stream.fence((cells_before(self.stream.attempt) + 1) * ATTEMPTS_PER_CELL)
         self.held_since_s = None
-        # Epochs are a cell's own.
+        # Epochs are per cell.
         self.epoch = -1
 
 
 def family(task: TaskId) -> str:
-    """What the children of one request with n > 1 have in common: vLLM calls them `i_parent`."""
+    """Return the id that the children of one request with n > 1 share: vLLM's `i_parent`."""
     match = _SIBLING.fullmatch(task)
     return match.group(1) if match else task
 
 
 class OpenRequests:
-    """Open tasks by id, and the last ended ones."""
+    """Open tasks by id, and the most recently ended ones."""
 
     def __init__(self) -> None:
         self._open: dict[TaskId, OpenRequest] = {}
         self._families: dict[str, set[TaskId]] = {}
         self._ended: dict[str, OrderedDict[TaskId, Cancel | Done]] = {}
-        """What each cell is to know of tasks that it has, or had."""
+        """The end of each task that a cell has, or had, to be sent to that cell."""
         self._told: set[TaskId] = set()
         self._payload_bytes = 0
         self._looked_at_s: float | None = None
-        """When `expired` was asked last."""
+        """Time of the last call of `expired`."""
         self._connected: set[str] = set()
 
     def __len__(self) -> int:
@@ -158,11 +159,11 @@ class OpenRequests:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of payload that are kept."""
+        """Bytes of payload held by open tasks."""
         return self._payload_bytes
 
     def get(self, task: TaskId) -> OpenRequest | None:
-        """Return the open task of that id."""
+        """Return the open task with this id."""
         return self._open.get(task)
 
     def open(
@@ -175,7 +176,7 @@ class OpenRequests:
         cell: str | None = ONE_CELL,
         prefixes: tuple[int, ...] = (),
     ) -> Submit | ApiError | None:
-        """Take a new task; its Submit is None while its cell has no session."""
+        """Open a task, or return why not; None while its cell has no session."""
         assert header.task not in self._open, "vLLM gave two requests one id"
         if len(self._open) >= OPEN_TASKS_MAX:
             return api_error("queue_full", "The gateway holds as many requests as it can.")
@@ -193,7 +194,7 @@ class OpenRequests:
         return message
 
     def session_opened(self, cell: str = ONE_CELL) -> list[GatewayUp]:
-        """Everything that the coordinator must know, in order; it drops what it knows already."""
+        """Return every open task and remembered end, in order; coordinators ignore known ones."""
         self._connected.add(cell)
         self._told.clear()
         messages: list[GatewayUp] = list(self._ended.get(cell, OrderedDict()).values())
@@ -207,13 +208,13 @@ class OpenRequests:
         self._connected.discard(cell)
 
     def of_cell(self, cell: str | None) -> list[OpenRequest]:
-        """Return the open tasks of a cell, or those that none has, oldest first."""
+        """Return the open tasks of a cell, or those of no cell, oldest first."""
         return [task for task in self if task.cell == cell]
 
     def move(self, task: OpenRequest, cell: str) -> list[tuple[str, GatewayUp]]:
-        """Let a task go on in another cell, which must have a session; return whom to tell what.
+        """Move a task to a cell that has a session; return each message with its cell.
 
-        The former cell is told that nobody waits for it any more, now or when it is back.
+        The former cell gets a Cancel, immediately or when it reconnects.
         """
         assert cell in self._connected, "a task is moved to a cell without a session"
         assert cell != task.cell, "a task is moved to where it is"
@@ -223,19 +224,19 @@ class OpenRequests:
             cancel = self._remember(task.cell, task.id, Cancel(task.id))
             if task.cell in self._connected:
                 told.append((task.cell, cancel))
-        # What this cell was told of the task before, it has heard: it was connected since.
+        # The cell has been connected since, so it received this end already.
         self._ended.get(cell, OrderedDict()).pop(task.id, None)
         task.cell, task.submitted = cell, True
         return [*told, (cell, task.submit())]
 
     def forget(self, cell: str) -> None:
-        """The cell is gone for good."""
+        """Drop the remembered ends of a cell that is gone for good."""
         self._ended.pop(cell, None)
 
     def resubmit(
         self, task_id: TaskId, attempt: int, cell: str = ONE_CELL
     ) -> Submit | Done | Cancel:
-        """The rank that ran `attempt` is lost: take no more of it, and tell how far it got."""
+        """Fence off `attempt`, whose rank is lost; return what the coordinator must know."""
         task = self._open.get(task_id)
         if task is None or task.cell != cell:
             return self._ended.get(cell, OrderedDict()).get(task_id) or Cancel(task_id)
@@ -245,11 +246,11 @@ class OpenRequests:
         return task.submit()
 
     def finish(self, task_id: TaskId) -> Done:
-        """The end of the task's stream was handed on."""
+        """Close a task whose stream was delivered to its end."""
         return self._remember(self._close(task_id).cell, task_id, Done(task_id))
 
     def cancel(self, task_ids: Iterable[TaskId]) -> list[tuple[str, Cancel]]:
-        """Nobody waits for these tasks any more; those that are not open are skipped."""
+        """Close tasks that no client waits for; skip those that are not open."""
         told = []
         for task_id in dict.fromkeys(task_ids):
             if task_id in self._open:
@@ -261,9 +262,10 @@ class OpenRequests:
         return told
 
     def fail(self, task_id: TaskId) -> tuple[list[TaskId], list[tuple[str, Cancel]]]:
-        """End a failed task and its siblings; return the ids to fail and what to tell.
+        """Close a failed task and the other choices of its request.
 
-        One choice of a request that has n of them cannot fail alone.
+        Returns the ids to fail, the task's first, and the cancels to send. One of n choices cannot
+        fail alone.
         """
         if task_id not in self._open:
             return [], []
@@ -271,7 +273,7 @@ class OpenRequests:
         return failed, self.cancel(failed)
 
     def stray(self, task_id: TaskId) -> Cancel | None:
-        """Tokens came for a task that is not open: tell so, once per task and session."""
+        """Return a Cancel for tokens of a task that is not open, once per task and session."""
         if task_id in self._told:
             return None
         if len(self._told) >= ENDED_REMEMBERED:
@@ -280,7 +282,7 @@ class OpenRequests:
         return Cancel(task_id)
 
     def unread(self) -> list[Callable[[], None]]:
-        """Return how to end the streams that are too far behind, because nobody reads them."""
+        """Return the `give_up` of each request with more than `UNREAD_TOKENS_MAX` unread tokens."""
         requests = {id(task.request): task.request for task in self}.values()
         return [
             request.give_up
@@ -291,9 +293,9 @@ class OpenRequests:
         ]
 
     def expired(self, now_s: float) -> list[tuple[TaskId, ApiError]]:
-        """Tasks that have waited too long for the coordinator or for a missing token.
+        """Return tasks that have waited too long for the coordinator or for a missing token.
 
-        While this process stood still they waited for nobody but it: that time does not count.
+        Time in which this process stood still does not count: it read no messages then.
         """
         out = []
         stall_s = 0.0 if self._looked_at_s is None else now_s - self._looked_at_s
@@ -337,14 +339,14 @@ class OpenRequests:
 
 
 class GapMeter:
-    """Longest pause of any stream that crossed into an epoch, by epoch."""
+    """The longest pause of any stream that crossed into an epoch, by epoch."""
 
     def __init__(self) -> None:
         self._max_s: dict[int, float] = {}
         self._reported: dict[int, tuple[float, float]] = {}
 
     def tokens_arrived(self, task: OpenRequest, epoch: int, now_s: float) -> None:
-        """Note that tokens of `epoch` were delivered to a stream."""
+        """Record that tokens of `epoch` were delivered to a stream."""
         if epoch > task.epoch:
             if task.epoch >= 0:
                 self._note(epoch, now_s - task.last_token_at_s)
@@ -354,7 +356,7 @@ class GapMeter:
         task.last_token_at_s = now_s
 
     def due(self, now_s: float) -> list[StreamGap]:
-        """New maxima that may be reported now."""
+        """Return the new maxima that may be reported now."""
         out = []
         for epoch, gap_s in self._max_s.items():
             reported_s, at_s = self._reported.get(epoch, (0.0, -GAP_REPORT_INTERVAL_S))

@@ -1,9 +1,9 @@
-"""Several gateway processes on one port: forked from one that has imported vLLM, and kept alive.
+"""Several gateway processes on one port, forked from one parent and restarted when they die.
 
-The kernel spreads connections over the processes (SO_REUSEPORT), each has its own session with the
-coordinator, and ranks push tokens straight to the one that waits for them. The parent computes
-nothing, so it forks without threads: a sibling starts in a fraction of an import and shares its
-memory. A sibling that dies takes only its own streams with it, and is forked again.
+The kernel distributes connections over the children (SO_REUSEPORT). Each child has its own session
+with the coordinator, and ranks push tokens directly to the child that owns the request. The parent
+has imported vLLM and runs no threads, so a child starts in a fraction of the import time and shares
+its memory. A child that dies loses only its own streams.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ from pathlib import Path
 import structlog
 
 DELAY_MIN_S, DELAY_MAX_S = 0.2, 5.0
-"""Wait before a sibling that died is forked again; doubled each time."""
+"""Delay before a dead child is forked again; doubled each time."""
 STEADY_S = 60.0
-"""A sibling that has lived so long may die again without a longer wait."""
+"""A child that has lived longer than this restarts after the shortest delay."""
 
 PR_SET_PDEATHSIG = 1
 PF_EXITING = 4
-"""Flag of a process that the kernel takes apart."""
+"""Flag of a process that the kernel is taking down."""
 
 log = structlog.get_logger(__name__)
 
 Announce = Callable[[str], None]
-"""Tells that requests are accepted from now on: one line of JSON."""
+"""Announces in one line of JSON that requests are accepted from now on."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Sibling:
 
 
 class PreforkServer:
-    """The parent of the processes that serve."""
+    """Parent of the processes that serve."""
 
     def __init__(self, count: int, serve: Callable[[Announce], None]) -> None:
         """`serve` runs in each child until it has drained; it may raise."""
@@ -51,10 +51,10 @@ class PreforkServer:
         self._stopping = False
 
     def run(self, announce: Announce) -> int:
-        """Start all, announce when the last is ready, and wait; returns the exit code."""
+        """Start all, announce when all are ready, and wait; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        # All start beside each other; a pipe that is closed without a word tells of a failure.
+        # All start in parallel; a pipe closed without a line means that its child failed.
         pipes = [self._fork(number, DELAY_MIN_S) for number in range(self._count)]
         words = [_read_line(pipe) for pipe in pipes]
         if all(words):
@@ -65,7 +65,7 @@ class PreforkServer:
         return self._wait()
 
     def _fork(self, number: int, delay_s: float) -> int:
-        """Fork one; returns the end of a pipe that its announcement comes out of."""
+        """Fork one child; return the read end of the pipe for its announcement."""
         read, write = os.pipe()
         parent = os.getpid()
         pid = os.fork()
@@ -76,7 +76,7 @@ class PreforkServer:
         status = 1
         try:
             os.close(read)
-            # The terminal's Ctrl-C is for the parent, which passes it on once.
+            # The terminal's Ctrl-C goes to the parent alone, which forwards it once.
             os.setpgid(0, 0)
             for each in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(each, signal.SIG_DFL)
@@ -94,13 +94,13 @@ class PreforkServer:
         os._exit(status)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """The first one drains, the second one ends at once: siblings know the difference."""
+        """Forward the signal; children drain at the first one and exit at the second."""
         is_first, self._stopping = not self._stopping, True
         for pid in tuple(self._alive):
             if not _is_dying(pid):
                 os.kill(pid, number)
             elif is_first:
-                # How it ended is no part of how the others stop.
+                # Its exit status says nothing about how the others stop.
                 del self._alive[pid]
 
     def _wait(self) -> int:
@@ -127,12 +127,12 @@ class PreforkServer:
 
 
 def _is_dying(pid: int) -> bool:
-    """Say whether a process is dead or about to be: its streams end before it does."""
+    """Return whether a process is dead or dying: its streams end before it does."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return True
-    # Behind the name, which may contain anything: state, five numbers, flags.
+    # After the name, which may contain anything: state, five numbers, flags.
     return bool(int(stat.rpartition(")")[2].split()[6]) & PF_EXITING)
 
 
@@ -142,7 +142,7 @@ def _read_line(pipe: int) -> str:
 
 
 def _write_line(pipe: int, line: str) -> None:
-    """A parent that has gone on does not listen."""
+    """Write the line; ignore a parent that no longer reads."""
     try:
         os.write(pipe, f"{line}\n".encode())
     except BrokenPipeError:

@@ -1,7 +1,7 @@
-"""A gateway process from start to end: puts the parts together, serves, drains, stops.
+"""A gateway process from start to end: builds the parts, serves, drains, stops.
 
-Called by `python -m gateway`. The first SIGTERM or SIGINT makes it unready and lets streams in
-flight finish for `DRAIN_S`; the second one ends it at once.
+Called by `python -m gateway`. The first SIGTERM or SIGINT makes the gateway unready and lets open
+streams finish within `DRAIN_S`; the second one ends the process immediately.
 """
 
 import asyncio
@@ -49,23 +49,23 @@ from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import MetricsPublisher
 
 DRAIN_S = 30.0
-"""How long streams in flight may go on after the first SIGTERM."""
+"""Longest time that open streams go on after the first SIGTERM."""
 
 TICK_S = 0.25
 FLUSH_S = 1.0
-"""How long the last messages may take to reach the coordinator."""
+"""Longest time for the last messages to reach the coordinator."""
 
 SHUTDOWN_S = 1
-"""How long uvicorn waits for answers that the drain has left over."""
+"""Seconds that uvicorn waits for answers still open after the drain."""
 
 KEEP_ALIVE_S = 65
-"""Idle time of a kept-open connection; more than the usual 60 s of a load balancer before it."""
+"""Longest idle time of a connection; above the usual 60 s of a load balancer in front."""
 
 BACKLOG = 4_096
-"""Connections that the kernel holds until they are accepted."""
+"""Connections that the kernel queues until they are accepted."""
 
 FILES_SPARE = 512
-"""File descriptors that are not for connections of clients."""
+"""File descriptors reserved for everything but client connections."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -83,7 +83,7 @@ class Gateway:
         listener: socket.socket,
         announce: Announce,
     ) -> None:
-        """Bind the token socket and connect the rest; must be called in the event loop."""
+        """Bind the token socket and connect the parts; call it in the event loop."""
         self._config = config
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
@@ -118,7 +118,7 @@ class Gateway:
         self._bug: BaseException | None = None
 
     async def run(self, front_end: vllm_app.FrontEndConfig, nursery: ForkServer) -> None:
-        """Serve until a signal ends it."""
+        """Serve until a signal arrives."""
         sandbox = Sandbox(nursery)
         self._sockets.send_ready(wire.ready_frame(front_end.vllm))
         inboxes = (
@@ -195,7 +195,7 @@ class Gateway:
         )
 
     def readiness(self) -> Readiness:
-        """Whether a request that comes now can be served."""
+        """Return whether a request that arrives now can be served."""
         cell = self._relay.cell
         if self._edge is None or self._edge.draining:
             return _unready("draining", "This server is shutting down.")
@@ -220,13 +220,13 @@ class Gateway:
         return await self._edge.answer_line(call)
 
     def _tell_batches(self, batches: Sequence[BatchProgress]) -> None:
-        """Say again and again what runs, and once that nothing does."""
+        """Publish the running batches repeatedly, and once when none is left."""
         if batches or self._told:
             self._fleet.broadcast(BatchesRun(tuple(batches)))
         self._told = tuple(batches)
 
     def _announce(self) -> None:
-        """Tell in one line of JSON that requests are accepted from now on."""
+        """Announce in one line of JSON that requests are accepted from now on."""
         host, port = self._listener.getsockname()[:2]
         facts = {
             "event": "gateway_ready",
@@ -249,7 +249,7 @@ class Gateway:
                 raise RuntimeError("vLLM's front end has stopped, see the log above.")
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its session or its clock a gateway is of no use: let a fresh one take over."""
+        """Shut down: a gateway without its session or its clock is useless, a new one is not."""
         if not task.cancelled() and self._server is not None:
             self._bug = task.exception()
             log.error("gateway_broken", reason=repr(self._bug))
@@ -288,7 +288,7 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn without signal handlers of its own, which tells when it accepts requests."""
+    """Uvicorn without its own signal handlers; reports when it accepts requests."""
 
     def __init__(self, started: Callable[[], None], config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -314,7 +314,7 @@ def _edge_limits(config: GatewayConfig) -> EdgeLimits:
 
 
 def _connections_max(wanted: int) -> int:
-    """Return how many connections this process has files for, up to as many as are wanted."""
+    """Return the connections this process has file descriptors for, at most `wanted`."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     possible = max(files - FILES_SPARE, 1)
     if possible < wanted:
@@ -323,7 +323,7 @@ def _connections_max(wanted: int) -> int:
 
 
 async def _forever(work: Awaitable[None]) -> None:
-    """Wait for work that may have nothing to do, without ending."""
+    """Await work that may return early, and never return."""
     await work
     await asyncio.Event().wait()
 
@@ -355,7 +355,7 @@ def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
 
 
 def serve(config: Config, token: str) -> int:
-    """Run a gateway; returns its exit code.
+    """Run a gateway; return its exit code.
 
     Raises ValueError or OSError with a sentence if it cannot start.
     """
@@ -373,7 +373,7 @@ def serve(config: Config, token: str) -> int:
         print(line, flush=True)
 
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
-        # Forked before there are threads and sockets, none of which a child should have.
+        # Fork before threads and sockets exist, so that no child inherits any.
         nursery = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
         own = listen(host, port, shared=shared)
         _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
@@ -381,10 +381,10 @@ def serve(config: Config, token: str) -> int:
     if gateway.processes == 1:
         run(say, gateway.host, gateway.port, shared=False)
         return 0
-    # Another server on the port is found before siblings agree to share it.
+    # Detect another server on the port before the children share it.
     with listen(gateway.host, gateway.port) as probe:
         address = probe.getsockname()[:2]
-    # Held by this process, which never listens: the port stays ours while siblings come and go.
+    # This socket never listens. It keeps the port reserved while children restart.
     keeper = listen(*address, shared=True)
 
     def run_one(announce: Announce) -> None:

@@ -1,7 +1,7 @@
-"""The gateway's sockets: its port, and ZeroMQ's and how their messages reach the event loop.
+"""The gateway's sockets: its port, and the ZeroMQ sockets with their event loop callbacks.
 
-ZeroMQ's belong to the loop's thread. Receiving is a callback per message rather than a task,
-because a push of tokens is handled at once and to its end.
+The ZeroMQ sockets belong to the loop's thread. Each message is received by a callback instead of a
+task, because a push of tokens must be handled immediately and completely.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from coordinator.protocol import wire
 from gateway.engine.wire import ENGINE_IDENTITY
 
 BURST_MESSAGES = 64
-"""Messages handled before the loop may do something else."""
+"""Most messages handled before the loop gets to run other work."""
 
 TOKEN_PUSHES_MAX = 10_000
-"""Unread pushes per leader after which its socket holds them back."""
+"""Unread pushes per leader after which its socket blocks further ones."""
 
 LINGER_MS = 200
 UNIX_PATH_BYTES_MAX = 107
@@ -33,12 +33,12 @@ class Inbox:
     def __init__(
         self, socket: zmq.Socket[bytes], handle: Callable[[Sequence[bytes]], None]
     ) -> None:
-        """Start at once, in the running loop."""
+        """Start immediately, in the running loop."""
         self._socket = socket
         self._handle = handle
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._drain)
-        # The descriptor tells of changes only; what is there already must be fetched.
+        # The descriptor signals changes only, so fetch what has arrived already.
         self._loop.call_soon(self._drain)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Inbox:
 
 
 class Sockets:
-    """All sockets of a gateway: to and from AsyncLLM, and from the leaders."""
+    """All ZeroMQ sockets of a gateway: to and from AsyncLLM, and from the leaders."""
 
     def __init__(self, run_dir: Path, token_listen: str) -> None:
         """Bind the token socket; raises OSError with a sentence if that is not possible."""
@@ -72,7 +72,7 @@ class Sockets:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.tokens = self._context.socket(zmq.PULL)
         self.tokens.setsockopt(zmq.RCVHWM, TOKEN_PUSHES_MAX)
-        # A peer that sends more is cut off before it is read.
+        # Disconnects a peer that sends a larger message, before it is read.
         self.tokens.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         try:
             self.tokens.bind(token_listen)
@@ -89,7 +89,7 @@ class Sockets:
         self.outputs.connect(self.output_address)
 
     def send_ready(self, frame: bytes) -> None:
-        """Tell AsyncLLM that its engine is there; it may not have bound its socket yet."""
+        """Report the engine as ready to AsyncLLM, which may not have bound its socket yet."""
         self.requests.send(frame)
 
     def send_outputs(self, frames: Sequence[bytes]) -> None:
@@ -108,7 +108,7 @@ def _ipc_address(path: Path) -> str:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Bind the serving port; a shared one can be bound by siblings as well."""
+    """Bind the serving port; several processes can bind a shared one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,9 @@
-"""One task's tokens, put in order and delivered exactly once.
+"""Puts one task's tokens in order and delivers each exactly once.
 
-Leaders send spans: tokens first..first+count-1 of one attempt. Invariant: what is delivered has the
-indices 0, 1, 2, ... without gap or repeat, whatever was repeated, reordered or sent by an attempt
-that has been replaced. An older attempt counts only below the index where a newer one started:
-from there on the two may have drawn different tokens. Called by the relay for every span; pure.
+Leaders send spans: tokens first..first+count-1 of one attempt. Invariant: delivered indices are 0,
+1, 2, ... without gap or repeat, even if spans repeat, arrive out of order or come from a replaced
+attempt. An older attempt counts only below the index where a newer one started: from there on the
+two may have sampled different tokens. Called by the relay for every span; pure.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ NO_ATTEMPT = 0
 
 
 class Verdict(Enum):
-    """What to do with a span as it is; `Trim` is the fourth answer."""
+    """What to do with an unchanged span; `Trim` is the fourth answer."""
 
     FORWARD = "forward"
-    """Deliver all of it, untouched."""
+    """Deliver all of it, unchanged."""
     HOLD = "hold"
     """An earlier token is missing: pass it to `TokenStream.hold`."""
     DROP = "drop"
-    """Everything in it was delivered already, or it belongs to an attempt that was replaced."""
+    """All of it was delivered already, or its attempt was replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
     """Deliver tokens skip..skip+keep-1 of the span, and its end only if `finished`.
 
-    Also the answer for the first span of a later attempt, whose `skip` may be 0: it repeats what
-    is told once per request (prompt logprobs, prefill statistics), which must be removed.
+    Also the answer for the first span of a later attempt, whose `skip` may be 0: that span repeats
+    data sent once per request (prompt logprobs, prefill statistics), which must be removed.
     """
 
     skip: int
@@ -56,10 +56,10 @@ class TokenStream(Generic[Payload]):
 
     def __init__(self) -> None:
         self.expected = 0
-        """Index of the next token to deliver; so many were delivered."""
+        """Index of the next token to deliver, and the number delivered."""
         self.ended = False
         """Whether the end of the stream was delivered."""
-        # The attempt of the last delivered span, and the newest one seen.
+        # The attempt of the last delivered span, and the newest attempt seen.
         self._current = NO_ATTEMPT
         self._newest = NO_ATTEMPT
         self._fence = NO_ATTEMPT
@@ -69,7 +69,7 @@ class TokenStream(Generic[Payload]):
 
     @property
     def attempt(self) -> int:
-        """The highest attempt that tokens were taken from, or that none are taken from any more."""
+        """The highest attempt seen or fenced off."""
         return max(self._newest, self._fence)
 
     @property
@@ -78,7 +78,7 @@ class TokenStream(Generic[Payload]):
         return len(self._held)
 
     def offer(self, span: TokenSpan) -> Answer:
-        """Decide about a span; anything but HOLD and DROP counts as delivered from now on."""
+        """Decide about a span; any answer but HOLD and DROP counts it as delivered."""
         if span.first == self.expected and span.attempt == self._current == self._newest:
             self.expected += span.count
             if span.finished:
@@ -87,7 +87,7 @@ class TokenStream(Generic[Payload]):
         return self._judge(span)
 
     def hold(self, span: TokenSpan, payload: Payload) -> bool:
-        """Keep a span that `offer` answered HOLD for; False if too many wait already."""
+        """Keep a span that `offer` answered with HOLD; False if too many wait already."""
         if len(self._held) >= HELD_SPANS_MAX:
             return False
         self._held.append((span, payload))
@@ -102,7 +102,7 @@ class TokenStream(Generic[Payload]):
                 yield answer, payload
 
     def fence(self, attempt: int) -> None:
-        """Take nothing of `attempt` or an earlier one: the next one starts behind `expected`."""
+        """Drop `attempt` and all earlier ones: the next one starts at `expected`."""
         self._fence = max(self._fence, attempt)
         self._starts = {each: start for each, start in self._starts.items() if each > self._fence}
         self._held = [each for each in self._held if each[0].attempt > self._fence]
@@ -113,7 +113,7 @@ class TokenStream(Generic[Payload]):
     def _end(self) -> None:
         self.ended = True
         self._held.clear()
-        # From now on nothing takes the quick way of `offer`.
+        # Keeps later spans off the fast path of `offer`.
         self._current = NO_ATTEMPT
 
     def _deliverable(self) -> int | None:
@@ -132,7 +132,7 @@ class TokenStream(Generic[Payload]):
         keep_end = min([end, *newer])
         finished = span.finished and keep_end == end
         if finished and not newer:
-            # The newest attempt knows where the stream ends, even if it is before what was sent.
+            # The newest attempt decides where the stream ends, even before what was delivered.
             keep_end = max(keep_end, self.expected)
         if keep_end < self.expected or (keep_end == self.expected and not finished):
             return Verdict.DROP

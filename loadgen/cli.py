@@ -1,7 +1,7 @@
 """The three commands: `run` makes load, `plot` draws a report, `compare` judges several.
 
-Exit status: 0 done; 1 no request succeeded, or a threshold of `compare` is broken; 2 bad input
-or no server, with one sentence on stderr; 130 stopped by a signal (the report is still written).
+Exit status: 0 done; 1 no request succeeded, or a threshold of `compare` is broken; 2 bad input or
+no server, with one sentence on stderr; 130 stopped by a signal (the report is still written).
 """
 
 import argparse
@@ -38,11 +38,11 @@ from loadgen.runner import run_load
 
 EXIT_OK, EXIT_FAILED, EXIT_STOPPED = 0, 1, 130
 MAX_COMPARED = 8
-"""Reports in one comparison; more colours cannot be told apart."""
+"""Most reports in one comparison; more colours cannot be told apart."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Carry out one command line and return the exit status."""
+    """Run one command line and return the exit status."""
     args = build_parser().parse_args(arguments)
     commands = {"run": _run, "plot": _plot, "compare": _compare}
     try:
@@ -122,7 +122,7 @@ def _compare(args: argparse.Namespace, _arguments: Sequence[str]) -> int:
 
 
 def _names(args: argparse.Namespace) -> list[str]:
-    """What the reports are called: as asked, else after their files."""
+    """Return the reports' names: those given, else their files' stems."""
     paths = args.reports
     if len(paths) < 2:
         raise UsageError("compare needs at least two reports.")
@@ -180,7 +180,7 @@ def _draw(report: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def _whole_reports(*paths: Path) -> Iterator[None]:
-    """Say in one sentence that a file with a report's head does not have a report's body."""
+    """Report in one sentence a file that has a report's head but not its body."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -189,7 +189,7 @@ def _whole_reports(*paths: Path) -> Iterator[None]:
 
 
 def _auth_headers(option: str, variable: str | None) -> dict[str, str]:
-    """The header with the API key, which comes from the environment and never into a report."""
+    """Return the header with the API key, which comes from the environment, never from a report."""
     if variable is None:
         return {}
     key = os.environ.get(variable)

@@ -1,7 +1,7 @@
-"""What `run` was asked to do: parsed once from the command line, checked, then frozen.
+"""The configuration of `run`: parsed once from the command line, checked, then frozen.
 
-Everything that can be refused is refused here with one sentence, before a request is sent:
-ranges, unreadable phases or lengths, and options that exclude one another.
+Everything that can be refused is refused here with one sentence, before a request is sent: ranges,
+unreadable phases or lengths, and options that exclude one another.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def parse_run(args: argparse.Namespace) -> RunConfig:
 
 
 def parse_url(text: str, option: str = "--url") -> str:
-    """The server's root: scheme and host, without a trailing slash or `/v1`."""
+    """Return the server's root: scheme, host and path, without a trailing slash or `/v1`."""
     parts = urlsplit(text.strip())
     try:
         port_is_right = parts.port is None or parts.port > 0

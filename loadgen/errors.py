@@ -1,9 +1,9 @@
 """The one exception that users cause: bad input, or a server that cannot be reached at all.
 
 Its text is one clear sentence. `cli` prints it and exits with status 2; nothing else catches it.
-Failures of single requests are not exceptions: they are `records.Failure` values in the report.
+Failures of single requests are `records.Failure` values in the report, not exceptions.
 """
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the text says why in one sentence."""
+    """The user's request cannot be carried out; the text gives the reason in one sentence."""

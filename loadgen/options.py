@@ -1,7 +1,7 @@
-"""The command line's words: every option of `run`, `plot` and `compare`, with its help.
+"""The command line: every option of `run`, `plot` and `compare`, with its help.
 
-Only names, defaults and help; what values mean and which are refused is in `config`.
-A wrong command line is one sentence on stderr and exit status 2.
+Only names, defaults and help; `config` interprets the values and refuses bad ones. A wrong command
+line is answered with one sentence on stderr and exit status 2.
 """
 
 import argparse
@@ -27,13 +27,13 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that answers a mistake with one sentence instead of its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and exit."""
+        """Print what is wrong and exit."""
         sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
         sys.exit(EXIT_BAD_INPUT)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m loadgen`."""
+    """Return the parser of `python -m loadgen`."""
     parser = OneLineParser(
         prog="loadgen",
         description="Load generator for OpenAI-compatible HTTP servers.",

@@ -1,7 +1,7 @@
 """One whole run: find the model, plan, warm up, pace the requests, and build the report.
 
-The shell around the pure parts: it owns the clock, the HTTP session, the signals and the
-progress line. Ctrl-C or SIGTERM stops the run and still gives a report of what happened.
+The shell around the pure parts: it owns the clock, the HTTP session, the signals and the progress
+line. Ctrl-C or SIGTERM stops the run, which still produces a report.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from loadgen.workload.plan import PlannedRequest, digest_of, plan_closed, plan_o
 DISCOVERY_TIMEOUT_S = 10.0
 SPARE_FILES = 64
 AHEAD_BYTES_MAX = 256 * 1024 * 1024
-"""Request bodies made before the run; those after them are made when they are due."""
+"""Most bytes of request bodies made before the run; later bodies are made when they are due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What the server said about itself before the run."""
+    """The server's own data, read before the run."""
 
     model: str
     models: tuple[str, ...]
@@ -52,7 +52,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The finished run, what it ran against and when it began."""
+    """The finished run, its server and when it began."""
 
     finished: Finished
     server: Server
@@ -67,7 +67,7 @@ class RunOutcome:
 async def run_load(
     config: RunConfig, headers: dict[str, str], admin_headers: dict[str, str]
 ) -> dict[str, object]:
-    """Carry out the run and return its report, still without command and raw options."""
+    """Run the load and return its report, without the command and the raw options."""
     allow_open_files(_most_in_flight(config.load) + SPARE_FILES)
     # Two sessions, because neither server may see the other's key.
     async with open_session(headers) as session, open_session(admin_headers) as admin:
@@ -78,7 +78,7 @@ async def run_load(
 
 
 async def discover(session: aiohttp.ClientSession, config: RunConfig) -> Server:
-    """Ask the server for its models; refuse to start where there is none to talk to."""
+    """Ask the server for its models; raise UsageError if none answers."""
     url = f"{config.url}/v1/models"
     try:
         status, body = await _get_json(session, url)
@@ -92,7 +92,7 @@ async def discover(session: aiohttp.ClientSession, config: RunConfig) -> Server:
 
 
 def allow_open_files(files: int) -> None:
-    """Raise this process's own limit on open files if need be, or say that it is too low."""
+    """Raise this process's soft limit on open files if needed; UsageError if it cannot."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
@@ -105,7 +105,7 @@ def allow_open_files(files: int) -> None:
 
 
 def clock_from_now() -> Clock:
-    """A clock that gives seconds since this call and never goes back."""
+    """Return a clock of seconds since this call that never goes back."""
     start_s = time.monotonic()
     return lambda: time.monotonic() - start_s
 
@@ -145,7 +145,7 @@ async def _run(
 def _observers(
     bench: Bench, probe: OverheadProbe, watch: SwitchWatch | None, *, quiet: bool
 ) -> list[Coroutine[None, None, None]]:
-    """What runs beside the load and never ends by itself."""
+    """Return what runs beside the load and never ends by itself."""
     found = [probe.watch()]
     if watch is not None:
         found.append(watch.watch(bench.clock))
@@ -156,7 +156,7 @@ def _observers(
 
 
 def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planned: int) -> Bench:
-    """A fresh bench, whose clock starts now."""
+    """Return a new bench, whose clock starts now."""
     style = BodyStyle(config.endpoint, model, config.prompt, config.temperature, config.ignore_eos)
     target = Target(config.url, config.endpoint, config.timeout_s)
     clock, meter = clock_from_now(), Meter(planned)
@@ -165,7 +165,7 @@ def _bench(session: aiohttp.ClientSession, config: RunConfig, model: str, planne
 
 
 def planned_run(config: RunConfig, run_id: str) -> tuple[tuple[PlannedRequest, ...], str]:
-    """What the run sends, and the digest that names it in reports."""
+    """Return the run's requests, and the digest that identifies them in reports."""
     plan = _plan(config, run_id)
     style = (config.prompt, config.endpoint, config.ignore_eos, config.temperature)
     return plan, digest_of(plan, style)
@@ -193,7 +193,7 @@ def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:
 async def _warm_up(bench: Bench, config: RunConfig, run_id: str) -> int:
     """Send requests one after another that no report counts; return how many failed.
 
-    Their indexes are negative, so that their prompts are not those of the run.
+    Their indexes are negative, so their prompts differ from those of the run.
     """
     plan = plan_closed(
         config.warmup_requests, config.workload, seed=config.seed, run_id=f"{run_id}-warm"
@@ -212,7 +212,7 @@ def _paced(plan: Sequence[PlannedRequest], bench: Bench, load: Load) -> Coroutin
 
 
 async def _until_stopped(work: Coroutine[None, None, None]) -> bool:
-    """Run `work` to its end, or cancel it at the first signal; tell whether it was cancelled."""
+    """Run `work` to its end, or cancel it at the first signal; return whether it was cancelled."""
     stop = asyncio.Event()
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     with _signals_set(stop):
@@ -226,7 +226,7 @@ async def _until_stopped(work: Coroutine[None, None, None]) -> bool:
 
 @contextlib.contextmanager
 def _signals_set(stop: asyncio.Event) -> Iterator[None]:
-    """Let SIGINT and SIGTERM set `stop`; only a main thread gets signals at all."""
+    """Make SIGINT and SIGTERM set `stop`; only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -243,7 +243,7 @@ def _signals_set(stop: asyncio.Event) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _beside(observers: Sequence[Coroutine[None, None, None]]) -> AsyncIterator[None]:
-    """Run the observers until the body is over."""
+    """Run the observers until the body ends."""
     tasks = [asyncio.create_task(each) for each in observers]
     try:
         yield
@@ -258,7 +258,7 @@ async def _beside(observers: Sequence[Coroutine[None, None, None]]) -> AsyncIter
 def _finished(
     load: Load, plan: Sequence[PlannedRequest], bench: Bench, *, stopped: bool
 ) -> Finished:
-    """The run's facts; it lasts until its last answer and, if not stopped, its last phase."""
+    """Return the run's facts; it ends with the last answer and, unless stopped, the last phase."""
     phases = () if isinstance(load, ClosedLoad) else load.phases
     planned_s = 0.0 if stopped else sum(phase.duration_s for phase in phases)
     last_s = max((record.ended_s for record in bench.records), default=0.0)
@@ -295,7 +295,7 @@ def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
 
 
 def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
-    """What else the reader must know: rows of the trace and switches that may be missing."""
+    """Return further warnings: skipped rows of the trace, and switches that may be missing."""
     found = []
     if isinstance(load, TraceLoad) and load.trace.left_out:
         found.append(f"{load.trace.left_out} rows of the trace had no tokens and were left out.")
@@ -308,7 +308,7 @@ def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
 
 
 def _described(config: RunConfig, digest: str) -> dict[str, object]:
-    """Where the requests come from; two reports with one digest are about the same requests."""
+    """Return the requests' origin; reports with equal digests are about the same requests."""
     load = config.load
     return {
         "digest": digest,
@@ -336,7 +336,7 @@ def _model_names(body: object) -> tuple[str, ...]:
 
 
 async def _version(session: aiohttp.ClientSession, url: str) -> str | None:
-    """What `/version` says, where a server has that."""
+    """Return the version from `/version`, or None if the server has none."""
     try:
         status, body = await _get_json(session, f"{url}/version")
     except (aiohttp.ClientError, OSError):
@@ -346,7 +346,7 @@ async def _version(session: aiohttp.ClientSession, url: str) -> str | None:
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> tuple[int, object]:
-    """The status and the JSON of an answer, None if it has no JSON."""
+    """Return the status and the JSON of an answer, None for a body that is not JSON."""
     async with asyncio.timeout(DISCOVERY_TIMEOUT_S), session.get(url) as response:
         text = await response.text(errors="replace")
         try:

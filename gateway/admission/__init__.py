@@ -1,1 +1,1 @@
-"""Who may ask how often, and how many are answered at once: keys, rates, tiers, permits."""
+"""Admission: API keys, rate limits, tiers, and permits for concurrent requests."""

@@ -1,8 +1,8 @@
-"""Answers that are kept for clients that ask again with the same `Idempotency-Key`.
+"""Stored answers for clients that repeat a request with the same `Idempotency-Key`.
 
-A finished answer that was not streamed comes back as it was, for a day; while the first request is
-still being answered, a second one is refused. Errors are not kept: asking again is what they are
-for. Kept in memory, so by each gateway for itself; `shared_replays` keeps them for all. Pure.
+A finished answer that was not streamed is replayed unchanged for a day. While the first request is
+still being answered, a second one is refused. Errors are not stored: clients retry after them. In
+memory, so per gateway; `shared_idempotency` stores answers for all gateways. Pure.
 """
 
 from collections import OrderedDict
@@ -15,9 +15,9 @@ IDEMPOTENCY_HEADER: Final = "idempotency-key"
 KEPT_S = 24 * 3_600
 KEY_CHARS_MAX = 255
 ANSWER_BYTES_MAX = 1024**2
-"""A larger answer is not kept."""
+"""A larger answer is not stored."""
 BYTES_MAX = 64 * 1024**2
-"""Most bytes of all answers that are kept; the oldest go first."""
+"""Most bytes of all stored answers; the oldest go first."""
 KEYS_MAX = 10_000
 
 Headers = list[tuple[bytes, bytes]]
@@ -44,7 +44,7 @@ class _Slot:
 
 
 def check_key(key: str) -> ApiError | None:
-    """Return what is wrong with an `Idempotency-Key`."""
+    """Return the error in an `Idempotency-Key`, if any."""
     if 0 < len(key) <= KEY_CHARS_MAX and key.isprintable():
         return None
     text = f"Idempotency-Key must be 1 to {KEY_CHARS_MAX} printable characters."
@@ -52,13 +52,13 @@ def check_key(key: str) -> ApiError | None:
 
 
 def used_for_another() -> ApiError:
-    """Return the error of a key that was used before."""
+    """Return the error for a key that belongs to another request."""
     text = "This Idempotency-Key was used for another request: use a fresh one for each."
     return api_error("invalid_value", text, IDEMPOTENCY_HEADER)
 
 
 def being_answered() -> ApiError:
-    """Return the error of a key whose first request has no answer yet."""
+    """Return the error for a key whose first request has no answer yet."""
     return api_error("conflict", "The request with this Idempotency-Key is being answered.")
 
 
@@ -70,16 +70,16 @@ class IdempotencyCache:
         self._bytes = 0
 
     def has(self, place: tuple[str, str], now_s: float) -> bool:
-        """Say whether a request with this tenant and key was begun here and is not forgotten."""
+        """Return whether a request with this tenant and key began here and is not forgotten."""
         slot = self._slots.get(place)
         return slot is not None and (slot.answer is None or now_s < slot.until_s)
 
     def begin(
         self, tenant: str, key: str, request: bytes, now_s: float
     ) -> StoredAnswer | ApiError | None:
-        """Return the kept answer, why there is none, or None: then answer it and call `end`.
+        """Return the stored answer or an error; after None, answer it and call `end`.
 
-        `request` stands for everything that makes two requests the same.
+        `request` identifies the request: equal values mean the same request.
         """
         slot = self._slots.get((tenant, key))
         if slot is not None and slot.answer is not None and now_s >= slot.until_s:
@@ -95,7 +95,7 @@ class IdempotencyCache:
         return slot.answer
 
     def end(self, tenant: str, key: str, answer: StoredAnswer | None) -> None:
-        """The request has its answer; if none can be kept, the next one is a new request."""
+        """Store the answer; without a storable one, the next request with the key is a new one."""
         if answer is None or len(answer.body) > ANSWER_BYTES_MAX:
             self._drop((tenant, key))
             return

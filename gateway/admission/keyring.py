@@ -1,7 +1,7 @@
-"""Who a client is: the API key it sends, looked up by hash, and whoever sends too many wrong ones.
+"""Identifies clients by their API key, looked up by hash, and limits wrong keys per address.
 
-The key file is read again when it changes; a file that cannot be read changes nothing but the log.
-Called by the edge for every request but the probes.
+The key file is read again when it changes; if it cannot be read, the old keys stay and a log line
+says so. Called by the edge for every request but the probes.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from coordinator.protocol.keys import ApiKey, hash_of, load_keys
 from gateway.errors import ApiError, api_error
 
 RELOAD_S = 1.0
-"""How often the key file is looked at."""
+"""Interval of checks for a changed key file."""
 
 KEY_CHARS_MAX = 512
 """A longer Authorization header is not even hashed."""
 
 WRONG_KEYS_PER_MINUTE = 60
-"""Wrong keys of one address that are answered with 401; more get 429, right ones pass."""
+"""Wrong keys of one address answered with 401; further ones get 429. Right keys pass."""
 
 log = structlog.get_logger(__name__)
 
 
 class KeyRing:
-    """The keys of a gateway; without a file everyone is the same anonymous client."""
+    """The keys of a gateway; without a file every client is the same anonymous one."""
 
     def __init__(self, path: str) -> None:
-        """Read the file; raises `ConfigError` with a sentence if there is one that cannot be."""
+        """Read the key file, if any; raises `ConfigError` with a sentence if that fails."""
         self._path = Path(path) if path else None
         self._keys: Mapping[str, ApiKey] = {}
         self._stamp: tuple[int, int, int] | None = None
@@ -88,7 +88,7 @@ class KeyRing:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with the file; None while it is being replaced."""
+    """Return a value that changes with the file; None while the file is being replaced."""
     try:
         status = path.stat()
     except OSError:

@@ -1,11 +1,10 @@
-"""How many requests a gateway answers at once, by tier; a permit is held until the last byte.
+"""How many requests a gateway answers at once, by tier; a permit lasts until the last byte.
 
-The lowest tiers may take a part of the permits only, so that a flood of batch work does not keep
-urgent requests out. Nor does a flood of one tenant keep others out: whoever has many permits gets
-no more of the last free ones. Only so do other tenants' requests reach the coordinator, which
-shares each tier fairly. A tenant whose tier was just found full is refused again for a moment
-without asking the coordinator: in a flood that spares its requests' bodies and prompts all the
-work. Called by the edge. Pure.
+Lower tiers may use only a share of the permits, so a flood of batch work does not block urgent
+requests. A tenant with many permits gets none of the last free ones, so other tenants' requests
+still reach the coordinator, which shares each tier fairly. A tenant whose tier was just found full
+is refused for a moment without asking the coordinator, before its body and prompt cost any work.
+Called by the edge. Pure.
 """
 
 from collections import Counter
@@ -19,17 +18,17 @@ SHARE_OF_TIER: Final[dict[Tier, float]] = {
     Tier.STANDARD: 0.9,
     Tier.BATCH: 0.75,
 }
-"""The part of all permits up to which a request of the tier is let in."""
+"""Share of all permits below which a request of the tier is admitted."""
 
 TENANT_FACTOR: Final = 8
-"""How many times the permits that are free for a tier one tenant may hold, as switches divide their
-buffers by dynamic thresholds: alone it gets eight ninths, and a newcomer always finds free ones."""
+"""Most permits of one tenant, as a multiple of the permits free for its tier, like dynamic
+thresholds of switch buffers: alone it gets eight ninths, and a newcomer finds free ones."""
 
 REFUSED_CODE: Final = "queue_full"
 REFUSAL_HOLDS_S = 0.1
-"""How long a refusal of the coordinator holds for the next requests of the same tenant and tier."""
+"""How long a coordinator's refusal applies to further requests of the same tenant and tier."""
 REFUSALS_MAX = 4_096
-"""Most refusals that are remembered."""
+"""Most remembered refusals."""
 
 
 class Admission:
@@ -38,15 +37,15 @@ class Admission:
     def __init__(self, requests_max: int) -> None:
         self._requests_max = requests_max
         self._held: Counter[str] = Counter()
-        """By tenant; those without any are left out."""
+        """Permits held by each tenant that has any."""
         self._all_held = 0
 
     def __len__(self) -> int:
-        """Return the number of permits that are held."""
+        """Return the number of held permits."""
         return self._all_held
 
     def take(self, tier: Tier, tenant: str) -> ApiError | None:
-        """Take a permit, to be given back with `give_back`; or return why there is none."""
+        """Take a permit, to be returned with `give_back`; or return why there is none."""
         free = max(int(self._requests_max * SHARE_OF_TIER[tier]), 1) - len(self)
         if free <= 0:
             is_full = len(self) >= self._requests_max
@@ -60,7 +59,7 @@ class Admission:
         return None
 
     def give_back(self, tenant: str) -> None:
-        """Give a permit back."""
+        """Return a permit."""
         assert self._held[tenant] > 0, "no permit of this tenant is held."
         self._held[tenant] -= 1
         self._all_held -= 1
@@ -69,17 +68,17 @@ class Admission:
 
 
 class Refusals:
-    """Who was just refused because a queue is full.
+    """Tenants that were just refused because a queue is full.
 
-    By tenant, because the coordinator refuses the one that has most of a tier queued: what it said
-    to one is nothing to another.
+    By tenant, because the coordinator refuses the tenant with most tasks in the tier's queue: a
+    refusal of one tenant does not apply to another.
     """
 
     def __init__(self) -> None:
         self._until_s: dict[tuple[Tier, str], tuple[float, ApiError]] = {}
 
     def note(self, tier: Tier, tenant: str, failure: ApiError | None, now_s: float) -> None:
-        """Take note of how a request ended."""
+        """Record how a request ended."""
         if failure is None or failure.code != REFUSED_CODE:
             return
         if len(self._until_s) >= REFUSALS_MAX:
@@ -88,6 +87,6 @@ class Refusals:
             self._until_s[tier, tenant] = (now_s + REFUSAL_HOLDS_S, failure)
 
     def find(self, tier: Tier, tenant: str, now_s: float) -> ApiError | None:
-        """Return the refusal that still holds for a request that comes now."""
+        """Return the refusal that still applies to a new request."""
         until_s, failure = self._until_s.get((tier, tenant), (0.0, None))
         return failure if now_s < until_s else None

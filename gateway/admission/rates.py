@@ -1,8 +1,8 @@
 """Requests and tokens per minute of each API key, counted in memory or in Redis by `limits`.
 
-Requests and the prompt's estimated tokens are charged when a request comes, generated tokens when
-it ends. Redis is shared by all gateways; whenever it is slow or away each counts for itself. Called
-by the edge.
+A request and its estimated prompt tokens are charged when it arrives, generated tokens when it
+ends. All gateways share Redis; while it is slow or away, each counts for itself. Called by the
+edge.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What is left of one limit."""
+    """The remainder of one limit."""
 
     what: str
     limit: int
@@ -64,7 +64,7 @@ class RateLimits:
         return await self._count(lambda limiter: _admit(limiter, key, prompt_tokens), budget)
 
     async def charge(self, key: ApiKey, tokens: int, budget: WaitBudget) -> None:
-        """Charge tokens that were generated; they may not exceed what is left of the limit."""
+        """Charge generated tokens, at most what is left of the limit."""
         if key.tokens_per_minute and tokens > 0:
             await self._count(lambda limiter: _charge(limiter, key, tokens), budget)
 
@@ -83,7 +83,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as OpenAI does: 12ms, 7.5s, 6m0s."""
+    """Format a time as OpenAI does: 12ms, 7.5s, 6m0s."""
     if seconds < 1:
         return f"{max(round(seconds * 1_000), 0)}ms"
     if seconds < 60:
@@ -93,7 +93,7 @@ def duration(seconds: float) -> str:
 
 def _connect(url: str) -> SlidingWindowCounterRateLimiter:
     options: dict[str, Any] = {} if url.startswith("memory:") else dict(CLIENT_OPTIONS)
-    # What redis-py calls unix:// is redis+unix:// to this library.
+    # redis-py's unix:// is redis+unix:// in this library.
     named = f"redis+{url}" if url.startswith("unix://") else url
     storage = storage_from_string(f"async+{named}", implementation="redispy", **options)
     return SlidingWindowCounterRateLimiter(storage)
@@ -110,8 +110,8 @@ async def _admit(
         )
         if limit
     ]
-    # Nothing is charged for a request that one of the limits refuses. Each step asks for both
-    # limits at once: every way to Redis and back takes of what a request may wait.
+    # A request that one limit refuses is charged to none. Each step queries both limits at once,
+    # because every round trip to Redis uses up the request's wait budget.
     full: list[tuple[str, RateLimitItem]] = []
     for step in (limiter.test, limiter.hit):
         if not full:

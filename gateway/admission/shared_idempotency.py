@@ -1,10 +1,9 @@
-"""Answers kept for `Idempotency-Key` by all gateways together, in Redis if there is one.
+"""Stored answers for `Idempotency-Key`, shared by all gateways through Redis if there is one.
 
-A gateway that begins a request claims its key in Redis, and its answer takes the claim's place; a
-second request with the key gets the answer, or is refused while there is none yet. What a gateway
-has answered itself it keeps as well, as `IdempotencyCache` does: that serves while Redis is slow or
-away. A claim whose gateway has died lasts as long as OpenAI's clients wait for an answer. Called by
-the edge.
+A gateway that begins a request claims its key in Redis, and later replaces the claim by the answer.
+A second request with the key gets the answer, or is refused while there is none. Each gateway also
+keeps its own answers in an `IdempotencyCache`, for times when Redis is slow or away. The claim of a
+dead gateway lasts as long as OpenAI's clients wait for an answer. Called by the edge.
 """
 
 import contextlib
@@ -28,14 +27,14 @@ from gateway.admission.shared_storage import SharedStorage, StorageAwayError, Wa
 from gateway.errors import ApiError
 
 CLAIM_S: Final = 600
-"""How long a claim lasts that nobody ends: the OpenAI clients' own time limit."""
+"""Lifetime of a claim that is never completed: the OpenAI clients' own timeout."""
 PREFIX: Final = "aileron:replays:"
 Place = tuple[str, str]
 """Tenant and key."""
 
 
 class _Kept(msgspec.Struct, array_like=True):
-    """What stands in Redis: a claim, or an answer."""
+    """A value in Redis: a claim, or an answer."""
 
     request: bytes
     gateway: str
@@ -46,20 +45,20 @@ _decode = msgspec.msgpack.Decoder(_Kept).decode
 
 
 class SharedIdempotencyCache:
-    """The answers that one gateway sees."""
+    """One gateway's view of the shared answers."""
 
     def __init__(self, storage: SharedStorage) -> None:
         self._storage = storage
         self._local = IdempotencyCache()
         self._gateway = secrets.token_hex(8)
         self._claims: dict[Place, bytes] = {}
-        """The requests that this gateway has claimed in Redis and is answering."""
+        """Requests that this gateway has claimed in Redis and is answering."""
         self._redis: Any = _connect(storage.url) if storage.is_shared else None
 
     async def begin(
         self, tenant: str, key: str, request: bytes, now_s: float, budget: WaitBudget
     ) -> StoredAnswer | ApiError | None:
-        """Return the kept answer, why there is none, or None: then answer it and call `end`."""
+        """Return the stored answer or an error; after None, answer it and call `end`."""
         if (error := check_key(key)) is not None:
             return error
         place = (tenant, key)
@@ -75,7 +74,7 @@ class SharedIdempotencyCache:
     async def end(
         self, tenant: str, key: str, answer: StoredAnswer | None, now_s: float, budget: WaitBudget
     ) -> None:
-        """The request has its answer; if none can be kept, the next one is a new request."""
+        """Store the answer; without a storable one, the next request with the key is a new one."""
         place = (tenant, key)
         if place not in self._claims:
             self._local.end(tenant, key, answer)
@@ -89,7 +88,7 @@ class SharedIdempotencyCache:
             await self._storage.ask(lambda: self._settle(place, request, answer), budget)
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close the connection."""
         if self._redis is not None:
             await self._redis.aclose()
 
@@ -105,13 +104,13 @@ class SharedIdempotencyCache:
                 return kept.answer
             if kept is not None and (kept.gateway != self._gateway or place in self._claims):
                 return being_answered()
-            # The claim has just gone, or is one of ours that ended while Redis was away.
+            # The claim has just expired, or is ours and ended while Redis was away.
             await self._redis.set(name, claim, ex=CLAIM_S)
         self._claims[place] = request
         return None
 
     async def _settle(self, place: Place, request: bytes, answer: StoredAnswer | None) -> None:
-        """Put the answer where the claim is, if that is still ours."""
+        """Replace the claim by the answer, if the claim is still ours."""
         from redis.exceptions import WatchError
 
         name = _name(place)
@@ -129,13 +128,13 @@ class SharedIdempotencyCache:
             try:
                 await pipe.execute()
             except WatchError:
-                return  # It ran out in this moment, and somebody else has begun.
+                return  # It expired just now, and another gateway has begun.
 
 
 def _connect(url: str) -> Any:
-    """A client, untyped: redis-py's types describe replies of all versions and settings at once.
+    """Return an untyped client: redis-py's types cover all versions and settings at once.
 
-    Imported only where Redis is used: redis-py brings OpenTelemetry with it, if that is installed.
+    Imported only if Redis is used, because redis-py imports OpenTelemetry if that is installed.
     """
     import redis.asyncio
 
@@ -143,5 +142,5 @@ def _connect(url: str) -> Any:
 
 
 def _name(place: Place) -> str:
-    """Name the key in Redis: what clients choose is hashed."""
+    """Return the key's name in Redis: client text is hashed."""
     return PREFIX + hashlib.sha256("\0".join(place).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The Redis that gateways share, as requests may use it: hardly waited for, and left alone if away.
+"""Access to the Redis that gateways share: short waits, and a pause after each failure.
 
-What counts rates and what keeps answers ask through one `SharedStorage`, so that whatever notices
-first that Redis is slow or away spares the other the wait. Called by both.
+Rate limits and the idempotency cache use one `SharedStorage`, so if Redis fails for one of them,
+the other does not wait for it either. Called by both.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import structlog
 from coordinator.protocol.config import REDIS_SCHEMES
 
 STORAGE_WAIT_S = 0.04
-"""How long a request waits for Redis, however often it asks."""
+"""Longest wait of one request for Redis, over all its calls."""
 
 STORAGE_RETRY_S = 2.0
-"""How long Redis is left alone after it failed. It may fail once more when it is just back, and
-is to be in use again within 5 s."""
+"""Pause after a failure of Redis. One more failure may follow just after Redis is back, which must
+be in use again within 5 s."""
 
 Result = TypeVar("Result")
 
@@ -30,14 +30,14 @@ class StorageAwayError(Exception):
 
 
 class WaitBudget:
-    """How long one request may still wait for Redis."""
+    """Remaining time that one request may wait for Redis."""
 
     def __init__(self) -> None:
         self.left_s = STORAGE_WAIT_S
 
 
 class SharedStorage:
-    """Whether there is a Redis at an address, and whether it may be asked now."""
+    """An optional Redis, and whether it may be asked now."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class SharedStorage:
     ) -> None:
         """`url` is `memory://` for none, or a Redis URL; raises ValueError for anything else.
 
-        `away` is called whenever Redis did not answer.
+        `away` is called each time Redis does not answer.
         """
         if url != "memory://" and not url.startswith(REDIS_SCHEMES):
             raise ValueError("gateway.rate_limit_storage: use memory:// or a redis:// URL.")
@@ -58,11 +58,11 @@ class SharedStorage:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is one at all."""
+        """Whether a Redis is configured."""
         return self.url != "memory://"
 
     async def ask(self, work: Callable[[], Awaitable[Result]], budget: WaitBudget) -> Result:
-        """Return what Redis answers to `work`; raises `StorageAwayError` within the budget."""
+        """Return Redis' answer to `work`; raises `StorageAwayError` within the budget."""
         if self._clock() < self._away_until_s:
             raise StorageAwayError
         loop_time = asyncio.get_running_loop().time
@@ -71,7 +71,7 @@ class SharedStorage:
             async with asyncio.timeout(budget.left_s):
                 return await work()
         except Exception as error:
-            # Whatever the driver raises, requests go on.
+            # Requests go on whatever the driver raises.
             self._away()
             self._away_until_s = self._clock() + STORAGE_RETRY_S
             log.warning("shared_storage_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)

@@ -1,7 +1,7 @@
 """Which tier a request belongs to, and how a tier travels through vLLM's front end.
 
-vLLM hands a request's `priority` from its HTTP header `X-Vllm-Priority` to the engine request.
-The gateway alone sets that header, so the relay can read the tier from the priority. Pure.
+vLLM copies a request's `priority` from its HTTP header `X-Vllm-Priority` to the engine request.
+Only the gateway sets that header, so the relay can read the tier from the priority. Pure.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from gateway.errors import ApiError, api_error
 TIER_HEADER = "x-priority-tier"
 VLLM_PRIORITY_HEADER = "x-vllm-priority"
 OBJECTIVE_HEADERS = ("x-gateway-inference-objective", "x-llm-d-inference-objective")
-"""Headers of inference gateways in front; a configured name stands for a tier."""
+"""Headers of inference gateways in front; a configured objective maps to a tier."""
 VLLM_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority")
 """The values of `service_tier` that vLLM itself accepts."""
 
@@ -25,7 +25,7 @@ PRIORITY_OF_TIER: Final[dict[Tier, int]] = {
     Tier.STANDARD: 0,
     Tier.BATCH: 10,
 }
-"""vLLM's priority, lower first, with room in between for what vLLM may add."""
+"""vLLM's priority, lower first, with gaps for values that vLLM may add."""
 
 _TIER_OF_NAME: Final[dict[str, Tier]] = {tier.name.lower(): tier for tier in Tier}
 _TIER_OF_SERVICE_TIER: Final[dict[str, Tier]] = {
@@ -46,12 +46,12 @@ _SERVICE_TIER_OF_TIER: Final[dict[Tier, str]] = {
 
 
 def tier_name(tier: Tier) -> str:
-    """Name of a tier on the API."""
+    """Return a tier's name on the API."""
     return tier.name.lower()
 
 
 def tier_of_priority(priority: int) -> Tier:
-    """Tier of an engine request; a priority that the gateway did not set counts as standard."""
+    """Return the tier of an engine request; an unknown priority counts as standard."""
     for tier, value in PRIORITY_OF_TIER.items():
         if value == priority:
             return tier
@@ -80,21 +80,21 @@ def tier_of_service_tier(value: object) -> Tier | ApiError | None:
 
 @dataclass(frozen=True, slots=True)
 class TierRules:
-    """What a client's requests may ask for, and what they get if they ask for nothing."""
+    """The tiers that a client's requests may ask for, and their default."""
 
     highest: Tier = Tier.INTERACTIVE
     default: Tier = Tier.STANDARD
     objectives: Mapping[str, Tier] = field(default_factory=dict)
 
     def resolve(self, headers: Mapping[str, str], service_tier: object) -> Tier | ApiError:
-        """Return a request's tier: the one it asks for, but never one above the highest."""
+        """Return a request's tier: the one it asks for, at most the highest."""
         wanted = self.wanted(headers, service_tier)
         return wanted if isinstance(wanted, ApiError) else max(wanted, self.highest)
 
     def wanted(self, headers: Mapping[str, str], service_tier: object) -> Tier | ApiError:
         """Return the tier that a request asks for by header, objective or body, or the default.
 
-        Whatever decides, the others must be valid all the same.
+        The header counts before the objective, the objective before the body; all must be valid.
         """
         wanted: Tier | ApiError | None = tier_of_service_tier(service_tier)
         for name in OBJECTIVE_HEADERS:
@@ -110,7 +110,7 @@ class TierRules:
 
 
 def reword_service_tier(body: bytes, service_tier: object) -> bytes:
-    """Put a `service_tier` that is newer than vLLM into words that it knows."""
+    """Replace a `service_tier` that vLLM does not know yet by one that it knows."""
     if service_tier is None or service_tier in VLLM_SERVICE_TIERS:
         return body
     fields = msgspec.json.decode(body)
@@ -118,5 +118,5 @@ def reword_service_tier(body: bytes, service_tier: object) -> bytes:
 
 
 def service_tier_name(tier: Tier) -> str:
-    """Name of a tier in answers, in OpenAI's words."""
+    """Return a tier's name in answers, in OpenAI's terms."""
     return _SERVICE_TIER_OF_TIER[tier]

@@ -1,7 +1,7 @@
 """The routes of files and batches, in OpenAI's shapes.
 
-What the edge knows of the client reaches them in the scope: `client_of` reads it. A tenant sees its
-own files and batches only; those of others do not exist for it.
+The edge passes the client's tenant in the ASGI scope; `tenant_of` reads it. A tenant sees only its
+own files and batches; those of others do not exist for it.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ from gateway.http.line_call import TENANT_KEY
 UPLOADS_MAX = 16
 """Most uploads at once."""
 FILES_PAGE = (10_000, 10_000)
-"""Files in one answer: unless asked otherwise, and at most."""
+"""Files in one answer: default and limit."""
 BATCHES_PAGE = (20, 100)
-"""The same for batches."""
+"""Batches in one answer: default and limit."""
 UPLOAD_PURPOSE: Final = "batch"
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -69,7 +69,7 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BatchParts:
-    """What the routes work with."""
+    """The parts that the routes use."""
 
     store: StoreCalls
     content: Content
@@ -94,7 +94,7 @@ class _BatchWanted(BaseModel):
 
 
 def batch_routes(parts: BatchParts | None) -> list[Route]:
-    """Return the routes; without parts all of them say that batches are switched off."""
+    """Return the routes; without parts all of them answer that batches are switched off."""
     api = _Api(parts) if parts else None
 
     def route(path: str, method: str, name: str) -> Route:
@@ -174,7 +174,7 @@ class _Api:
     async def file_content(self, request: Request) -> Response:
         record = await self._file(request)
         pieces = self._content.read(record.id)
-        # Opened before the answer begins, so that a file that is gone is an error and no stump.
+        # Read before the answer begins, so that a missing file is an error, not a truncated answer.
         first = await anext(pieces, b"")
 
         async def rest() -> Any:
@@ -190,7 +190,7 @@ class _Api:
         try:
             is_there = await self._store.call(lambda store: store.delete_file(tenant, file_id))
         except StorageFullError:
-            # Nothing forbids it but the disk: the file's own bytes make room.
+            # Only the full disk prevents it, and deleting the file's bytes makes room.
             await asyncio.to_thread(self._content.delete, file_id)
             is_there = await self._store.call(lambda store: store.delete_file(tenant, file_id))
         if not is_there:
@@ -249,7 +249,7 @@ class _Api:
 
 
 def tenant_of(request: Request) -> str:
-    """Return whose request this is; empty for anonymous ones."""
+    """Return the request's tenant; empty for anonymous ones."""
     tenant: str = request.scope.get(TENANT_KEY, "")
     return tenant
 
@@ -261,7 +261,7 @@ def respond(error: ApiError) -> Response:
 
 
 def _guarded(answer: Answer) -> Answer:
-    """Turn what may go wrong into an error of the API."""
+    """Turn expected exceptions into errors of the API."""
 
     async def guarded(request: Request) -> Response:
         try:

@@ -1,7 +1,7 @@
-"""The bytes of files in the data folder: written beside their name, synced, then renamed.
+"""The bytes of files in the data folder: written under a temporary name, synced, renamed.
 
-Nobody ever sees a part of a file, and a full disk leaves none. Bytes are appended in threads. Ids
-are made here and never by clients, so a name is always safe.
+No reader ever sees part of a file, and a full disk leaves none. Bytes are appended in threads. The
+gateway makes all ids, clients none, so a name is always safe.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ READ_BYTES = 256 * 1024
 """Bytes of a file that are read at once."""
 TEMPORARY = ".part"
 ABANDONED_AFTER_S = 6 * 3_600
-"""Age of a part or of a file without a record at which it belongs to nobody any more."""
+"""Age at which a temporary file, or a file without a record, counts as abandoned."""
 
 _ID = re.compile(r"file-[0-9a-z]{24,40}")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def new_id(prefix: str) -> str:
-    """Return a fresh id, such as file-… or batch_…."""
+    """Return a new id, such as file-… or batch_…."""
     return prefix + secrets.token_hex(16)
 
 
 def storage_error(error: OSError) -> StorageError:
-    """Say of the disk's error whether it is full."""
+    """Convert the disk's error; `StorageFullError` if the disk is full."""
     if error.errno in _FULL:
         return StorageFullError("the disk of the batch files is full.")
     return StorageError(f"the batch files cannot be used: {error.strerror}.")
 
 
 class Part:
-    """A file that is being written; nothing is left of it unless it is kept."""
+    """A file that is being written; removed unless `keep` is called."""
 
     def __init__(self, folder: Path) -> None:
         """Open it; raises `StorageError`."""
@@ -61,7 +61,7 @@ class Part:
         self.bytes += len(data)
 
     def keep(self, file_id: str) -> None:
-        """Make it the file of this id, whole and on the disk; raises `StorageError`."""
+        """Make it the file with this id, complete and synced; raises `StorageError`."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -72,16 +72,16 @@ class Part:
             raise storage_error(error) from error
 
     def drop(self) -> None:
-        """Leave nothing of it, if it was not kept."""
+        """Remove it, if it was not kept."""
         with suppress(OSError):
-            # What is buffered may not fit on the disk any more; nobody needs it.
+            # Buffered bytes may no longer fit on the disk; they are not needed.
             self._file.close()
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 class Content:
-    """The folder."""
+    """The folder of files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,12 +91,12 @@ class Content:
         return Part(self._folder)
 
     def path(self, file_id: str) -> Path:
-        """Return where a file's bytes are."""
+        """Return the path of a file's bytes."""
         assert _ID.fullmatch(file_id), "ids are made by us."
         return self._folder / file_id
 
     def delete(self, file_id: str) -> None:
-        """Delete a file's bytes, if they are there; raises `StorageError`."""
+        """Delete a file's bytes, if they exist; raises `StorageError`."""
         try:
             self.path(file_id).unlink(missing_ok=True)
         except OSError as error:
@@ -118,7 +118,7 @@ class Content:
             raise storage_error(error) from error
 
     def abandoned(self, now_s: float) -> Iterator[str]:
-        """Yield old names; those that no record knows are to be deleted. Deletes old parts."""
+        """Delete old temporary files; yield other old names, to be checked against the records."""
         with suppress(OSError):
             for path in self._folder.iterdir():
                 try:
@@ -132,10 +132,9 @@ class Content:
 
 
 def scan(path: Path, take: Callable[[bytes, int], bool], line_bytes_max: int) -> None:
-    """Call `take` with each line of a file and the byte at which it begins, until it returns False.
+    """Call `take` with each line of a file and its first byte's offset, until it returns False.
 
-    Of a line that is longer than the limit only one byte more than that is given. Raises
-    `StorageError`.
+    A line longer than the limit is cut one byte after the limit. Raises `StorageError`.
     """
     try:
         with path.open("rb") as file:
@@ -152,7 +151,7 @@ def scan(path: Path, take: Callable[[bytes, int], bool], line_bytes_max: int) ->
 
 
 def read_line_at(path: Path, start: int, line_bytes_max: int) -> bytes:
-    """Return the line that begins at a byte of a file; raises `StorageError`."""
+    """Return the line that begins at an offset of a file; raises `StorageError`."""
     try:
         with path.open("rb") as file:
             file.seek(start)

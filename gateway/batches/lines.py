@@ -1,7 +1,7 @@
-"""The lines of batch files: which input lines are taken, and what a result's line looks like. Pure.
+"""The lines of batch files: checks of input lines, and the form of result lines. Pure.
 
-Input lines are checked as OpenAI does: any that is wrong fails the whole batch before it begins,
-with its number and a code. What is wrong with a request itself is found when it runs.
+Input lines are checked as OpenAI does: any invalid one fails the whole batch before it begins, with
+its number and a code. Faults in a request itself are found when it runs.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LINE_BYTES_MAX = 8 * 1024**2
 CUSTOM_ID_CHARS_MAX = 512
 MODEL_CHARS_MAX = 256
 ERRORS_MAX = 100
-"""Most errors that are told of one input file."""
+"""Most reported errors of one input file."""
 
 NOT_RUN: Final[dict[Status, tuple[str, str]]] = {
     Status.FINALIZING: (
@@ -62,7 +62,7 @@ class Line:
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of a line: one line of the output file, or of the error file."""
+    """A line's result: one line of the output file or of the error file."""
 
     number: int
     text: bytes
@@ -81,7 +81,7 @@ class InvalidLineError(Exception):
 
 
 def read_line(text: bytes, number: int, endpoint: str) -> Line:
-    """Read an input line; raises `InvalidLineError`. Quotes nothing of it."""
+    """Read an input line; raises `InvalidLineError`, whose text quotes nothing of the line."""
     try:
         line = msgspec.json.decode(text, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -118,22 +118,22 @@ def _check_body(body: bytes) -> str:
 
 @dataclass(slots=True)
 class Survey:
-    """What a look through a whole input file finds: its lines' places, or its errors."""
+    """The outcome of reading a whole input file: its lines' offsets, or its errors."""
 
     endpoint: str
     starts: list[int] = field(default_factory=list)
-    """Byte at which each line begins; blank ones do not count."""
+    """Offset of each line's first byte; blank lines do not count."""
     model: str = ""
     errors: list[LineError] = field(default_factory=list)
     _ids: set[str] = field(default_factory=set)
 
     @property
     def is_full(self) -> bool:
-        """Looking on would find nothing that changes the outcome."""
+        """Whether further lines cannot change the outcome."""
         return len(self.errors) >= ERRORS_MAX
 
     def look(self, text: bytes, start: int) -> None:
-        """Take the next line of the file."""
+        """Check the next line of the file."""
         if not text.strip():
             return
         self.starts.append(start)
@@ -160,7 +160,7 @@ class Survey:
         self.model = self.model or line.model
 
     def finish(self) -> None:
-        """The file has no more lines."""
+        """Check the file as a whole, after its last line."""
         if not self.starts:
             self._note("empty_file", "The input file has no lines.")
         self._ids.clear()
@@ -173,13 +173,13 @@ class Survey:
 
 
 def answered(batch: str, line: Line, status: int, request_id: str, body: bytes) -> Result:
-    """Return the result of a line that got an answer; one with an error goes to the error file."""
+    """Return the result of an answered line; an error goes to the error file."""
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
     except msgspec.DecodeError:
         status, body = 500, _NO_JSON
     if b"\n" in body or b"\r" in body:
-        # Outside of strings, where they mean nothing: a result is one line.
+        # Only whitespace outside of strings contains them; a result must be one line.
         body = msgspec.json.format(body, indent=-1)
     is_ok = 200 <= status < 300
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
@@ -201,8 +201,8 @@ def not_run(batch: str, status: Status, number: int, custom_id: str) -> bytes:
 
 
 def _result_line(batch: str, number: int, custom_id: str, response: Any, error: Any) -> bytes:
-    # The same line gets the same id whoever writes it, so that a file that is written again after
-    # a crash is the same file.
+    # A line's id does not depend on the process, so a file written again after a crash is
+    # identical.
     name = hashlib.sha256(f"{batch}/{number}".encode()).hexdigest()[:24]
     fields = {"id": f"batch_req_{name}", "custom_id": custom_id}
     return msgspec.json.encode({**fields, "response": response, "error": error})
@@ -225,7 +225,7 @@ class _Answer(msgspec.Struct):
 
 
 def usage_of(body: bytes) -> Usage:
-    """Return the tokens that an answer says it took."""
+    """Return the tokens that an answer reports as used."""
     try:
         tokens = msgspec.json.decode(body, type=_Answer).usage or _Tokens()
     except msgspec.MsgspecError:
@@ -246,9 +246,9 @@ def split_results(
     custom_ids: Iterable[tuple[int, str]],
     results: Iterable[Result],
 ) -> Iterator[tuple[bool, bytes]]:
-    """Yield, for every line once and in order, whether it is the output file's, and its text.
+    """Yield, for every line in order, whether it belongs to the output file, and its text.
 
-    Both arguments are in the order of line numbers; lines that no result is for were not run.
+    Both arguments are ordered by line number; lines without a result were not run.
     """
     waiting = iter(results)
     result = next(waiting, None)

@@ -1,7 +1,7 @@
-"""What to do next for a batch: the next step of a batch, and the next lines of a step. Pure.
+"""Decides the next step of a batch, and the next lines of a running one. Pure.
 
-The runner asks and obeys. Nothing here survives a crash, and nothing has to: all of it follows from
-the record and from the lines that have a result in the store.
+The runner carries the decisions out. This state may be lost in a crash: it follows from the record
+and from the lines that have a result in the store.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from gateway.batches.lines import Result
 from gateway.batches.terms import BatchRecord, Status
 
 TRIES_MAX = 3
-"""How often a line is tried that ends with an error of the server's own."""
+"""Most tries of a line that ends with a server error."""
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 30.0
 """Longest pause after the server refused a line or failed."""
@@ -33,7 +33,7 @@ class Step(Enum):
 
 
 def next_step(batch: BatchRecord, now_s: float) -> Step:
-    """Return what comes next for a batch; `now_s` is Unix time."""
+    """Return the next step of a batch; `now_s` is Unix time."""
     match batch.status:
         case Status.VALIDATING:
             return Step.VALIDATE
@@ -61,7 +61,7 @@ class LineBook:
         self._answered: list[Result] = []
         self._pause_s = 0.0
         self.paused_until_s = 0.0
-        """Before this moment no line begins."""
+        """Time before which no line begins."""
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -70,11 +70,11 @@ class LineBook:
 
     @property
     def is_done(self) -> bool:
-        """Every line has its result in the store."""
+        """Whether every line has its result in the store."""
         return len(self._recorded) == self._total
 
     def begin(self, now_s: float, at_once: int) -> list[int]:
-        """Return the lines to begin now, so that at most `at_once` are on their way."""
+        """Return the lines to begin now, so that at most `at_once` are open."""
         begun: list[int] = []
         while now_s >= self.paused_until_s and self.on_their_way < at_once:
             number = self._take()
@@ -86,11 +86,11 @@ class LineBook:
 
     @property
     def on_their_way(self) -> int:
-        """Lines in flight and those whose result is not in the store yet."""
+        """Number of lines in flight, or with a result not yet in the store."""
         return len(self._in_flight) + len(self._answered)
 
     def answered(self, result: Result, status: int) -> None:
-        """A line has its final answer."""
+        """Record a line's final answer."""
         self._in_flight.remove(result.number)
         self._tries.pop(result.number, None)
         self._answered.append(result)
@@ -98,13 +98,13 @@ class LineBook:
             self._pause_s = 0.0
 
     def is_final(self, number: int, status: int) -> bool:
-        """Say whether an answer with this HTTP status is what its line gets."""
+        """Return whether an answer with this HTTP status is final for its line."""
         if status in _FULL:
             return False
         return status not in _TRY_AGAIN or self._tries.get(number, 0) + 1 >= TRIES_MAX
 
     def refused(self, number: int, status: int, now_s: float, retry_after_s: float = 0.0) -> None:
-        """A line is to be tried again, after a pause in which no line begins."""
+        """Queue a line for another try, after a pause in which no line begins."""
         self._in_flight.remove(number)
         self._again.append(number)
         if status not in _FULL:
@@ -116,11 +116,11 @@ class LineBook:
         self.paused_until_s = max(self.paused_until_s, now_s + wait_s)
 
     def answers(self) -> tuple[Result, ...]:
-        """Return the results that are to be put into the store."""
+        """Return the results to be put into the store."""
         return tuple(self._answered)
 
     def recorded(self, results: Iterable[Result]) -> None:
-        """These results are in the store."""
+        """Record that these results are in the store."""
         numbers = {result.number for result in results}
         assert not numbers & self._recorded, "a line has one result."
         self._recorded |= numbers

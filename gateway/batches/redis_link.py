@@ -1,7 +1,7 @@
-"""A Redis as the batch store uses it: keys, transactions that watch, pages of records, errors.
+"""The batch store's access to Redis: keys, watching transactions, pages of records, errors.
 
-redis-py's types describe the replies of every protocol version and setting at once, so the client
-is untyped here, and what it returns is typed by whoever asks.
+The client is untyped, because redis-py's types cover the replies of every protocol version and
+setting at once. Callers type the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from gateway.batches.terms import BatchRecord, FileRecord
 PREFIX = "{aileron}:batches:"
 """One slot of a cluster, so that a transaction may span all keys."""
 WAIT_S = 5.0
-"""How long Redis may take to answer."""
+"""Longest wait for an answer of Redis."""
 PAGE_READ = 200
 """Records that are read at once for a page."""
 TRIES_MAX = 50
-"""How often a transaction begins anew because others changed what it watches."""
+"""Most tries of a transaction whose watched keys keep changing."""
 
 Record = TypeVar("Record", FileRecord, BatchRecord)
 Value = TypeVar("Value")
@@ -31,7 +31,7 @@ Decide = Callable[[Pipeline], Value]
 
 
 class RedisLink:
-    """A connection; raises ValueError for what is no Redis URL."""
+    """A connection; raises ValueError for an invalid Redis URL."""
 
     def __init__(self, url: str) -> None:
         self.redis: Any = redis.Redis.from_url(
@@ -39,13 +39,14 @@ class RedisLink:
         )
 
     def next_number(self) -> int:
-        """Return a number that grows; one that is not used leaves a hole that nobody sees."""
+        """Return a growing number; unused ones leave gaps, which are harmless."""
         return int(self.redis.incr(key("seq")))
 
     def change(self, decide: Decide[Value], *watched: str) -> Value:
-        """Return what `decide` returns, once the changes that it queued are made.
+        """Return the result of `decide` after the changes that it queued are made.
 
-        It reads before it calls `multi`, and is asked anew if what is watched changes meanwhile.
+        `decide` reads before it calls `multi`. It is called again if a watched key changes
+        meanwhile.
         """
         with translated(), self.redis.pipeline() as pipe:
             for _ in range(TRIES_MAX):
@@ -65,7 +66,7 @@ class RedisLink:
         read: Callable[[list[bytes]], list[Record | None]],
         fits: Callable[[Record], bool],
     ) -> Page[Record]:
-        """Return a part of the list whose ids are in the sorted set `ids_key`."""
+        """Return a page of the list whose ids are in the sorted set `ids_key`."""
         found: list[Record] = []
         with translated():
             place = 0
@@ -92,13 +93,13 @@ def key(kind: str, name: str = "") -> str:
 
 
 def read_record(text: Any, kind: type[Record]) -> Record | None:
-    """Return the record that was written as `text`, if there is one."""
+    """Return the record encoded in `text`, or None for None."""
     return None if text is None else msgspec.json.decode(text, type=kind)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn what Redis says into `StorageError`."""
+    """Turn errors of Redis into `StorageError`."""
     try:
         yield
     except OutOfMemoryError as error:

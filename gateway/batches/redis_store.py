@@ -1,8 +1,8 @@
-"""The store in Redis, for gateways of several machines; their data folder must be a shared one.
+"""The store in Redis, for gateways of several machines with a shared data folder.
 
-Every change is a transaction that watches what it was decided from, so the same pure functions make
-the next record as in the SQLite store. All keys share one slot of a cluster. What a client was told
-is as durable as the Redis it is in: use an append-only file. Called in one thread per process.
+Every change is a transaction that watches the keys it was decided from, so the same pure functions
+make the next record as in the SQLite store. All keys share one slot of a cluster. Records are only
+as durable as their Redis: use an append-only file. Called in one thread per process.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from gateway.batches.store import (
 from gateway.batches.terms import BatchRecord, FileRecord, Status
 
 OPEN_LOOK_MAX = 1_000
-"""Most unfinished batches among which a claim chooses."""
+"""Most unfinished batches that a claim chooses from."""
 
 DELETE_FILE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -35,12 +35,12 @@ redis.call('ZREM', KEYS[4], ARGV[2])
 redis.call('DECRBY', KEYS[5], ARGV[3])
 return 1
 """
-"""A script, because a Redis that is full takes no transaction, not even one that only deletes; it
-lets a script that has deleted go on."""
+"""A script, because a full Redis refuses every transaction, even one that only deletes; it lets a
+script continue after a delete."""
 
 
 class RedisStore:
-    """Keeps everything in the Redis at `url`; raises ValueError for what is no URL."""
+    """Stores everything in the Redis at `url`; raises ValueError for an invalid URL."""
 
     def __init__(self, url: str) -> None:
         self._link = RedisLink(url)
@@ -72,7 +72,7 @@ class RedisStore:
         return record if record and record.tenant == tenant else None
 
     def files(self, tenant: str, wanted: PageWanted) -> Page[FileRecord]:
-        """Return a part of a tenant's files."""
+        """Return a page of a tenant's files."""
 
         def read(ids: list[bytes]) -> list[FileRecord | None]:
             found = self._link.redis.mget([key("file", each.decode()) for each in ids])
@@ -84,7 +84,7 @@ class RedisStore:
         return self._link.page(key("files", tenant), wanted, read, fits)
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Forget a file."""
+        """Delete a file's record."""
         name, users, size = key("file", file_id), key("users", file_id), key("bytes", tenant)
         with translated():
             text = self._link.redis.get(name)
@@ -100,12 +100,12 @@ class RedisStore:
         return done > 0
 
     def knows_file(self, file_id: str) -> bool:
-        """Say whether a file of any tenant has this id."""
+        """Return whether a file of any tenant has this id."""
         with translated():
             return bool(self._link.redis.exists(key("file", file_id)))
 
     def expired_files(self, now_s: int, limit: int) -> list[FileRecord]:
-        """Return files whose time is over and that no unfinished batch needs."""
+        """Return expired files that no unfinished batch needs."""
         with translated():
             old = self._link.redis.zrangebyscore(key("files-by-end"), "-inf", now_s, 0, limit)
             ids = [each.decode() for each in old]
@@ -146,7 +146,7 @@ class RedisStore:
         return record if record and record.tenant == tenant else None
 
     def batches(self, tenant: str, wanted: PageWanted) -> Page[BatchRecord]:
-        """Return a part of a tenant's batches."""
+        """Return a page of a tenant's batches."""
 
         def read(ids: list[bytes]) -> list[BatchRecord | None]:
             pipe = self._link.redis.pipeline(transaction=False)
@@ -172,7 +172,7 @@ class RedisStore:
         return self._link.change(decide, name)
 
     def claim(self, owner: str, now_s: float, lease_s: float) -> Claim | None:
-        """Take an unfinished batch that nobody holds."""
+        """Claim an unfinished batch that no gateway holds."""
         while True:
             batch_id = self._claimable(now_s)
             if batch_id is None:
@@ -198,7 +198,7 @@ class RedisStore:
                 held[record.tenant] = held.get(record.tenant, 0) + 1
             else:
                 free.append((record.id, record.tenant))
-        # The first of the smallest: they are in the order in which they were made.
+        # `free` is in order of creation, and min returns the first of equals.
         return min(free, key=lambda each: held.get(each[1], 0), default=(None, ""))[0]
 
     def _claim(self, batch_id: str, owner: str, now_s: float, lease_s: float) -> Claim | None:
@@ -218,7 +218,7 @@ class RedisStore:
         return self._link.change(decide, name)
 
     def renew(self, claim: Claim, now_s: float, lease_s: float) -> BatchRecord:
-        """Keep a batch and return what it is now."""
+        """Extend a claim and return the batch's record."""
         name = key("batch", claim.batch.id)
 
         def decide(pipe: Pipeline) -> BatchRecord:
@@ -230,7 +230,7 @@ class RedisStore:
         return self._link.change(decide, name)
 
     def release(self, claim: Claim) -> None:
-        """Let the next one have a batch."""
+        """Give a batch up."""
         name = key("batch", claim.batch.id)
 
         def decide(pipe: Pipeline) -> None:
@@ -244,7 +244,7 @@ class RedisStore:
         self._link.change(decide, name)
 
     def record(self, claim: Claim, results: Sequence[Result]) -> BatchRecord:
-        """Keep results of lines and count them."""
+        """Store and count results of lines."""
         name = key("batch", claim.batch.id)
         texts, order = key("results", claim.batch.id), key("lines", claim.batch.id)
 
@@ -262,7 +262,7 @@ class RedisStore:
             _write_batch(pipe, batch)
             return batch
 
-        # Only whoever holds the batch writes results, so the batch stands for them.
+        # Only the holder writes results, so watching the batch is enough.
         return self._link.change(decide, name)
 
     def recorded(self, batch_id: str) -> list[int]:
@@ -271,7 +271,7 @@ class RedisStore:
             return [int(each) for each in self._link.redis.zrange(key("lines", batch_id), 0, -1)]
 
     def results(self, batch_id: str, after: int, limit: int) -> list[Result]:
-        """Return up to `limit` results of the lines behind number `after`."""
+        """Return at most `limit` results of the lines after number `after`."""
         with translated():
             numbers = self._link.redis.zrangebyscore(
                 key("lines", batch_id), f"({after}", "+inf", 0, limit
@@ -299,7 +299,7 @@ class RedisStore:
         self._link.change(decide, key("batch", record.id))
 
     def delete_old_batches(self, ended_before_s: int) -> int:
-        """Forget batches that have ended and were created before."""
+        """Delete ended batches created before `ended_before_s`."""
         deleted = 0
         with translated():
             for each in self._link.redis.zrangebyscore(
@@ -309,7 +309,8 @@ class RedisStore:
                 record = read_record(self._link.redis.hget(name, "record"), BatchRecord)
                 if record is not None and not record.has_ended:
                     continue
-                # No transaction, for the reason above: what is cut short is done again.
+                # Not a transaction, which a full Redis would refuse; an interrupted one is
+                # repeated.
                 if record is not None:
                     self._link.redis.zrem(key("batches", record.tenant), each)
                 self._link.redis.delete(name)

@@ -1,8 +1,8 @@
-"""Takes one claimed batch from its status to its end, line by line, whatever fails meanwhile.
+"""Runs one claimed batch from its status to its end, line by line, whatever fails meanwhile.
 
-Asks `work` what to do and does it. A line may run more than once, if a gateway dies or the server
-is full; its result is kept once. When the disk is full the results wait in memory, no line begins,
-and it goes on as soon as there is room. Started and stopped by the desk.
+Carries out the steps of `next_step`. A line may run more than once, if a gateway dies or the server
+is full; its result is stored once. While the disk is full, results wait in memory, no line begins,
+and the run continues when there is room. Started and stopped by the batch service.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from gateway.http.line_call import LineAnswer, LineCall
 
 STORAGE_PAUSE_S_MIN = 0.5
 STORAGE_PAUSE_S_MAX = 10.0
-"""Longest pause before storage that failed is tried again."""
+"""Longest pause before failed storage is tried again."""
 LOOK_S = 1.0
-"""How often a batch whose lines all wait looks at the clock."""
+"""Longest wait before a batch whose lines all wait checks the clock again."""
 RESULTS_AT_ONCE = 256
 """Results that are read from the store at once when files are written."""
 
@@ -53,7 +53,7 @@ AnswerLine = Callable[[LineCall], Awaitable[LineAnswer]]
 
 
 class BatchRun:
-    """One batch in this gateway's hands."""
+    """One batch that this gateway runs."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class BatchRun:
         return self._claim
 
     def heard(self, batch: BatchRecord) -> None:
-        """The store has this record now; another process may have begun to cancel the batch."""
+        """Take the store's record; another process may have begun to cancel the batch."""
         if batch.status is not self.batch.status:
             self._claim = replace(self._claim, batch=batch)
             self._wake.set()
@@ -125,7 +125,7 @@ class BatchRun:
         try:
             await self._store.call(lambda store: store.put(claim, record, files))
         except LeaseLostError:
-            # Perhaps it is only that a client has begun to cancel it.
+            # The batch may still be ours, and a client has begun to cancel it.
             batch = await self._store.call(lambda store: store.batch(record.tenant, record.id))
             if batch is None or batch.status is claim.batch.status:
                 raise
@@ -142,7 +142,7 @@ class BatchRun:
             await self._put(validated(batch, len(survey.starts), survey.model, _now()))
 
     def _look(self) -> Survey:
-        """Look through the input file; called in a thread."""
+        """Check the input file; called in a thread."""
         survey = Survey(self.batch.endpoint)
 
         def take(text: bytes, start: int) -> bool:
@@ -162,7 +162,7 @@ class BatchRun:
     async def _run_lines(self) -> None:
         """Run lines until all are recorded, the window is over, or the batch is cancelled."""
         if self._survey is None:
-            # The batch was begun by another process.
+            # Another process began the batch.
             await asyncio.to_thread(self._look)
         batch_id = self.batch.id
         recorded = await self._store.call(lambda store: store.recorded(batch_id))
@@ -193,13 +193,13 @@ class BatchRun:
             return
 
     async def _record(self, book: LineBook, results: tuple[Result, ...]) -> None:
-        """Put results into the store; while that takes time, more gather for the next time."""
+        """Put results into the store; further results collect meanwhile."""
         claim, pause_s = self._claim, STORAGE_PAUSE_S_MIN
         while True:
             try:
                 batch = await self._store.call(lambda store: store.record(claim, results))
             except StorageError as error:
-                # What runs goes on meanwhile; the book begins nothing beyond its bound.
+                # Running lines go on meanwhile; `begin` counts unstored results against its limit.
                 log.warning("batch_waits", batch=claim.batch.id, reason=str(error))
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, STORAGE_PAUSE_S_MAX)
@@ -209,7 +209,7 @@ class BatchRun:
             return
 
     async def _run_line(self, book: LineBook, number: int) -> None:
-        """Run one line and tell the book."""
+        """Run one line and record the outcome in `book`."""
         batch = self.batch
         try:
             line = await asyncio.to_thread(self._read_line, number)
@@ -233,7 +233,7 @@ class BatchRun:
         return read_line(text, number, self.batch.endpoint)
 
     def _write_files(self) -> tuple[FileRecord | None, FileRecord | None]:
-        """Write the output and the error file; called in a thread. The same again if repeated."""
+        """Write the output and the error file, in a thread; repeating it gives the same files."""
         batch = self.batch
         output, errors = self._content.begin(), self._content.begin()
         try:
@@ -253,7 +253,7 @@ class BatchRun:
 
     def _custom_ids(self) -> Iterator[tuple[int, str]]:
         survey = self._survey or self._look()
-        # A batch that was cancelled before it was looked at has no lines yet.
+        # A batch that was cancelled before its validation has no lines yet.
         starts = survey.starts if self.batch.counts.total else ()
         for number, _ in enumerate(starts, 1):
             yield number, self._read_line(number).custom_id
@@ -273,7 +273,7 @@ def _results_behind(batch_id: str, after: int, store: BatchStore) -> list[Result
 
 
 def _file_of(batch: BatchRecord, what: str, size: int) -> FileRecord:
-    """Return the record of a file with results; its id follows from the batch."""
+    """Return the record of a result file; its id follows from the batch's."""
     name = hashlib.sha256(f"{batch.id}/{what}".encode()).hexdigest()[:32]
     now_s = _now()
     return FileRecord(

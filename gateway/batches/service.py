@@ -1,4 +1,4 @@
-"""The gateway's desk for batches: takes batches that nobody runs, keeps them, and clears up.
+"""The gateway's batch service: claims batches, runs them, and deletes what has expired.
 
 Called by the process; one per gateway. Any number of gateways may share a store.
 """
@@ -20,12 +20,12 @@ from gateway.batches.terms import KEPT_S, BatchRecord
 RUNS_MAX = 8
 """Most batches that one gateway runs at once."""
 LOOK_S = 1.0
-"""How often it looks for batches, and for those that are being cancelled."""
+"""Interval of checks for new batches, and for cancelled ones."""
 SWEEP_S = 600.0
 SWEEP_FILES = 100
 """Most files that are deleted in one sweep."""
 CLOSE_WAIT_S = 5.0
-"""How long giving batches back may take."""
+"""Longest time for releasing batches at the end."""
 
 log = structlog.get_logger(__name__)
 
@@ -61,11 +61,11 @@ class BatchService:
         self._trouble = ""
 
     def poke(self) -> None:
-        """A client has made or cancelled a batch."""
+        """Check now: a client has made or cancelled a batch."""
         self._wake.set()
 
     def progress(self) -> tuple[BatchProgress, ...]:
-        """Return how far the batches are that run here."""
+        """Return the progress of the batches that run here."""
         batches = [run.batch for run in self._runs.values()]
         return tuple(
             BatchProgress(
@@ -83,7 +83,7 @@ class BatchService:
         is_ready: Callable[[], bool],
         tell: Callable[[Sequence[BatchProgress]], None],
     ) -> None:
-        """Work until cancelled; new batches are begun only while requests can be served."""
+        """Work until cancelled; claim new batches only while requests can be served."""
         while True:
             try:
                 await self._keep()
@@ -101,7 +101,7 @@ class BatchService:
             self._wake.clear()
 
     async def close(self) -> None:
-        """Give all batches back, so that other gateways go on with them at once."""
+        """Release all batches, so that other gateways continue them immediately."""
         self._is_closed = True
         runs = dict(self._runs)
         for task in runs:
@@ -137,12 +137,12 @@ class BatchService:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._runs.pop(task)
         if not task.cancelled() and (bug := task.exception()) is not None:
-            # Its lease runs out, and whoever takes it next tries again.
+            # Its lease expires, and the next gateway to claim it tries again.
             log.error("batch_broken", batch=run.batch.id, exc_info=bug)
         self._wake.set()
 
     async def _keep(self) -> None:
-        """Renew what is held, and hear of batches that are being cancelled."""
+        """Renew the claims, and notice batches that are being cancelled."""
         for task, run in list(self._runs.items()):
             claim = run.claim
             try:
@@ -155,7 +155,7 @@ class BatchService:
                     run.heard(batch)
 
     async def _sweep(self) -> None:
-        """Delete what has expired, and what a crash has left without a record."""
+        """Delete expired files, old batches, and files that a crash left without a record."""
         now_s = time.time()
         if now_s - self._swept_at_s < SWEEP_S:
             return
@@ -172,7 +172,7 @@ class BatchService:
         try:
             await self._store.call(lambda store: store.delete_file(tenant, file_id))
         except FileInUseError:
-            # A client has made a batch of it in the last moment: it goes when that has ended.
+            # A client has just made a batch of it: a later sweep deletes it.
             return
         await asyncio.to_thread(self._content.delete, file_id)
 

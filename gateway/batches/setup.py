@@ -1,4 +1,4 @@
-"""Puts the parts of files and batches together from the configuration. Called by the process."""
+"""Creates the parts of files and batches from the configuration. Called by the process."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The store in one SQLite file, for all gateways of a machine.
 
-Write-ahead logging with a sync per transaction: what a client was told survives a power cut, and a
-killed process leaves nothing half done. Called in one thread per process.
+Write-ahead logging with a sync per transaction: acknowledged changes survive a power cut, and a
+killed process leaves no partial change. Called in one thread per process.
 """
 
 import sqlite3
@@ -30,7 +30,7 @@ from gateway.batches.store import (
 from gateway.batches.terms import BatchRecord, FileRecord, Status
 
 BUSY_WAIT_S = 10.0
-"""How long a transaction waits for those of other processes."""
+"""Longest wait of a transaction for those of other processes."""
 
 BUSY_PAUSE_S = 0.02
 
@@ -67,7 +67,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 
 
 class SqliteStore:
-    """Keeps everything in the file at `path`; raises `StorageError` if it cannot be used."""
+    """Stores everything in the file at `path`; raises `StorageError` if it cannot be used."""
 
     def __init__(self, path: Path) -> None:
         with _translated():
@@ -97,7 +97,7 @@ class SqliteStore:
                 self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _use_write_ahead_log(self) -> None:
-        """Change the journal; while several processes start, SQLite does not wait by itself."""
+        """Switch the journal mode, with retries: SQLite does not wait for other processes here."""
         until_s = time.monotonic() + BUSY_WAIT_S
         while True:
             try:
@@ -148,11 +148,11 @@ class SqliteStore:
         return msgspec.json.decode(row[0], type=FileRecord) if row else None
 
     def files(self, tenant: str, wanted: PageWanted) -> Page[FileRecord]:
-        """Return a part of a tenant's files."""
+        """Return a page of a tenant's files."""
         return self._page("files", tenant, wanted, FileRecord)
 
     def delete_file(self, tenant: str, file_id: str) -> bool:
-        """Forget a file."""
+        """Delete a file's record."""
         with self._transaction():
             if self._file(tenant, file_id) is None:
                 return False
@@ -163,12 +163,12 @@ class SqliteStore:
             return True
 
     def knows_file(self, file_id: str) -> bool:
-        """Say whether a file of any tenant has this id."""
+        """Return whether a file of any tenant has this id."""
         with self._transaction(writes=False):
             return bool(self._one("SELECT 1 FROM files WHERE id = ?", file_id, is_there=False))
 
     def expired_files(self, now_s: int, limit: int) -> list[FileRecord]:
-        """Return files whose time is over and that no unfinished batch needs."""
+        """Return expired files that no unfinished batch needs."""
         with self._transaction(writes=False):
             rows = self._database.execute(
                 "SELECT record FROM files f WHERE expires_at <= ? AND NOT EXISTS"
@@ -205,7 +205,7 @@ class SqliteStore:
         return msgspec.json.decode(row[0], type=BatchRecord) if row else None
 
     def batches(self, tenant: str, wanted: PageWanted) -> Page[BatchRecord]:
-        """Return a part of a tenant's batches."""
+        """Return a page of a tenant's batches."""
         return self._page("batches", tenant, wanted, BatchRecord)
 
     def cancel(self, tenant: str, batch_id: str, now_s: int) -> BatchRecord | None:
@@ -219,7 +219,7 @@ class SqliteStore:
             return after
 
     def claim(self, owner: str, now_s: float, lease_s: float) -> Claim | None:
-        """Take an unfinished batch that nobody holds."""
+        """Claim an unfinished batch that no gateway holds."""
         with self._transaction():
             row = self._database.execute(_CLAIMABLE, {"now": now_s}).fetchone()
             if row is None:
@@ -232,7 +232,7 @@ class SqliteStore:
             return claim
 
     def renew(self, claim: Claim, now_s: float, lease_s: float) -> BatchRecord:
-        """Keep a batch and return what it is now."""
+        """Extend a claim and return the batch's record."""
         with self._transaction():
             batch = self._held(claim)
             self._database.execute(
@@ -241,7 +241,7 @@ class SqliteStore:
             return batch
 
     def release(self, claim: Claim) -> None:
-        """Let the next one have a batch."""
+        """Give a batch up."""
         with self._transaction():
             self._database.execute(
                 "UPDATE batches SET leased_until = 0, owner = '' WHERE id = ? AND fence = ?",
@@ -249,7 +249,7 @@ class SqliteStore:
             )
 
     def record(self, claim: Claim, results: Sequence[Result]) -> BatchRecord:
-        """Keep results of lines and count them."""
+        """Store and count results of lines."""
         with self._transaction():
             batch = self._held(claim)
             if batch.status is not Status.IN_PROGRESS:
@@ -273,7 +273,7 @@ class SqliteStore:
             return [row[0] for row in self._database.execute(query, (batch_id,))]
 
     def results(self, batch_id: str, after: int, limit: int) -> list[Result]:
-        """Return up to `limit` results of the lines behind number `after`."""
+        """Return at most `limit` results of the lines after number `after`."""
         query = "SELECT result FROM results WHERE batch = ? AND line > ? ORDER BY line LIMIT ?"
         with self._transaction(writes=False):
             rows = self._database.execute(query, (batch_id, after, limit)).fetchall()
@@ -291,7 +291,7 @@ class SqliteStore:
                 self._database.execute("DELETE FROM results WHERE batch = ?", (record.id,))
 
     def delete_old_batches(self, ended_before_s: int) -> int:
-        """Forget batches that have ended and were created before."""
+        """Delete ended batches created before `ended_before_s`."""
         with self._transaction():
             return self._database.execute(
                 "DELETE FROM batches WHERE open = 0 AND created_at < ?", (ended_before_s,)
@@ -320,7 +320,7 @@ class SqliteStore:
             where += " AND purpose = ?"
             values.append(wanted.purpose)
         if wanted.after is not None:
-            # Names of ours only, here and below.
+            # Here and below, only our own names go into the query's text.
             where += f" AND seq {beyond} (SELECT seq FROM {table} WHERE id = ?)"  # noqa: S608
             values.append(wanted.after)
         query = f"SELECT record FROM {table} WHERE {where} ORDER BY seq {order} LIMIT ?"  # noqa: S608
@@ -337,7 +337,7 @@ class SqliteStore:
     @contextmanager
     def _transaction(self, *, writes: bool = True) -> Iterator[None]:
         with _translated():
-            # A lock that is taken at once cannot fail half way.
+            # After the write lock is taken, no later statement can fail for it.
             self._database.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
                 yield
@@ -350,7 +350,7 @@ class SqliteStore:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn what SQLite and the disk say into `StorageError`."""
+    """Turn errors of SQLite and the disk into `StorageError`."""
     try:
         yield
     except sqlite3.Error as error:

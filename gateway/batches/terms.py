@@ -1,8 +1,8 @@
-"""Files and batches as records: what a batch may become, and what of it clients see. Pure.
+"""Records of files and batches: the transitions of a batch, and its form for clients. Pure.
 
 A batch goes VALIDATING -> IN_PROGRESS -> FINALIZING -> COMPLETED or EXPIRED; VALIDATING -> FAILED;
-and from VALIDATING or IN_PROGRESS over CANCELLING to CANCELLED. Records are values: a store keeps
-them, `changed` and its friends make the next one, and nothing else writes a status. Times are Unix
+and from VALIDATING or IN_PROGRESS through CANCELLING to CANCELLED. Records are values: a store
+holds them, and only `changed` and the functions that call it write a status. Times are Unix
 seconds, because records outlive processes and machines.
 """
 
@@ -13,17 +13,17 @@ import msgspec
 
 COMPLETION_WINDOW: Final = "24h"
 WINDOW_S = 24 * 3_600
-"""How long a batch may take before what is left of it expires."""
+"""Time after which the rest of a batch expires."""
 
 FILE_BYTES_MAX = 100 * 1024**2
-"""Largest file that is taken."""
+"""Largest accepted file."""
 FILES_PER_TENANT_MAX = 1_000
 BYTES_PER_TENANT_MAX = 16 * 1024**3
-"""Most bytes of all files of a tenant, those with results among them."""
+"""Most bytes of all files of a tenant, including result files."""
 BATCHES_UNFINISHED_MAX = 64
 """Most batches of one tenant that have not ended."""
 KEPT_S = 30 * 24 * 3_600
-"""How long files and ended batches are kept, unless a file's own time says less."""
+"""Lifetime of files and ended batches, unless a file's own is shorter."""
 EXPIRES_AFTER_S_MIN = 3_600
 EXPIRES_AFTER_S_MAX = KEPT_S
 FILENAME_CHARS_MAX = 255
@@ -32,11 +32,11 @@ METADATA_KEY_CHARS_MAX = 64
 METADATA_VALUE_CHARS_MAX = 512
 
 ENDPOINTS: Final[tuple[str, ...]] = ("/v1/chat/completions", "/v1/completions")
-"""What the lines of a batch may ask for."""
+"""Endpoints that the lines of a batch may call."""
 
 
 class Status(StrEnum):
-    """How far a batch is, in OpenAI's words."""
+    """The status of a batch, as OpenAI names it."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -58,17 +58,17 @@ NEXT: Final[dict[Status, frozenset[Status]]] = {
     Status.EXPIRED: frozenset(),
     Status.CANCELLED: frozenset(),
 }
-"""Status -> what may come next; nothing behind the ends."""
+"""Status -> possible next ones; none after an end."""
 
 ENDED: Final[frozenset[Status]] = frozenset(status for status, after in NEXT.items() if not after)
 
 
 class NotAllowedError(Exception):
-    """The batch is in a status from which it does not go there."""
+    """The batch's status does not allow this transition."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file: its bytes lie under its id in the data folder."""
+    """A file; its bytes are in the data folder, under its id."""
 
     id: str
     tenant: str
@@ -93,7 +93,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with an input file; `line` counts from 1."""
+    """An error in an input file; `line` counts from 1."""
 
     code: str
     message: str
@@ -150,23 +150,23 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_file_id: str
     created_at: int
     expires_at: int
-    """When what has no result yet expires."""
+    """Time at which lines without a result expire."""
     metadata: dict[str, str] | None = None
     files_expire_after_s: int = KEPT_S
-    """How long the files with results are kept."""
+    """Lifetime of the result files."""
     status: Status = Status.VALIDATING
     model: str | None = None
     counts: Counts = Counts()
     usage: Usage = Usage()
     errors: tuple[LineError, ...] = ()
     times: dict[str, int] = {}
-    """Status -> when the batch came to it."""
+    """Status -> when the batch reached it."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 
     @property
     def has_ended(self) -> bool:
-        """Nothing will change any more."""
+        """Whether nothing will change any more."""
         return self.status in ENDED
 
     def view(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ _TIMED = frozenset(Status) - {Status.VALIDATING}
 
 
 def changed(batch: BatchRecord, status: Status, now_s: int, **fields: Any) -> BatchRecord:
-    """Return the batch in its next status; raises `NotAllowedError` if it does not go there."""
+    """Return the batch in its next status; raises `NotAllowedError` for an invalid transition."""
     if status not in NEXT[batch.status]:
         raise NotAllowedError(f"a batch that is {batch.status} cannot become {status}.")
     times = {**batch.times, status.value: now_s}
@@ -220,14 +220,14 @@ def failed(batch: BatchRecord, errors: tuple[LineError, ...], now_s: int) -> Bat
 
 
 def cancelling(batch: BatchRecord, now_s: int) -> BatchRecord:
-    """Return the batch that begins no more lines; one that is being cancelled stays as it is."""
+    """Return the batch that begins no more lines; a cancelled one stays unchanged."""
     if batch.status in (Status.CANCELLING, Status.CANCELLED):
         return batch
     return changed(batch, Status.CANCELLING, now_s)
 
 
 def counted(batch: BatchRecord, completed: int, failed: int, usage: Usage) -> BatchRecord:
-    """Return the batch with so many more lines that have their result."""
+    """Return the batch with further completed and failed lines counted."""
     assert batch.status is Status.IN_PROGRESS, batch.status
     counts = Counts(
         batch.counts.total, batch.counts.completed + completed, batch.counts.failed + failed

@@ -1,7 +1,7 @@
-"""An uploaded file on its way from the client to the disk, never as a whole in memory.
+"""Streams an uploaded file from the client to the disk, never whole in memory.
 
-Reads a multipart form with `python_multipart`'s parser of pieces, whatever the order of its fields.
-Used by the API.
+Reads a multipart form with `python_multipart`'s push parser; the fields may come in any order. Used
+by the API.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from gateway.errors import ApiError, api_error
 from gateway.http.intake import BodyReader
 
 FORM_BYTES_MAX = FILE_BYTES_MAX + 64 * 1024
-"""Largest body of an upload: a file, and what the form adds."""
+"""Largest body of an upload: a file, and the form around it."""
 UPLOAD_WAIT_S = 1_800.0
-"""How long an upload may take."""
+"""Longest duration of an upload."""
 WRITE_BYTES = 512 * 1024
-"""Bytes that are gathered for one write."""
+"""Bytes collected for one write."""
 FIELD_BYTES_MAX = 1_024
 HEADER_BYTES_MAX = 4 * 1024
 """Most bytes of the headers of one field."""
@@ -31,12 +31,12 @@ FILE_FIELD: Final = "file"
 
 
 class BadFormError(Exception):
-    """The form cannot be read; the message says why."""
+    """The form cannot be read; the message is the reason."""
 
 
 @dataclass(slots=True)
 class Upload:
-    """What was uploaded; `part` is to be kept or dropped by whoever has it."""
+    """A finished upload; its owner must keep or drop `part`."""
 
     part: Part
     filename: str = ""
@@ -45,7 +45,7 @@ class Upload:
 
 
 class _Form:
-    """Follows the parser; file bytes gather in `waiting` until they are written."""
+    """Collects the parser's events; file bytes wait in `waiting` until they are written."""
 
     def __init__(self, boundary: bytes) -> None:
         self.waiting = bytearray()

@@ -1,1 +1,1 @@
-"""vLLM 0.32.0 as the front end: its app, its engine wire, grammars and media."""
+"""vLLM 0.32.0 as the front end: its app, its engine wire format, grammars and media."""

@@ -1,9 +1,9 @@
 """vLLM's OpenAI front end, built from the cell's configuration (vLLM 0.32.0).
 
-`build_app`, `init_app_state` and `AsyncLLM` are used as they are, over AsyncLLM's seam for engines
-that it does not manage (`client_addresses`). Two differences: `generate` raises a task's failure
-as an error that both of vLLM's ways of answering, whole and streamed, understand; and requests and
-outputs, which are of this process only, do not take the way over the engine's sockets.
+Uses `build_app`, `init_app_state` and `AsyncLLM` unchanged, over AsyncLLM's interface for engines
+that it does not manage (`client_addresses`). Two differences: `generate` raises a failed task's
+error in a form that vLLM's whole and streamed answers both handle; and requests and outputs, which
+stay in this process, bypass the engine's sockets.
 """
 
 import logging
@@ -49,17 +49,17 @@ from gateway.http.intake import REQUEST_ID_HEADER
 
 _FAILED = ("error", "abort")
 _OPENAI_REASON = {"repetition": "stop"}
-"""Finish reasons that only vLLM knows, in OpenAI's words."""
+"""Finish reasons that only vLLM knows -> OpenAI's."""
 
 NO_MEDIA_DOMAIN = "media.invalid"
-"""An empty list would allow every domain."""
+"""Stands for no domain: an empty list would allow every domain."""
 
 
 class TaskFailedError(GenerationError):
-    """A task ended without its end. vLLM makes some answer of it, `errors.shape_error` ours."""
+    """A task failed. vLLM makes its own answer of it, `errors.shape_error` the gateway's."""
 
     def __init__(self, error: ApiError) -> None:
-        """Note the failure where the HTTP side finds it."""
+        """Record the failure where the HTTP side finds it."""
         super().__init__(error.message)
         self.status_code = HTTPStatus(error.status)
         request = current_request.get()
@@ -71,10 +71,10 @@ class RelayedLLM(AsyncLLM):
     """AsyncLLM whose engine is the relay."""
 
     sandbox: Sandbox | None = None
-    """Where grammars are tried out; without one they are checked in the event loop."""
+    """Tries out grammars; without it they are checked in the event loop."""
 
     def connect(self, say: Callable[[EngineMessage], None]) -> None:
-        """Hand requests and aborts to the relay by a call: the sockets cost five thread hops."""
+        """Pass requests and aborts to `say` directly: the sockets cost five thread hops."""
         client = self._client
 
         async def add_request(request: EngineCoreRequest) -> None:
@@ -105,7 +105,7 @@ class RelayedLLM(AsyncLLM):
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
 
-        What the relay must know of the request travels to it as the session's name.
+        The request's tenant, deadline and trace travel to the relay in `session_id`.
         """
         request = current_request.get() or RequestState()
         stream = self._generate(request, *args, **kwargs)
@@ -158,7 +158,7 @@ _NOT_OFFERED = {
 
 @dataclass(frozen=True, slots=True)
 class FrontEndConfig:
-    """vLLM's arguments and the configuration that follows from them."""
+    """vLLM's arguments and the configuration made from them."""
 
     args: Namespace
     vllm: VllmConfig
@@ -185,7 +185,7 @@ def configure(
             raise ValueError(f"model.engine_args: {option} is not offered: {why}.")
     # The layout decides how ranks compute; the front end sees one engine.
     args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
-    # The edge has checked every URL; this is the second lock on the same door.
+    # The edge has checked every URL already; this is the second line of defence.
     args.allowed_media_domains = list(media_domains) or [NO_MEDIA_DOMAIN]
     args.allowed_local_media_path = ""
     args.trust_request_chat_template = False
@@ -204,11 +204,10 @@ async def build_front_end(
     input_address: str,
     output_address: str,
 ) -> tuple[FastAPI, RelayedLLM]:
-    """Build AsyncLLM and the app around it.
+    """Build AsyncLLM and the app around it; `say` takes the requests.
 
-    The engine's ready frame must be on its way to `input_address`, and the engine must answer
-    utility calls while this runs: AsyncLLM's constructor waits for the one, the app for the other.
-    `say` takes the requests.
+    The engine's ready frame must be on its way to `input_address`, because AsyncLLM's constructor
+    waits for it. The engine must answer utility calls meanwhile, because the app waits for those.
     """
     llm = RelayedLLM.from_vllm_config(
         config.vllm,
@@ -220,22 +219,22 @@ async def build_front_end(
     tasks = await llm.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(config.args, tasks, llm.model_config)
-    # A package that vLLM imports for its routes turns the root logger down.
+    # A package that vLLM imports for its routes raises the root logger's level.
     logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
     keep_to_the_template()
     refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
     keep_public(global_http_connection)
-    # Some variables are asked for with every token; from now on they stay as they are.
+    # Some variables are read for every token; from now on their values are cached.
     envs.enable_envs_cache()
     return app, llm
 
 
 def _name_responses(serving: OpenAIServingResponses) -> None:
-    """Name a response as its request, as vLLM does with chat completions.
+    """Name a response after its request, as vLLM does with chat completions.
 
-    And fill in what OpenAI lets be null, but vLLM's own answer then does not.
+    Also set values that OpenAI lets be null but vLLM's own answer does not.
     """
     create = serving.create_responses
 

@@ -1,8 +1,8 @@
-"""Grammars tried out before a rank gets them, where they can hold up nobody (vLLM 0.32.0).
+"""Tries out grammars before a rank gets them, in processes that block nothing (vLLM 0.32.0).
 
-vLLM checks a request's grammar on the event loop and compiles it on the rank; both run native code
-that some schemas keep busy for minutes. Here a sandbox does both first, within a deadline, and what
-vLLM's check makes of the parameters is handed back, so that the event loop need not check again.
+vLLM checks a request's grammar on the event loop and compiles it on the rank. Both run native code
+that takes minutes for some schemas. Here a sandbox does both first, within a deadline, and returns
+the parameters as vLLM's check leaves them, so that the event loop need not check again.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from gateway.engine.sandbox import BusyError, Sandbox, TooSlowError
 from gateway.errors import ApiError, api_error
 
 COMPILE_S = 5.0
-"""How long a grammar may take to be checked and compiled."""
+"""Longest time to check and compile a grammar."""
 
 _COMPILED_BY_XGRAMMAR = ("xgrammar", "auto")
 _CHECKED = ("_backend", "_backend_was_auto")
@@ -36,11 +36,11 @@ class UnfitGrammarError(Exception):
 
 
 def prepare(config: VllmConfig) -> Callable[[bytes], bytes]:
-    """Return what workers call: parameters in, checked parameters or what is wrong out."""
+    """Return the workers' function: parameters in, checked parameters or an error out."""
     tokenizer = cached_tokenizer_from_config(model_config=config.model_config)
     backend = None
     if config.structured_outputs_config.backend in _COMPILED_BY_XGRAMMAR:
-        # Here, so that it is made once and not in every worker.
+        # Created here, so once and not in every worker.
         backend = XgrammarBackend(config, tokenizer, config.model_config.get_vocab_size())
 
     def check(question: bytes) -> bytes:
@@ -61,7 +61,7 @@ def prepare(config: VllmConfig) -> Callable[[bytes], bytes]:
 
 
 async def try_grammar(sandbox: Sandbox, params: Any) -> None:
-    """Check a request's grammar, if it has one; raises `UnfitGrammarError` or vLLM's own error."""
+    """Check a request's grammar, if any; raises `UnfitGrammarError` or vLLM's own error."""
     grammar = getattr(params, "structured_outputs", None)
     if grammar is None or grammar._backend is not None:
         return

@@ -1,8 +1,8 @@
-"""vLLM's fetcher of media URLs, kept to addresses that everyone may reach (vLLM 0.32.0).
+"""Restricts vLLM's fetcher of media URLs to public addresses (vLLM 0.32.0).
 
-The body check knows names only, and whoever owns a name decides what it resolves to, a different
-address each time if they like. So the addresses are checked where they are used: by the resolver
-of the connection itself, which connects to no address that was not checked. Redirects are off.
+The body check sees only names, and a name's owner can make it resolve to a different address each
+time. So the connection's own resolver checks addresses, and the connection uses only checked ones.
+Redirects are off.
 """
 
 from aiohttp import ClientSession, TCPConnector, ThreadedResolver
@@ -17,13 +17,13 @@ class PublicResolver(AbstractResolver):
     """Refuses a name if any of its addresses is not public."""
 
     def __init__(self, inner: AbstractResolver) -> None:
-        """Check what `inner` finds."""
+        """Check the addresses that `inner` finds."""
         self._inner = inner
 
     async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:
-        """Return the addresses of a host; raises ValueError for one that may not be fetched from.
+        """Return a host's addresses; raises ValueError if one is not public.
 
-        An OSError would be tried again by vLLM.
+        vLLM would retry after an OSError.
         """
         found = await self._inner.resolve(host, port, family)  # type: ignore[arg-type]
         if not all(is_public(each["host"]) for each in found):
@@ -31,14 +31,14 @@ class PublicResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close what looks names up."""
+        """Close the inner resolver."""
         await self._inner.close()
 
 
 def keep_public(connection: HTTPConnection, resolver: AbstractResolver | None = None) -> None:
-    """Make a connection of vLLM's fetch from public addresses only, and not through a proxy.
+    """Make vLLM's connection fetch only from public addresses, and not through a proxy.
 
-    Behind a proxy nobody here would know what a name resolves to.
+    With a proxy, this process would not know what a name resolves to.
     """
     session: list[ClientSession] = []
 

@@ -1,9 +1,9 @@
-"""What vLLM makes of a request's messages, where it is not what a client may expect (vLLM 0.32.0).
+"""Corrects vLLM's rendering of messages where clients may expect otherwise (vLLM 0.32.0).
 
-OpenAI's schema allows more than vLLM's rendering reads: a message of an assistant without content,
-or with a refusal, ends it with an exception that becomes a 500. What can be read is put into the
-form that it expects; whatever else ends it is the request's fault and told as that. And the prompt
-of a response begins with what the chat template writes, not with one more beginning of a text.
+OpenAI's schema allows more than vLLM's rendering reads: an assistant's message without content, or
+with a refusal, raises an exception that becomes a 500. Readable messages are converted to the form
+that vLLM expects; any other failure is reported as the request's fault. A response's prompt begins
+with the chat template's text, without a second beginning-of-text token.
 """
 
 from collections.abc import Awaitable, Callable
@@ -22,16 +22,16 @@ from vllm.renderers.online_renderer import OnlineRenderer
 log = structlog.get_logger(__name__)
 
 _OF_SHAPE = (LookupError, AttributeError, AssertionError)
-"""What Python raises where data has another shape than its reader thinks; `TypeError` and
-`ValueError` vLLM answers with 400 itself."""
+"""Raised by Python for data of an unexpected shape; vLLM itself answers `TypeError` and
+`ValueError` with 400."""
 
 _FIELD = {"render_chat": "messages", "render_completion": "prompt", "render_responses": "input"}
 
 
 def keep_to_the_template() -> None:
-    """Let the tokenizer add nothing to a response's prompt, as with chat completions.
+    """Stop the tokenizer from adding tokens to a response's prompt, as with chat completions.
 
-    vLLM leaves it the default, and models whose template begins a text begin it twice.
+    vLLM keeps the default, so the text would begin twice if the template begins it already.
     """
     build = ResponsesRequest.build_tok_params
 
@@ -43,14 +43,14 @@ def keep_to_the_template() -> None:
 
 
 def join_output_messages(request: ResponsesRequest) -> None:
-    """Make each message that a model wrote before one text: vLLM reads the first part only."""
+    """Join each model-written message into one text: vLLM reads only the first part."""
     if isinstance(request.input, str):
         return
     request.input = [_joined(item) for item in request.input]
 
 
 def _joined(item: Any) -> Any:
-    """A message as the API gave it out, or one that a client wrote in the same words."""
+    """Join a message that the API gave out, or one that a client wrote in the same form."""
     if isinstance(item, ResponseOutputMessage):
         joined = "".join(map(_text_of, item.model_dump()["content"]))
         text = ResponseOutputText(text=joined, type="output_text", annotations=[])
@@ -71,7 +71,7 @@ def _text_of(part: dict[str, Any]) -> str:
 
 
 def refuse_unreadable(renderer: OnlineRenderer) -> None:
-    """Answer 400 where rendering breaks off because of a request's shape."""
+    """Answer 400 if rendering fails because of a request's shape."""
     for method, field in _FIELD.items():
         setattr(renderer, method, _refusing(getattr(renderer, method), field))
 
@@ -82,7 +82,7 @@ def _refusing(render: Callable[..., Awaitable[Any]], field: str) -> Callable[...
         try:
             return await render(*args, **kwargs)
         except _OF_SHAPE as error:
-            # The log tells where: it may still be a fault of the server.
+            # The log keeps the stack: it may still be a fault of the server.
             log.warning("request_unreadable", field=field, exc_info=True)
             raise VLLMValidationError(
                 f"{field} has a form that this server cannot read.", parameter=field

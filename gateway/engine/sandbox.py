@@ -1,9 +1,9 @@
-"""Calls of native code that may take for ever, in processes that the kernel ends in time.
+"""Runs native calls that may never return, in processes that the kernel kills in time.
 
-A nursery is forked once, early, from a process that has imported what the calls need; it forks
-workers on demand, so that one costs milliseconds. A worker sets itself an alarm before each call,
-which kills it even while native code holds the interpreter. Its caller sees the connection end and
-asks for a fresh worker. Everything ends with the process that made the nursery.
+A fork server is forked once, early, from a process that has imported what the calls need. It forks
+workers on demand, so that one costs milliseconds. A worker sets an alarm before each call, which
+kills it even while native code holds the interpreter. The caller sees its connection close, and the
+next call gets a new worker. All end with the process that made the fork server.
 """
 
 import array
@@ -19,11 +19,11 @@ from typing import Final, NoReturn
 WORKERS_MAX = 2
 """Most calls at once."""
 ANSWERS_MAX = 1_024
-"""Answers that are remembered, so that what is asked again costs nothing."""
+"""Answers that are remembered, so that a repeated question costs nothing."""
 LATE_S = 5.0
-"""How long after its alarm a worker may be silent before it is given up."""
+"""Longest silence of a worker after its alarm, before it is given up."""
 WAIT_S = 30.0
-"""How long a call may wait for a worker."""
+"""Longest wait of a call for a worker."""
 MESSAGE_BYTES_MAX = 16 * 1024**2
 
 _LENGTH: Final = struct.Struct("!I")
@@ -37,14 +37,14 @@ class TooSlowError(Exception):
 
 
 class BusyError(Exception):
-    """All workers are taken for longer than is bearable."""
+    """No worker became free within `WAIT_S`."""
 
 
 class ForkServer:
-    """The process that forks workers; to be made before threads and event loops."""
+    """The process that forks workers; create it before threads and event loops."""
 
     def __init__(self, prepare: Callable[[], Call], limit_s: float) -> None:
-        """`prepare` runs once in the nursery and returns what workers call."""
+        """`prepare` runs once in the fork server and returns the workers' function."""
         self.limit_s = limit_s
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
@@ -54,7 +54,7 @@ class ForkServer:
         theirs.close()
 
     def hire(self) -> socket.socket:
-        """Return the connection to a fresh worker; does not wait for it."""
+        """Return the connection to a new worker, without waiting for the worker."""
         ours, theirs = socket.socketpair()
         with theirs:
             fds = array.array("i", [theirs.fileno()])
@@ -63,13 +63,13 @@ class ForkServer:
         return ours
 
     def close(self) -> None:
-        """End the nursery; its workers end with their connections."""
+        """End the fork server; its workers end with their connections."""
         self._control.close()
         os.waitpid(self.pid, 0)
 
 
 class Sandbox:
-    """Asks workers of a nursery; belongs to one event loop."""
+    """Sends questions to workers of a fork server; belongs to one event loop."""
 
     def __init__(self, nursery: ForkServer) -> None:
         self._nursery = nursery
@@ -109,14 +109,14 @@ class Sandbox:
             worker.close()
             raise TooSlowError from error
         except BaseException:
-            # Whatever it is doing is of no use any more: its alarm ends it.
+            # Nobody needs the answer any more; the worker's alarm ends it.
             worker.close()
             raise
         self._idle.append(worker)
         return answer
 
     def close(self) -> None:
-        """End the workers and the nursery."""
+        """End the workers and the fork server."""
         for worker in self._idle:
             worker.close()
         self._idle.clear()
@@ -135,7 +135,7 @@ async def _read(worker: socket.socket, size: int) -> bytes:
 
 
 def _run_nursery(control: socket.socket, prepare: Callable[[], Call], limit_s: float) -> NoReturn:
-    """Fork workers until whoever made the nursery is gone."""
+    """Fork workers until the process that made this one is gone."""
     status = 1
     try:
         # Ctrl-C is for the gateway; this process ends when the gateway does.

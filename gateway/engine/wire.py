@@ -1,8 +1,8 @@
-"""vLLM's private engine wire, seen from the engine's side (vLLM 0.32.0).
+"""vLLM's private engine wire format, seen from the engine's side (vLLM 0.32.0).
 
-The one module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
-as they write it, and the calls of methods that come from AsyncLLM's ROUTER socket and are answered
-at its PULL socket. `tests/integration/test_gateway.py` is its contract test. Called by the relay.
+The only module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
+as they write it, and the method calls that come from AsyncLLM's ROUTER socket and are answered at
+its PULL socket. `tests/integration/test_gateway.py` is its contract test. Called by the relay.
 """
 
 import copy
@@ -28,15 +28,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from gateway.errors import ApiError, RequestState, api_error, current_request
 
 ENGINE_IDENTITY = (0).to_bytes(2, "little")
-"""ZeroMQ identity of engine 0, as which the relay poses."""
+"""ZeroMQ identity of engine 0, which the relay stands in for."""
 
 SUPPORTED_TASKS = ("generate",)
 SEED_BITS = 63
 FAILURE_MARK = "aileron-failure:"
-"""Start of a `stop_reason` that carries an `ApiError` to `vllm_app`."""
+"""Start of a `stop_reason` that carries an `ApiError` to `gateway.engine.app`."""
 
 NOTE_MARK = "aileron-note:"
-"""Start of a `session_id` that carries what the gateway knows of a request."""
+"""Start of a `session_id` that carries the tenant, deadline and trace of a request."""
 
 Frames = Sequence[bytes | memoryview]
 Output = EngineCoreOutput
@@ -44,7 +44,7 @@ Output = EngineCoreOutput
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """A request to run; `frames` are vLLM's again, with a seed."""
+    """A request to run; `frames` are vLLM's, encoded again with a seed."""
 
     request_id: str
     prompt_tokens: int
@@ -55,7 +55,7 @@ class AddRequest:
     trace: str
     frames: tuple[bytes, ...]
     state: RequestState | None = None
-    """What the HTTP side is to know of the request."""
+    """State shared with the HTTP side."""
     prompt_token_ids: Sequence[int] = ()
     """Empty for a prompt of embeddings."""
 
@@ -70,7 +70,7 @@ class UnfitRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:
-    """Requests that nobody waits for any more."""
+    """Requests that no client waits for any more."""
 
     request_ids: tuple[str, ...]
 
@@ -110,7 +110,7 @@ _decode_outputs = MsgpackDecoder(EngineCoreOutputs).decode
 _decode_ids = msgspec.msgpack.Decoder(_BatchIds).decode
 
 WireError = msgspec.MsgspecError
-"""Raised for frames that are not what they should be."""
+"""Raised for invalid frames."""
 
 
 def _encode(value: Any) -> tuple[bytes, ...]:
@@ -118,7 +118,7 @@ def _encode(value: Any) -> tuple[bytes, ...]:
 
 
 def ready_frame(config: VllmConfig) -> bytes:
-    """The first message of an engine: what it is, from the front end's own configuration."""
+    """Return an engine's first message, a description made from the front end's configuration."""
     parallel, scheduler, cache = (
         config.parallel_config,
         config.scheduler_config,
@@ -147,9 +147,9 @@ def ready_frame(config: VllmConfig) -> bytes:
 
 
 def decode_call(frames: Frames) -> UtilityCall | None:
-    """Read what AsyncLLM sent over its socket; None for what concerns only vLLM's own engines.
+    """Read a message from AsyncLLM's socket; None for what concerns only vLLM's own engines.
 
-    Requests and aborts do not come here: AsyncLLM hands them over by a call.
+    Requests and aborts do not come here: AsyncLLM passes them by a direct call.
     """
     if EngineCoreRequestType(bytes(frames[0])) != EngineCoreRequestType.UTILITY:
         return None
@@ -158,13 +158,13 @@ def decode_call(frames: Frames) -> UtilityCall | None:
 
 
 def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None:
-    """Read a request of AsyncLLM, which stays as it is; None if it is aborted already.
+    """Read a request of AsyncLLM without changing it; None if it is aborted already.
 
-    To be called in the context of the HTTP request that it came from.
+    Call it in the context of the HTTP request.
     """
     if request.abort_immediately:
         return None
-    # AsyncLLM goes on using its own: one object of parameters serves all choices of a request.
+    # AsyncLLM goes on using its own: all choices of a request share one params object.
     request, params = copy.copy(request), request.sampling_params
     if params is None:
         return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
@@ -173,7 +173,7 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
     note = _read_note(request.session_id)
     request.session_id = note.session_id
     if params.seed is None:
-        # All ranks of a group must draw the same tokens, and so must a later attempt.
+        # All ranks of a group must sample the same tokens, and so must a later attempt.
         params = request.sampling_params = copy.copy(params)
         params.seed = secrets.randbits(SEED_BITS)
     if request.prompt_token_ids is not None:
@@ -202,7 +202,7 @@ class _Note(msgspec.Struct, array_like=True):
 
 
 def write_note(tenant: str, deadline_ms: int, session_id: str | None, trace: str = "") -> str:
-    """Put what the gateway knows of a request into the name of its session."""
+    """Encode the tenant, deadline and trace of a request into its session id."""
     return NOTE_MARK + msgspec.json.encode([tenant, deadline_ms, session_id, trace]).decode()
 
 
@@ -213,7 +213,7 @@ def _read_note(session_id: str | None) -> _Note:
 
 
 def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
-    """Answer a method call: the layout, not the front end, pauses and switches engines here."""
+    """Answer a method call: here the layout pauses and switches engines, not the front end."""
     answers: dict[str, Any] = {
         "get_supported_tasks": SUPPORTED_TASKS,
         "is_scheduler_paused": False,
@@ -235,7 +235,7 @@ def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
 
 
 def encode_failure(request_ids: Sequence[str], error: ApiError) -> tuple[bytes, ...]:
-    """Outputs that end these requests with an error; `failure_of` reads it at the other side."""
+    """Return outputs that end these requests with an error, for `failure_of` to read."""
     reason = FAILURE_MARK + _encode_failure_note(error)
     outputs = [
         EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
@@ -249,7 +249,7 @@ def _encode_failure_note(error: ApiError) -> str:
 
 
 def failure_of(stop_reason: int | str | None) -> ApiError:
-    """The error in the `stop_reason` of an output that ended with an error."""
+    """Return the error in the `stop_reason` of an output that ended with an error."""
     if isinstance(stop_reason, str) and stop_reason.startswith(FAILURE_MARK):
         code, message, retry_s = msgspec.json.decode(stop_reason.removeprefix(FAILURE_MARK))
         return api_error(code, message, retry_after_s=retry_s)
@@ -257,7 +257,7 @@ def failure_of(stop_reason: int | str | None) -> ApiError:
 
 
 def read_token_ids(frames: Frames) -> list[list[int]]:
-    """Token ids of each output of a batch, without decoding the rest."""
+    """Return the token ids of each output of a batch, without decoding the rest."""
     batch = _decode_ids(frames[0])
     if batch.engine_index != 0:
         raise msgspec.ValidationError("outputs of another engine than 0")
@@ -265,20 +265,20 @@ def read_token_ids(frames: Frames) -> list[list[int]]:
 
 
 def decode_outputs(frames: Frames) -> EngineCoreOutputs:
-    """Read a whole batch."""
+    """Decode a whole batch."""
     return _decode_outputs(frames)
 
 
 def encode_outputs(batch: EngineCoreOutputs, outputs: list[EngineCoreOutput]) -> tuple[bytes, ...]:
-    """Write a batch again with other outputs."""
+    """Encode a batch again with other outputs."""
     batch.outputs = outputs
     return _encode(batch)
 
 
 def trim_output(output: EngineCoreOutput, skip: int, keep: int, *, finished: bool) -> None:
-    """Leave tokens skip..skip+keep-1 of an output, and nothing that is told once per request.
+    """Keep tokens skip..skip+keep-1 of an output, and drop all data sent once per request.
 
-    Prompt logprobs, prefill statistics and queue events came with an earlier attempt already.
+    An earlier attempt already sent prompt logprobs, prefill statistics and queue events.
     """
     whole = keep == len(output.new_token_ids)
     output.new_token_ids = output.new_token_ids[skip : skip + keep]

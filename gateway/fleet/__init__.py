@@ -1,1 +1,1 @@
-"""The cells that a gateway knows: which are there, how busy they are, and who gets a task."""
+"""The cells a gateway knows: their state, their load, and the choice of a cell for each task."""

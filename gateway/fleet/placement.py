@@ -1,9 +1,9 @@
-"""Which cell a task goes to, and what queued tasks a busy cell should give to an idle one.
+"""Which cell gets a task, and which queued tasks a busy cell should give to an idle one.
 
-The least loaded cell that can hold the task gets it; one that has seen the beginning of its prompt
-gets it instead, as long as it is not much busier. What one gateway sees of a cell is as old as the
-cell's last message, so tasks that it has sent since count as well. After the scorers of the Gateway
-API Inference Extension, with a bound in place of weights. Called by the roster. Pure.
+A task goes to the least loaded cell that can hold it, or to one that has seen the beginning of its
+prompt and is not much busier. A gateway's knowledge of a cell is as old as the cell's last message,
+so it adds the tasks it has sent since. After the scorers of the Gateway API Inference Extension,
+with a bound in place of weights. Called by the roster. Pure.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from coordinator.protocol.messages.gateway import CellLoad
 from coordinator.protocol.terms import TaskId, Tier
 
 AFFINITY_LOAD_MAX = 0.25
-"""A cell that knows the prompt may be so much busier than the idlest, in parts of what it holds."""
+"""A cell that knows the prompt may exceed the lowest load by this fraction of its capacity."""
 
 LOAD_STEP = 0.05
-"""Loads that differ by less are the same: what is known of them is no more exact."""
+"""Loads that differ by less count as equal: they are not known more exactly."""
 
 SPILLED_TASKS_MAX = 16
 """Most queued tasks that one gateway takes from one cell at a time."""
@@ -27,12 +27,12 @@ UNKNOWN_LOAD = CellLoad(queued=(), running=0, tasks_max=0, blocks_free=0, blocks
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What is known of a task that is to be placed."""
+    """The properties of a task that placement needs."""
 
     task: TaskId
     tier: Tier
     context_tokens_max: int
-    """Tokens whose KV it may need before it ends."""
+    """Most tokens whose KV the task may need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,36 +41,36 @@ class Candidate:
 
     name: str
     is_up: bool
-    """There is a session with it."""
+    """Whether it has a session that has reported its state."""
     is_draining: bool
     is_serving: bool
-    """Some of its ranks serve a layout now."""
+    """Whether some of its ranks serve a layout now."""
     ranks_alive: int
     context_tokens_max: int
     """Its largest context; 0 is unknown."""
     load: CellLoad
     sent: int = 0
-    """Tasks that were sent to it since it told its load."""
+    """Tasks sent to it since it reported a new load."""
     matched_blocks: int = 0
     """How many of the prompt's first blocks it has seen."""
 
 
 def is_open(cell: Candidate) -> bool:
-    """Say whether tasks may be sent to a cell at all."""
+    """Return whether tasks may be sent to a cell at all."""
     return cell.is_up and not cell.is_draining and cell.ranks_alive > 0
 
 
 def can_hold(cell: Candidate, needs: Needs) -> bool:
-    """Say whether a cell may get this task."""
+    """Return whether a cell may get this task."""
     limit = cell.context_tokens_max
     return is_open(cell) and (not limit or needs.context_tokens_max <= limit)
 
 
 def load_for(cell: Candidate, tier: Tier) -> float:
-    """Return how busy a cell is for a task of this tier: 1 is full, more than that is a queue.
+    """Return a cell's load for a task of this tier: 1 is full, and above that tasks queue.
 
-    Queued tasks of lower tiers do not count, because they wait behind it. KV that is short counts
-    like places that are short.
+    Queued tasks of lower tiers do not count, because they wait after it. A shortage of KV counts
+    like a shortage of places.
     """
     load = cell.load
     ahead = sum(load.queued[: tier + 1])
@@ -80,9 +80,9 @@ def load_for(cell: Candidate, tier: Tier) -> float:
 
 
 def choose(needs: Needs, cells: Sequence[Candidate]) -> str | None:
-    """Return the cell for a task; None if no cell can have it now."""
+    """Return the cell for a task; None if no cell can take it now."""
     fit = [cell for cell in cells if can_hold(cell, needs)]
-    # One that switches or starts serves soon, and any that serves now is sooner.
+    # A cell that switches or starts will serve soon, but one that serves now is sooner.
     fit = [cell for cell in fit if cell.is_serving] or fit
     if not fit:
         return None
@@ -99,12 +99,12 @@ def choose(needs: Needs, cells: Sequence[Candidate]) -> str | None:
     among = known or fit
     least = min(loads[cell.name] for cell in among)
     same = [cell.name for cell in among if loads[cell.name] < least + LOAD_STEP]
-    # Gateways that see the same cells equally busy do not all choose the first one.
+    # So that gateways that see equal loads do not all choose the first cell.
     return preferred(needs.task, same)
 
 
 def preferred(who: str, cells: Collection[str]) -> str:
-    """Return one of these cells, the same one as long as it is among them."""
+    """Return one of these cells, the same for `who` while it is among them."""
     return max(cells, key=lambda name: hashlib.blake2b(f"{who} {name}".encode()).digest())
 
 
@@ -118,9 +118,9 @@ class Spill:
 
 
 def spill(cells: Collection[Candidate]) -> list[Spill]:
-    """Return which cells with a queue should give of it to cells that have room and no queue.
+    """Return which cells with a queue should give tasks to cells with room and no queue.
 
-    Each idle cell is offered to once, and half of its room: other gateways see it as well.
+    Each idle cell is offered once, with half of its room: other gateways see it as well.
     """
     queued = {cell.name: sum(cell.load.queued) for cell in cells if cell.is_up}
     spills = []

@@ -1,8 +1,8 @@
-"""Which cell each open task is in: what goes elsewhere when cells die, drain, fill up or fall idle.
+"""Moves open tasks between cells when cells die, drain, fill up or fall idle.
 
-A stream goes on in another cell behind the tokens that were delivered. What the former cell still
-sends is dropped by the task's token stream, and the former cell is told to forget the task: at
-once, or when it is back. Called by the relay with its clock's time in seconds; pure.
+A stream continues in another cell after its delivered tokens. The task's token stream drops later
+tokens of the former cell, and the former cell gets a Cancel, immediately or when it is back. Called
+by the relay with its clock's time in seconds; pure.
 """
 
 from collections.abc import Callable, Collection
@@ -15,14 +15,14 @@ from gateway.fleet.roster import CellRoster, MoveReason
 from gateway.open_requests import OpenRequest, OpenRequests
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
-"""A cell that refuses a task so says nothing about other cells."""
+"""Refusals with these codes say nothing about other cells."""
 
 Told = list[tuple[str, GatewayUp]]
-"""Whom to tell what, in order."""
+"""Each cell with its message, in order."""
 
 
 def needs_of(header: TaskHeader) -> Needs:
-    """Return what a cell must have for a task."""
+    """Return what a task needs of a cell."""
     return Needs(header.task, header.tier, header.prompt_tokens + header.max_tokens)
 
 
@@ -40,10 +40,10 @@ class Rebalancer:
         self._cells = cells
         self._moved = moved
         self._asked: dict[TaskId, str] = {}
-        """Queued tasks that a cell was asked to give up, with the cell that is to get them."""
+        """Queued tasks that a cell was asked to give up, with the cell that will get them."""
 
     def tick(self, now_s: float) -> Told:
-        """Let time pass: cells die, queues grow."""
+        """Move tasks of dead cells, spill queues, and forget cells that are long gone."""
         told = self.cell_changed(now_s)
         told += self._spill()
         for cell in self._cells.forget({task.cell for task in self._book if task.cell}, now_s):
@@ -51,7 +51,7 @@ class Rebalancer:
         return told
 
     def cell_changed(self, now_s: float) -> Told:
-        """Take tasks to where they can be: those of cells that are left, and those of none."""
+        """Move tasks out of cells they must leave, and tasks that no connected cell has."""
         if not (self._cells.in_fleet and self._cells.are_open):
             return []
         left, up = self._cells.left(now_s), self._cells.up
@@ -66,7 +66,7 @@ class Rebalancer:
         return told
 
     def refused(self, task_id: TaskId, code: str, cell: str) -> Told:
-        """A cell failed a task: if it was only full, another one may have room."""
+        """Move a task that a full cell refused to another one, if there is one."""
         task = self._book.get(task_id)
         if task is None or task.cell != cell or code not in FULL_CODES or task.delivered:
             return []
@@ -74,18 +74,18 @@ class Rebalancer:
         return self._move(task, MoveReason.FULL, task.refused_by)
 
     def withdrawn(self, task_id: TaskId, cell: str) -> Told:
-        """A cell gave up a queued task, as it was asked to."""
+        """Move a queued task that its cell gave up on request."""
         wanted = self._asked.pop(task_id, None)
         task = self._book.get(task_id)
         if task is None or task.cell != cell:
             return []
         if wanted in self._cells.up:
             return self._to(task, wanted, MoveReason.SPILL)
-        # The idle cell is gone: any other one, or this one again.
+        # The idle cell is gone: use any other one, or this one again.
         return self._move(task, MoveReason.SPILL) or [(cell, task.submit())]
 
     def _move(self, task: OpenRequest, reason: MoveReason, without: Collection[str] = ()) -> Told:
-        """Take a task to another cell; nothing if there is none."""
+        """Move a task to the best cell; return nothing if there is no other."""
         if not self._cells.in_fleet:
             return []
         cell = self._cells.choose(needs_of(task.header), task.prefixes, without)
@@ -99,7 +99,7 @@ class Rebalancer:
         return self._book.move(task, cell)
 
     def _spill(self) -> Told:
-        """Ask busy cells for tasks that wait there and could begin elsewhere."""
+        """Ask busy cells for queued tasks that could begin in an idle cell."""
         self._asked = {task: cell for task, cell in self._asked.items() if self._book.get(task)}
         told: Told = []
         for each in self._cells.spills():

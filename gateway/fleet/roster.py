@@ -1,9 +1,10 @@
-"""The cells that a gateway knows, as far as it has heard of them, and what follows for its tasks.
+"""The cells a gateway knows, their last reported state, and which of them tasks must leave.
 
-A cell is *found* while the configuration or the registry names it. It is left when it drains, and
-when it is dead: its session is down, and it is either no longer found or was not reached for
-`dead_after_s`. One that is no longer found stays as long as its session lives, so that a registry
-that is down or empty takes nothing away. Called by the relay and the fleet; pure.
+A cell is *found* while the configuration or the registry names it. Tasks leave a cell that drains
+or is dead. A cell is dead if it has no rank left, or if its session is down and it is either no
+longer found or has been down for `dead_after_s`. A cell that is no longer found stays while its
+session is up, so a registry that is down or empty removes nothing. Called by the relay and the
+fleet; pure.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -15,16 +16,16 @@ from coordinator.protocol.prefixes import SeenPrefixes
 from gateway.fleet.placement import UNKNOWN_LOAD, Candidate, Needs, Spill, choose, is_open, spill
 
 ALONE = ""
-"""The cell of a gateway that was told no address."""
+"""The cell of a gateway without a configured address."""
 
 
 FORGOTTEN_AFTER_S = 300.0
-"""How long a cell that is gone is still expected: if it comes back, it is told what was taken away
-from it, so that it computes nothing for nobody."""
+"""How long a lost cell is remembered: if it comes back, it gets the Cancels of tasks that were
+moved away, so that it does not compute them in vain."""
 
 
 class MoveReason(StrEnum):
-    """Why a task leaves the cell that it is in."""
+    """Why a task leaves its cell."""
 
     DEAD = "dead"
     """The cell cannot be reached, or has no rank left."""
@@ -32,7 +33,7 @@ class MoveReason(StrEnum):
     FULL = "full"
     """It refused the task, and another one may have room."""
     SPILL = "spill"
-    """The task waited there, and another one was idle."""
+    """The task was queued there, and another cell was idle."""
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class CellRoster:
     """All known cells; a cell's name is the address of its coordinator."""
 
     def __init__(self, cells: Iterable[str], dead_after_s: float, *, in_fleet: bool) -> None:
-        """Start with these cells; one that is not in a fleet is never left."""
+        """Start with these cells; tasks never leave a cell that is not in a fleet."""
         self._cells = {name: _Cell() for name in cells}
         self._dead_after_s = dead_after_s
         self.in_fleet = in_fleet
@@ -60,17 +61,17 @@ class CellRoster:
         return cls([address], 0.0, in_fleet=False)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the cells that are known now."""
+        """Iterate over the known cells."""
         return iter(tuple(self._cells))
 
     @property
     def up(self) -> list[str]:
-        """The cells with a session, in order of their names."""
+        """The cells with a session, sorted by name."""
         return sorted(name for name, cell in self._cells.items() if cell.is_up)
 
     @property
     def state(self) -> CellState | None:
-        """What one cell last said of itself, the one that is most likely to serve."""
+        """The last reported state of the cell that is most likely to serve."""
         states = [self._cells[name].state for name in self.up]
         return max(
             (state for state in states if state is not None),
@@ -79,20 +80,20 @@ class CellRoster:
         )
 
     def found(self, cells: Collection[str], now_s: float) -> None:
-        """Take the cells that the registry names; the ones that are not named may be leaving."""
+        """Record the cells that the registry names, and that the others are no longer found."""
         for name in cells:
             self._cells.setdefault(name, _Cell(down_since_s=now_s))
         for name, cell in self._cells.items():
             cell.is_found = name in cells
 
     def opened(self, name: str) -> None:
-        """A session with the cell began."""
+        """Record that a session with the cell began."""
         if (cell := self._cells.get(name)) is not None:
             cell.is_up, cell.state, cell.sent = True, None, 0
             cell.prefixes.clear()
 
     def closed(self, name: str, now_s: float) -> None:
-        """The session with the cell ended."""
+        """Record that the session with the cell ended."""
         if (cell := self._cells.get(name)) is not None:
             cell.is_up, cell.state, cell.down_since_s = False, None, now_s
 
@@ -102,7 +103,7 @@ class CellRoster:
         return any(is_open(self._candidate(name, cell, 0)) for name, cell in self._cells.items())
 
     def said(self, name: str, message: CellState | PrefixesHeld) -> bool:
-        """Take what a cell says of itself; say whether tasks may come or must go since."""
+        """Record a cell's message; return whether the cell has opened or closed for tasks."""
         cell = self._cells.get(name)
         if cell is None:
             return False
@@ -116,10 +117,10 @@ class CellRoster:
         return was_open != is_open(self._candidate(name, cell, 0))
 
     def sent(self, name: str, prefixes: Sequence[int]) -> None:
-        """A task with such a prompt goes to the cell."""
+        """Record that a task with these prompt hashes goes to the cell."""
         if (cell := self._cells.get(name)) is not None:
             cell.sent += 1
-            # The cell will say so to all gateways; the next request here may come before.
+            # The cell will report it to all gateways; the next request may arrive earlier.
             cell.prefixes.came(prefixes)
 
     def choose(
@@ -142,14 +143,14 @@ class CellRoster:
         return spill([self._candidate(name, cell, 0) for name, cell in self._cells.items()])
 
     def left(self, now_s: float) -> dict[str, MoveReason]:
-        """Return the cells that tasks must not stay in, each with the reason."""
+        """Return the cells that tasks must leave, each with the reason."""
         if not self.in_fleet:
             return {}
         reasons = {name: self._why_left(cell, now_s) for name, cell in self._cells.items()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def forget(self, in_use: Collection[str], now_s: float) -> list[str]:
-        """Forget cells that are long gone and have no tasks any more; return their names."""
+        """Forget cells that are long gone and have no tasks; return their names."""
         gone = [
             name
             for name, cell in self._cells.items()
@@ -170,7 +171,7 @@ class CellRoster:
         return MoveReason.DEAD if is_dead else None
 
     def _refuses(self, needs: Needs, cells: Sequence[Candidate]) -> str | None:
-        """Return who refuses a task that is too long for every cell: it knows what to say."""
+        """Return the cell that refuses a task too long for every cell, with the right error."""
         small = [cell for cell in cells if cell.is_up and not cell.is_draining]
         if not small or any(not cell.context_tokens_max for cell in small):
             return None

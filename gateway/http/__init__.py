@@ -1,1 +1,1 @@
-"""What every HTTP request and answer passes: connection, body checks, errors, routes."""
+"""The HTTP layer that every request and answer passes: connection, checks, errors, routes."""

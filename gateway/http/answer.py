@@ -1,4 +1,4 @@
-"""One answer on its way out: its headers, its error shape, and the hold on a stream's first event.
+"""One answer on its way out: its headers, its error shape, and the delayed start of a stream.
 
 Called by the edge; `Answer.send` takes the place of the ASGI server's `send`.
 """
@@ -24,24 +24,24 @@ from gateway.http.spans import RequestSpan
 from gateway.http.stream_forms import StreamForm, stream_form
 
 KEEP_ALIVE_S = 15.0
-"""Pause in a stream after which a comment is sent, so that proxies do not cut it."""
+"""Silence in a stream after which a comment is sent, so that proxies keep it open."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
 SEND_STALL_S = 60.0
-"""How long a client may stop reading before its request is given up."""
+"""Longest time that a client may not read before its request is given up."""
 
 ERROR_BODY_BYTES_MAX = 1024**2
-"""Most bytes of someone else's error that are read to shape it."""
+"""Most bytes of the application's error body that are read to reshape it."""
 
 OPENAI_VERSION = b"2020-10-01"
-"""The version of OpenAI's API whose shapes are spoken."""
+"""The version of OpenAI's API that answers follow."""
 
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class ClientStalledError(Exception):
-    """The client does not read what it asked for."""
+    """The client does not read its answer."""
 
 
 class _Phase(Enum):
@@ -54,7 +54,7 @@ class _Phase(Enum):
     STREAM = 3
     """The start of an event stream was sent; events pass, an error ends it."""
     CLOSED = 4
-    """The answer is complete, whatever comes after."""
+    """The answer is complete; later messages are ignored."""
 
 
 class Answer:
@@ -69,11 +69,11 @@ class Answer:
         self._began_s = asyncio.get_running_loop().time()
         self._sent_at_s = 0.0
         self._last: bytes = b""
-        # Events of a stream that were not sent yet, because no token came.
+        # Events of a stream that are held until there is a token.
         self._preface: list[bytes] = []
         self._stalled = False
         self._patience: asyncio.Timeout | None = None
-        """While something is being sent: until when."""
+        """Time limit of the send in progress; None if there is none."""
         self._phase = _Phase.BEFORE
         self._start: Message = {}
         self._error_body = bytearray()
@@ -81,20 +81,20 @@ class Answer:
         self.status = 0
         """The status that was sent; 0 before that."""
         self.error_code = ""
-        """The code of the error that the answer is, or ended with."""
+        """Code of the error that the answer is, or that ended it."""
         self.is_abandoned = False
         """Whether the client left before the answer was complete."""
         self.tier = Tier.STANDARD
         self.request = RequestState()
         self.span: RequestSpan | None = None
-        """Its span, if the request is traced."""
+        """The request's span, if it is traced."""
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
         self.kept: StoredAnswer | None = None
-        """The whole answer, once it was sent in one piece and is no error."""
+        """The whole answer, after it was sent in one piece without an error."""
         self._budget, self._budget_after = WaitBudget(), WaitBudget()
         self.headers: list[tuple[bytes, bytes]] = []
-        """Headers of this answer besides those that every answer has."""
+        """Extra headers of this answer."""
 
     async def send(self, message: Message) -> None:
         """Take a message of the app; raises `ClientStalledError` to end it."""
@@ -112,7 +112,7 @@ class Answer:
 
     @property
     def wait_budget(self) -> WaitBudget:
-        """How long Redis may be waited for; what follows the last byte holds up nobody."""
+        """Remaining wait for Redis; a separate one after the last byte, when no client waits."""
         return self._budget_after if self._phase is _Phase.CLOSED else self._budget
 
     @property
@@ -121,7 +121,7 @@ class Answer:
         return asyncio.get_running_loop().time() - self._began_s
 
     def client_gone(self) -> None:
-        """Take note that nobody reads any more."""
+        """Record that the client no longer reads."""
         self.is_abandoned |= self._phase is not _Phase.CLOSED
 
     def give_up(self) -> None:
@@ -130,7 +130,7 @@ class Answer:
             self._patience.reschedule(0)
 
     def close(self) -> None:
-        """The app has returned: send nothing of one's own accord any more."""
+        """Stop the keep-alive comments: the app has returned."""
         if self._keeper is not None:
             self._keeper.cancel()
 
@@ -140,12 +140,12 @@ class Answer:
             await self._send_error(error)
 
     async def repeat(self, kept: StoredAnswer) -> None:
-        """Answer as another request was answered before."""
+        """Replay the stored answer of an earlier request."""
         await self._send_start(kept.status, [*kept.headers, (b"idempotent-replayed", b"true")])
         await self._send_last(kept.body)
 
     async def fail(self) -> None:
-        """End the answer after an exception, as well as what was sent so far allows."""
+        """End the answer after an exception: with an error event or an error answer."""
         error = self.request.failure or api_error("internal_error", SERVER_ERROR_MESSAGE)
         if self._phase is _Phase.STREAM:
             await self._send_error_event(error)
@@ -175,7 +175,7 @@ class Answer:
                 pass
 
     async def _keep_alive(self) -> None:
-        """Send a comment whenever a stream is silent; vLLM's own way takes a task per event."""
+        """Send a comment whenever a stream is silent; vLLM's way needs a task per event."""
         clock = asyncio.get_running_loop().time
         self._sent_at_s = clock()
         comment = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
@@ -205,7 +205,7 @@ class Answer:
 
     @property
     def _tier_name(self) -> str:
-        """What the body says of the tier; empty if nothing."""
+        """The tier's name for the body; empty if the body does not name it."""
         named = self.echoes_tier or self._form.always_names_tier
         return service_tier_name(self.tier) if named else ""
 

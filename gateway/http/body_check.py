@@ -1,8 +1,8 @@
-"""What a request's body may be: well-formed, of bounded shape, and within the caps of parameters.
+"""What a request's body may be: well-formed, of bounded shape, and within parameter limits.
 
-Checked before vLLM reads it, because Python's JSON and pydantic take seconds for a body of a few
-megabytes that is made of small values, and recursion ends them with a 500. Nothing of the body is
-ever quoted in an error. Called by the edge, in a thread for large bodies. Pure.
+Checked before vLLM reads it: Python's JSON and pydantic take seconds for a few megabytes of small
+values, and deep nesting makes them fail with a 500. Errors never quote the body. Called by the
+edge, in a thread for large bodies. Pure.
 """
 
 import re
@@ -21,7 +21,7 @@ JSON_DEPTH_MAX = 64
 JSON_KEYS_MAX = 10_000
 """Most members of all objects of a body together."""
 JSON_VALUES_MAX = 262_144
-"""Most values of a body; a prompt may come as a list of token ids."""
+"""Most values of a body; a prompt may be a list of token ids."""
 
 CHOICES_MAX = 8
 """Most choices (`n`, `best_of`) of one request."""
@@ -34,7 +34,7 @@ TOKEN_IDS_MAX = 1_024
 """Most token ids in a list that steers sampling."""
 TOOLS_MAX = 128
 OWN_TOOLS: Final[frozenset[str]] = frozenset({"function", "custom", "namespace"})
-"""Types of tools that the client runs; vLLM would leave others out without a word."""
+"""Types of tools that the client runs; vLLM would silently ignore others."""
 SCHEMA_BYTES_MAX = 64 * 1024
 """Largest `response_format`, `structured_outputs`, `text` or single set of tools."""
 MODEL_CHARS_MAX = 256
@@ -57,7 +57,7 @@ UNSUPPORTED: Final[tuple[str, ...]] = (
     "conversation",
     "background",
 )
-"""Parameters with which a client would steer the server itself, or that it cannot run.
+"""Parameters that would steer the server itself, or that it does not support.
 
 The last ones are the Responses API's stored state: nothing is stored, whatever `store` says.
 """
@@ -66,7 +66,7 @@ _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
 _SURROGATES_BYTES = 12
-"""Of a pair in escapes; the pattern looks at no more."""
+"""Length of an escaped pair, the longest text that the pattern looks at."""
 _FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
 _STRUCTURE = frozenset(b'"{}[],:')
 _NOT_STRUCTURE = bytes(set(range(256)) - _STRUCTURE)
@@ -74,7 +74,7 @@ _STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
 
 
 class _Fields(msgspec.Struct):
-    """The members that are looked at; msgspec checks the others for form and skips them."""
+    """The checked members; msgspec only validates the syntax of the others."""
 
     model: object = None
     service_tier: object = None
@@ -114,20 +114,20 @@ class _Fields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class BodyFacts:
-    """What the gateway itself must know of a body."""
+    """The facts about a body that the gateway needs."""
 
     service_tier: object
     prompt_tokens_estimate: int
-    """About a quarter of the body's bytes, as OpenAI's own limits estimate."""
+    """A quarter of the body's bytes, the estimate that OpenAI's own limits use."""
 
 
 def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiError:
-    """Return what is needed of a body, or what is wrong with it."""
+    """Return the facts about a body, or the error in it."""
     if (error := _check_shape(body)) is not None:
         return error
     try:
         fields = msgspec.json.decode(body, type=_Fields)
-        # What was skipped may turn out to be wrong only when it is looked at.
+        # Skipped members may turn out to be invalid only here.
         return _check_fields(fields, media_domains) or BodyFacts(
             fields.service_tier, len(body) // 4
         )
@@ -145,7 +145,7 @@ def _check_fields(fields: _Fields, media_domains: frozenset[str]) -> ApiError | 
 
 
 def _check_shape(body: bytes) -> ApiError | None:
-    """Refuse what is costly or impossible to parse; linear, and in large steps of C."""
+    """Refuse what is costly or impossible to parse; linear, in a few large C calls."""
     try:
         body.decode()
     except UnicodeDecodeError:
@@ -156,7 +156,7 @@ def _check_shape(body: bytes) -> ApiError | None:
     values, keys = brackets + count(body, b","), count(body, b":")
     if brackets <= JSON_DEPTH_MAX and values <= JSON_VALUES_MAX and keys <= JSON_KEYS_MAX:
         return None
-    # Too much at first sight, but strings may hold such characters: look outside of them.
+    # The counts include characters in strings, so count again outside of them.
     plain = _structure(body)
     if count(plain, b'"') > 2 * (JSON_VALUES_MAX + JSON_KEYS_MAX):
         return _too_many(f"more than {JSON_VALUES_MAX} values")
@@ -172,7 +172,7 @@ def _check_shape(body: bytes) -> ApiError | None:
 
 
 def _structure(body: bytes) -> bytes:
-    """What JSON's structure is made of, with quotes but not with escaped ones."""
+    """Return JSON's structural characters, with quotes but without escaped ones."""
     for escape in (b"\\\\", b'\\"'):
         body = body.replace(escape, b"")
         breathe(body)
@@ -263,7 +263,7 @@ def _count(raw: msgspec.Raw) -> int:
 
 
 def _kinds(tools: msgspec.Raw) -> set[str]:
-    """Return the types of tools, as far as they are words; what else is wrong vLLM will say."""
+    """Return the types of tools that are strings; vLLM reports other faults."""
     if not bytes(tools).startswith(b"["):
         return set()
     entries = msgspec.json.decode(tools)

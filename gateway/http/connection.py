@@ -1,8 +1,8 @@
-"""One client connection: uvicorn's httptools protocol, with the limits that it does not have.
+"""One client connection: uvicorn's httptools protocol with limits added.
 
 Bounds the number, size and time of headers and the number of connections, answers broken HTTP in
-OpenAI's shape, and lets a client that is refused in the middle of its body read the answer. Bodies
-are bounded by the edge. uvicorn makes one of these per connection.
+OpenAI's shape, and lets a client that is refused while it sends its body read the answer. The edge
+bounds bodies. uvicorn creates one instance per connection.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ HEADER_BYTES_MAX = 32 * 1024
 """Most bytes of a request line and its headers together."""
 
 HEADER_WAIT_S = 10.0
-"""How long a client may take from a request's first byte to its headers' end."""
+"""Longest time from a request's first byte to the end of its headers."""
 
 LINGER_S = 1.0
-"""How long what a refused client still sends is thrown away, so that it reads the answer."""
+"""How long a refused client's input is discarded, so that it can read the answer."""
 
 LINGER_BYTES_MAX = 8 * 1024**2
 
 REST_BYTES_MAX = 256 * 1024
-"""Most bytes of a body that are read behind its answer to keep the connection."""
+"""Most bytes of a body that are read after its answer to keep the connection."""
 
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """How many connections there may be, and how many there are of each address."""
+    """Limits on connections, and the open connections of each address."""
 
     connections_max: int
     per_address_max: int = 0
@@ -56,7 +56,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._discarded_bytes: int | None = None
-        """Bytes thrown away since the answer was complete; None while bytes are wanted."""
+        """Bytes discarded since the answer was complete; None while input is still read."""
         self._rest_timer: asyncio.TimerHandle | None = None
         """Runs while an answer is complete and its request's body is not."""
         self._rest_bytes = 0
@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
             self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Remove the connection from the counts."""
         super().connection_lost(exc)
         self._stop_header_timer()
         self._stop_rest_timer()
@@ -123,30 +123,30 @@ class Connection(HttpToolsProtocol):
             self._refusal = _headers_too_large()
             raise httptools.HttpParserInvalidMethodError
         if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in self.headers):
-            # The parser would notice too, but only when the request is on its way.
+            # The parser would notice too, but only after the application was called.
             raise httptools.HttpParserInvalidMethodError
         super().on_headers_complete()
         self._is_new = False
         self._in_headers, self._in_body = False, True
         self._header_bytes = 0
         self._stop_header_timer()
-        # Whoever closes after an answer must not cut it off from a client that is still sending.
+        # Closing after an answer must not cut off a client that is still sending.
         self.cycle.transport = cast(asyncio.Transport, _Ending(self.transport, self))
 
     def on_message_complete(self) -> None:
-        """Take note that the body is complete."""
+        """Record that the body is complete."""
         super().on_message_complete()
         self._stop_rest_timer()
         self._in_headers, self._in_body = True, False
 
     def on_response_complete(self) -> None:
-        """Keep the connection for the next request, if this one comes to its end soon.
+        """Keep the connection for the next request, if this one ends soon.
 
-        A client that was not told that the connection ends may reuse it: closing it because its
-        body came in later than the answer went out would fail that request.
+        A client that got no `Connection: close` may reuse the connection. Closing it because the
+        body arrived after the answer would fail that next request.
         """
         if self._discarded_bytes is not None:
-            # It is being closed already; nothing more is read from it.
+            # The connection is closing already; no more input is read.
             self.server_state.total_requests += 1
             return
         super().on_response_complete()
@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
             self._rest_timer = None
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
-        """Answer what is no HTTP, or cut off an answer whose client has gone out of step."""
+        """Answer invalid HTTP, or abort if an answer is in progress."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol):
         self._refuse(error)
 
     def close_gently(self) -> None:
-        """Close when the client has had a chance to read what was sent."""
+        """Close after the client had time to read the answer."""
         if self._discarded_bytes is not None:
             return
         if not self._in_body:
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Ending:
-    """The transport as an answer sees it: closing waits for the client."""
+    """The transport that answers see: closing waits for the client."""
 
     __slots__ = ("_connection", "is_closing", "write")
 

@@ -1,8 +1,8 @@
-"""The outermost ASGI layer: what every request passes before vLLM's app, and every answer after it.
+"""The outermost ASGI layer: every request passes it before vLLM's app, every answer after it.
 
-It opens only listed routes, knows the client by its key, bounds requests and bodies, resolves the
-tier and hands it to vLLM, names the request, and gives every error OpenAI's shape. A stream's
-status line is held back until its first event, so that a request that fails before its first token
+It opens only listed routes, identifies the client by its key, bounds requests and bodies, resolves
+the tier and passes it to vLLM, names the request, and gives every error OpenAI's shape. It holds a
+stream's status line until the first event, so that a request that fails before its first token
 still gets a proper status.
 """
 
@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EdgeLimits:
-    """What one gateway takes; see `GatewayConfig`."""
+    """The limits of one gateway; see `GatewayConfig`."""
 
     requests_max: int = 4_096
     body_bytes_max: int = 8 * 1024**2
@@ -76,7 +76,7 @@ class Edge:
         spans: RequestSpans | None = None,
         replays: SharedIdempotencyCache | None = None,
     ) -> None:
-        """Without keys everyone is let in."""
+        """Without keys every client is let in."""
         self._app = app
         self._keys = keys or KeyRing("")
         self._rates = rates or RateLimits(SharedStorage("memory://"))
@@ -86,18 +86,18 @@ class Edge:
         self._admission = Admission(self._limits.requests_max)
         self._refusals = Refusals()
         self._replays = replays or SharedIdempotencyCache(SharedStorage("memory://"))
-        # Not the loop's own threads: all of those may be waiting for the disk of batches.
+        # Not the loop's default threads: all of those may be waiting for the disk of batches.
         self._checkers = ThreadPoolExecutor(CHECKERS, thread_name_prefix="body-check")
         self._open = 0
         self.idle = asyncio.Event()
-        """Set while no request is being answered, probes aside."""
+        """Set while no request is being answered; probes do not count."""
         self.idle.set()
         self.draining = False
-        """Whether new requests are refused because the process ends."""
+        """Whether new requests are refused because the process is ending."""
 
     @property
     def requests(self) -> int:
-        """Requests that are being answered, until their last byte; probes are not counted."""
+        """Requests being answered, until their last byte; probes do not count."""
         return self._open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,8 +121,8 @@ class Edge:
             answer.is_abandoned = True
             log.info("client_lost", request_id=head.request_id, reason=type(gone).__name__)
         except Exception:
-            # The last resort for every bug of ours and of vLLM's: the client gets a 500. Not every
-            # stream of vLLM's can tell a task's failure otherwise than by breaking off.
+            # Catches every bug of ours and of vLLM's: the client gets a 500. Some of vLLM's streams
+            # can report a failed task only by raising.
             if answer.request.failure is None:
                 path = ascii(scope["path"])[:LOGGED_CHARS_MAX]
                 log.exception("request_failed", request_id=head.request_id, path=path)
@@ -176,7 +176,7 @@ class Edge:
     async def _serve_other(
         self, scope: Scope, receive: Receive, answer: Answer, key: ApiKey | None
     ) -> ApiError | None:
-        """Let a route read its body itself; it counts as a request of the key all the same."""
+        """Let a route read its body itself; it still counts as a request of the key."""
         answer.tier = Tier.BATCH
         if key is not None:
             admitted = await self._rates.admit(key, 0, answer.wait_budget)
@@ -187,9 +187,9 @@ class Edge:
         return None
 
     async def answer_line(self, call: LineCall) -> LineAnswer:
-        """Answer a request of a batch as if a client had sent it, in the lowest tier.
+        """Answer a request of a batch like a client's, in the lowest tier.
 
-        It needs a permit like any other, but no key: whoever made the batch had one.
+        It needs a permit but no key, which was checked when the batch was made.
         """
         told = LineProgress()
         answer = Answer(told.send, uuid.uuid4().hex, call.path)
@@ -229,13 +229,13 @@ class Edge:
     async def _serve_body(
         self, scope: Scope, receive: Receive, answer: Answer, head: RequestHead, key: ApiKey | None
     ) -> ApiError | None:
-        """Take the request in step by step; whatever is wrong ends it before the next step."""
+        """Check the request step by step; the first fault ends it."""
         if head.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
             return api_error("unsupported_media_type", "The body must be application/json.")
         deadline_ms = head.deadline_ms()
         if isinstance(deadline_ms, ApiError):
             return deadline_ms
-        # Before the body is there only the headers can say how urgent it is.
+        # Before the body is read, only the headers say how urgent the request is.
         rules = self._rules(key)
         tier = rules.resolve(head.headers, None)
         if isinstance(tier, ApiError):

@@ -1,7 +1,7 @@
-"""Names of fields that an error may tell: those of the request's own models, nothing of a client's.
+"""Field names that an error may contain: those of the request models, never a client's keys.
 
-Where an object has keys of the client's choice, such as `logit_bias`, pydantic's location of an
-error holds those keys. The way to a field is told down to the first such object. Pure.
+If an object has keys of the client's choice, such as `logit_bias`, pydantic's location of an error
+contains those keys. The path to a field stops at the first such object. Pure.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 PARTS_MAX = 8
-"""Most names and places of a way."""
+"""Most names and indices of a path."""
 
 _WITH_FIELDS: Final[frozenset[str]] = frozenset({"model-fields", "typed-dict", "dataclass-args"})
-"""Schemas of pydantic's core that have fields of their own."""
+"""Schemas of pydantic's core that have named fields."""
 _NOT_LOOKED_AT: Final[frozenset[str]] = frozenset({"metadata", "serialization"})
 
 
@@ -22,10 +22,10 @@ class FieldNames:
 
     known: frozenset[str]
     free: frozenset[str]
-    """Those with keys of the client's choice in them."""
+    """Fields that contain keys of the client's choice."""
 
     def way_to(self, location: Iterable[str | int]) -> str | None:
-        """Put pydantic's location into words; what is no field is a branch of a union."""
+        """Return pydantic's location as a dotted path, without the branches of unions."""
         parts: list[str] = []
         for part in location:
             if isinstance(part, int) or part in self.known:
@@ -47,7 +47,7 @@ def field_names(core_schemas: Iterable[Any]) -> FieldNames:
 
 
 def _fields(schema: Any) -> Iterator[tuple[set[str], dict[str, Any]]]:
-    """Give all fields, each with the names that it goes by."""
+    """Yield all fields, each with its names."""
     if _has_fields(schema):
         fields = schema["fields"]
         named = fields.items() if isinstance(fields, dict) else ((f["name"], f) for f in fields)
@@ -59,7 +59,7 @@ def _fields(schema: Any) -> Iterator[tuple[set[str], dict[str, Any]]]:
 
 
 def _has_free_keys(schema: Any) -> bool:
-    """Say whether the client chooses keys here; models below have fields of their own."""
+    """Return whether the client chooses keys here, not counting nested models."""
     if isinstance(schema, dict) and schema.get("type") == "dict":
         return True
     return not _has_fields(schema) and any(map(_has_free_keys, _inner(schema)))

@@ -1,8 +1,8 @@
-"""Which grammars may be asked for: of bounded size once they are written out.
+"""Which grammars a request may contain: those of bounded size when expanded.
 
 A regular expression of twenty characters can stand for an automaton of millions of states, and a
-schema can refer to nothing but itself; compiling either holds up the gateway or fails on a rank.
-Called by the body check. Pure.
+schema can refer only to itself. Compiling either blocks the gateway or fails on a rank. Called by
+the body check. Pure.
 """
 
 import re
@@ -13,7 +13,7 @@ import msgspec
 
 REGEX_CHARS_MAX = 4_096
 REGEX_STATES_MAX = 20_000
-"""About the states of the automaton of one regular expression."""
+"""Approximate limit on the states of one regular expression's automaton."""
 
 SCHEMA_PROPERTIES_MAX = 1_000
 """Most named properties of one schema, over all its levels."""
@@ -23,7 +23,7 @@ _REGEX_KEYS = frozenset({"pattern", "regex"})
 
 
 def check_grammar(raw: bytes) -> str | None:
-    """Return what is wrong with the grammars in a parameter's JSON, as the end of a sentence."""
+    """Return the fault in the grammars of a parameter's JSON, as the end of a sentence."""
     if not any(word in raw for word in (b"pattern", b"regex", b"$ref", b"ropert", b"\\u")):
         return None
     value = msgspec.json.decode(raw)
@@ -43,8 +43,8 @@ def check_grammar(raw: bytes) -> str | None:
 
 
 def regex_states(pattern: str) -> int:
-    """Return about how many states the automaton of a regular expression has."""
-    # Sizes of what is open so far, one level per group; and of the last thing that can be repeated.
+    """Return the approximate number of states of a regular expression's automaton."""
+    # `sums`: states so far, one entry per open group; `last`: of the last repeatable item.
     sums, last, place = [0], 0, 0
     while place < len(pattern):
         char = pattern[place]
@@ -84,7 +84,7 @@ def _check_regex(pattern: str) -> str | None:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield every object at any depth; the nesting is bounded already."""
+    """Yield every object at any depth; the caller has bounded the nesting."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value:
@@ -93,7 +93,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _refers_to_itself(schema: dict[str, Any]) -> bool:
-    """Say whether some reference leads, over references alone, back to itself."""
+    """Return whether a reference leads back to itself over references alone."""
     for node in _objects(schema):
         seen: set[str] = set()
         at: Any = node

@@ -1,6 +1,6 @@
-"""A request on its way in: its headers, read once, and its body, read within limits.
+"""Reads a request: its headers, once, and its body, within limits.
 
-Called by the edge. What a request says that is wrong comes back as an `ApiError`.
+Called by the edge. Faults of the request are returned as an `ApiError`.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from gateway.errors import ApiError, api_error
 from gateway.http.answer import Answer
 
 BODY_WAIT_S = 30.0
-"""How long a client may take to send its body."""
+"""Longest time for a client to send its body."""
 
 BODY_GRACE_S = 5.0
 BODY_RATE_MIN = 1_024
-"""Bytes per second that a body must average once the grace is over."""
+"""Bytes per second that a body must average after the grace period."""
 
 DEADLINE_MS_MAX = 86_400_000
 
@@ -31,9 +31,8 @@ REQUEST_ID_HEADER = "x-request-id"
 CLIENT_REQUEST_ID_HEADER = "x-client-request-id"
 DEADLINE_HEADER = "x-request-deadline-ms"
 RETRY_COUNT_HEADER = "x-stainless-retry-count"
-"""How often OpenAI's clients have asked before. Their `x-stainless-timeout` is not read: it bounds
-each read, not the answer, and a client that gives up closes its connection, which frees its place.
-"""
+"""Number of earlier tries by an OpenAI client. `x-stainless-timeout` is not read: it bounds each
+read, not the answer, and a client that gives up closes its connection, which frees its permit."""
 FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairness-id")
 
 SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
@@ -43,10 +42,10 @@ SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
         *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
     }
 )
-"""Headers that two readers would understand differently if they came twice."""
+"""Headers that two readers would interpret differently if they were repeated."""
 
 _INNER_PREFIXES = (b"x-vllm-", b"x-aileron-", b"x-gateway-", b"x-llm-d-", b"x-data-parallel-")
-"""Headers that steer what is behind the gateway: no client's are passed on."""
+"""Headers that steer servers after the gateway; a client's are never forwarded."""
 
 _DROPPED = frozenset(
     {
@@ -55,7 +54,7 @@ _DROPPED = frozenset(
         *(b"proxy-authorization", b"proxy-connection", b"expect"),
     }
 )
-"""Headers for the gateway alone, and those that concern one connection only."""
+"""Headers meant for the gateway alone, and hop-by-hop headers."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _FAIRNESS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
@@ -78,7 +77,7 @@ class RequestHead:
     """The client's IP address, or that of the proxy in front."""
 
     def check(self, http_version: str) -> ApiError | None:
-        """Return what is wrong with the headers as such."""
+        """Return the error in the headers themselves, if any."""
         if self.repeated & SINGLE_HEADERS:
             return api_error("invalid_http", "A header came twice that may come once.")
         if http_version == "1.1" and not self.headers.get("host"):
@@ -86,7 +85,7 @@ class RequestHead:
         return None
 
     def deadline_ms(self) -> int | ApiError:
-        """Return after how many milliseconds the answer is of no use; 0 is never."""
+        """Return the milliseconds after which the answer is useless; 0 is never."""
         value = self.headers.get(DEADLINE_HEADER, "0").strip()
         if not (value.isascii() and value.isdecimal()) or len(value) > len(str(DEADLINE_MS_MAX)):
             return _bad_deadline()
@@ -94,12 +93,12 @@ class RequestHead:
 
     @property
     def is_retry(self) -> bool:
-        """Whether an OpenAI client says that it has asked before."""
+        """Whether an OpenAI client marks the request as a retry."""
         count = self.headers.get(RETRY_COUNT_HEADER, "0")
         return count.isascii() and count.isdecimal() and count.strip("0") != ""
 
     def fairness_id(self) -> str:
-        """Return the tenant that a proxy in front names; only to be believed without keys."""
+        """Return the tenant that a proxy in front names; to be trusted only without API keys."""
         for name in FAIRNESS_HEADERS:
             if _FAIRNESS_ID.fullmatch(self.headers.get(name, "")):
                 return self.headers[name]
@@ -121,7 +120,7 @@ def read_head(scope: Scope) -> RequestHead:
 
 
 class BodyReader:
-    """Reads a body piece by piece: of at most so many bytes, and not slower than bearable."""
+    """Reads a body piece by piece, at most `most` bytes and at a minimum rate."""
 
     def __init__(
         self, receive: Receive, headers: Mapping[str, str], most: int, wait_s: float = BODY_WAIT_S
@@ -134,10 +133,10 @@ class BodyReader:
         self._began_s = self._clock()
         self._bytes = 0
         self.is_complete = False
-        """Nothing more comes."""
+        """Whether the whole body was read."""
 
     def check_length(self) -> ApiError | None:
-        """Return the error of a body that says itself that it is too long."""
+        """Return the error of a body whose Content-Length is too large."""
         length = self._length
         if length and (len(length) > 15 or not length.isdecimal() or int(length) > self._most):
             return self._too_large()
@@ -179,7 +178,7 @@ async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> 
 
 
 class BufferedBody:
-    """Gives the body that was read already, then what the client does next."""
+    """Replays a body that was already read, then passes on the client's further messages."""
 
     def __init__(self, body: bytes, receive: Receive, gone: Callable[[], None]) -> None:
         """`gone` is called when the client leaves."""
@@ -189,7 +188,7 @@ class BufferedBody:
         self.length = len(body)
 
     def digest(self) -> bytes:
-        """Return what tells this body from others, before it was given."""
+        """Return the body's hash; call it before the body is replayed."""
         return hashlib.sha256(self._body or b"").digest()
 
     async def __call__(self) -> Message:
@@ -204,7 +203,7 @@ class BufferedBody:
 
 
 def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, Any]:
-    """Return the scope as vLLM is to see it; without a length the body's is the client's word."""
+    """Return the scope for vLLM; without `length` the client's Content-Length is kept."""
     kept: Headers = [
         (name, value)
         for name, value in scope["headers"]

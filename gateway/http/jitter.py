@@ -1,6 +1,6 @@
-"""Spreads the next tries of clients that are refused together, so that they do not come together.
+"""Spreads the retries of clients that are refused together, so that they do not return together.
 
-Called where refusals leave: by each answer, and by connections that are refused as such.
+Called where refusals leave: by each answer, and by refused connections.
 """
 
 import random
@@ -9,11 +9,11 @@ from typing import Final
 from gateway.errors import RETRY_AFTER_MAX_S, ApiError
 
 MOST: Final = 1.5
-"""The longest wait that a client is told, of the shortest."""
+"""Longest wait sent to a client, as a multiple of the shortest."""
 
 
 def with_jitter(error: ApiError) -> ApiError:
-    """Return the error with a wait of its own, if it is one to be tried again."""
+    """Return a retryable error with a randomised wait, any other unchanged."""
     if error.status not in (429, 503):
         return error
     least_s = min(error.retry_after_s, RETRY_AFTER_MAX_S / MOST)

@@ -1,8 +1,8 @@
-"""Looks through megabytes in pieces, so that a thread that does it holds up no other.
+"""Scans megabytes in pieces, so that a scanning thread does not block other threads.
 
-Functions on bytes hold the interpreter's lock until they are done, 5 to 8 ms for 8 MiB, and the
-event loop takes that lock several times per request. What is longer than a piece is looked through
-piece by piece, with a breath between two in which the lock is free. Pure but for that time.
+Functions on bytes hold the interpreter's lock until they return: 5 to 8 ms for 8 MiB. The event
+loop takes that lock several times per request. Longer data is scanned in pieces, with a short sleep
+in between that releases the lock. Pure but for that sleep.
 """
 
 import re
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Final
 
 PIECE_BYTES: Final = 512 * 1024
-"""What is looked through at once: less than half a millisecond."""
+"""Scanned without a break: less than half a millisecond."""
 BREATH_S: Final = 50e-6
-"""A thread that only yields takes the lock back before another is awake."""
+"""A thread that only yields takes the lock back before another one wakes up."""
 
 
 def breathe(data: bytes) -> None:
-    """Let other threads run, if this much data takes long at all."""
+    """Let other threads run, if scanning `data` takes long."""
     if len(data) > PIECE_BYTES:
         time.sleep(BREATH_S)
 
@@ -28,13 +28,13 @@ def count(data: bytes, byte: bytes) -> int:
 
 
 def contains(data: bytes, mark: bytes) -> bool:
-    """Say whether a mark, a few bytes long, occurs."""
+    """Return whether a mark of a few bytes occurs."""
     over = len(mark) - 1
     return any(data.find(mark, start, end + over) >= 0 for start, end in _pieces(data))
 
 
 def matches(pattern: re.Pattern[bytes], data: bytes, longest: int) -> bool:
-    """Say whether a pattern matches that looks at so many bytes from its beginning at most."""
+    """Return whether a pattern occurs that spans at most `longest` bytes."""
     for start, end in _pieces(data):
         found = pattern.search(data, start, end + longest)
         if found is not None and found.start() < end:
@@ -43,7 +43,7 @@ def matches(pattern: re.Pattern[bytes], data: bytes, longest: int) -> bool:
 
 
 def _pieces(data: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where pieces begin and end."""
+    """Yield the start and end of each piece."""
     for start in range(0, len(data), PIECE_BYTES):
         if start:
             time.sleep(BREATH_S)

@@ -1,6 +1,6 @@
 """A request of a batch, called in this process as a server would call it for a client.
 
-The edge makes the call; the runner says what to call and gets what a client would have got.
+The edge makes the call; the runner chooses it and gets the answer a client would have got.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any, Final
 from starlette.types import Message
 
 TENANT_KEY: Final = "aileron.tenant"
-"""Key of the ASGI scope under which the edge names the tenant to routes of ours."""
+"""Key of the ASGI scope under which the edge names the tenant to the gateway's own routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class LineCall:
     body: bytes
     tenant: str
     deadline_ms: int
-    """After so many milliseconds its answer is of no use."""
+    """Milliseconds after which its answer is useless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LineAnswer:
 
 
 class LineProgress:
-    """Takes an answer's messages in place of a server."""
+    """Collects an answer's messages in place of a server."""
 
     def __init__(self) -> None:
         self._start: Message = {"status": 500, "headers": []}
@@ -75,6 +75,6 @@ def line_scope(call: LineCall) -> dict[str, Any]:
 
 
 async def never() -> Message:
-    """Stand in for ASGI's `receive` of a client that does not go away."""
+    """Stand in for ASGI's `receive` of a client that stays."""
     waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await waiting

@@ -1,8 +1,8 @@
-"""Which media a chat message may name: inline data, and URLs of domains that are allowed.
+"""Which media a chat message may name: inline data, and URLs of allowed domains.
 
-A server that fetches what clients name can be made to read its own network and its own files, so
-nothing is fetched unless its domain is in `gateway.media_domains`. What such a name resolves to is
-checked where it is fetched, by `vllm_media`. Called by the body check. Pure.
+A client could make a server that fetches any URL read its own network and files. So nothing is
+fetched unless its domain is in `gateway.media_domains`. `gateway.engine.media` checks the resolved
+addresses at the fetch. Called by the body check. Pure.
 """
 
 import ipaddress
@@ -18,19 +18,19 @@ from gateway.http.large_bytes import contains
 
 _MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", "file", "file_url"})
 _MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
-"""Without one of these in its bytes a message names no media; a key may be written in escapes."""
+"""A message without any of these bytes names no media; a key may be written with escapes."""
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv6 addresses that stand for IPv4 ones (RFC 6052)."""
 
 _PLAIN_URL = re.compile(r"[!-\[\]-~]+")
-"""Printable ASCII but the backslash, about which URL parsers do not agree."""
+"""Printable ASCII without the backslash, which URL parsers treat differently."""
 
 
 def check_media(
     messages: bytes, domains: frozenset[str], param: str = "messages"
 ) -> ApiError | None:
-    """Return what is wrong with the media that messages name; `param` is where they stand."""
+    """Return the error in the media that messages name; `param` is the field they come from."""
     if not any(contains(messages, mark) for mark in _MARKS):
         return None
     for url in _urls(msgspec.json.decode(messages)):
@@ -44,7 +44,7 @@ def check_media(
 
 
 def _urls(value: Any) -> Iterator[object]:
-    """Yield every media reference at any depth; the nesting is bounded already."""
+    """Yield every media reference at any depth; the caller has bounded the nesting."""
     if isinstance(value, list):
         for each in value:
             yield from _urls(each)
@@ -74,7 +74,7 @@ def _is_allowed(url: object, domains: frozenset[str]) -> bool:
 
 
 def is_public(address: str) -> bool:
-    """Say whether an IP address is one host's on the internet, whatever it is wrapped in.
+    """Return whether an IP address belongs to one host on the internet, even if wrapped.
 
     Raises ValueError if it is no address.
     """
@@ -89,7 +89,7 @@ def is_public(address: str) -> bool:
 
 
 def _is_private(host: str) -> bool:
-    """Say whether a host is an address that only this network has."""
+    """Return whether a host is an address that only this network has."""
     try:
         return not is_public(host)
     except ValueError:

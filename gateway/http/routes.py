@@ -1,8 +1,8 @@
-"""What the serving port answers: an allow-list, and the few routes that are ours.
+"""What the serving port answers: an allow-list, and the gateway's own few routes.
 
-Whatever is not listed here does not exist, so a route that vLLM adds stays closed until someone
-opens it on purpose. `RouteTable` is asked before the application is, and `close_other_routes`
-takes the rest out of the application as well.
+Routes that are not listed here do not exist, so a route that vLLM adds stays closed until someone
+opens it on purpose. `find_route` is called before the application is, and `close_other_routes`
+removes the rest from the application as well.
 """
 
 import re
@@ -41,7 +41,7 @@ STORED_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
         ("GET", f"{RESPONSE_PATH}/input_items"),
     }
 )
-"""Routes of stored responses: none is stored, and each of these says so."""
+"""Routes of stored responses. None is stored, so each answers 404."""
 
 OWN_ROUTES: Final[frozenset[tuple[str, str]]] = STORED_ROUTES | {
     *(("GET", "/health"), ("GET", "/ping"), ("GET", "/ready"), ("GET", MODEL_PATH)),
@@ -68,13 +68,13 @@ _PATTERNS: Final = (
     (re.compile(r"/v1/files/[^/]+(/content)?"), FILE_PATH),
     (re.compile(r"/v1/batches/[^/]+(/cancel)?"), BATCH_PATH),
 )
-"""Paths with a name in them, and the routes that stand for them."""
+"""Paths that contain a name, and their routes."""
 
 _ENCODED_SLASH = re.compile(rb"%2f", re.IGNORECASE)
 _MODELS = b"/v1/models/"
 
 _PLAIN_ERRORS = frozenset({"literal_error", "enum"})
-"""Errors of pydantic that quote what is allowed; the others may quote the request."""
+"""Errors of pydantic that quote the allowed values; the others may quote the request."""
 
 OTHER_ROUTE = "other"
 """The name of all routes that do not exist."""
@@ -82,7 +82,7 @@ OTHER_ROUTE = "other"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether requests can be served now; `reason` says why not."""
+    """Whether requests can be served now; `reason` is why not."""
 
     ready: bool
     reason: ApiError | None = None
@@ -91,15 +91,15 @@ class Readiness:
 
 
 def takes_no_json(path: str) -> bool:
-    """Say whether a POST to this path has another body than JSON, or none: the route reads it."""
+    """Return whether a POST to this path has no JSON body: its route reads the body."""
     return path == "/v1/files" or path.endswith("/cancel")
 
 
 def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None:
-    """None if the route exists, else the error that says what is wrong with it.
+    """Return None if the route exists, else the error.
 
-    `raw_path` is the path as it was sent: a slash in it that is written as %2F would be one for
-    this server and none for a proxy that looks at paths. Only names of models may have one.
+    `raw_path` is the path as sent: this server decodes %2F to a slash, a proxy that filters paths
+    may not. Only names of models may contain one.
     """
     if _ENCODED_SLASH.search(raw_path) and not raw_path.startswith(_MODELS):
         path = ""
@@ -114,14 +114,14 @@ def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None
 
 
 def route_name(method: str, path: str) -> str:
-    """Name the route in metrics: one of those that exist, or "other"."""
+    """Name the route in metrics: an existing route, or "other"."""
     if find_route(method, path) is not None:
         return OTHER_ROUTE
     return _named(path)
 
 
 def _named(path: str) -> str:
-    """Put the route's own words where the path has a name."""
+    """Replace the name in a path by the route's placeholder."""
     for pattern, named in _PATTERNS:
         if found := pattern.fullmatch(path):
             return named + (found.group(1) or "")
@@ -143,7 +143,7 @@ def _names(route: Route) -> set[tuple[str, str]]:
 
 
 def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
-    """Add liveness, readiness, the retrieval of one model, and that no response is stored."""
+    """Add liveness, readiness, the retrieval of one model, and 404s for stored responses."""
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -179,7 +179,7 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         return _respond(_invalid_request(error, names))
 
     app.exception_handler(RequestValidationError)(refuse_request)
-    # vLLM's app may have been put together already, with the handlers of that time.
+    # vLLM's app may have been assembled already, with the handlers of that time.
     app.middleware_stack = None
 
 
@@ -191,7 +191,7 @@ def _body_fields(app: FastAPI) -> FieldNames:
 
 
 def _invalid_request(error: RequestValidationError, names: FieldNames) -> ApiError:
-    """Say in one sentence what is wrong with a request's body."""
+    """Describe the fault in a request's body in one sentence."""
     first = error.errors()[0] if error.errors() else "The request is not valid."
     if not isinstance(first, dict):
         return api_error("invalid_value", str(first))

@@ -1,8 +1,8 @@
-"""The spans of a gateway: one for each HTTP request, below it one for each task that it becomes.
+"""The spans of a gateway: one for each HTTP request, and below it one for each of its tasks.
 
-A request's span has what HTTP knows, a task's what OpenTelemetry's conventions for generative AI
-ask for. Neither holds anything that a client wrote, its request id apart. Only made for requests
-that are sampled; whoever is not has None in its place.
+A request's span has HTTP attributes; a task's has those of OpenTelemetry's conventions for
+generative AI. The request id is the only client text in them. Only sampled requests have spans; the
+others have None.
 """
 
 from starlette.types import Scope
@@ -17,7 +17,7 @@ from gateway.open_requests import OpenRequest
 from gateway.telemetry.meter import CHAT, OPERATION_OF_ROUTE, operation_of
 
 CROSSINGS_MAX = 64
-"""Most switches that are told of one task."""
+"""Most switches recorded in one task's span."""
 
 
 class RequestSpans:
@@ -28,7 +28,7 @@ class RequestSpans:
         self._tracing = tracing
 
     def begin(self, scope: Scope, traceparent: str, request_id: str) -> "RequestSpan | None":
-        """Begin the span of a request, if it is sampled; its `traceparent` may be anything."""
+        """Begin a request's span, or return None if not sampled; accepts any `traceparent`."""
         parent = words.read_traceparent(traceparent)
         if not self._tracing.is_sampled(parent):
             return None
@@ -46,7 +46,7 @@ class RequestSpans:
         return RequestSpan(self._tracing.start(name, parent, about, kind="server"))
 
     def begin_line(self, path: str) -> "RequestSpan | None":
-        """Begin the span of a line of a batch, which no client waits for, if it is sampled."""
+        """Begin the span of a batch's line, which no client waits for; None if not sampled."""
         if not self._tracing.is_sampled(None):
             return None
         about = {words.OPERATION: OPERATION_OF_ROUTE.get(path, CHAT)}
@@ -64,7 +64,7 @@ class RequestSpan:
         self.traceparent = span.traceparent
 
     def end(self, status: int, error_code: str, tier: Tier, request: RequestState) -> None:
-        """End it with what became of the request."""
+        """End the span with the request's outcome."""
         about: dict[str, str | int | list[str]] = {words.HTTP_STATUS: status}
         about["aileron.tier"] = tier_name(tier)
         if request.generated_tokens:
@@ -73,7 +73,7 @@ class RequestSpan:
             about[words.FINISH_REASONS] = list(request.finish_reasons)
         self._span.set(about)
         error = error_code or (str(status) if status >= 500 else "")
-        # A client's own mistake is no error of the server's, as the conventions have it.
+        # By OpenTelemetry's conventions, a client's mistake is not a server error.
         is_ours = status >= 500 or (error_code and status == 200)
         if error and not is_ours:
             self._span.set({words.ERROR_TYPE: error})
@@ -107,7 +107,7 @@ class TaskSpans:
 
 
 class TaskSpan:
-    """The span of a task, from its arrival at the relay until its last token is handed on."""
+    """The span of a task, from its arrival at the relay until its last token is delivered."""
 
     __slots__ = ("_crossings", "_error", "_span", "traceparent")
 
@@ -119,18 +119,18 @@ class TaskSpan:
         self.traceparent = span.traceparent
 
     def crossed(self, epoch: int, pause_s: float) -> None:
-        """A switch met the task: this is its first token of `epoch`, after such a pause."""
+        """Record a switch: the first token of `epoch` came after a pause of `pause_s`."""
         self._crossings += 1
         if self._crossings <= CROSSINGS_MAX:
             about = {"aileron.epoch": epoch, "aileron.pause_seconds": pause_s}
             self._span.event(words.SWITCH_EVENT, about)
 
     def failed(self, error_code: str) -> None:
-        """Note why the task will end; one that nobody waits for any more has no error."""
+        """Record why the task will end; a cancelled task has no error."""
         self._error = error_code
 
     def ended(self, task: OpenRequest) -> None:
-        """End it with what was delivered."""
+        """End the span with what was delivered."""
         count = len(task.delivered)
         about: dict[str, int | float] = {
             words.OUTPUT_TOKENS: count,
@@ -145,5 +145,5 @@ class TaskSpan:
         self._span.end(error=self._error)
 
     def refused(self, error_code: str) -> None:
-        """End it for a task that was never opened."""
+        """End the span of a task that was never opened."""
         self._span.end(error=error_code)

@@ -1,9 +1,9 @@
 """What the streams of each API look like: how they begin, name their tier, fail and end.
 
 Chat and text completions end with `[DONE]` and fail with a bare `error` object. The Responses API
-has typed events: two of them come before there is any token, the last one is named by the
-response's status, and an `error` event carries its fields both where OpenAI's schema has them and
-where OpenAI's clients look for them. An event is one message of vLLM's. Pure.
+has typed events. Two of them precede the first token, and the response's status names the last one.
+Its `error` event has its fields both where OpenAI's schema and where OpenAI's clients expect them.
+An event is one message of vLLM's. Pure.
 """
 
 from typing import Any, Final, Protocol
@@ -34,39 +34,39 @@ class StreamForm(Protocol):
     """Whether answers name the tier even if the request's body did not."""
 
     def is_preface(self, event: bytes) -> bool:
-        """Say whether an event comes before there is a token: a request may still be refused."""
+        """Return whether an event precedes all tokens, so that the request may still be refused."""
 
     def find_error(self, event: bytes, state: RequestState) -> ApiError | None:
         """Return the error if the event is one."""
 
     def is_end(self, event: bytes) -> bool:
-        """Say whether nothing is missing of a stream whose last event this is."""
+        """Return whether a stream that ends with this event is complete."""
 
     def event(self, event: bytes, service_tier: str) -> bytes:
-        """Return an event as the client is to get it; an empty tier is not named."""
+        """Return an event as the client gets it; an empty tier is not named."""
 
     def whole(self, body: bytes, service_tier: str) -> bytes:
-        """Return the body of an answer that is not streamed, which names its tier."""
+        """Return the body of an answer that is not streamed, with its tier."""
 
     def error_event(self, error: ApiError, last: bytes) -> bytes:
-        """Return the event that ends a stream whose last event was `last`, if there was one."""
+        """Return the event that ends a stream after `last`, its last event, if any."""
 
 
 class CompletionForm:
-    """Chat and text completions; anything else that streams is held to the same."""
+    """Chat and text completions, and every other stream."""
 
     always_names_tier = False
 
     def is_preface(self, event: bytes) -> bool:  # noqa: ARG002
-        """None is: the first event holds a token, or at least a role."""
+        """Return False: the first event holds a token, or at least a role."""
         return False
 
     def find_error(self, event: bytes, state: RequestState) -> ApiError | None:
-        """Return vLLM's error in our words."""
+        """Return vLLM's error as ours."""
         return failed_event(event, state.failure) if event.startswith(_ERROR_EVENT) else None
 
     def is_end(self, event: bytes) -> bool:
-        """Say whether this is `[DONE]`."""
+        """Return whether the event ends with `[DONE]`."""
         return event.endswith(STREAM_END)
 
     def event(self, event: bytes, service_tier: str) -> bytes:
@@ -80,7 +80,7 @@ class CompletionForm:
         return _with_tier(b"{", body, service_tier) if body.startswith(b"{") else body
 
     def error_event(self, error: ApiError, last: bytes) -> bytes:  # noqa: ARG002
-        """Return the error as a chunk of its own."""
+        """Return the error as a separate chunk."""
         return b"data: " + error.body() + b"\n\n"
 
 
@@ -90,19 +90,19 @@ class ResponsesForm:
     always_names_tier = True
 
     def is_preface(self, event: bytes) -> bool:
-        """Say whether the event only says that the response was taken."""
+        """Return whether the event only confirms that the response was accepted."""
         return event.startswith(_PREFACE)
 
     def find_error(self, event: bytes, state: RequestState) -> ApiError | None:  # noqa: ARG002
-        """Return the task's failure: vLLM has no event of its own for it, whatever it sends."""
+        """Return the task's failure, for which vLLM has no event."""
         return state.failure
 
     def is_end(self, event: bytes) -> bool:
-        """Say whether the response is told as a whole, or its error is."""
+        """Return whether the event completes the response or reports its error."""
         return event.startswith(_ENDS)
 
     def event(self, event: bytes, service_tier: str) -> bytes:
-        """Name the tier; a response that is incomplete ends with an event that says so."""
+        """Name the tier; rename the last event of an incomplete response accordingly."""
         if not event.startswith(_WITH_RESPONSE):
             return event
         fields = _data(event)
@@ -138,7 +138,7 @@ def stream_form(path: str) -> StreamForm:
 def _with_tier(prefix: bytes, body: bytes, service_tier: str) -> bytes:
     field = b'"service_tier":"%s"' % service_tier.encode()
     if _NO_TIER in body:
-        # Within a string the quotes would be escaped.
+        # In a string these quotes would be escaped.
         return body.replace(_NO_TIER, field, 1)
     return prefix + field + b"," + body[len(prefix) :]
 

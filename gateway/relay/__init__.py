@@ -1,1 +1,1 @@
-"""Requests on their way to the coordinator, and tokens on their way back."""
+"""Carries requests to the coordinator and tokens back."""

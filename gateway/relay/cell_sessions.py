@@ -1,8 +1,8 @@
-"""The gateway's sessions with all cells that it knows, and where it learns which those are.
+"""The gateway's sessions with all known cells, and the source of the list of cells.
 
-Cells are the one of the configuration, a list in it, or what a registry names. The registry is
-asked on an interval and never on a request's way: while it is slow, full or away, the gateway goes
-on with the cells that it knows. Called by the process.
+The cells come from the configuration (one cell, or a list) or from a registry. The registry is read
+at an interval, never while a request waits: while it is slow, full or unreachable, the gateway
+keeps the cells it knows. Called by the process.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from gateway.fleet.roster import CellRoster
 from gateway.relay.session import CoordinatorSession
 
 LOOKS_PER_LEASE = 5
-"""How often the registry is asked in the time in which a cell's lease runs out."""
+"""Reads of the registry per lease time of a cell."""
 
 log = structlog.get_logger(__name__)
 
 
 class Listener(Protocol):
-    """Whom cells talk to."""
+    """Receives the events of all cells' sessions."""
 
     def session_opened(self, cell: str) -> Iterable[GatewayUp]:
-        """A cell answered; return what it must know first."""
+        """A cell answered; return the messages to send first."""
 
     def session_closed(self, cell: str) -> None:
         """Nothing can be sent to the cell until its next session."""
 
     def coordinator_said(self, message: GatewayDown, cell: str) -> None:
-        """A message of a cell came."""
+        """A message from a cell arrived."""
 
 
 class _Link:
-    """One cell's session, and what tells its messages from those of others."""
+    """One cell's session; adds the cell's name to its events."""
 
     def __init__(self, cell: str, session: CoordinatorSession, listener: Listener) -> None:
         self._cell = cell
@@ -48,15 +48,15 @@ class _Link:
         self.work = asyncio.create_task(session.run(self))
 
     def session_opened(self) -> Iterable[GatewayUp]:
-        """Pass it on with the cell's name."""
+        """Forward with the cell's name."""
         return self._listener.session_opened(self._cell)
 
     def session_closed(self) -> None:
-        """Pass it on with the cell's name."""
+        """Forward with the cell's name."""
         self._listener.session_closed(self._cell)
 
     def coordinator_said(self, message: GatewayDown) -> None:
-        """Pass it on with the cell's name."""
+        """Forward with the cell's name."""
         self._listener.coordinator_said(message, self._cell)
 
 
@@ -72,9 +72,9 @@ class CellSessions:
         look_every_s: float = 1.0,
         away: Callable[[], None] = lambda: None,
     ) -> None:
-        """`registry` names the cells; None leaves those that the roster begins with.
+        """Take cells from `registry`; None keeps those the roster starts with.
 
-        `away` is called whenever the registry did not answer.
+        `away` is called each time the registry does not answer.
         """
         self.cells = cells
         self._token = token
@@ -86,20 +86,20 @@ class CellSessions:
 
     @property
     def home(self) -> CoordinatorSession | None:
-        """The session with the cell that is told what belongs to no cell, if one is up.
+        """The session with the cell that gets what belongs to no cell; None if no cell is up.
 
-        Each gateway has its own, so that a fleet's are spread over the cells.
+        Each gateway prefers its own home, which distributes a fleet's gateways over the cells.
         """
         up = self.cells.up
         return self.session(preferred(self._gateway, up)) if up else None
 
     def session(self, cell: str) -> CoordinatorSession | None:
-        """Return the session with a cell, as long as it lasts."""
+        """Return the session with a cell while it is up, else None."""
         link = self._links.get(cell)
         return link.session if link is not None and link.session.up else None
 
     def send(self, message: GatewayUp, cell: str) -> None:
-        """Send to a cell soon, in order, if its session is up."""
+        """Send to a cell soon and in order; drop the message if its session is down."""
         if (link := self._links.get(cell)) is not None:
             link.session.send(message)
 
@@ -109,7 +109,7 @@ class CellSessions:
             link.session.send(message)
 
     async def flush(self) -> None:
-        """Return when everything was sent to all cells with a session."""
+        """Return when everything is sent to all cells with a session."""
         await asyncio.gather(*(link.session.flush() for link in self._links.values()))
 
     async def run(self, listener: Listener) -> None:
@@ -118,7 +118,7 @@ class CellSessions:
             while True:
                 await self._look()
                 if (own := asyncio.current_task()) is not None and own.cancelling():
-                    # The driver kept the cancellation to itself.
+                    # The Redis driver swallowed the cancellation.
                     return
                 self._hold(listener)
                 await asyncio.sleep(self._look_every_s)
@@ -136,14 +136,14 @@ class CellSessions:
         try:
             found = await self._registry.cells()
         except RegistryAwayError as error:
-            # The cells that are known are still there.
+            # Registry loss says nothing about the cells: keep them.
             self._away()
             log.warning("registry_away", reason=str(error), cells=len(self._links))
         else:
             self.cells.found(found, time.monotonic())
 
     def _hold(self, listener: Listener) -> None:
-        """Open sessions with new cells, and end those of cells that are forgotten."""
+        """Open sessions with new cells; end those of forgotten cells."""
         known = set(self.cells)
         for cell in known - self._links.keys():
             session = CoordinatorSession(cell, self._token, self._gateway)
@@ -158,7 +158,7 @@ class CellSessions:
 def set_up_fleet(
     config: Config, token: str, gateway: str, away: Callable[[], None]
 ) -> CellSessions:
-    """Return the fleet that a configuration names; nothing is opened yet."""
+    """Return the sessions of the configured fleet, none opened yet."""
     fleet = config.fleet
     if not fleet.is_on:
         return CellSessions(CellRoster.alone(config.coordinator.listen), token, gateway)

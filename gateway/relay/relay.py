@@ -1,10 +1,10 @@
 """The relay: AsyncLLM's engine 0 on one side, the coordinator and the group leaders on the other.
 
-AsyncLLM is in the same process and hands requests over by a call; only its calls of its engine's
-methods, a handful at start, come over vLLM's sockets. Everything here happens in one thread and at
-once: each message that arrives is handled to its end. The book decides about tasks and the streams
-about tokens; this shell moves frames. A batch whose spans are all in order is handed to AsyncLLM as
-it came; any other is read, cut and written anew.
+AsyncLLM runs in the same process and submits requests by a direct call. Only its utility calls at
+start come over vLLM's sockets. Everything runs in one thread, and each message is handled
+completely before the next. `OpenRequests` decides about tasks and `TokenStream` about tokens; the
+relay moves frames. If all spans of a batch are in order, its frames go to AsyncLLM unchanged;
+otherwise the batch is decoded, trimmed and encoded again.
 """
 
 import time
@@ -42,7 +42,7 @@ from gateway.telemetry.meter import RequestMeter
 from gateway.token_stream import Answer, Trim, Verdict
 
 PAYLOAD_BYTES_MAX = wire.MAX_MESSAGE_BYTES // 2
-"""Largest payload of one task, so that a Submit fits into one message with all it carries."""
+"""Largest payload of one task: its Submit must fit into one message with everything else in it."""
 
 Frames = Sequence[bytes]
 SendFrames = Callable[[Frames], None]
@@ -51,14 +51,14 @@ log = structlog.get_logger(__name__)
 
 
 class Session(Protocol):
-    """Where messages for the coordinator go."""
+    """Sends messages to coordinators."""
 
     def send(self, message: GatewayUp, cell: str) -> None:
-        """Send to a cell soon, or not at all while there is no session with it."""
+        """Send to a cell soon; drop the message if the cell has no session."""
 
 
 class Relay:
-    """Handles what arrives; owns the book of open tasks."""
+    """Handles every arriving message; owns the open tasks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Relay:
         answer_call: SendFrames | None = None,
         cells: CellRoster | None = None,
     ) -> None:
-        """Start with no tasks; `to_front_end` must take outputs without blocking.
+        """Start without tasks; `to_front_end` must accept outputs without blocking.
 
         `answer_call` sends the answer to a call that came over vLLM's socket.
         """
@@ -92,16 +92,16 @@ class Relay:
 
     @property
     def cell(self) -> CellState | None:
-        """What the cell that serves best last said of itself; None while no session is up."""
+        """Latest state of the cell most likely to serve; None without a session."""
         return self.cells.state
 
     def front_end_called(self, frames: Frames) -> None:
-        """Handle what came over AsyncLLM's socket for its engine."""
+        """Handle a message from AsyncLLM's socket to its engine."""
         if (call := engine.decode_call(frames)) is not None:
             self.front_end_said(call)
 
     def front_end_said(self, message: engine.EngineMessage) -> None:
-        """Handle a message of AsyncLLM to its engine."""
+        """Handle a message from AsyncLLM to its engine."""
         match message:
             case engine.AddRequest() as request:
                 self._submit(request)
@@ -113,17 +113,17 @@ class Relay:
                 self._answer_failure([request_id], api_error("unsupported_parameter", reason))
 
     def session_opened(self, cell: str = ALONE) -> Iterable[GatewayUp]:
-        """Tell the coordinator about everything that is open in its cell."""
+        """Return the messages that tell a cell's coordinator about everything open there."""
         self.cells.opened(cell)
         return self.book.session_opened(cell)
 
     def session_closed(self, cell: str = ALONE) -> None:
-        """Streams go on; new tasks wait, or go to another cell."""
+        """Keep streams open; new tasks wait, or go to another cell."""
         self.cells.closed(cell, self._clock())
         self.book.session_closed(cell)
 
     def coordinator_said(self, message: GatewayDown, cell: str = ALONE) -> None:
-        """Handle a message of a cell's coordinator."""
+        """Handle a message from a cell's coordinator."""
         match message:
             case CellState() | PrefixesHeld():
                 if self.cells.said(cell, message):
@@ -140,7 +140,7 @@ class Relay:
                 log.warning("welcome_repeated", coordinator=message.coordinator)
 
     def leader_said(self, frames: Frames) -> None:
-        """Handle a push of tokens."""
+        """Handle a batch of tokens pushed by a leader."""
         try:
             batch = wire.decode_token_batch(frames[0])
         except (engine.WireError, IndexError) as error:
@@ -149,7 +149,7 @@ class Relay:
         try:
             self._deliver(batch, frames[1:])
         except Exception:
-            # Its streams miss tokens, or count some that were not handed on: they must not go on.
+            # The batch may be counted but not delivered, so its streams must not go on.
             log.exception("token_batch_lost", rank=batch.rank)
             for span in batch.spans:
                 self._fail(span.task, _LOST)
@@ -174,7 +174,7 @@ class Relay:
         self._report_gaps(now_s)
 
     def tick(self) -> None:
-        """Give up what has waited too long; called on an interval."""
+        """Fail what has waited too long; called at a fixed interval."""
         now_s = self._clock()
         for task, error in self.book.expired(now_s):
             self._fail(task, error)
@@ -184,7 +184,7 @@ class Relay:
         self._report_gaps(now_s)
 
     def give_up(self, error: ApiError) -> None:
-        """Fail everything that is open: the process ends."""
+        """Fail every open task, because the process is ending."""
         for task in [task.id for task in self.book]:
             self._fail(task, error)
 
@@ -236,7 +236,7 @@ class Relay:
         if task is not None:
             return task.stream.offer(span)
         if (cancel := self.book.stray(span.task)) is not None:
-            # A batch does not name its cell.
+            # A batch does not name its cell, so every cell gets the cancel.
             self._send_all((cell, cancel) for cell in self.cells.up)
         return Verdict.DROP
 
@@ -247,7 +247,7 @@ class Relay:
         tasks: Sequence[OpenRequest | None],
         answers: Sequence[Answer],
     ) -> None:
-        """Deliver what the answers leave of a batch, and what was held for it."""
+        """Deliver the parts of a batch that `answers` allow, and held spans they unblock."""
         content = engine.decode_outputs(frames)
         taken: list[_Part] = []
         for task, answer, span, output in zip(
@@ -277,7 +277,7 @@ class Relay:
             self._fail(part.task.id, _LOST)
 
     def _take(self, part: "_Part", answer: Answer) -> bool:
-        """Cut a part down to what is new; False if its task has failed."""
+        """Trim a part to its new tokens and deliver it; False if its task has failed."""
         task, output = part.task, part.output
         if self.book.get(task.id) is not task:
             return False
@@ -285,7 +285,7 @@ class Relay:
             repeated = array("q", output.new_token_ids[: answer.skip])
             first = part.span.first
             if repeated != task.delivered[first : first + len(repeated)]:
-                # The rest follows from other tokens than the client has.
+                # The new attempt continues from tokens that differ from those the client has.
                 self._fail(task.id, _LOST)
                 return False
             engine.trim_output(output, answer.skip, answer.keep, finished=answer.finished)
@@ -306,12 +306,12 @@ class Relay:
             self._gaps[task.cell or ALONE].tokens_arrived(task, epoch, now_s)
 
     def _finish(self, task: OpenRequest, now_s: float) -> None:
-        """Its last token was handed on."""
+        """Close a task whose last token was delivered."""
         self._meter.ended(task, now_s)
         self._session.send(self.book.finish(task.id), task.cell or ALONE)
 
     def _cancel(self, tasks: Sequence[TaskId]) -> None:
-        """Nobody waits for these tasks any more, some of which may not be open."""
+        """Close tasks that no client waits for any more; some may not be open."""
         now_s = self._clock()
         for task in {name: self.book.get(name) for name in tasks}.values():
             if task is not None:
@@ -323,7 +323,7 @@ class Relay:
             self._session.send(message, cell)
 
     def _is_in(self, task: TaskId, cell: str) -> bool:
-        """Say whether the cell has the task, so that what it says of it counts."""
+        """Return whether the cell has the task; only then do its messages about it count."""
         known = self.book.get(task)
         return known is not None and known.cell == cell
 

@@ -1,8 +1,8 @@
-"""The gateway's session with the coordinator: a bidirectional gRPC stream, opened again and again.
+"""The gateway's session with one coordinator: a bidirectional gRPC stream that reconnects.
 
-A session is up between the coordinator's `Welcome` and the stream's end. The listener says what to
-send first; messages sent while no session is up are dropped, because the listener says everything
-that still matters when the next one opens. Called by the process; knows nothing of tasks.
+A session is up from the coordinator's `Welcome` to the end of the stream. Messages sent while no
+session is up are dropped: when the next one opens, the listener returns everything that still
+matters, and that is sent first. Called by the process; knows nothing of tasks.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from coordinator.protocol.metrics_wire import Measures
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 1.0
 WELCOME_WAIT_S = 5.0
-"""How long the coordinator may take to answer a hello."""
+"""Longest wait for the coordinator's answer to a hello."""
 
 OUTBOX_MESSAGES_MAX = 65_536
-"""Most unsent messages; one more ends the session, and the next one starts from the book."""
+"""Most unsent messages; one more ends the session, and the next one sends the open tasks again."""
 
 Said = GatewayUp | Measures
 Method = grpc.aio.StreamStreamMultiCallable[Said, GatewayDown]
@@ -35,24 +35,24 @@ log = structlog.get_logger(__name__)
 
 
 class SessionError(Exception):
-    """The session cannot go on; the next one may."""
+    """The session cannot continue; the next one may."""
 
 
 class Listener(Protocol):
-    """Whom the session tells what happens."""
+    """Receives the session's events."""
 
     def session_opened(self) -> Iterable[GatewayUp]:
-        """The coordinator answered; return what it must know first."""
+        """The coordinator answered; return the messages to send first."""
 
     def session_closed(self) -> None:
         """Nothing can be sent until the next session."""
 
     def coordinator_said(self, message: GatewayDown) -> None:
-        """A message came."""
+        """A message arrived."""
 
 
 class _Outbox:
-    """What one session still has to send; closed with it, so that a next one starts empty."""
+    """Unsent messages of one session; closed with it, so that the next one starts empty."""
 
     def __init__(self) -> None:
         self._messages: deque[Said] = deque()
@@ -70,7 +70,7 @@ class _Outbox:
     def close(self) -> None:
         self._messages.clear()
         self._empty.set()
-        # Whoever still iterates waits for a message that never comes; gRPC cancels it.
+        # A reader that still iterates waits forever; gRPC cancels it.
 
     async def wait_empty(self) -> None:
         await self._empty.wait()
@@ -103,17 +103,17 @@ class CoordinatorSession:
         return self._outbox is not None
 
     def send(self, message: Said) -> None:
-        """Send soon, in order, if the session is up."""
+        """Send soon and in order; drop the message if the session is down."""
         if self._outbox is not None:
             self._outbox.put(message)
 
     async def flush(self) -> None:
-        """Return when everything was sent, or no session is up."""
+        """Return when everything is sent, or no session is up."""
         if self._outbox is not None:
             await self._outbox.wait_empty()
 
     async def run(self, listener: Listener) -> None:
-        """Open sessions until cancelled, each after a pause that grows while none succeeds."""
+        """Open sessions until cancelled; the pause between them grows while none succeeds."""
         pause_s = BACKOFF_MIN_S
         async with grpc.aio.insecure_channel(
             self._address, options=wire.CHANNEL_OPTIONS
@@ -129,7 +129,7 @@ class CoordinatorSession:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _run_once(self, method: Method, listener: Listener) -> bool:
-        """Hold one session from hello to end; True if it was up."""
+        """Run one session from hello to end; return whether it was up."""
         outbox = _Outbox()
         outbox.put(self._hello)
         call = method(aiter(outbox), metadata=self._metadata)
@@ -141,7 +141,7 @@ class CoordinatorSession:
         except (SessionError, TimeoutError, StopAsyncIteration, msgspec.MsgspecError) as error:
             reason = str(error) or type(error).__name__
         except asyncio.CancelledError:
-            # gRPC cancels the reader as well when the writer gives up.
+            # If the writer fails, gRPC cancels the reader too.
             if not outbox.overflowed:
                 raise
             reason = "the coordinator does not read."

@@ -1,1 +1,1 @@
-"""What a gateway measures, traces and logs."""
+"""A gateway's metrics and logs."""

@@ -1,7 +1,7 @@
-"""vLLM's own metrics of its front end in this process, read from prometheus_client's registry.
+"""vLLM's own metrics of its front end in this process, from prometheus_client's registry.
 
-Counters and histograms alone: gauges of one gateway say nothing of a cell, and ranks tell theirs
-themselves. The labels for the model and the engine are added again by the coordinator.
+Only counters and histograms: one gateway's gauges say nothing about a cell, and ranks report their
+own. The coordinator adds the model and engine labels again.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from coordinator.protocol.metrics_wire import VLLM_PREFIX, Family, Series
 ADDED_LABELS = frozenset({"model_name", "engine"})
 LEFT_OUT = frozenset(
     {
-        # Only counted where vLLM runs the model in the same process.
+        # Only counted if vLLM runs the model in the same process.
         *("vllm:estimated_flops_per_gpu", "vllm:estimated_read_bytes_per_gpu"),
         "vllm:estimated_write_bytes_per_gpu",
-        # Told by the ranks.
+        # Reported by the ranks.
         *("vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"),
         *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
     }
@@ -26,7 +26,7 @@ LEFT_OUT = frozenset(
 
 
 def engine_families(registry: CollectorRegistry = REGISTRY) -> Iterator[Family]:
-    """Return vLLM's counters and histograms as they stand."""
+    """Yield vLLM's counters and histograms with their current values."""
     for metric in registry.collect():
         if metric.name.startswith(VLLM_PREFIX) and metric.name not in LEFT_OUT:
             if metric.type == "counter":

@@ -1,4 +1,4 @@
-"""Logging of a gateway process: our events and everyone else's lines in one form on stderr."""
+"""Logging of a gateway process: its events and libraries' lines in one form on stderr."""
 
 import logging
 import sys
@@ -9,11 +9,11 @@ from coordinator.protocol.logs import without_words
 
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
 QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
-"""Loggers whose lines quote requests: only those with a stack are kept, without their words."""
+"""Loggers whose lines quote requests: only lines with a stack are kept, without their text."""
 
 
 class _QuotesNothing(logging.Filter):
-    """Keeps what clients sent out of the log."""
+    """Keeps client text out of the log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith(QUOTING_LOGGERS):
@@ -39,7 +39,7 @@ def set_up_logging(*, json: bool) -> None:
             colors=False, exception_formatter=structlog.dev.plain_traceback
         )
     )
-    # Stacks without local variables, among which there are keys and prompts.
+    # Stacks without local variables, which include keys and prompts.
     stacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()] if json else shared,

@@ -1,9 +1,9 @@
-"""What a gateway measures of its requests and streams.
+"""Measures a gateway's requests and streams.
 
-TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the
-front end, for the cell that the stream is in then; requests where their answers end. Labels are
-tiers, listed routes, status codes and known error codes: nothing that a client chooses. Called by
-the relay and the edge with their clock's time in seconds; pure.
+TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the front
+end, for the stream's cell at that time; requests are measured where their answers end. Labels are
+tiers, listed routes, status codes and known error codes, never client text. Called by the relay and
+the edge with their clock's time in seconds; pure.
 """
 
 import math
@@ -35,7 +35,7 @@ from gateway.fleet.roster import MoveReason
 from gateway.open_requests import OpenRequest, family
 
 CLIENT_GONE_STATUS = 499
-"""The status under which a request is counted whose client left; nginx's number."""
+"""nginx's status for a request whose client left."""
 
 CHAT, TEXT = "chat", "text_completion"
 """Operations, as OpenTelemetry names them."""
@@ -46,7 +46,7 @@ OPERATION_OF_ROUTE = {
     "/v1/completions": TEXT,
 }
 _CHAT_PREFIXES = ("chatcmpl-", "resp_")
-"""What vLLM's ids of chat requests and responses start with."""
+"""Prefixes of vLLM's ids of chat requests and responses."""
 
 
 class RequestMeter:
@@ -57,8 +57,8 @@ class RequestMeter:
         self._targets = targets or {}
         self._cells: dict[str, Tally] = {}
         self.tally = Tally()
-        """What belongs to no cell."""
-        # Known from the start, so that the first one is seen to grow.
+        """Measures that belong to no cell."""
+        # Present from the start with 0, so that the first increase is visible.
         for measure in (STORAGE_AWAY, REGISTRY_AWAY):
             self.tally.count(measure, by=0)
         for reason in MoveReason:
@@ -67,7 +67,7 @@ class RequestMeter:
             self.tally.count(TIER_CLAMPED, tier_name(tier), by=0)
 
     def of(self, cell: str | None) -> Tally:
-        """Return what belongs to streams of a cell, or of none."""
+        """Return the tally for streams of a cell, or of none."""
         return self.tally if cell is None else self._cells.setdefault(cell, Tally())
 
     def by_cell(self) -> list[tuple[str, Tally]]:
@@ -75,11 +75,11 @@ class RequestMeter:
         return list(self._cells.items())
 
     def forget(self, cell: str) -> None:
-        """The cell is gone for good, and what was measured in it was told."""
+        """Drop the tally of a cell that is gone for good; it was published already."""
         self._cells.pop(cell, None)
 
     def tokens(self, task: OpenRequest, count: int, now_s: float) -> None:
-        """Tokens are about to be handed to the front end; `task.delivered` is what was before."""
+        """Measure tokens about to be handed to the front end, after those in `task.delivered`."""
         tier, tally = tier_name(task.header.tier), self.of(task.cell)
         tally.count(TOKENS, tier, by=count)
         if task.delivered:
@@ -89,10 +89,11 @@ class RequestMeter:
         tally.observe(TTFT, now_s - task.opened_at_s, tier, _operation(task))
 
     def ended(self, task: OpenRequest, now_s: float, *, failed: bool = False) -> None:
-        """Judge a task that is finished, failed, or not waited for any more.
+        """Judge a task that finished, failed or was cancelled.
 
-        vLLM ends a stream at a stop string as it ends one whose client left, so a stream that has
-        tokens is judged by those. One without is judged once its first token was too late.
+        vLLM ends a stream at a stop string as it ends one whose client left, so a stream with
+        tokens is judged by its tokens. One without tokens is judged only if it failed or its first
+        token is late.
         """
         tier, tally = tier_name(task.header.tier), self.of(task.cell)
         count = len(task.delivered)
@@ -117,7 +118,7 @@ class RequestMeter:
     def answered(self, route: str, tier: Tier, status: int, reason: str, took_s: float) -> None:
         """Count an answer that has ended; `reason` is its error's code, or empty.
 
-        Probes are not counted: what an operator asks every second says nothing of clients.
+        Probes are not counted: an operator's polling says nothing about clients.
         """
         name = tier_name(tier)
         self.tally.count(REQUESTS, route, name, str(status))
@@ -129,15 +130,15 @@ class RequestMeter:
             self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
 
     def retried(self, tier: Tier) -> None:
-        """Count an answer to a client that had asked before, by its own word."""
+        """Count an answer to a request that its client marked as a retry."""
         self.tally.count(CLIENT_RETRIES, tier_name(tier))
 
     def clamped(self, tier: Tier) -> None:
-        """Count a request that got this tier and had asked for a higher one."""
+        """Count a request that asked for a higher tier than it got."""
         self.tally.count(TIER_CLAMPED, tier_name(tier))
 
     def moved(self, reason: MoveReason) -> None:
-        """Count a task that goes on in another cell."""
+        """Count a task that continues in another cell."""
         self.tally.count(CELL_MOVES, reason)
 
     def storage_away(self) -> None:
@@ -150,7 +151,7 @@ class RequestMeter:
 
 
 def operation_of(task: TaskId) -> str:
-    """Return what a task's request is, in OpenTelemetry's words."""
+    """Return the operation of a task's request, as OpenTelemetry names it."""
     return CHAT if family(task).startswith(_CHAT_PREFIXES) else TEXT
 
 

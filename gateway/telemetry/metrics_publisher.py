@@ -1,8 +1,8 @@
-"""Which cell is told what of a gateway's measures, and when.
+"""Publishes a gateway's metrics to the cells.
 
-What belongs to a stream is told to the cell that has it. What the gateway measures of itself, of
-HTTP and of vLLM's front end, is told to one cell, its home, so that it is added up once. Called by
-the process on its ticks; pure.
+Each cell gets the measures of its own streams. Measures of the gateway itself, of HTTP and of
+vLLM's front end go to one cell, its home, so that they are added up once. Called by the process on
+its ticks; pure.
 """
 
 from collections import OrderedDict
@@ -14,43 +14,43 @@ from gateway.fleet.roster import CellRoster
 from gateway.telemetry.meter import RequestMeter
 
 TELL_TICKS = 4
-"""Ticks between two messages with what was measured."""
+"""Ticks between two messages with the gateway's own measures."""
 ENGINE_TELL_TICKS = 20
-"""The same for vLLM's own metrics, which take 3 ms to read."""
+"""Ticks between two messages with vLLM's own metrics, which take 3 ms to read."""
 COORDINATORS_REMEMBERED = 1_024
-"""Coordinators whose shares are kept; those told longest ago are forgotten."""
+"""Coordinators whose shares are kept; the least recently used are dropped first."""
 
 
 class Session(Protocol):
     """A session with a cell."""
 
     coordinator: str
-    """Who answers in it."""
+    """The coordinator that answers in it."""
 
     def send(self, message: Measures) -> None:
         """Send soon."""
 
 
 class Fleet(Protocol):
-    """Whom a gateway has sessions with."""
+    """The cells that a gateway has sessions with."""
 
     @property
     def cells(self) -> CellRoster:
-        """The cells that are known."""
+        """The known cells."""
 
     @property
     def home(self) -> Session | None:
-        """The session with the cell that is told what belongs to no cell."""
+        """The session with the cell that gets the measures of no cell."""
 
     def session(self, cell: str) -> Session | None:
-        """Return the session with a cell, as long as it lasts."""
+        """Return the session with a cell while it is up, else None."""
 
 
 class DeltaTracker:
-    """Turns totals into messages: what one coordinator was told is not told to the next.
+    """Turns totals into messages, so that each increase is in one coordinator's share only.
 
-    A coordinator's share is what grew while it was the one to be told. It only grows, so messages
-    may be lost and repeated, and a coordinator that is told again goes on from its own share.
+    A coordinator's share is the growth while it was the receiver. Shares only grow, so messages may
+    be lost or repeated, and a coordinator that becomes the receiver again continues its own share.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class DeltaTracker:
         self._shares: OrderedDict[str, Tally] = OrderedDict()
 
     def give(self, coordinator: str, families: Iterable[Family], source: str = "") -> None:
-        """Add to a coordinator's share what grew since these totals were given last.
+        """Add the growth since the last call with this source to a coordinator's share.
 
         Totals of two sources may have the same names: they are added up.
         """
@@ -78,16 +78,16 @@ class DeltaTracker:
                 share.add(measure, new.labels, new.value - old.value, (a - b for a, b in grown))
 
     def message(self, coordinator: str) -> Measures:
-        """Return the message for a coordinator, which has heard what the others were told."""
+        """Return the message for a coordinator: its whole share."""
         return Measures(self._shares[coordinator].families())
 
     def forget(self, source: str) -> None:
-        """These totals are given no more."""
+        """Drop the totals of a source that ends."""
         self._known.pop(source, None)
 
 
 class MetricsPublisher:
-    """Tells the cells of a fleet what a gateway has measured."""
+    """Publishes a gateway's measures to the cells of a fleet."""
 
     def __init__(
         self, fleet: Fleet, meter: RequestMeter, engine: Callable[[], Iterable[Family]]
@@ -100,7 +100,7 @@ class MetricsPublisher:
         self._ticks = 0
 
     def tick(self) -> None:
-        """Let a tick's time pass."""
+        """Count a tick, and publish what is due."""
         self._ticks += 1
         home = self._fleet.home
         if self._ticks % TELL_TICKS == 0:
@@ -122,7 +122,7 @@ class MetricsPublisher:
             self._own.give(session.coordinator, tally.families(), source=f"cell {cell}")
             sessions[session.coordinator] = session
             if not is_known:
-                # It is gone for good; what it was not told any more is in the sum all the same.
+                # The cell is gone for good, and the home cell has taken over its remaining growth.
                 self._meter.forget(cell)
                 self._own.forget(f"cell {cell}")
         for coordinator, session in sessions.items():

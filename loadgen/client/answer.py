@@ -1,8 +1,8 @@
 """Reads one OpenAI stream: bytes and arrival times in, an `Answer` and maybe a `Failure` out.
 
-Sans-IO: `client` feeds it what the socket gave and the time it came. It knows when the answer
-has ended (`[DONE]` or an error event), and `result` judges an end of file: without a
-finish_reason the answer was silently cut, however politely the connection was closed.
+Sans-IO: `client` feeds it the socket's bytes with their times. It detects the answer's end
+(`[DONE]` or an error event), and `failure_at_end` judges an ended stream: without a finish_reason
+the answer was silently truncated, even if the connection closed cleanly.
 """
 
 import json
@@ -41,7 +41,7 @@ class AnswerReader:
 
     @property
     def ended(self) -> bool:
-        """Whether the stream said that it is over: nothing after this counts."""
+        """Whether the stream has reported its end: nothing after this counts."""
         return self._ended_s is not None
 
     @property
@@ -64,7 +64,7 @@ class AnswerReader:
         return len(self._token_times_s) - before
 
     def answer(self) -> Answer:
-        """What has been said so far."""
+        """Return the answer so far."""
         return Answer(
             token_times_s=tuple(self._token_times_s),
             ended_s=self._ended_s,
@@ -76,7 +76,7 @@ class AnswerReader:
         )
 
     def failure_at_end(self) -> Failure | None:
-        """What is wrong with the answer, given that the stream has ended without an exception."""
+        """Return the failure of an answer whose stream ended without an exception, if any."""
         if self._failure is not None:
             return self._failure
         if self._finish_reason is None:
@@ -117,7 +117,7 @@ class AnswerReader:
             self._output_tokens = _count(usage.get("completion_tokens"), self._output_tokens)
 
     def _take_choice(self, choices: object, now_s: float) -> None:
-        """Only choice 0 is read: requests ask for one."""
+        """Read choice 0 only: requests ask for one."""
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             return
         choice = choices[0]
@@ -133,7 +133,7 @@ class AnswerReader:
 
 
 def error_in(body: Mapping[str, Any]) -> Failure | None:
-    """The error that an event or a response body carries, as an in-band failure."""
+    """Return the error in an event or a response body, as an in-band failure."""
     error = body.get("error")
     if error is None and body.get("object") == "error":
         error = body
@@ -147,10 +147,10 @@ def error_in(body: Mapping[str, Any]) -> Failure | None:
 
 
 def _carries_token(endpoint: Endpoint, choice: Mapping[str, Any], *, finished: bool) -> bool:
-    """Whether a chunk stands for generated tokens.
+    """Return whether a chunk stands for generated tokens.
 
-    A token may decode to no text (half of a character), so an empty chunk counts too, unless
-    it only opens the message (`role`) or only closes it (`finish_reason`).
+    A token may decode to no text (half of a character), so an empty chunk counts too, unless it
+    only opens the message (`role`) or only closes it (`finish_reason`).
     """
     if endpoint is Endpoint.COMPLETIONS:
         return bool(choice.get("text")) or not finished

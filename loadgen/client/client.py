@@ -1,8 +1,8 @@
-"""Sends one request over aiohttp and times its stream. Thin: `answer` does the judging.
+"""Sends one request over aiohttp and times its stream. Thin: `answer` judges it.
 
-Never raises for what a server or a network does: every outcome is a `RequestRecord`.
-No retries and no redirects, so that each failure is seen once. Cancelling is the caller's
-way to stop a request and is passed on.
+Never raises for faults of a server or a network: every outcome is a `RequestRecord`. No retries and
+no redirects, so that each failure is seen once. Callers stop a request by cancelling it, which is
+passed on.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go, and how long each may take from sending to its last byte."""
+    """Where requests go, and the longest time from a request's send to its last byte."""
 
     base_url: str
     endpoint: Endpoint
@@ -39,7 +39,7 @@ class Target:
 
 
 def open_session(headers: dict[str, str]) -> aiohttp.ClientSession:
-    """A session with `headers` on every request and no limits: loops bound what is in flight."""
+    """Return a session with these headers and no limits: the loops bound requests in flight."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -64,7 +64,7 @@ class Client:
         failure = await self._guarded(planned, body, exchange, sent_s)
         answer = exchange.reader.answer()
         if exchange.reader.ended:
-            # What the connection does after the stream said that it is over does not matter.
+            # After the stream has reported its end, faults of the connection do not matter.
             failure = exchange.reader.failure_at_end()
         ended_s = self.clock() if answer.ended_s is None else answer.ended_s
         return RequestRecord(planned, sent_s, ended_s, exchange.reply, answer, failure)
@@ -72,7 +72,7 @@ class Client:
     async def _guarded(
         self, planned: PlannedRequest, body: bytes, exchange: "_Exchange", sent_s: float
     ) -> Failure | None:
-        """Run the exchange; turn what the network did into a failure."""
+        """Run the exchange; turn network errors into a failure."""
         timeout_s = self.target.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -107,7 +107,7 @@ class Client:
     async def _follow(
         self, response: aiohttp.ClientResponse, reader: AnswerReader, sent_s: float
     ) -> None:
-        """Read the stream to its end, timing each chunk as it comes."""
+        """Read the stream to its end, timing each chunk on arrival."""
         async for chunk in response.content.iter_any():
             now_s = self.clock()
             is_first = not reader.has_tokens
@@ -124,14 +124,14 @@ class Client:
 
 @dataclass(slots=True)
 class _Exchange:
-    """What is known about a request while it runs, kept outside so that no exception loses it."""
+    """The state of a running request, kept outside so that no exception loses it."""
 
     reader: AnswerReader
     reply: Reply | None = None
 
 
 async def _start_of_body(response: aiohttp.ClientResponse) -> bytes:
-    """The body of an error, up to `MAX_ERROR_BODY_BYTES`."""
+    """Return the body of an error, at most about `MAX_ERROR_BODY_BYTES`."""
     body = b""
     async for chunk in response.content.iter_any():
         body += chunk
@@ -141,7 +141,7 @@ async def _start_of_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _status_failure(status: int, body: bytes) -> Failure:
-    """The failure that a status other than 200 means; the code is the server's if it gave one."""
+    """Return the failure for a status other than 200, with the server's code if it sent one."""
     kind = FailureKind.REFUSED if status in REFUSED_STATUSES else FailureKind.HTTP_ERROR
     try:
         parsed = json.loads(body)

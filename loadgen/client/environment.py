@@ -1,7 +1,7 @@
 """Facts about the client machine that a reader of a report needs. Never raises.
 
-The commit is that of the working directory, where there is one, because a benchmark number
-without the code it was measured on cannot be repeated.
+The commit is the working directory's, if it has one: a benchmark number cannot be reproduced
+without the code it was measured on.
 """
 
 import os
@@ -15,7 +15,7 @@ GIT_TIMEOUT_S = 5.0
 
 
 def describe_environment() -> dict[str, object]:
-    """Versions, processors, load and commit of the machine that makes the load."""
+    """Return versions, processors, load and commit of the machine that makes the load."""
     return {
         "loadgen": __version__,
         "python": platform.python_version(),

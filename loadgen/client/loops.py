@@ -1,8 +1,8 @@
-"""The two ways to pace requests: an open loop keeps to its send times, a closed loop to answers.
+"""The two ways to pace requests: an open loop follows its send times, a closed loop the answers.
 
-In an open loop a send never waits for an answer; what would go over `max_in_flight` is dropped
-and recorded. Every planned request that was reached ends as exactly one record, also when the
-run is cancelled. `send` is a parameter: loops know nothing of HTTP.
+In an open loop a send never waits for an answer; requests above `max_in_flight` are dropped and
+recorded. Every planned request that was reached ends as exactly one record, also when the run is
+cancelled. `send` is a parameter: loops know nothing of HTTP.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Send = Callable[[PlannedRequest, bytes], Awaitable[RequestRecord]]
 
 @dataclass(slots=True)
 class Bench:
-    """What a loop works with, and the records it leaves; `clock` gives seconds since the start."""
+    """The tools of a loop, and its records; `clock` gives seconds since the start."""
 
     prepare: Prepare
     send: Send
@@ -34,7 +34,7 @@ async def run_open(plan: Sequence[PlannedRequest], bench: Bench, *, max_in_fligh
     async with asyncio.TaskGroup() as group:
         for planned in plan:
             assert planned.at_s is not None, "an open loop needs send times"
-            # The body is made before the wait, so that its cost does not make the send late.
+            # Make the body before the wait, so that its cost does not delay the send.
             body = bench.prepare(planned)
             await asyncio.sleep(max(0.0, planned.at_s - bench.clock()))
             if bench.in_flight >= max_in_flight:
@@ -60,7 +60,7 @@ async def _fly_in_turn(waiting: Iterable[PlannedRequest], bench: Bench) -> None:
 
 
 async def _fly(planned: PlannedRequest, body: bytes, bench: Bench) -> None:
-    """Send one request; its record is kept also when the run is cancelled meanwhile."""
+    """Send one request; its record is kept even if the run is cancelled meanwhile."""
     started_s = bench.clock()
     bench.meter.sent()
     try:

@@ -1,7 +1,7 @@
-"""Live counters of a run, for the progress line. Pure: every call brings its own time.
+"""Live counters of a run, for the progress line. Pure: every call passes the time.
 
-The client tells it about tokens as they come, the loops about requests; `snapshot` gives the
-totals and the rates of the last `RECENT_S`. The report does not use it.
+The client counts tokens as they come, the loops count requests; `snapshot` returns the totals and
+the rates of the last `RECENT_S`. The report does not use it.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ MAX_RECENT_SAMPLES = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What the progress line shows; token events stand in for tokens while streams run."""
+    """The content of the progress line; token events stand in for tokens while streams run."""
 
     planned: int
     sent: int
@@ -32,12 +32,12 @@ class Snapshot:
 
     @property
     def over(self) -> int:
-        """Planned requests that will not change any more."""
+        """Planned requests that are done or dropped."""
         return self.done + self.dropped
 
 
 class Meter:
-    """Counts what happens while it happens."""
+    """Counts the events of a run."""
 
     def __init__(self, planned: int) -> None:
         self._planned = planned
@@ -46,28 +46,28 @@ class Meter:
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT_SAMPLES)
 
     def sent(self) -> None:
-        """A request was sent."""
+        """Count a sent request."""
         self._sent += 1
 
     def dropped(self) -> None:
-        """A request was not sent, because too many were in flight."""
+        """Count a request that was not sent because too many were in flight."""
         self._dropped += 1
 
     def finished(self, *, failed: bool) -> None:
-        """A sent request is over."""
+        """Count a sent request that is over."""
         self._done += 1
         self._errors += failed
 
     def tokens(self, events: int, now_s: float) -> None:
-        """Token events came."""
+        """Count token events."""
         self._tokens.append((now_s, events))
 
     def first_token(self, ttft_ms: float, now_s: float) -> None:
-        """A stream's first token came after `ttft_ms`."""
+        """Record a stream's first token, `ttft_ms` after its send."""
         self._ttfts.append((now_s, ttft_ms))
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Totals so far, and the rates of the last `RECENT_S`."""
+        """Return totals so far, and the rates of the last `RECENT_S`."""
         self._forget_before(now_s - RECENT_S)
         span_s = min(RECENT_S, now_s)
         events = sum(count for _, count in self._tokens)

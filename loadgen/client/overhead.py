@@ -1,9 +1,9 @@
 """Whether the load generator itself kept up, measured while it runs.
 
-A generator that falls behind makes a server look better than it is: late sends are load that
-never came (coordinated omission). So latencies count from the planned time, and these numbers
-say how much of them is the client's own: how late sends were, how late the event loop was that
-stamps the tokens, and how busy its one core.
+A generator that falls behind makes a server look better than it is: late sends are load that never
+came (coordinated omission). So latencies count from the planned time, and these numbers show the
+client's own part in them: the delay of its sends, the delay of the event loop that stamps the
+tokens, and the load of its one core.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from loadgen.report.stats import rounded, summarise
 
 PROBE_PERIOD_S = 0.05
 LATE_MS = 20.0
-"""Sends and token times this late, for one in a hundred, are no longer the server's latency."""
+"""Limit on the p99 of send and event loop delays; above it, latencies are partly the client's."""
 BUSY_CORE_SHARE = 0.9
 MS_PER_S = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a run cost the client: its share of one core, and how late its event loop was."""
+    """The cost of a run to the client: its share of one core, and its event loop's delays."""
 
     cpu_share: float
     loop_delay_ms: Sequence[float]
@@ -38,25 +38,25 @@ class OverheadProbe:
         self._start_s = self._start_cpu_s = 0.0
 
     def start(self) -> None:
-        """Take the times at which the run begins."""
+        """Record the start of the run."""
         self._start_s, self._start_cpu_s = time.monotonic(), time.process_time()
 
     async def watch(self) -> None:
-        """Sleep again and again, and note how much too long each sleep was."""
+        """Sleep repeatedly, and record how much too long each sleep was."""
         while True:
             due_s = time.monotonic() + PROBE_PERIOD_S
             await asyncio.sleep(PROBE_PERIOD_S)
             self._delays_ms.append(max(0.0, time.monotonic() - due_s) * MS_PER_S)
 
     def result(self) -> Overhead:
-        """What the run has cost so far."""
+        """Return the cost of the run so far."""
         wall_s = time.monotonic() - self._start_s
         cpu_s = time.process_time() - self._start_cpu_s
         return Overhead(cpu_s / wall_s if wall_s > 0 else 0.0, self._delays_ms)
 
 
 def overhead_as_json(records: Sequence[RequestRecord], overhead: Overhead) -> dict[str, object]:
-    """The numbers, and under `fell_behind` a sentence for each way the client was too slow."""
+    """Return the numbers, and under `fell_behind` a sentence for each sign of a slow client."""
     return {
         "cpu_share": rounded(overhead.cpu_share),
         "loop_delay_ms": summarise(overhead.loop_delay_ms),
@@ -65,7 +65,7 @@ def overhead_as_json(records: Sequence[RequestRecord], overhead: Overhead) -> di
 
 
 def fell_behind(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
-    """One sentence for each sign that the client did not keep up; none if it did. Pure."""
+    """Return one sentence for each sign that the client did not keep up. Pure."""
     found = []
     late_ms = summarise(lag_ms(record) for record in records)["p99"]
     if late_ms is not None and late_ms > LATE_MS:

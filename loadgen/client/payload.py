@@ -18,7 +18,7 @@ PATHS = {Endpoint.COMPLETIONS: "/v1/completions", Endpoint.CHAT: "/v1/chat/compl
 
 @dataclass(frozen=True, slots=True)
 class BodyStyle:
-    """What is the same in every request body of a run."""
+    """The fields that are the same in every request body of a run."""
 
     endpoint: Endpoint
     model: str
@@ -28,7 +28,7 @@ class BodyStyle:
 
 
 def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
-    """The JSON body; with a temperature above 0 the request's own seed goes along."""
+    """Return the JSON body; with a temperature above 0 it has the request's own seed."""
     prompt = make_prompt(style.prompt, planned)
     body: dict[str, object] = {
         "model": style.model,
@@ -51,9 +51,9 @@ def request_body(style: BodyStyle, planned: PlannedRequest) -> bytes:
 def made_ahead(
     plan: Iterable[PlannedRequest], make: Callable[[PlannedRequest], bytes], bytes_max: int
 ) -> Callable[[PlannedRequest], bytes]:
-    """A `make` that has the plan's first bodies ready, up to `bytes_max` bytes, each for one use.
+    """Return a `make` with the plan's first bodies prepared, at most `bytes_max` bytes in all.
 
-    Making a long prompt takes milliseconds, in which no token could be timed.
+    Each is used once. Making a long prompt takes milliseconds, in which no token could be timed.
     """
     ready: dict[int, bytes] = {}
     left = bytes_max
@@ -72,7 +72,7 @@ def made_ahead(
 
 
 def request_headers(planned: PlannedRequest) -> dict[str, str]:
-    """Content type, request id, and the tier if the run uses tiers."""
+    """Return content type, request id, and the tier if the run uses tiers."""
     headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: planned.request_id}
     if planned.tier is not None:
         headers[TIER_HEADER] = planned.tier

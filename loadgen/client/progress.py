@@ -1,7 +1,7 @@
 """The progress line on stderr: redrawn on a terminal, a plain line now and then elsewhere.
 
-It only shows `meter` snapshots. Redraws are few, because drawing holds up the event loop that
-times the streams.
+It only shows `meter` snapshots. Redraws are rare, because drawing blocks the event loop that times
+the streams.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ PLAIN_LINE_S = 5.0
 
 
 def describe(snapshot: Snapshot) -> str:
-    """One line of numbers, short enough for 80 columns; TTFT is the recent median."""
+    """Return one line of numbers, short enough for 80 columns; TTFT is the recent median."""
     first = "-" if snapshot.ttft_p50_ms is None else f"{snapshot.ttft_p50_ms:.0f} ms"
     dropped = f", dropped {snapshot.dropped}" if snapshot.dropped else ""
     return (

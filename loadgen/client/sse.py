@@ -1,8 +1,8 @@
 """A server-sent-events parser that never touches a socket: bytes in, event data out.
 
-Follows the WHATWG rules for what an OpenAI stream uses: LF, CR and CRLF line ends, several
-`data:` lines per event, comments, an optional BOM. The result does not depend on how the bytes
-were cut into chunks. An event that EOF cuts before its blank line is dropped, as clients do.
+Follows the WHATWG rules for the features that an OpenAI stream uses: LF, CR and CRLF line ends,
+several `data:` lines per event, comments, an optional BOM. The result does not depend on how the
+bytes were cut into chunks. An event that EOF cuts before its blank line is dropped, as clients do.
 """
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
@@ -14,7 +14,7 @@ class SseOverflowError(Exception):
 
 
 class SseParser:
-    """Feed it chunks; it gives back the data of every event that they complete."""
+    """Takes chunks and returns the data of every event that they complete."""
 
     def __init__(self) -> None:
         self.comments = 0

@@ -1,7 +1,7 @@
-"""Notes when an aileron server switches its layout, by asking its admin API during the run.
+"""Records an aileron server's layout switches, by polling its admin API during the run.
 
-Plain HTTP, as any operator could ask: `GET /admin/switches` every `POLL_S`. A switch is dated by
-the first answer that names it, on the run's own clock, so it is up to `POLL_S` too late.
+Polls `GET /admin/switches` every `POLL_S`, as any operator could. A switch is dated by the first
+poll that reports it, on the run's own clock, so at most about `POLL_S` late.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ KEPT_FIELDS = (
 
 
 class SwitchWatch:
-    """The switches of one run; `begin` before it, `watch` beside it, `end` after it."""
+    """The switches of one run; call `begin` before it, `watch` beside it, `end` after it."""
 
     def __init__(self, session: aiohttp.ClientSession, admin_url: str) -> None:
         self._session = session
@@ -33,7 +33,7 @@ class SwitchWatch:
         self._missed_polls = 0
 
     async def begin(self) -> None:
-        """Learn the layout and what has been switched already; a `UsageError` without an answer."""
+        """Read the layout and the earlier switches; raises `UsageError` without an answer."""
         try:
             layout = await self._get("/admin/layout")
             self._layout = str(layout["layout"])
@@ -45,17 +45,17 @@ class SwitchWatch:
             ) from error
 
     async def watch(self, clock: Callable[[], float]) -> None:
-        """Ask again and again until cancelled; `clock` gives seconds since the run began."""
+        """Poll until cancelled; `clock` gives seconds since the run began."""
         while True:
             await asyncio.sleep(POLL_S)
             await self._poll(clock)
 
     async def end(self, clock: Callable[[], float]) -> None:
-        """Ask once more, for what the last switches measured late."""
+        """Poll once more, for late measurements of the last switches."""
         await self._poll(clock)
 
     def as_json(self) -> dict[str, object]:
-        """The layout at the start and every switch since, in order."""
+        """Return the layout at the start and every switch since, in order."""
         return {
             "poll_s": POLL_S,
             "layout_at_start": self._layout,
@@ -74,7 +74,8 @@ class SwitchWatch:
                     kept = {name: each.get(name) for name in KEPT_FIELDS}
                     self._events[epoch] = {"at_s": at_s, **kept}
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
-            # A coordinator that restarts is part of what is measured; the report says how often.
+            # A coordinator that restarts is part of the measurement; the report counts missed
+            # polls.
             self._missed_polls += 1
 
     async def _switches(self) -> list[Any]:

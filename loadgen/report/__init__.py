@@ -1,1 +1,1 @@
-"""Turns what happened into a report: records, series, tables, plots, comparisons."""
+"""Turns the records of a run into a report: series, tables, plots, comparisons."""

@@ -1,7 +1,7 @@
-"""Sentences that warn when a report's numbers say less than they seem to. Pure.
+"""Warnings about a report whose numbers say less than they seem to. Pure.
 
-Dropped requests, estimated token counts, or prompts of another length than
-asked for do not fail a run, but whoever reads the report must know.
+Dropped requests, estimated token counts, or prompts of an unexpected length do not fail a run, but
+the report's reader must know.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ PROMPT_LENGTH_TOLERANCE = 0.2
 
 
 def warnings_for(records: Sequence[RequestRecord], *, ignore_eos: bool) -> list[str]:
-    """One sentence for every reason to doubt the run."""
+    """Return one sentence for every reason to doubt the run."""
     whole = [record for record in records if record.ok]
     found = (
         _dropped(records),
@@ -31,7 +31,7 @@ def warnings_for(records: Sequence[RequestRecord], *, ignore_eos: bool) -> list[
 
 
 def wrong_lengths(whole: Sequence[RequestRecord]) -> int:
-    """Answers whose counted tokens differ from those asked for; only usage is trusted."""
+    """Return how many answers' `usage` differs from the tokens asked for."""
     return sum(
         record.answer.output_tokens is not None
         and record.answer.output_tokens != record.planned.output_tokens

@@ -1,8 +1,7 @@
-"""Two reports against one another: every metric, the ratio second / first, and thresholds. Pure.
+"""Compares two reports: every metric, the ratio second / first, and thresholds. Pure.
 
-A threshold `ttft_p50_ms>1.05` looks at the ratio, `b.failed>0` at the second report's own
-value. A threshold on something that was not measured counts as broken: a check that cannot be
-made must not pass.
+A threshold `ttft_p50_ms>1.05` applies to the ratio, `b.failed>0` to the second report's own value.
+A threshold on something that was not measured counts as broken: an impossible check must not pass.
 """
 
 import math
@@ -35,7 +34,7 @@ class Better(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A name for one number in a slice of a report, and where it is."""
+    """A name for one number in a slice of a report, and its place."""
 
     name: str
     path: tuple[str, str]
@@ -72,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """A condition that fails the comparison; `on_second` looks at b itself, not at the ratio."""
+    """A condition that fails the comparison; `on_second` applies to b itself, not to the ratio."""
 
     text: str
     metric: str
@@ -83,7 +82,7 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows of one scope and the sentences about thresholds that were broken."""
+    """The rows of one scope and a sentence for each broken threshold."""
 
     scope: str
     rows: tuple[Row, ...]
@@ -91,7 +90,7 @@ class Comparison:
 
 
 def all_metrics() -> tuple[Metric, ...]:
-    """Every metric that can be compared, in the order of the table."""
+    """Return every metric that can be compared, in the order of the table."""
     higher, lower, neither = Better.HIGHER, Better.LOWER, Better.NEITHER
     return (
         Metric("requests_per_s", ("throughput", "requests_per_s"), higher),
@@ -134,7 +133,7 @@ def compare(
     scope: str = "total",
     thresholds: Sequence[Threshold] = (),
 ) -> Comparison:
-    """Put one scope of both reports side by side and check the thresholds."""
+    """Compare one scope of both reports and check the thresholds."""
     slices = slice_of(first, scope, "first"), slice_of(second, scope, "second")
     rows = tuple(
         Row(metric.name, metric.better, *(_value(part, metric.path) for part in slices))
@@ -146,7 +145,7 @@ def compare(
 
 
 def slice_of(report: Mapping[str, Any], scope: str, which: str) -> Mapping[str, Any]:
-    """The part of a report that `total`, `tier:NAME` or `phase:NAME` names."""
+    """Return the part of a report that `total`, `tier:NAME` or `phase:NAME` names."""
     kind, _, name = scope.partition(":")
     if scope == "total":
         parts = {name: report["total"]}
@@ -164,10 +163,10 @@ def slice_of(report: Mapping[str, Any], scope: str, which: str) -> Mapping[str, 
 
 
 def check(threshold: Threshold, row: Row) -> str | None:
-    """Why the threshold is broken, or None if it holds."""
+    """Return why the threshold is broken, or None if it holds."""
     if row.second is None or (row.first is None and not threshold.on_second):
         return f"{threshold.text}: {row.metric} was not measured"
-    # From 0 to something has no finite ratio; every limit is below it.
+    # A rise from 0 has no finite ratio; it counts as above every limit.
     ratio = math.inf if row.ratio is None else row.ratio
     value = row.second if threshold.on_second else ratio
     if not OPERATORS[threshold.sign](value, threshold.limit):
@@ -176,7 +175,7 @@ def check(threshold: Threshold, row: Row) -> str | None:
 
 
 def as_json(comparison: Comparison, names: Sequence[str]) -> dict[str, object]:
-    """The comparison for machines; a ratio without a finite value is null."""
+    """Return the comparison for machines; a ratio without a finite value is null."""
     return {
         "names": list(names),
         "scope": comparison.scope,

@@ -1,7 +1,7 @@
-"""Reading and writing of report files; every problem is one sentence.
+"""Reads and writes report files; every problem is one sentence.
 
-Files are written beside their place and then moved there, so that a reader never sees half a
-report. Destinations are checked before a run, so that no finished run is lost to a typing error.
+Files are written under a temporary name and then renamed, so that a reader never sees half a
+report. Destinations are checked before a run, so that a typing error does not lose its report.
 """
 
 import json
@@ -47,13 +47,13 @@ def check_plot_destination(path: Path | None, option: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write one JSON document in one step."""
+    """Write one JSON document atomically."""
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file in one step; a failure leaves the old one."""
+    """Replace the file atomically; a failure leaves the old one."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "wb") as file:
@@ -65,7 +65,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report of this schema; anything else is refused."""
+    """Read a report of this schema; refuse anything else."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -86,12 +86,12 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write one text in one step."""
+    """Write one text atomically."""
     write_bytes(path, text.encode())
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

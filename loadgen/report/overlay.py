@@ -1,8 +1,8 @@
 """Draws several runs over one another: load, throughput, latency and goodput over time.
 
-One colour for each run; a run's switches of layout are dashed vertical lines of its colour, so
-that what changed at a switch can be seen beside the runs that did not switch. Works from the
-reports alone, without a display.
+Each run has one colour. Its switches of layout are dashed vertical lines of that colour, so that
+their effect can be compared with runs that did not switch. Uses only the reports, without a
+display.
 """
 
 import io
@@ -35,7 +35,7 @@ PANELS = (
 def draw_runs(
     reports: Sequence[Mapping[str, Any]], names: Sequence[str], image_format: str = "png"
 ) -> bytes:
-    """The picture of several runs, as bytes of a PNG, SVG or PDF; phases are the first run's."""
+    """Return the picture of several runs as PNG, SVG or PDF; phases are the first run's."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     panels: Sequence[Axes] = figure.subplots(len(PANELS), 1, sharex=True)
     for axes, (column, label) in zip(panels, PANELS, strict=True):
@@ -57,7 +57,7 @@ def draw_runs(
 
 
 def _draw_line(axes: Axes, series: Mapping[str, Any], column: str, colour: str, name: str) -> None:
-    """One run's column; seconds without samples stay empty."""
+    """Draw one run's column; seconds without samples stay empty."""
     middles = [start + series["interval_s"] / 2 for start in series["t_s"]]
     values = [float("nan") if value is None else value for value in series[column]]
     axes.plot(middles, values, color=colour, linewidth=1.4, marker=".", markersize=3, label=name)

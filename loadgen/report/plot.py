@@ -1,7 +1,7 @@
-"""Draws a report: load, tokens, TTFT and gaps over time; phases shaded, errors and switches marked.
+"""Draws a report: load, tokens, TTFT and gaps over time, with phases, errors and switches.
 
-Works from the report's per-second series alone, without a display. The picture answers at a
-glance whether the server kept up when the rate changed, and what a client saw meanwhile.
+Uses only the report's per-second series, without a display. The picture shows at a glance whether
+the server kept up when the rate changed, and what a client saw meanwhile.
 """
 
 import io
@@ -25,7 +25,7 @@ MIN_LABEL_SHARE = 0.05
 
 
 def draw_report(report: Mapping[str, Any], image_format: str = "png") -> bytes:
-    """The picture of a run, as bytes of a PNG, SVG or PDF."""
+    """Return the picture of a run, as bytes of a PNG, SVG or PDF."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     load, tokens, first, gap = figure.subplots(4, 1, sharex=True)
     series = report["series"]
@@ -63,12 +63,12 @@ def _title(report: Mapping[str, Any]) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Foreign text for a label: a dollar sign would start a formula."""
+    """Escape external text for a label: a dollar sign would start a formula."""
     return text.replace("$", r"\$")
 
 
 def mark_switches(axes: Axes, report: Mapping[str, Any], colour: str, *, named: bool) -> None:
-    """A dashed line at every switch of layout; with `named` the new layout stands beside it."""
+    """Draw a dashed line at every switch of layout; `named` adds the new layout's name."""
     watched = report["switches"]
     for event in watched["events"] if watched else ():
         axes.axvline(event["at_s"], color=colour, linewidth=1.0, linestyle=(0, (4, 2)))
@@ -119,7 +119,7 @@ def _draw_step(
 
 
 def _draw_latency(axes: Axes, series: Mapping[str, Any], name: str, colour: str) -> None:
-    """The median as a line, the worst as dots; seconds without samples stay empty."""
+    """Draw the median as a line, the maximum as dots; seconds without samples stay empty."""
     middles = [start + series["interval_s"] / 2 for start in series["t_s"]]
     median = [float("nan") if value is None else value for value in series[f"{name}_p50_ms"]]
     worst = [float("nan") if value is None else value for value in series[f"{name}_max_ms"]]
@@ -129,7 +129,7 @@ def _draw_latency(axes: Axes, series: Mapping[str, Any], name: str, colour: str)
 
 
 def shade_phases(axes: Axes, report: Mapping[str, Any]) -> None:
-    """Shade each phase, the darker the higher its rate."""
+    """Shade each phase; a higher rate is darker."""
     rates = [phase["rate_per_s"] or 0.0 for phase in report["phases"]]
     highest = max(rates, default=0.0)
     for phase, rate in zip(report["phases"], rates, strict=True):
@@ -139,7 +139,7 @@ def shade_phases(axes: Axes, report: Mapping[str, Any]) -> None:
 
 
 def label_phases(axes: Axes, report: Mapping[str, Any]) -> None:
-    """Name the phases above the first panel, where there is room for the name."""
+    """Name the phases above the first panel, if there is room for the name."""
     for phase in report["phases"]:
         if phase["end_s"] - phase["start_s"] < MIN_LABEL_SHARE * report["duration_s"]:
             continue
@@ -156,7 +156,7 @@ def label_phases(axes: Axes, report: Mapping[str, Any]) -> None:
 
 
 def _mark_errors(axes: Axes, series: Mapping[str, Any]) -> None:
-    """A thin red line through every second in which requests failed or were dropped."""
+    """Draw a thin red line through every second in which requests failed or were dropped."""
     for start, count in zip(series["t_s"], _failures(series), strict=True):
         if count:
             middle = start + series["interval_s"] / 2

@@ -1,8 +1,8 @@
-"""What happened to each request, and the latencies that follow from it.
+"""The outcome of each request, and the latencies computed from it.
 
-A `RequestRecord` is made once, when its request is over, and never changes. Times are seconds
-since the start of the run. Every latency function returns None where the request never got
-that far, so statistics count only what was really seen.
+A `RequestRecord` is made once, when its request is over, and never changes. Times are seconds since
+the start of the run. A latency function returns None if the request never got that far, so
+statistics count only real observations.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream said until it ended or failed; `ended_s` is when it said it was complete."""
+    """A stream's content until it ended or failed; `ended_s` is when it reported its end."""
 
     token_times_s: tuple[float, ...] = ()
     ended_s: float | None = None
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The head of the HTTP response: status, and the headers that a gateway answers with."""
+    """The head of the HTTP response: status, and a gateway's headers."""
 
     status: int
     request_id: str | None
@@ -81,7 +81,7 @@ class RequestRecord:
 
 
 def never_sent(planned: PlannedRequest, now_s: float, in_flight: int) -> RequestRecord:
-    """The record of a request that found `in_flight` others already at the limit."""
+    """Return the record of a request dropped because `in_flight` others had reached the limit."""
     failure = Failure(
         FailureKind.DROPPED_BY_CLIENT, "max_in_flight", f"{in_flight} requests were in flight"
     )
@@ -89,22 +89,22 @@ def never_sent(planned: PlannedRequest, now_s: float, in_flight: int) -> Request
 
 
 def cancelled(planned: PlannedRequest, sent_s: float, now_s: float) -> RequestRecord:
-    """The record of a request that was in flight when the user stopped the run."""
+    """Return the record of a request that was in flight when the user stopped the run."""
     failure = Failure(FailureKind.CANCELLED, "cancelled", "the run was stopped")
     return RequestRecord(planned, sent_s, now_s, None, Answer(), failure)
 
 
 def lag_ms(record: RequestRecord) -> float | None:
-    """How much later than planned the request was sent; None in a closed loop or if unsent."""
+    """Return how late the request was sent; None in a closed loop or if unsent."""
     if record.sent_s is None or record.planned.at_s is None:
         return None
     return (record.sent_s - record.planned.at_s) * MS_PER_S
 
 
 def due_s(record: RequestRecord) -> float | None:
-    """When latency starts to count: the planned time, in a closed loop the send; None if unsent.
+    """Return the start of its latency: planned time, or send in a closed loop; None if unsent.
 
-    Counted from the send, a client that is late would hide what its lateness spared the server
+    Measured from the send, a late client would hide that its lateness spared the server load
     (coordinated omission, Gil Tene).
     """
     if record.sent_s is None or record.planned.at_s is None:
@@ -113,17 +113,17 @@ def due_s(record: RequestRecord) -> float | None:
 
 
 def ttft_ms(record: RequestRecord) -> float | None:
-    """From when the request was due to its first token."""
+    """Return the time from when the request was due to its first token."""
     return _to_first_token_ms(record, due_s(record))
 
 
 def ttft_from_send_ms(record: RequestRecord) -> float | None:
-    """From sending the request to its first token, without the client's own delay."""
+    """Return the time from send to first token, without the client's own delay."""
     return _to_first_token_ms(record, record.sent_s)
 
 
 def tpot_ms(record: RequestRecord) -> float | None:
-    """Mean time per token after the first; None with fewer than two tokens."""
+    """Return the mean time per token after the first; None with fewer than two tokens."""
     times_s, tokens = record.answer.token_times_s, output_tokens(record)
     if len(times_s) < 2 or tokens < 2:
         return None
@@ -131,19 +131,19 @@ def tpot_ms(record: RequestRecord) -> float | None:
 
 
 def gaps_ms(record: RequestRecord) -> list[float]:
-    """The time between each token event and the one before it."""
+    """Return the time between each token event and the one before it."""
     return [
         (later - earlier) * MS_PER_S for earlier, later in pairwise(record.answer.token_times_s)
     ]
 
 
 def max_gap_ms(record: RequestRecord) -> float | None:
-    """The longest pause that this stream saw between two tokens."""
+    """Return the longest pause between two token events of this stream."""
     return max(gaps_ms(record), default=None)
 
 
 def e2e_ms(record: RequestRecord) -> float | None:
-    """From when the request was due to the end of a whole answer."""
+    """Return the time from when the request was due to the end of a whole answer."""
     start_s = due_s(record)
     if start_s is None or not record.ok:
         return None
@@ -151,13 +151,13 @@ def e2e_ms(record: RequestRecord) -> float | None:
 
 
 def output_tokens(record: RequestRecord) -> int:
-    """Tokens of the answer: the server's `usage` if it came, else the number of token events."""
+    """Return the answer's tokens: the server's `usage`, else the number of token events."""
     counted = record.answer.output_tokens
     return len(record.answer.token_times_s) if counted is None else counted
 
 
 def served_at_other_tier(record: RequestRecord) -> bool:
-    """Whether the server said that it used another tier than the one asked for."""
+    """Return whether the server reported another tier than the one asked for."""
     asked, served = record.planned.tier, record.reply.tier if record.reply else None
     return asked is not None and served is not None and asked != served
 

@@ -1,9 +1,9 @@
-"""The JSON report: what was asked, what happened, per phase, per tier and in total.
+"""The JSON report: the load and its outcome, per phase, per tier and in total.
 
-Pure: `build_report` folds records into one dictionary; `runner` adds what only the machine
-knows. Latencies are over whole answers of the requests *scheduled* in a slice; throughput
-counts what whole answers delivered *during* the slice's window. Keys are stable: a slice
-always has all of them, with None for what was not seen.
+Pure: `build_report` folds records into one dictionary; `runner` adds what only the machine knows.
+Latencies are over whole answers of the requests *scheduled* in a slice; throughput counts what
+whole answers delivered *during* the slice's window. Keys are stable: a slice always has all of
+them, with None for what was not measured.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ class Window:
 
     @property
     def length_s(self) -> float:
-        """How long it is, in seconds."""
+        """Its length in seconds."""
         return max(0.0, self.end_s - self.start_s)
 
 
@@ -59,7 +59,7 @@ class Finished:
 
 
 def build_report(run: Finished, slos: Slos, *, keep_records: bool) -> dict[str, object]:
-    """The part of the report that follows from the records."""
+    """Return the part of the report that follows from the records."""
     whole = Window(0.0, run.duration_s)
     records = run.records
     report: dict[str, object] = {
@@ -88,7 +88,7 @@ def summarise_slice(
     window: Window,
     slos: Slos,
 ) -> dict[str, object]:
-    """One slice: `scheduled` gives counts and latencies, `delivered` in `window` throughput."""
+    """Return one slice: counts and latencies of `scheduled`, throughput of `delivered`."""
     whole = [record for record in scheduled if record.ok]
     return {
         "requests": _counts(scheduled),
@@ -108,7 +108,7 @@ def summarise_slice(
 
 
 def record_as_json(record: RequestRecord) -> dict[str, object]:
-    """One raw record; times in seconds since the start of the run, latencies in ms."""
+    """Return one raw record; times in seconds since the start of the run, latencies in ms."""
     planned, answer = record.planned, record.answer
     return {
         "index": planned.index,

@@ -1,10 +1,9 @@
-"""The run second by second: what arrived, what ended, what was delivered and how late.
+"""The run second by second: arrivals, ends, delivered tokens and latencies.
 
-Pure: folds the records into columns of equal length, one entry per `INTERVAL_S`. A request's
-TTFT is shown in the second it was sent, a gap in the second the late token came, an error in
-the second it happened, `good` (answers within their tier's limits) in the second they were due,
-so that it lies beside what was asked for. `tokens` counts every token delivered, also by streams
-that later failed.
+Pure: folds the records into columns of equal length, one entry per `INTERVAL_S`. A request's TTFT
+appears in the second it was sent, a gap in the second the late token came, an error in the second
+it happened. `good` (answers within their tier's limits) appears in the second they were due, for
+comparison with the load. `tokens` counts every delivered token, also of streams that later failed.
 """
 
 import math
@@ -32,7 +31,7 @@ def build_series(
     duration_s: float,
     is_good: Callable[[RequestRecord], bool],
 ) -> dict[str, object]:
-    """Columns over the seconds of the run; `t_s` is the start of each second."""
+    """Return columns over the seconds of the run; `t_s` is the start of each second."""
     bins = max(1, math.ceil(duration_s / INTERVAL_S))
     sent = [record.sent_s for record in records if record.sent_s is not None]
     good = [at_s for r in records if (at_s := due_s(r)) is not None and is_good(r)]
@@ -62,7 +61,7 @@ def build_series(
 
 
 def tokens_per_event(record: RequestRecord) -> float:
-    """How many tokens one token event of this stream stands for, on average."""
+    """Return the mean number of tokens per token event of this stream."""
     events = len(record.answer.token_times_s)
     return output_tokens(record) / events if events else 0.0
 
@@ -127,7 +126,7 @@ def _ninth_decile(values: Sequence[float]) -> float | None:
 
 
 def _in_flight(records: Sequence[RequestRecord], duration_s: float, bins: int) -> Column:
-    """The mean number of requests in flight during each second, the last one being shorter."""
+    """Return the mean number of requests in flight per second; the last one may be shorter."""
     busy_s = [0.0] * bins
     for record in records:
         if record.sent_s is None:

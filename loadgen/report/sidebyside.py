@@ -1,7 +1,7 @@
 """Several runs side by side: the same numbers of each, in total, by tier and by phase. Pure.
 
 Slices are matched by name; a run that lacks one has dashes there. `compare` gives every metric of
-two runs and their ratios; this gives the few that decide, of any number of runs.
+two runs and their ratios; this module gives the most important ones for any number of runs.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import Any
 from loadgen.report.compare import Better
 
 PEAK_WINDOW_S = 5.0
-"""Peak throughput is the best mean over this long, so that one lucky second does not make it."""
+"""Peak throughput is the best mean over this time, so that one lucky second does not count."""
 
 Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number of a slice: its heading, its key in JSON, where it is, and what is better."""
+    """One number of a slice: its heading, its key in JSON, its place, and the better direction."""
 
     heading: str
     key: str
@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One run's numbers in one slice, in the order of `COLUMNS`; None is what was not seen."""
+    """One run's numbers in one slice, in the order of `COLUMNS`; None if not measured."""
 
     run: str
     values: tuple[float | None, ...]
@@ -59,7 +59,7 @@ COLUMNS = (
 
 
 def side_by_side(reports: Sequence[Report], names: Sequence[str]) -> tuple[Section, ...]:
-    """The total, then tiers, phases and their tiers, where there is more than one of them."""
+    """Return the total, then tiers, phases and their tiers, if there is more than one."""
     slices = [_slices(report) for report in reports]
     order = dict.fromkeys(name for found in slices for name in found)
     return tuple(
@@ -75,7 +75,7 @@ def side_by_side(reports: Sequence[Report], names: Sequence[str]) -> tuple[Secti
 
 
 def best_of(section: Section) -> tuple[float | None, ...]:
-    """The best value of each column, None where no direction is better or all are alike."""
+    """Return each column's best value, None if no direction is better or all are equal."""
     found = []
     for column, values in zip(
         COLUMNS, zip(*(line.values for line in section.lines), strict=True), strict=True
@@ -88,7 +88,7 @@ def best_of(section: Section) -> tuple[float | None, ...]:
 
 
 def differences(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
-    """A sentence for each way in which these runs were not asked the same."""
+    """Return a sentence for each way in which the runs differ in load, limits or client lag."""
     sentences = []
     first = reports[0]
     for report, name in zip(reports[1:], names[1:], strict=True):
@@ -105,7 +105,7 @@ def differences(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def switch_lines(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
-    """What each run's server switched and when, one line for each run that was watched."""
+    """Return one line for each watched run, with its server's switches and their times."""
     lines = []
     for report, name in zip(reports, names, strict=True):
         watched = report["switches"]
@@ -118,7 +118,7 @@ def switch_lines(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
 
 
 def as_rows(sections: Sequence[Section]) -> list[dict[str, object]]:
-    """The sections for machines: one object for each slice and run."""
+    """Return the sections for machines: one object for each slice and run."""
     return [
         {"slice": section.name, "run": line.run}
         | dict(zip((column.key for column in COLUMNS), line.values, strict=True))
@@ -128,7 +128,7 @@ def as_rows(sections: Sequence[Section]) -> list[dict[str, object]]:
 
 
 def peak_tokens_per_s(report: Report, start_s: float, end_s: float) -> float | None:
-    """The best mean over `PEAK_WINDOW_S` of whole seconds inside [start_s, end_s), or None."""
+    """Return the best mean over `PEAK_WINDOW_S` of whole seconds in [start_s, end_s), or None."""
     series = report["series"]
     interval_s = series["interval_s"]
     inside = [

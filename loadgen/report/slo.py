@@ -1,7 +1,7 @@
-"""What counts as good service, by tier: limits on TTFT and TPOT, and whether a request kept them.
+"""Service level objectives by tier: limits on TTFT and TPOT, and which requests met them.
 
 Pure. The defaults are ours: 500 ms and 50 ms (20 tokens per second, faster than people read) for
-who waits at the screen, 2 s and 100 ms for other calls, and for batch any whole answer.
+users waiting at the screen, 2 s and 100 ms for other calls, and any whole answer for batch.
 """
 
 import re
@@ -13,7 +13,7 @@ from loadgen.report.records import RequestRecord, tpot_ms, ttft_ms
 
 DEFAULT_SLOS = "interactive:500ms/50ms,standard:2s/100ms,batch:none"
 OTHER_TIERS = "standard"
-"""Requests without a tier, or with one that has no limits of its own, have this tier's limits."""
+"""Limits for requests without a tier, or with one that has no limits of its own."""
 ALL_TIERS = "*"
 SLO_SHAPE = re.compile(r"(?P<tier>[\w.-]+|\*):(?:(?P<ttft>[^/]+)/(?P<tpot>[^/]+)|none)")
 TIME_SHAPE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>ms|s)")
@@ -33,23 +33,23 @@ NO_SLO = Slo(None, None)
 
 @dataclass(frozen=True, slots=True)
 class Slos:
-    """The limits of each tier; `*` stands for all that are not named."""
+    """The limits of each tier; `*` stands for all tiers without an entry."""
 
     by_tier: Mapping[str, Slo]
 
     def of(self, tier: str | None) -> Slo:
-        """The limits of a tier, None being a request without one."""
+        """Return the limits of a tier; None is a request without one."""
         names = (tier or OTHER_TIERS, ALL_TIERS, OTHER_TIERS)
         return next((self.by_tier[name] for name in names if name in self.by_tier), NO_SLO)
 
     def shared(self, tiers: Iterable[str | None]) -> Slo:
-        """The limits that all of these tiers have, None where they differ."""
+        """Return the limits that all of these tiers share, no limits if they differ."""
         found = {self.of(tier) for tier in tiers}
         return next(iter(found)) if len(found) == 1 else NO_SLO
 
 
 def parse_slos(text: str) -> Slos:
-    """Read `interactive:500ms/50ms,batch:none`; tiers that are not named keep the defaults."""
+    """Read `interactive:500ms/50ms,batch:none`; other tiers keep the defaults."""
     by_tier: dict[str, Slo] = {} if "*:" in text else dict(_parse(DEFAULT_SLOS))
     given = list(_parse(text)) if text else []
     if len({tier for tier, _ in given}) < len(given):
@@ -58,7 +58,7 @@ def parse_slos(text: str) -> Slos:
 
 
 def is_good(record: RequestRecord, slos: Slos) -> bool:
-    """Whether a whole answer came within its tier's limits; one token has no TPOT to break."""
+    """Return whether a whole answer met its tier's limits; one token has no TPOT to break."""
     if not record.ok:
         return False
     slo = slos.of(record.planned.tier)

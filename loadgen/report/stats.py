@@ -1,7 +1,7 @@
 """Percentiles and summaries of samples in milliseconds. Pure.
 
-Percentiles interpolate linearly between the two nearest samples (numpy's default), and an
-empty sample has no percentiles: they are None, never 0.
+Percentiles interpolate linearly between the two nearest samples (numpy's default). An empty
+sample's percentiles are None, never 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ DECIMALS = 3
 
 
 def summarise(samples: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Count, mean, p50, p90, p95, p99 and max of the samples that are not None."""
+    """Return count, mean, p50, p90, p95, p99 and max of the samples that are not None."""
     present = sorted(value for value in samples if value is not None)
     if not present:
         none = dict.fromkeys(("mean", *(f"p{percent}" for percent in PERCENTILES), "max"))
@@ -26,7 +26,7 @@ def summarise(samples: Iterable[float | None]) -> dict[str, float | int | None]:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of the ascending, non-empty samples lie."""
+    """Return the value below which `percent` of the ascending, non-empty samples lie."""
     place = (len(ordered) - 1) * percent / 100
     below = floor(place)
     above = min(below + 1, len(ordered) - 1)
@@ -34,15 +34,15 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def median(samples: Sequence[float]) -> float | None:
-    """The middle of the samples, or None without any."""
+    """Return the median of the samples, or None without any."""
     return rounded(percentile(sorted(samples), 50)) if samples else None
 
 
 def share(part: float, whole: float) -> float | None:
-    """`part / whole`, or None if there is no whole."""
+    """Return `part / whole`, or None if there is no whole."""
     return rounded(part / whole) if whole > 0 else None
 
 
 def rounded(value: float) -> float:
-    """A number with as many decimals as reports show."""
+    """Return a number rounded as in reports."""
     return round(value, DECIMALS)

@@ -1,6 +1,6 @@
 """Terminal tables of a report and of a comparison. Pure: dictionaries in, rich tables out.
 
-Numbers that were not seen are shown as a dash, never as 0.
+Numbers that were not measured are shown as a dash, never as 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ RUN_COLUMNS = (
 
 
 def run_table(report: Mapping[str, Any]) -> Table:
-    """Phases, tiers and the total of one report, one row each; latencies in milliseconds."""
+    """Return phases, tiers and the total of one report, one row each; latencies in milliseconds."""
     server = report["server"]
     title = f"{server['model']} at {server['url']}, {report['duration_s']:.1f} s, times in ms"
     table = Table(title=escape(title), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -44,7 +44,7 @@ def run_table(report: Mapping[str, Any]) -> Table:
 
 
 def comparison_table(comparison: Comparison, names: Sequence[str]) -> Table:
-    """Every metric that is above 0 in one of the two reports, and always `failed`."""
+    """Return every metric that is not 0 in at least one report, and always `failed`."""
     title = f"{names[1]} against {names[0]} ({comparison.scope})"
     table = Table(title=escape(title), box=SIMPLE_HEAD)
     table.add_column("metric")
@@ -57,7 +57,7 @@ def comparison_table(comparison: Comparison, names: Sequence[str]) -> Table:
 
 
 def side_by_side_table(sections: Sequence[Section]) -> Table:
-    """The numbers of several runs, slice by slice, the best of each column in green."""
+    """Return the numbers of several runs, slice by slice, the best of each column in green."""
     table = Table(title="times in ms", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
@@ -77,7 +77,7 @@ def side_by_side_table(sections: Sequence[Section]) -> Table:
 
 
 def side_by_side_markdown(sections: Sequence[Section], notes: Sequence[str]) -> str:
-    """The same as Markdown, one table for each slice, and the notes below as a list."""
+    """Return the same as Markdown: one table for each slice, and the notes below as a list."""
     headings = [column.heading.replace("\n", " ") for column in COLUMNS]
     lines = ["Times in milliseconds; the best of each column in bold."]
     for section in sections:
@@ -100,7 +100,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number as short as it can be read, or a dash."""
+    """Return a number in its shortest readable form, or a dash."""
     if value is None:
         return "-"
     if float(value).is_integer() and abs(value) < 1e9:

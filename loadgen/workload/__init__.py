@@ -1,1 +1,1 @@
-"""What a run sends: arrivals, lengths, prompts, traces, and the plan made of them."""
+"""The load of a run: arrivals, lengths, prompts, traces, and the plan made of them."""

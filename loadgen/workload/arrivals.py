@@ -1,8 +1,8 @@
 """When requests are sent: phases of constant rate, turned into a list of send times.
 
-Pure: the same phases, kind and seed give the same times. Each phase draws from its own
-random stream, so changing one phase leaves the arrivals inside the others as they were.
-Times are seconds since the start of the run; `plan` turns them into requests.
+Pure: the same phases, kind and seed give the same times. Each phase draws from its own random
+stream, so changing one phase leaves the arrivals inside the others unchanged. Times are seconds
+since the start of the run; `plan` turns them into requests.
 """
 
 import math
@@ -17,7 +17,7 @@ from loadgen.errors import UsageError
 MAX_PLANNED_REQUESTS = 200_000
 MAX_RUN_S = 24 * 3600.0
 MAX_PHASES = 1_000
-# Keeps ceil(rate * duration) from counting one request too many when the product is inexact.
+# Prevents ceil(rate * duration) from counting one request too many for an inexact product.
 COUNT_SLACK_REQUESTS = 1e-9
 
 PHASE_SHAPE = re.compile(r"(?P<name>[\w.-]+):(?P<rate>[^:/]+)/(?P<per>s|m):(?P<duration>[^:]+)")
@@ -26,7 +26,7 @@ UNIT_S = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "h": 3600.0}
 
 
 class ArrivalKind(StrEnum):
-    """How send times are spread inside a phase."""
+    """How send times are distributed inside a phase."""
 
     POISSON = "poisson"
     UNIFORM = "uniform"
@@ -44,14 +44,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One send time, in seconds since the start of the run, and the phase it belongs to."""
+    """One send time, in seconds since the start of the run, and its phase."""
 
     at_s: float
     phase_index: int
 
 
 def parse_phases(text: str, *, cycles: int = 1) -> tuple[Phase, ...]:
-    """Read `NAME:RATE/s:DURATION,...`, the whole list `cycles` times over, with unique names."""
+    """Read `NAME:RATE/s:DURATION,...`, repeated `cycles` times, with unique names."""
     if cycles < 1:
         raise UsageError(f"--cycles must be at least 1, not {cycles}.")
     once = [_parse_phase(part.strip()) for part in text.split(",")]
@@ -70,7 +70,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Refuse phases that send nothing or go over the named limits."""
+    """Refuse phases that send nothing or exceed the named limits."""
     total_s = sum(phase.duration_s for phase in phases)
     expected = sum(phase.rate_per_s * phase.duration_s for phase in phases)
     if total_s > MAX_RUN_S:
@@ -88,9 +88,9 @@ def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
 def scaled_phases(
     phases: Sequence[Phase], *, rate_scale: float, duration_s: float | None
 ) -> tuple[Phase, ...]:
-    """The phases with `rate_scale` times their rates, stretched to `duration_s` in all.
+    """Return the phases at `rate_scale` times their rates, stretched to `duration_s` in all.
 
-    Each phase keeps its share of the time; without a duration their lengths stay. Limits are
+    Each phase keeps its share of the time; without a duration, lengths stay the same. Limits are
     checked again.
     """
     total_s = sum(phase.duration_s for phase in phases)
@@ -108,7 +108,7 @@ def scaled_phases(
 
 
 def phase_starts_s(phases: Sequence[Phase]) -> tuple[float, ...]:
-    """The start of every phase, in seconds since the start of the run."""
+    """Return the start of every phase, in seconds since the start of the run."""
     starts, now_s = [], 0.0
     for phase in phases:
         starts.append(now_s)
@@ -119,7 +119,7 @@ def phase_starts_s(phases: Sequence[Phase]) -> tuple[float, ...]:
 def plan_arrivals(
     phases: Sequence[Phase], kind: ArrivalKind, *, seed: int, burst_requests: int = 8
 ) -> tuple[Arrival, ...]:
-    """Every send time of the run, in order; times lie in [phase start, phase end)."""
+    """Return every send time of the run, in order; times lie in [phase start, phase end)."""
     arrivals: list[Arrival] = []
     for index, (phase, start_s) in enumerate(zip(phases, phase_starts_s(phases), strict=True)):
         rng = random.Random(f"{seed}/arrivals/{index}")
@@ -150,7 +150,7 @@ def _poisson_offsets_s(phase: Phase, rng: random.Random) -> Iterator[float]:
 
 
 def _grouped_offsets_s(phase: Phase, group_requests: int) -> Iterator[float]:
-    """Groups that arrive together, evenly spaced, so that the mean rate is the phase's rate."""
+    """Yield groups that arrive together, evenly spaced so that the mean is the phase's rate."""
     count = math.ceil(phase.rate_per_s * phase.duration_s - COUNT_SLACK_REQUESTS)
     for index in range(count):
         yield (index // group_requests) * group_requests / phase.rate_per_s
@@ -177,7 +177,7 @@ def _positive_or_zero(text: str) -> float | None:
 
 
 def _with_unique_names(phases: Sequence[Phase]) -> list[Phase]:
-    """`low, high, low` becomes `low, high, low#2`, so that reports can name each phase."""
+    """Rename `low, high, low` to `low, high, low#2`, so that reports can name each phase."""
     seen: dict[str, int] = {}
     unique = []
     for phase in phases:

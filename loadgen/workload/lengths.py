@@ -1,8 +1,8 @@
-"""How long prompts and answers are: small length distributions, written as text.
+"""Lengths of prompts and answers: small length distributions, written as text.
 
 `fixed:128`, `uniform:16-256`, `lognormal:mean=120,sigma=0.6,max=512` and
-`mix:0.8*fixed:32+0.2*fixed:512`. Pure: the caller brings the random stream.
-Every sample is a whole number of tokens, at least 1 and at most `longest_tokens(...)`.
+`mix:0.8*fixed:32+0.2*fixed:512`. Pure: the caller passes the random stream. Every sample is a whole
+number of tokens, at least 1 and at most `longest_tokens(...)`.
 """
 
 import math
@@ -56,7 +56,7 @@ Lengths = Fixed | Uniform | LogNormal | Mix
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Read one distribution; anything else is a `UsageError` that shows examples."""
+    """Read one distribution; raises `UsageError`, with examples, for anything else."""
     kind, _, rest = text.strip().partition(":")
     match kind:
         case "fixed":
@@ -88,9 +88,9 @@ def sample_tokens(lengths: Lengths, rng: random.Random) -> int:
 
 
 def scaled(lengths: Lengths, factor: float) -> Lengths:
-    """The distribution with every length `factor` times as long, at least 1 token.
+    """Return the distribution with every length `factor` times as long, at least 1 token.
 
-    A `UsageError` if that is longer than `MAX_LENGTH_TOKENS`.
+    Raises `UsageError` above `MAX_LENGTH_TOKENS`.
     """
     match lengths:
         case Fixed(tokens):
@@ -110,7 +110,7 @@ def scaled(lengths: Lengths, factor: float) -> Lengths:
 
 
 def scaled_tokens(tokens: int, factor: float) -> int:
-    """A length `factor` times as long, at least 1 token; 0 stays 0."""
+    """Return a length `factor` times as long, at least 1 token; 0 stays 0."""
     product = tokens * factor
     if product > MAX_LENGTH_TOKENS:
         raise UsageError(
@@ -121,7 +121,7 @@ def scaled_tokens(tokens: int, factor: float) -> int:
 
 
 def longest_tokens(lengths: Lengths) -> int:
-    """The largest length that `sample_tokens` can give."""
+    """Return the largest length that `sample_tokens` can return."""
     match lengths:
         case Fixed(tokens):
             return tokens

@@ -1,7 +1,7 @@
-"""Which load to make: phases, a preset, a trace or a closed loop, and what its requests look like.
+"""Which load to make: phases, a preset, a trace or a closed loop, and the form of its requests.
 
 Checked and frozen here, so that nothing can be refused later. A preset or a trace brings its own
-lengths; options that it would not heed are refused.
+lengths; options that it would ignore are refused.
 """
 
 import argparse
@@ -32,7 +32,7 @@ DEFAULT_PROMPT, DEFAULT_OUTPUT = "fixed:128", "fixed:64"
 
 @dataclass(frozen=True, slots=True)
 class OpenLoad:
-    """Requests at planned times, whatever the server does; `preset` names where they are from."""
+    """Requests at planned times, whatever the server does; `preset` names their origin."""
 
     phases: tuple[Phase, ...]
     kind: ArrivalKind
@@ -42,7 +42,7 @@ class OpenLoad:
 
     @property
     def exact_lengths(self) -> bool:
-        """Whether answers are to have the planned lengths unless asked otherwise."""
+        """Whether answers have the planned lengths by default."""
         return self.preset is not None
 
 
@@ -63,20 +63,20 @@ class TraceLoad:
 
     @property
     def exact_lengths(self) -> bool:
-        """Whether answers are to have the planned lengths unless asked otherwise."""
+        """Whether answers have the planned lengths by default."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoad:
-    """`requests` requests, always `concurrency` of them in flight."""
+    """`requests` requests, at most `concurrency` in flight."""
 
     concurrency: int
     requests: int
 
     @property
     def exact_lengths(self) -> bool:
-        """Whether answers are to have the planned lengths unless asked otherwise."""
+        """Whether answers have the planned lengths by default."""
         return False
 
 
@@ -84,7 +84,7 @@ Load = OpenLoad | TraceLoad | ClosedLoad
 
 
 def parse_load(args: argparse.Namespace) -> tuple[Load, Workload]:
-    """The one load that was asked for, and its requests."""
+    """Return the one load that was asked for, and its requests."""
     wanted = {
         "--phases": args.phases is not None,
         "--rate with --duration": args.rate is not None,

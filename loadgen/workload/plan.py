@@ -1,8 +1,8 @@
 """The plan of a run: every request with its send time, tier and lengths, fixed before it starts.
 
-Pure: the same inputs and seed give the same plan, whatever the server does. `loops` carries
-the plan out; `report` compares what happened with it. `digest_of` names a plan in a few letters,
-so that two reports can show that they are about the same requests.
+Pure: the same inputs and seed give the same plan, whatever the server does. `loops` carries the
+plan out; `report` compares the outcome with it. `digest_of` names a plan in a few letters, so that
+two reports can show that they are about the same requests.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ TIER_SHAPE = re.compile(r"(?P<name>[\w.-]+)(?::(?P<weight>[^:]+))?")
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Conversations that grow: `turns` requests each, every one `turn_tokens` of history longer.
+    """Growing conversations of `turns` requests, each with `turn_tokens` more history.
 
-    `live` of them go on at the same time; one that has had its turns makes room for a new one.
+    `live` of them run at the same time; a finished one makes room for a new one.
     """
 
     live: int
@@ -37,7 +37,7 @@ class Sessions:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What requests look like: lengths, tiers with weights (none: no tier is sent), prefixes."""
+    """The form of requests: lengths, tiers with weights (none: no tier is sent), prefixes."""
 
     prompt: Lengths
     output: Lengths
@@ -49,7 +49,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kind of request in a workload, drawn as often as its weight says."""
+    """One kind of request in a workload, drawn in proportion to its weight."""
 
     weight: float
     mixture: Mixture
@@ -102,7 +102,7 @@ def parse_tiers(text: str) -> tuple[tuple[str, float], ...]:
 def plan_open(
     arrivals: Sequence[Arrival], workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
-    """One request for every arrival, in order of time."""
+    """Plan one request for every arrival, in order of time."""
     planner = _Planner(workload, seed, run_id)
     return tuple(planner.plan(index, arrival) for index, arrival in enumerate(arrivals))
 
@@ -110,7 +110,7 @@ def plan_open(
 def plan_closed(
     requests: int, workload: Workload, *, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
-    """`requests` requests without send times, all in phase 0."""
+    """Plan `requests` requests without send times, all in phase 0."""
     planner = _Planner(workload, seed, run_id)
     return tuple(planner.plan(index, None) for index in range(requests))
 
@@ -118,7 +118,7 @@ def plan_closed(
 def plan_trace(
     rows: Sequence[TraceRow], workload: Workload, *, length_scale: float, seed: int, run_id: str
 ) -> tuple[PlannedRequest, ...]:
-    """One request for every row, with the row's time and lengths and the workload's tiers."""
+    """Plan one request for every row, with the row's time and lengths and the workload's tiers."""
     planned = plan_open([Arrival(row.at_s, 0) for row in rows], workload, seed=seed, run_id=run_id)
     return tuple(
         replace(
@@ -131,10 +131,10 @@ def plan_trace(
 
 
 def digest_of(plan: Sequence[PlannedRequest], style: object) -> str:
-    """A name for what is sent: equal for two runs that send the same requests at the same times.
+    """Return a digest that is equal for runs with the same requests at the same times.
 
-    `style` is what else decides the prompts' text; its `repr` is taken in. The request ids are
-    not, because they carry the run.
+    `style` holds everything else that decides the prompts' text; its `repr` is included. Request
+    ids are not, because they contain the run's id.
     """
     digest = hashlib.sha256(repr(style).encode())
     for planned in plan:
@@ -143,12 +143,12 @@ def digest_of(plan: Sequence[PlannedRequest], style: object) -> str:
 
 
 class _Planner:
-    """Draws requests one after another; counts the turns that each session has had."""
+    """Draws requests one after another; counts each session's turns."""
 
     def __init__(self, workload: Workload, seed: int, run_id: str) -> None:
         self._workload = workload
         self._run_id = run_id
-        # Streams of their own: a plan of one part without sessions is as if there were neither.
+        # Separate streams: a plan of one part without sessions does not depend on these draws.
         self._parts = random.Random(f"{seed}/parts")
         self._sessions = random.Random(f"{seed}/sessions")
         self._requests = random.Random(f"{seed}/requests")
@@ -176,7 +176,7 @@ class _Planner:
         )
 
     def _next_turn(self, kind: int, sessions: Sessions | None) -> tuple[str | None, int]:
-        """The session that goes on, and how many tokens of history it has by now."""
+        """Return the session that continues, and its tokens of history."""
         draw = self._sessions.random()
         if sessions is None:
             return None, 0

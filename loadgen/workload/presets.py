@@ -1,10 +1,10 @@
-"""Named workloads: the ones of the papers that this field compares itself with.
+"""Named workloads, including those of the papers that this field compares itself with.
 
 Pure data and one function. `bursty` and `priority` follow Flying Serving (arXiv 2602.22593),
 sections 6.1.3 and 6.3: low load of 2-5 and bursts of 10-30 requests per second, about 4 000
-requests, lengths drawn uniformly; priority requests among normal ones at 3-5 per second. The
-rates walk through those ranges in fixed steps, so that every seed has the same phases and both
-ends are always reached. Lengths in tokens, shares and tiers are our choice.
+requests, lengths drawn uniformly; priority requests among normal ones at 3-5 per second. The rates
+pass through those ranges in fixed steps, so every seed has the same phases and reaches both ends.
+Lengths in tokens, shares and tiers are our choice.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from loadgen.workload.lengths import Lengths, LogNormal, Uniform, scaled, scaled
 from loadgen.workload.plan import Mixture, Part, Sessions, Workload
 
 PRESET_MAX_IN_FLIGHT = 4_000
-"""Presets queue for long on a server that is too slow for them, and must not be dropped then."""
+"""High, because presets queue for long on a slow server and must not be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A workload with a name: when its requests come and what they look like."""
+    """A named workload: its arrivals and its requests."""
 
     about: str
     phases: tuple[Phase, ...]
@@ -29,9 +29,9 @@ class Preset:
 def resized(
     preset: Preset, *, rate_scale: float, length_scale: float, duration_s: float | None
 ) -> Preset:
-    """The preset with scaled rates and lengths, stretched to `duration_s` in all if that is given.
+    """Return the preset with scaled rates and lengths, stretched to `duration_s` if given.
 
-    A `UsageError` if that goes over the limits of a run or of a length.
+    Raises `UsageError` above the limits of a run or of a length.
     """
     return Preset(
         preset.about,
@@ -41,7 +41,7 @@ def resized(
 
 
 def scaled_workload(workload: Workload, factor: float) -> Workload:
-    """The workload with every prompt, prefix, history and answer `factor` times as long."""
+    """Return the workload with every prompt, prefix, history and answer `factor` times as long."""
     return tuple(Part(part.weight, _scaled_mixture(part.mixture, factor)) for part in workload)
 
 
@@ -63,7 +63,7 @@ def _part(weight: float, tier: str, prompt: Lengths, output: Lengths) -> Part:
 
 
 def _waves(low: tuple[float, ...], high: tuple[float, ...], each_s: float) -> tuple[Phase, ...]:
-    """Low and high phases in turn, each named by its rate; begins and ends low."""
+    """Return alternating low and high phases, named by their rates; begins and ends low."""
     assert len(low) == len(high) + 1
     names = [f"low-{rate:g}" for rate in low], [f"burst-{rate:g}" for rate in high]
     lows = [Phase(name, rate, each_s) for name, rate in zip(names[0], low, strict=True)]

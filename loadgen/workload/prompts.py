@@ -1,10 +1,10 @@
-"""What prompts say: seeded word text, or token ids, optionally behind a prefix and a history.
+"""What prompts say: seeded words, or token ids, optionally after a prefix and a history.
 
-Pure: a prompt depends only on the seed, the request's index, its lengths, its prefix group and
-its session, so two runs with one seed send the same prompts to different servers. Requests in one
-prefix group start with the same prefix, and each turn of a session goes on with all the history
-of the turn before; nothing else is shared except by chance.
-A word counts as `tokens_per_word` tokens, because the client has no tokenizer.
+Pure: a prompt depends only on the seed, the request's index, its lengths, its prefix group and its
+session, so runs with one seed send the same prompts to different servers. Requests of a prefix
+group start with the same prefix, and each turn of a session extends the history of the turn before;
+nothing else is shared except by chance. A word counts as `tokens_per_word` tokens, because the
+client has no tokenizer.
 """
 
 import random
@@ -56,13 +56,13 @@ class PromptStyle:
 
 
 def make_prompt(style: PromptStyle, planned: PlannedRequest) -> str | list[int]:
-    """The prompt of one request: its group's prefix, its session's history, and its own part."""
+    """Return the prompt of a request: its group's prefix, its session's history, its own part."""
     sections = (
         (f"{style.seed}/prefix/{planned.prefix_group}", planned.prefix_tokens),
         (f"{style.seed}/session/{planned.session}", planned.history_tokens),
         (f"{style.seed}/prompt/{planned.index}", planned.prompt_tokens),
     )
-    # One random stream for each section: a longer one begins with what a shorter one says.
+    # One random stream per section, so that a longer section begins with a shorter one's text.
     drawn = [(tokens, random.Random(stream)) for stream, tokens in sections]
     if style.kind is PromptKind.TOKENS:
         return [token for tokens, rng in drawn for token in _token_ids(style, tokens, rng)]

@@ -1,15 +1,10 @@
-"""Requests as they really came: traces of BurstGPT and of Azure's LLM inference, from a CSV file.
+"""Replays of real requests: traces of BurstGPT and of Azure's LLM inference, from a CSV file.
 
-Only what a replay needs is read: the time, and the tokens of prompt and answer. Columns are found
-by name, so that later versions with more of them are read as well:
-
-    BurstGPT (arXiv 2401.17644): Timestamp (seconds), Request tokens, Response tokens
-    Azure 2023 and 2024 (AzurePublicDataset): TIMESTAMP (date and time), ContextTokens,
-    GeneratedTokens
-
-Rows must be in order of time, because real traces are larger than memory: reading stops after the
-wanted window. A row without tokens (BurstGPT's failed requests) is left out and counted; anything
-else that is wrong with a row is a `UsageError` that names it.
+Reads only the time and the tokens of prompt and answer. Columns are found by name, in any order, of
+BurstGPT (arXiv 2401.17644) or of Azure 2023 and 2024 (AzurePublicDataset); see `FORMATS`. Rows must
+be in order of time: real traces exceed memory, so reading stops after the wanted window. Rows
+without tokens (BurstGPT's failed requests) are skipped and counted; any other fault in a row raises
+a `UsageError` that names it.
 """
 
 import csv
@@ -40,7 +35,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The rows of a window `duration_s` long, and how many it left out for want of tokens."""
+    """The rows of a window `duration_s` long, and how many rows it skipped without tokens."""
 
     columns: str
     rows: tuple[TraceRow, ...]
@@ -50,7 +45,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What to take of a trace, in the trace's own seconds after its first row; None is its end."""
+    """The wanted part of a trace, in the trace's seconds after its first row; None is its end."""
 
     start_s: float
     length_s: float | None
@@ -58,7 +53,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """What a trace calls its columns, and how it writes the time."""
+    """A trace format's column names and its form of time."""
 
     name: str
     time: str
@@ -68,13 +63,13 @@ class _Columns:
 
 
 def sped_up(trace: Trace, rate_scale: float) -> Trace:
-    """The same requests, coming `rate_scale` times as fast."""
+    """Return the same requests, arriving `rate_scale` times as fast."""
     rows = tuple(replace(row, at_s=row.at_s / rate_scale) for row in trace.rows)
     return replace(trace, rows=rows, duration_s=trace.duration_s / rate_scale)
 
 
 def read_trace(path: Path, window: Window) -> Trace:
-    """Read the rows of one window; a `UsageError` says what is wrong with the file."""
+    """Read the rows of one window; raises `UsageError` for a faulty file."""
     try:
         # A byte order mark is not part of the first column's name.
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -86,7 +81,7 @@ def read_trace(path: Path, window: Window) -> Trace:
 
 
 def parse_trace(name: str, lines: Iterable[str], window: Window) -> Trace:
-    """Read a trace from its lines; `name` is what errors call it."""
+    """Read a trace from its lines; errors call it `name`."""
     # Strict, so that an unclosed quote is an error and does not swallow the rows after it.
     reader = csv.reader(lines, strict=True)
     try:
@@ -131,7 +126,7 @@ def _taken(
 def _timed_rows(
     name: str, reader: Iterator[list[str]], header: list[str], columns: _Columns
 ) -> Iterator[tuple[float, int, int]]:
-    """Seconds after the first row, prompt tokens and output tokens of every row, checked."""
+    """Yield each row's seconds after the first row, prompt tokens and output tokens, checked."""
     first_s, before_s = None, -math.inf
     for number, cells in enumerate(reader, start=2):
         if not any(cell.strip() for cell in cells):
@@ -174,7 +169,7 @@ def _tokens(where: str, column: str, row: Mapping[str, str]) -> int:
 
 
 def _epoch_s(text: str) -> float:
-    """A date and time as seconds; one without a time zone is taken as UTC."""
+    """Return a date and time as seconds; without a time zone it counts as UTC."""
     at = datetime.fromisoformat(text)
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
@@ -200,7 +195,7 @@ def _columns_of(name: str, header: list[str]) -> _Columns:
 
 
 def _short_lines(name: str, readline: Callable[[int], str]) -> Iterator[str]:
-    """Lines of a file; one that is too long is refused before it fills the memory."""
+    """Yield lines of a file; refuse one that is too long before it fills the memory."""
     number = 0
     while line := readline(MAX_LINE_CHARS + 1):
         number += 1
@@ -212,6 +207,6 @@ def _short_lines(name: str, readline: Callable[[int], str]) -> Iterator[str]:
 
 
 def _shown(text: str) -> str:
-    """Foreign text, short and on one line."""
+    """Return external text, short and on one line."""
     plain = "".join(char if char.isprintable() else "?" for char in text)
     return plain if len(plain) <= MAX_SHOWN_CHARS else f"{plain[:MAX_SHOWN_CHARS]}…"
