@@ -145,7 +145,7 @@ class OpenRequests:
         """The end of each task that a cell has, or had, to be sent to that cell."""
         self._told: set[TaskId] = set()
         self._payload_bytes = 0
-        self._looked_at_s: float | None = None
+        self._checked_at_s: float | None = None
         """Time of the last call of `expired`."""
         self._connected: set[str] = set()
 
@@ -218,16 +218,16 @@ class OpenRequests:
         """
         assert cell in self._connected, "a task is moved to a cell without a session"
         assert cell != task.cell, "a task is moved to where it is"
-        told: list[tuple[str, GatewayUp]] = []
+        messages: list[tuple[str, GatewayUp]] = []
         if task.cell is not None and task.submitted:
             task.leave()
             cancel = self._remember(task.cell, task.id, Cancel(task.id))
             if task.cell in self._connected:
-                told.append((task.cell, cancel))
+                messages.append((task.cell, cancel))
         # The cell has been connected since, so it received this end already.
         self._ended.get(cell, OrderedDict()).pop(task.id, None)
         task.cell, task.submitted = cell, True
-        return [*told, (cell, task.submit())]
+        return [*messages, (cell, task.submit())]
 
     def forget(self, cell: str) -> None:
         """Drop the remembered ends of a cell that is gone for good."""
@@ -251,15 +251,15 @@ class OpenRequests:
 
     def cancel(self, task_ids: Iterable[TaskId]) -> list[tuple[str, Cancel]]:
         """Close tasks that no client waits for; skip those that are not open."""
-        told = []
+        messages = []
         for task_id in dict.fromkeys(task_ids):
             if task_id in self._open:
                 cell = self._close(task_id).cell
                 self._told.add(task_id)
                 cancel = self._remember(cell, task_id, Cancel(task_id))
                 if cell is not None:
-                    told.append((cell, cancel))
-        return told
+                    messages.append((cell, cancel))
+        return messages
 
     def fail(self, task_id: TaskId) -> tuple[list[TaskId], list[tuple[str, Cancel]]]:
         """Close a failed task and the other choices of its request.
@@ -298,8 +298,8 @@ class OpenRequests:
         Time in which this process stood still does not count: it read no messages then.
         """
         out = []
-        stall_s = 0.0 if self._looked_at_s is None else now_s - self._looked_at_s
-        self._looked_at_s = now_s
+        stall_s = 0.0 if self._checked_at_s is None else now_s - self._checked_at_s
+        self._checked_at_s = now_s
         has_stalled = stall_s > STALL_S
         for task in self:
             if has_stalled and task.held_since_s is not None:

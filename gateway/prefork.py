@@ -36,7 +36,7 @@ Announce = Callable[[str], None]
 @dataclass(slots=True)
 class _Sibling:
     number: int
-    born_s: float
+    started_s: float
     delay_s: float
 
 
@@ -119,7 +119,7 @@ class PreforkServer:
         return worst
 
     def _restart(self, sibling: _Sibling) -> None:
-        lived_s = time.monotonic() - sibling.born_s
+        lived_s = time.monotonic() - sibling.started_s
         delay_s = DELAY_MIN_S if lived_s > STEADY_S else sibling.delay_s
         time.sleep(delay_s)
         if not self._stopping:

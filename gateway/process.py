@@ -123,11 +123,11 @@ class Gateway:
         self._sockets.send_ready(wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_called),
-            Inbox(self._sockets.tokens, self._relay.leader_said),
+            Inbox(self._sockets.tokens, self._relay.on_tokens),
         )
         app, llm = await vllm_app.build_front_end(
             front_end,
-            self._relay.front_end_said,
+            self._relay.on_front_end_message,
             input_address=self._sockets.input_address,
             output_address=self._sockets.output_address,
         )

@@ -341,8 +341,8 @@ async def _version(session: aiohttp.ClientSession, url: str) -> str | None:
         status, body = await _get_json(session, f"{url}/version")
     except (aiohttp.ClientError, OSError):
         return None
-    said = body.get("version") if status == 200 and isinstance(body, dict) else None
-    return None if said is None else str(said)
+    version = body.get("version") if status == 200 and isinstance(body, dict) else None
+    return None if version is None else str(version)
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> tuple[int, object]:

@@ -12,7 +12,7 @@ from typing import Final
 from gateway.errors import ApiError, api_error
 
 IDEMPOTENCY_HEADER: Final = "idempotency-key"
-KEPT_S = 24 * 3_600
+RETENTION_S = 24 * 3_600
 KEY_CHARS_MAX = 255
 ANSWER_BYTES_MAX = 1024**2
 """A larger answer is not stored."""
@@ -86,7 +86,7 @@ class IdempotencyCache:
             self._drop((tenant, key))
             slot = None
         if slot is None:
-            self._slots[tenant, key] = _Slot(request, now_s + KEPT_S)
+            self._slots[tenant, key] = _Slot(request, now_s + RETENTION_S)
             return None
         if slot.request != request:
             return used_for_another()

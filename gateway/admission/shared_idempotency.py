@@ -16,7 +16,7 @@ import msgspec
 from coordinator.protocol.registry import CLIENT_OPTIONS
 from gateway.admission.idempotency import (
     ANSWER_BYTES_MAX,
-    KEPT_S,
+    RETENTION_S,
     IdempotencyCache,
     StoredAnswer,
     being_answered,
@@ -33,7 +33,7 @@ Place = tuple[str, str]
 """Tenant and key."""
 
 
-class _Kept(msgspec.Struct, array_like=True):
+class _Stored(msgspec.Struct, array_like=True):
     """A value in Redis: a claim, or an answer."""
 
     request: bytes
@@ -41,7 +41,7 @@ class _Kept(msgspec.Struct, array_like=True):
     answer: StoredAnswer | None = None
 
 
-_decode = msgspec.msgpack.Decoder(_Kept).decode
+_decode = msgspec.msgpack.Decoder(_Stored).decode
 
 
 class SharedIdempotencyCache:
@@ -94,15 +94,15 @@ class SharedIdempotencyCache:
 
     async def _claim(self, place: Place, request: bytes) -> StoredAnswer | ApiError | None:
         name = _name(place)
-        claim = msgspec.msgpack.encode(_Kept(request, self._gateway))
+        claim = msgspec.msgpack.encode(_Stored(request, self._gateway))
         if not await self._redis.set(name, claim, nx=True, ex=CLAIM_S):
             found = await self._redis.get(name)
-            kept = _decode(found) if found is not None else None
-            if kept is not None and kept.request != request:
+            stored = _decode(found) if found is not None else None
+            if stored is not None and stored.request != request:
                 return used_for_another()
-            if kept is not None and kept.answer is not None:
-                return kept.answer
-            if kept is not None and (kept.gateway != self._gateway or place in self._claims):
+            if stored is not None and stored.answer is not None:
+                return stored.answer
+            if stored is not None and (stored.gateway != self._gateway or place in self._claims):
                 return being_answered()
             # The claim has just expired, or is ours and ended while Redis was away.
             await self._redis.set(name, claim, ex=CLAIM_S)
@@ -117,14 +117,18 @@ class SharedIdempotencyCache:
         async with self._redis.pipeline() as pipe:
             await pipe.watch(name)
             found = await pipe.get(name)
-            if found is None or (kept := _decode(found)).gateway != self._gateway or kept.answer:
+            if (
+                found is None
+                or (stored := _decode(found)).gateway != self._gateway
+                or stored.answer
+            ):
                 return
             pipe.multi()
             if answer is None:
                 pipe.delete(name)
             else:
-                text = msgspec.msgpack.encode(_Kept(request, self._gateway, answer))
-                pipe.set(name, text, ex=KEPT_S)
+                text = msgspec.msgpack.encode(_Stored(request, self._gateway, answer))
+                pipe.set(name, text, ex=RETENTION_S)
             try:
                 await pipe.execute()
             except WatchError:

@@ -261,14 +261,14 @@ class BatchRun:
     def _results(self) -> Iterator[Result]:
         batch_id, after = self.batch.id, 0
         while True:
-            page = self._store.call_here(partial(_results_behind, batch_id, after))
+            page = self._store.call_here(partial(_results_after, batch_id, after))
             yield from page
             if len(page) < RESULTS_AT_ONCE:
                 return
             after = page[-1].number
 
 
-def _results_behind(batch_id: str, after: int, store: BatchStore) -> list[Result]:
+def _results_after(batch_id: str, after: int, store: BatchStore) -> list[Result]:
     return store.results(batch_id, after, RESULTS_AT_ONCE)
 
 

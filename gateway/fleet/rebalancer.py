@@ -17,7 +17,7 @@ from gateway.open_requests import OpenRequest, OpenRequests
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
 """Refusals with these codes say nothing about other cells."""
 
-Told = list[tuple[str, GatewayUp]]
+Updates = list[tuple[str, GatewayUp]]
 """Each cell with its message, in order."""
 
 
@@ -42,15 +42,15 @@ class Rebalancer:
         self._asked: dict[TaskId, str] = {}
         """Queued tasks that a cell was asked to give up, with the cell that will get them."""
 
-    def tick(self, now_s: float) -> Told:
+    def tick(self, now_s: float) -> Updates:
         """Move tasks of dead cells, spill queues, and forget cells that are long gone."""
-        told = self.cell_changed(now_s)
-        told += self._spill()
+        updates = self.cell_changed(now_s)
+        updates += self._spill()
         for cell in self._cells.forget({task.cell for task in self._book if task.cell}, now_s):
             self._book.forget(cell)
-        return told
+        return updates
 
-    def cell_changed(self, now_s: float) -> Told:
+    def cell_changed(self, now_s: float) -> Updates:
         """Move tasks out of cells they must leave, and tasks that no connected cell has."""
         if not (self._cells.in_fleet and self._cells.are_open):
             return []
@@ -60,12 +60,12 @@ class Rebalancer:
             for task in self._book
             if task.cell in left or not (task.submitted or task.cell in up)
         ]
-        told: Told = []
+        updates: Updates = []
         for task in away:
-            told += self._move(task, left.get(task.cell or "", MoveReason.DEAD))
-        return told
+            updates += self._move(task, left.get(task.cell or "", MoveReason.DEAD))
+        return updates
 
-    def refused(self, task_id: TaskId, code: str, cell: str) -> Told:
+    def refused(self, task_id: TaskId, code: str, cell: str) -> Updates:
         """Move a task that a full cell refused to another one, if there is one."""
         task = self._book.get(task_id)
         if task is None or task.cell != cell or code not in FULL_CODES or task.delivered:
@@ -73,7 +73,7 @@ class Rebalancer:
         task.refused_by = (*task.refused_by, cell)
         return self._move(task, MoveReason.FULL, task.refused_by)
 
-    def withdrawn(self, task_id: TaskId, cell: str) -> Told:
+    def withdrawn(self, task_id: TaskId, cell: str) -> Updates:
         """Move a queued task that its cell gave up on request."""
         wanted = self._asked.pop(task_id, None)
         task = self._book.get(task_id)
@@ -84,24 +84,26 @@ class Rebalancer:
         # The idle cell is gone: use any other one, or this one again.
         return self._move(task, MoveReason.SPILL) or [(cell, task.submit())]
 
-    def _move(self, task: OpenRequest, reason: MoveReason, without: Collection[str] = ()) -> Told:
+    def _move(
+        self, task: OpenRequest, reason: MoveReason, without: Collection[str] = ()
+    ) -> Updates:
         """Move a task to the best cell; return nothing if there is no other."""
         if not self._cells.in_fleet:
             return []
         cell = self._cells.choose(needs_of(task.header), task.prefixes, without)
         return [] if cell is None or cell == task.cell else self._to(task, cell, reason)
 
-    def _to(self, task: OpenRequest, cell: str, reason: MoveReason) -> Told:
+    def _to(self, task: OpenRequest, cell: str, reason: MoveReason) -> Updates:
         self._asked.pop(task.id, None)
         if task.cell is not None:
             self._moved(reason)
         self._cells.sent(cell, task.prefixes)
         return self._book.move(task, cell)
 
-    def _spill(self) -> Told:
+    def _spill(self) -> Updates:
         """Ask busy cells for queued tasks that could begin in an idle cell."""
         self._asked = {task: cell for task, cell in self._asked.items() if self._book.get(task)}
-        told: Told = []
+        updates: Updates = []
         for each in self._cells.spills():
             waiting = [
                 task
@@ -111,5 +113,5 @@ class Rebalancer:
             # The last in the queue gain most.
             for task in waiting[-each.tasks :]:
                 self._asked[task.id] = each.idle
-                told.append((each.busy, Withdraw(task.id)))
-        return told
+                updates.append((each.busy, Withdraw(task.id)))
+        return updates

@@ -102,7 +102,7 @@ class CellRoster:
         """Whether there is a cell that tasks may be sent to."""
         return any(is_open(self._candidate(name, cell, 0)) for name, cell in self._cells.items())
 
-    def said(self, name: str, message: CellState | PrefixesHeld) -> bool:
+    def update(self, name: str, message: CellState | PrefixesHeld) -> bool:
         """Record a cell's message; return whether the cell has opened or closed for tasks."""
         cell = self._cells.get(name)
         if cell is None:

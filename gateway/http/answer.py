@@ -90,7 +90,7 @@ class Answer:
         """The request's span, if it is traced."""
         self.echoes_tier = False
         """Whether the body names the tier, because the request's body did."""
-        self.kept: StoredAnswer | None = None
+        self.stored: StoredAnswer | None = None
         """The whole answer, after it was sent in one piece without an error."""
         self._budget, self._budget_after = WaitBudget(), WaitBudget()
         self.headers: list[tuple[bytes, bytes]] = []
@@ -139,10 +139,10 @@ class Answer:
         if self._phase in (_Phase.BEFORE, _Phase.ERROR):
             await self._send_error(error)
 
-    async def repeat(self, kept: StoredAnswer) -> None:
+    async def repeat(self, stored: StoredAnswer) -> None:
         """Replay the stored answer of an earlier request."""
-        await self._send_start(kept.status, [*kept.headers, (b"idempotent-replayed", b"true")])
-        await self._send_last(kept.body)
+        await self._send_start(stored.status, [*stored.headers, (b"idempotent-replayed", b"true")])
+        await self._send_last(stored.body)
 
     async def fail(self) -> None:
         """End the answer after an exception: with an error event or an error answer."""
@@ -198,7 +198,7 @@ class Answer:
             headers.append((b"content-length", str(len(body)).encode()))
             message = {**message, "body": body}
         if not more:
-            self.kept = StoredAnswer(self._start["status"], headers, message.get("body", b""))
+            self.stored = StoredAnswer(self._start["status"], headers, message.get("body", b""))
         await self._send_start(self._start["status"], headers)
         self._phase = _Phase.OPEN if more else _Phase.CLOSED
         await self._out(message)
@@ -245,9 +245,9 @@ class Answer:
         self._phase = _Phase.STREAM
         await self._send_event(message)
 
-    async def _send_error_event(self, error: ApiError, behind: bytes = b"") -> None:
+    async def _send_error_event(self, error: ApiError, suffix: bytes = b"") -> None:
         self.error_code = error.code
-        await self._send_last(behind + self._form.error_event(error, behind or bytes(self._last)))
+        await self._send_last(suffix + self._form.error_event(error, suffix or bytes(self._last)))
 
     async def _send_error(self, error: ApiError) -> None:
         self.error_code = error.code

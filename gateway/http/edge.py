@@ -111,8 +111,8 @@ class Edge:
         head = read_head(scope)
         answer = Answer(send, head.request_id, scope["path"])
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
-            told = head.headers.get(TRACEPARENT_HEADER, "")
-            answer.span = self._spans.begin(scope, told, head.request_id)
+            traceparent = head.headers.get(TRACEPARENT_HEADER, "")
+            answer.span = self._spans.begin(scope, traceparent, head.request_id)
         try:
             error = await self._serve(scope, receive, answer, head)
             if error is not None:
@@ -191,13 +191,13 @@ class Edge:
 
         It needs a permit but no key, which was checked when the batch was made.
         """
-        told = LineProgress()
-        answer = Answer(told.send, uuid.uuid4().hex, call.path)
+        progress = LineProgress()
+        answer = Answer(progress.send, uuid.uuid4().hex, call.path)
         answer.tier = Tier.BATCH
         error = self._admission.take(Tier.BATCH, call.tenant)
         if error is not None:
             await answer.refuse(error)
-            return told.answer(answer.request_id)
+            return progress.answer(answer.request_id)
         if self._spans is not None:
             answer.span = self._spans.begin_line(call.path)
         try:
@@ -212,7 +212,7 @@ class Edge:
             answer.close()
             if answer.span is not None:
                 answer.span.end(answer.status, answer.error_code, answer.tier, answer.request)
-        return told.answer(answer.request_id)
+        return progress.answer(answer.request_id)
 
     async def _run_line(self, call: LineCall, answer: Answer) -> ApiError | None:
         if len(call.body) > self._limits.body_bytes_max:
@@ -298,7 +298,7 @@ class Edge:
         try:
             return await self._run(scope, replay, answer, key, facts)
         finally:
-            await self._replays.end(tenant, name, answer.kept, clock(), answer.wait_budget)
+            await self._replays.end(tenant, name, answer.stored, clock(), answer.wait_budget)
 
     async def _check(self, body: bytes) -> BodyFacts | ApiError:
         if len(body) <= OFF_LOOP_BYTES:

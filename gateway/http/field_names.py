@@ -13,7 +13,7 @@ PARTS_MAX = 8
 
 _WITH_FIELDS: Final[frozenset[str]] = frozenset({"model-fields", "typed-dict", "dataclass-args"})
 """Schemas of pydantic's core that have named fields."""
-_NOT_LOOKED_AT: Final[frozenset[str]] = frozenset({"metadata", "serialization"})
+_IGNORED_KEYS: Final[frozenset[str]] = frozenset({"metadata", "serialization"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +72,5 @@ def _has_fields(schema: Any) -> bool:
 
 def _inner(schema: Any) -> Iterable[Any]:
     if isinstance(schema, dict):
-        return [value for key, value in schema.items() if key not in _NOT_LOOKED_AT]
+        return [value for key, value in schema.items() if key not in _IGNORED_KEYS]
     return schema if isinstance(schema, list | tuple) else ()

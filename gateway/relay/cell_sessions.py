@@ -34,7 +34,7 @@ class Listener(Protocol):
     def session_closed(self, cell: str) -> None:
         """Nothing can be sent to the cell until its next session."""
 
-    def coordinator_said(self, message: GatewayDown, cell: str) -> None:
+    def on_coordinator_message(self, message: GatewayDown, cell: str) -> None:
         """A message from a cell arrived."""
 
 
@@ -55,9 +55,9 @@ class _Link:
         """Forward with the cell's name."""
         self._listener.session_closed(self._cell)
 
-    def coordinator_said(self, message: GatewayDown) -> None:
+    def on_coordinator_message(self, message: GatewayDown) -> None:
         """Forward with the cell's name."""
-        self._listener.coordinator_said(message, self._cell)
+        self._listener.on_coordinator_message(message, self._cell)
 
 
 class CellSessions:

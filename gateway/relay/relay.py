@@ -98,9 +98,9 @@ class Relay:
     def front_end_called(self, frames: Frames) -> None:
         """Handle a message from AsyncLLM's socket to its engine."""
         if (call := engine.decode_call(frames)) is not None:
-            self.front_end_said(call)
+            self.on_front_end_message(call)
 
-    def front_end_said(self, message: engine.EngineMessage) -> None:
+    def on_front_end_message(self, message: engine.EngineMessage) -> None:
         """Handle a message from AsyncLLM to its engine."""
         match message:
             case engine.AddRequest() as request:
@@ -122,11 +122,11 @@ class Relay:
         self.cells.closed(cell, self._clock())
         self.book.session_closed(cell)
 
-    def coordinator_said(self, message: GatewayDown, cell: str = ALONE) -> None:
+    def on_coordinator_message(self, message: GatewayDown, cell: str = ALONE) -> None:
         """Handle a message from a cell's coordinator."""
         match message:
             case CellState() | PrefixesHeld():
-                if self.cells.said(cell, message):
+                if self.cells.update(cell, message):
                     self._send_all(self._spread.cell_changed(self._clock()))
             case TaskFailed(task, code, text, retry_after_s):
                 self._send_all(moved := self._spread.refused(task, code, cell))
@@ -139,7 +139,7 @@ class Relay:
             case Welcome():
                 log.warning("welcome_repeated", coordinator=message.coordinator)
 
-    def leader_said(self, frames: Frames) -> None:
+    def on_tokens(self, frames: Frames) -> None:
         """Handle a batch of tokens pushed by a leader."""
         try:
             batch = wire.decode_token_batch(frames[0])

@@ -47,7 +47,7 @@ class Listener(Protocol):
     def session_closed(self) -> None:
         """Nothing can be sent until the next session."""
 
-    def coordinator_said(self, message: GatewayDown) -> None:
+    def on_coordinator_message(self, message: GatewayDown) -> None:
         """A message arrived."""
 
 
@@ -167,4 +167,4 @@ class CoordinatorSession:
             outbox.put(message)
         log.info("coordinator_session_opened", coordinator=answer.coordinator)
         async for said in answers:
-            listener.coordinator_said(said)
+            listener.on_coordinator_message(said)

@@ -103,8 +103,8 @@ class AnswerReader:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            shown = event[:MAX_MESSAGE_CHARS]
-            self._fail(Failure(FailureKind.BAD_STREAM, "not_json", f"event: {shown}"), now_s)
+            excerpt = event[:MAX_MESSAGE_CHARS]
+            self._fail(Failure(FailureKind.BAD_STREAM, "not_json", f"event: {excerpt}"), now_s)
         elif (failure := error_in(body)) is not None:
             self._fail(failure, now_s)
         else:

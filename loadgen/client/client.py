@@ -147,12 +147,12 @@ def _status_failure(status: int, body: bytes) -> Failure:
         parsed = json.loads(body)
     except ValueError:
         parsed = None
-    said = error_in(parsed) if isinstance(parsed, dict) else None
-    if said is None:
+    error = error_in(parsed) if isinstance(parsed, dict) else None
+    if error is None:
         return Failure(kind, str(status), _shown(body.decode("utf-8", errors="replace")))
     # vLLM repeats the status as the code; once is enough.
-    code = str(status) if said.code in (str(status), "unknown") else f"{status} {said.code}"
-    return Failure(kind, code, said.message)
+    code = str(status) if error.code in (str(status), "unknown") else f"{status} {error.code}"
+    return Failure(kind, code, error.message)
 
 
 def _shown(text: str) -> str:

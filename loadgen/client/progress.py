@@ -37,12 +37,12 @@ async def show_progress(look: Callable[[], Snapshot], console: Console) -> None:
         try:
             while True:
                 await asyncio.sleep(REDRAW_S)
-                seen = look()
-                progress.update(task, description=describe(seen), completed=seen.over)
+                snapshot = look()
+                progress.update(task, description=describe(snapshot), completed=snapshot.over)
                 progress.refresh()
         finally:
-            seen = look()
-            progress.update(task, description=describe(seen), completed=seen.over)
+            snapshot = look()
+            progress.update(task, description=describe(snapshot), completed=snapshot.over)
             progress.refresh()
 
 

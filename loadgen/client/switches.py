@@ -16,7 +16,7 @@ from loadgen.errors import UsageError
 POLL_S = 0.25
 ANSWER_TIMEOUT_S = 10.0
 LAST_SWITCHES = 100
-KEPT_FIELDS = (
+RECORD_FIELDS = (
     "epoch", "from", "to", "cause", "outcome", "gap_ms_max", "cut_over_ms", "reshard_ms", "total_ms"
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ class SwitchWatch:
                 epoch = int(each["epoch"])
                 if epoch not in self._before:
                     at_s = self._events.get(epoch, {}).get("at_s", round(asked_s, 3))
-                    kept = {name: each.get(name) for name in KEPT_FIELDS}
+                    kept = {name: each.get(name) for name in RECORD_FIELDS}
                     self._events[epoch] = {"at_s": at_s, **kept}
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
             # A coordinator that restarts is part of the measurement; the report counts missed

@@ -80,10 +80,10 @@ def best_of(section: Section) -> tuple[float | None, ...]:
     for column, values in zip(
         COLUMNS, zip(*(line.values for line in section.lines), strict=True), strict=True
     ):
-        seen = [value for value in values if value is not None]
-        decides = column.better is not Better.NEITHER and len(set(seen)) > 1
+        present = [value for value in values if value is not None]
+        decides = column.better is not Better.NEITHER and len(set(present)) > 1
         pick = max if column.better is Better.HIGHER else min
-        found.append(pick(seen) if decides else None)
+        found.append(pick(present) if decides else None)
     return tuple(found)
 
 
@@ -112,8 +112,8 @@ def switch_lines(reports: Sequence[Report], names: Sequence[str]) -> list[str]:
         if watched is None:
             continue
         events = [f"{each['to']} at {each['at_s']:.1f} s" for each in watched["events"]]
-        said = ", then ".join(events) if events else "no switch"
-        lines.append(f"{name}: {watched['layout_at_start']} at the start, {said}.")
+        events_text = ", then ".join(events) if events else "no switch"
+        lines.append(f"{name}: {watched['layout_at_start']} at the start, {events_text}.")
     return lines
 
 

@@ -178,10 +178,10 @@ def _positive_or_zero(text: str) -> float | None:
 
 def _with_unique_names(phases: Sequence[Phase]) -> list[Phase]:
     """Rename `low, high, low` to `low, high, low#2`, so that reports can name each phase."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     unique = []
     for phase in phases:
-        seen[phase.name] = seen.get(phase.name, 0) + 1
-        count = seen[phase.name]
+        counts[phase.name] = counts.get(phase.name, 0) + 1
+        count = counts[phase.name]
         unique.append(phase if count == 1 else replace(phase, name=f"{phase.name}#{count}"))
     return unique

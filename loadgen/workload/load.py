@@ -94,8 +94,10 @@ def parse_load(args: argparse.Namespace) -> tuple[Load, Workload]:
     }
     given = [name for name, is_given in wanted.items() if is_given]
     if len(given) != 1:
-        said = "nothing was given" if not given else f"{' as well as '.join(given)} were given"
-        raise UsageError(f"Say which load to make with exactly one of {', '.join(wanted)}; {said}.")
+        found = "nothing was given" if not given else f"{' as well as '.join(given)} were given"
+        raise UsageError(
+            f"Say which load to make with exactly one of {', '.join(wanted)}; {found}."
+        )
     _check_companions(args)
     if args.preset is not None:
         return _parse_preset(args)

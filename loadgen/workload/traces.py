@@ -21,7 +21,7 @@ from loadgen.workload.lengths import MAX_LENGTH_TOKENS
 
 MAX_LINE_CHARS = 4096
 MIN_WINDOW_S = 1.0
-MAX_SHOWN_CHARS = 40
+EXCERPT_CHARS_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +209,4 @@ def _short_lines(name: str, readline: Callable[[int], str]) -> Iterator[str]:
 def _shown(text: str) -> str:
     """Return external text, short and on one line."""
     plain = "".join(char if char.isprintable() else "?" for char in text)
-    return plain if len(plain) <= MAX_SHOWN_CHARS else f"{plain[:MAX_SHOWN_CHARS]}…"
+    return plain if len(plain) <= EXCERPT_CHARS_MAX else f"{plain[:EXCERPT_CHARS_MAX]}…"

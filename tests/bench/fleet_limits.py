@@ -51,7 +51,7 @@ def fleet(cells: int, hashes: Sequence[int]) -> CellRoster:
     load = CellLoad((0, 0, 0), 32, 64, 500, 1_000)
     for name in roster:
         roster.opened(name)
-        roster.said(name, CellState("dp8", 1, True, 8, 8, 0, 32_768, load=load))
+        roster.update(name, CellState("dp8", 1, True, 8, 8, 0, 32_768, load=load))
     roster.sent("cell-0:8002", hashes)
     return roster
 
@@ -84,7 +84,7 @@ def load_messages(cells: int) -> float:
         for name, each in raw:
             message = wire.decode_gateway_down(each)
             assert isinstance(message, CellState)
-            roster.said(name, message)
+            roster.update(name, message)
 
     return per_second(len(raw), work)
 
@@ -153,9 +153,9 @@ def relay_tokens() -> float:
         relay.session_opened()
         for number in range(STREAMS):
             request = AddRequest(f"task-{number}", 9, 512, 1, "", 0, "", (b"",))
-            relay.front_end_said(request)
+            relay.on_front_end_message(request)
         for each in frames:
-            relay.leader_said(each)
+            relay.on_tokens(each)
 
     return per_second(steps * STREAMS, work)
 

@@ -201,7 +201,7 @@ class World:
             queued = tuple(cell.pool.tasks.queue.count(tier) for tier in Tier)
             load = CellLoad(queued, len(cell.running), 4, 100, 100)
             state = msgspec.structs.replace(STATE, draining=cell.is_draining, load=load)
-            if self.roster.said(name, state):
+            if self.roster.update(name, state):
                 self.send(self.spread.cell_changed(self.now_s))
         if not cell.down:
             return

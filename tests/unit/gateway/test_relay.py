@@ -76,7 +76,7 @@ class Ends:
         )
         message = read_request(request)
         assert message is not None
-        self.relay.front_end_said(message)
+        self.relay.on_front_end_message(message)
 
     def call(self, body: Any) -> None:
         frames = [bytes(frame) for frame in MsgpackEncoder().encode(body)]
@@ -86,7 +86,7 @@ class Ends:
         header = TokenBatch(Rank(0), 1, epoch, tuple(span for span, _ in parts))
         outputs = EngineCoreOutputs(outputs=[output for _, output in parts], timestamp=1.0)
         frames = [wire.encode(header), *(bytes(f) for f in MsgpackEncoder().encode(outputs))]
-        self.relay.leader_said(frames)
+        self.relay.on_tokens(frames)
         return frames
 
     def outputs(self) -> list[EngineCoreOutput]:
@@ -200,7 +200,7 @@ def test_attempt_that_repeats_other_tokens_fails_the_task(ends: Ends) -> None:
 
 def test_resubmit_goes_on_behind_what_was_delivered(ends: Ends) -> None:
     ends.push(part(A, 0, [5, 6]))
-    ends.relay.coordinator_said(Resubmit(A, 2))
+    ends.relay.on_coordinator_message(Resubmit(A, 2))
     [submit] = ends.said
     assert isinstance(submit, Submit)
     assert (submit.delivered_tokens, submit.attempt) == ((5, 6), 2)
@@ -211,8 +211,8 @@ def test_resubmit_goes_on_behind_what_was_delivered(ends: Ends) -> None:
 
 def test_failed_task_ends_with_its_error(ends: Ends) -> None:
     ends.push(part(A, 0, [5]))
-    ends.relay.coordinator_said(TaskFailed(A, "queue_full", "Full."))
-    ends.relay.coordinator_said(TaskFailed(A, "queue_full", "Full."))
+    ends.relay.on_coordinator_message(TaskFailed(A, "queue_full", "Full."))
+    ends.relay.on_coordinator_message(TaskFailed(A, "queue_full", "Full."))
     ends.push(part(A, 1, [6]))
     failed = ends.outputs()[-1]
     assert failed.finish_reason is FinishReason.ERROR
@@ -222,7 +222,7 @@ def test_failed_task_ends_with_its_error(ends: Ends) -> None:
 
 
 def test_aborted_task_is_cancelled_and_its_late_tokens_are_dropped(ends: Ends) -> None:
-    ends.relay.front_end_said(AbortRequests((A,)))
+    ends.relay.on_front_end_message(AbortRequests((A,)))
     ends.push(part(A, 0, [5]), part(B, 0, [6]))
     assert ends.tokens(A) == []
     assert ends.tokens(B) == [6]
@@ -239,7 +239,7 @@ def test_tokens_of_an_unknown_task_cancel_it_once(ends: Ends) -> None:
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"\xc1", b"\xc1"]])
 def test_push_without_a_header_changes_nothing(ends: Ends, frames: list[bytes]) -> None:
-    ends.relay.leader_said(frames)
+    ends.relay.on_tokens(frames)
     assert ends.handed == []
     ends.push(part(A, 0, [5]))
     assert ends.tokens(A) == [5]
@@ -259,7 +259,7 @@ def test_push_whose_tokens_cannot_be_read_fails_its_streams(
 ) -> None:
     """It may have been their last one, so waiting for a gap to show is not enough."""
     span = TokenSpan(A, 1, 0, count, True)
-    ends.relay.leader_said([wire.encode(TokenBatch(Rank(0), 1, 1, (span,))), *payload])
+    ends.relay.on_tokens([wire.encode(TokenBatch(Rank(0), 1, 1, (span,))), *payload])
     assert ends.said == [Cancel(A)]
     [failed] = ends.outputs()
     assert (failed.request_id, failed.finish_reason) == (A, FinishReason.ERROR)
@@ -302,7 +302,7 @@ def test_pause_across_epochs_is_reported(ends: Ends) -> None:
 
 
 def test_streams_go_on_and_new_tasks_wait_while_the_coordinator_is_away(ends: Ends) -> None:
-    ends.relay.coordinator_said(CellState("dp2", 1, True, 2, 2, 0, 512))
+    ends.relay.on_coordinator_message(CellState("dp2", 1, True, 2, 2, 0, 512))
     seen = [ends.relay.cell]
     ends.relay.session_closed()
     seen.append(ends.relay.cell)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.admission import idempotency
-from gateway.admission.idempotency import KEPT_S, IdempotencyCache, StoredAnswer
+from gateway.admission.idempotency import RETENTION_S, IdempotencyCache, StoredAnswer
 from gateway.errors import ApiError
 from gateway.http.edge import Edge
 from tests.harness.gateway.edge_app import CHAT, error_of
@@ -107,8 +107,8 @@ def test_answers_are_forgotten_after_a_day() -> None:
     assert kept.begin("t", "a", b"r", 0.0) is None
     assert isinstance(kept.begin("t", "a", b"r", 1.0), ApiError)
     kept.end("t", "a", ANSWER)
-    assert kept.begin("t", "a", b"r", KEPT_S - 1.0) == ANSWER
-    assert kept.begin("t", "a", b"r", KEPT_S) is None
+    assert kept.begin("t", "a", b"r", RETENTION_S - 1.0) == ANSWER
+    assert kept.begin("t", "a", b"r", RETENTION_S) is None
 
 
 def test_not_more_is_kept_than_bearable(monkeypatch: pytest.MonkeyPatch) -> None:

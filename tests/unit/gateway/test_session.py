@@ -35,7 +35,7 @@ class Log:
     def session_closed(self) -> None:
         self.closed += 1
 
-    def coordinator_said(self, message: GatewayDown) -> None:
+    def on_coordinator_message(self, message: GatewayDown) -> None:
         self.said.append(message)
 
 

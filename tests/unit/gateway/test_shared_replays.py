@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.admission import shared_idempotency, shared_storage
-from gateway.admission.idempotency import ANSWER_BYTES_MAX, KEPT_S, StoredAnswer
+from gateway.admission.idempotency import ANSWER_BYTES_MAX, RETENTION_S, StoredAnswer
 from gateway.admission.shared_idempotency import CLAIM_S, SharedIdempotencyCache
 from gateway.admission.shared_storage import STORAGE_RETRY_S, SharedStorage, WaitBudget
 from gateway.errors import ApiError
@@ -105,7 +105,7 @@ async def test_gateways_share_answers_and_claims(gateway: Make) -> None:
     await one.end("t", "a", ANSWER, 0.0, WaitBudget())
     assert await two.begin("t", "a", b"r", 0.0, WaitBudget()) == ANSWER
     assert code_of(await two.begin("t", "a", b"other", 0.0, WaitBudget())) == "invalid_value"
-    assert 0 < await two._redis.ttl(shared_idempotency._name(("t", "a"))) <= KEPT_S
+    assert 0 < await two._redis.ttl(shared_idempotency._name(("t", "a"))) <= RETENTION_S
 
 
 async def test_of_two_gateways_at_once_one_answers(gateway: Make) -> None:

@@ -22,7 +22,7 @@ def heard(*names: str) -> CellRoster:
     roster = CellRoster(names, 2.0, in_fleet=True)
     for name in names:
         roster.opened(name)
-        roster.said(name, STATE)
+        roster.update(name, STATE)
     return roster
 
 
@@ -72,16 +72,16 @@ def test_a_cell_that_drains_or_has_no_rank_is_left_at_once() -> None:
         ({"ranks_alive": 0}, MoveReason.DEAD),
     ):
         roster = heard(A, B)
-        assert roster.said(A, msgspec.structs.replace(STATE, **change))
+        assert roster.update(A, msgspec.structs.replace(STATE, **change))
         assert roster.left(0.0) == {A: reason}
         assert roster.choose(NEEDS, ()) == B
-        assert roster.said(A, STATE)
+        assert roster.update(A, STATE)
         assert roster.left(0.0) == {}
 
 
 def test_a_task_that_is_too_long_for_all_is_refused_by_the_largest() -> None:
     roster = heard(A, B)
-    roster.said(B, msgspec.structs.replace(STATE, max_context_tokens=1_024))
+    roster.update(B, msgspec.structs.replace(STATE, max_context_tokens=1_024))
     assert roster.choose(Needs(TaskId("x"), Tier.BATCH, 600), ()) == B
     assert roster.choose(Needs(TaskId("x"), Tier.BATCH, 2_000), ()) == B
     assert CellRoster([A], 2.0, in_fleet=True).choose(NEEDS, ()) is None
@@ -91,7 +91,7 @@ def test_tasks_sent_since_a_cell_told_its_load_count() -> None:
     roster = heard(A, B)
     load = CellLoad((0, 0, 0), 0, 8, 100, 100)
     for name in (A, B):
-        roster.said(name, msgspec.structs.replace(STATE, load=load))
+        roster.update(name, msgspec.structs.replace(STATE, load=load))
     chosen = []
     for number in range(8):
         cell = roster.choose(Needs(TaskId(f"task-{number}"), Tier.STANDARD, 1), ())
@@ -107,21 +107,21 @@ def test_a_prompt_goes_where_its_beginning_was_seen() -> None:
     assert len(hashes) == 10
     roster = heard(A, B)
     for name in (A, B):
-        roster.said(name, PrefixesHeld(hashes[:4]))
+        roster.update(name, PrefixesHeld(hashes[:4]))
         assert roster.choose(NEEDS, hashes) is not None
-        roster.said(name, PrefixesHeld(hashes[4:8]))
+        roster.update(name, PrefixesHeld(hashes[4:8]))
         assert roster.choose(NEEDS, hashes) == name
         roster = heard(A, B)
     # A new session of a cell that restarted begins with nothing.
     idle = msgspec.structs.replace(STATE, load=CellLoad((0, 0, 0), 0, 8, 100, 100))
-    roster.said(A, idle)
-    roster.said(B, idle)
+    roster.update(A, idle)
+    roster.update(B, idle)
     roster.sent(A, hashes)
     assert roster.choose(NEEDS, hashes) == A
     roster.closed(A, 0.0)
     roster.opened(A)
-    roster.said(A, idle)
-    roster.said(B, PrefixesHeld(hashes[:1]))
+    roster.update(A, idle)
+    roster.update(B, PrefixesHeld(hashes[:1]))
     assert roster.choose(NEEDS, hashes) == B
 
 

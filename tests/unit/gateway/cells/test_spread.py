@@ -41,7 +41,7 @@ class World:
         self.moved[reason] += 1
 
     def say(self, cell: str, **state: Any) -> None:
-        self.roster.said(cell, msgspec.structs.replace(STATE, **{"load": IDLE, **state}))
+        self.roster.update(cell, msgspec.structs.replace(STATE, **{"load": IDLE, **state}))
 
     def cell(self) -> str | None:
         task = self.book.get(TASK)
