@@ -1,11 +1,11 @@
-"""Which formation a rank's collectives belong to, and which of them were aborted. Pure."""
+"""The formation that a rank's collectives belong to, and the aborted ones. Pure."""
 
 KEPT = 16
-"""Aborted formations that are remembered, the last ones."""
+"""Number of aborted formations that are remembered, the newest."""
 
 
 class PeerLostError(RuntimeError):
-    """The formation has lost a member: nothing of the step under way counts, and none follows."""
+    """The formation has lost a member: its in-flight step is void, and none follows."""
 
     def __init__(self, formation: int) -> None:
         super().__init__(
@@ -15,9 +15,9 @@ class PeerLostError(RuntimeError):
 
 
 class Formations:
-    """Formations, named by the epoch in which they were formed; that of the start-up is 0.
+    """Formations, named by the epoch in which they were formed; 0 is that of the start-up.
 
-    `enter` is the main loop's; `abort` may be called from another thread.
+    The main loop calls `enter`; any thread may call `abort`.
     """
 
     def __init__(self) -> None:
@@ -25,15 +25,15 @@ class Formations:
         self._aborted: frozenset[int] = frozenset()
 
     def enter(self, formation: int) -> None:
-        """Collectives belong to this formation from now on."""
+        """Make collectives belong to this formation from now on."""
         self.formation = formation
 
     def abort(self, formation: int) -> None:
-        """Call this rank out of the formation's collectives, now and later."""
+        """Abort the formation's collectives on this rank, now and later."""
         if formation not in self._aborted:
-            # Formations are joined in order, so the last few are all that is ever asked for.
+            # Formations are joined in order, so only the last few are ever asked for.
             self._aborted = frozenset(sorted((*self._aborted, formation))[-KEPT:])
 
     def is_aborted(self, formation: int) -> bool:
-        """Whether this rank was called out of it."""
+        """Return whether this rank has aborted the formation."""
         return formation in self._aborted

@@ -1,16 +1,12 @@
-"""Who sends which heads of which tokens to whom, around attention in sp.
+"""Which member sends which heads of which tokens to which other, around attention in sp.
 
-Before attention a member holds all heads of its share of a step's tokens, and needs its own heads
-of all tokens: an all-to-all, and the reverse of it afterwards (Ulysses; Shift Parallelism, section
-3.2). Members hold the heads that tp of the same width would give them, so the KV is the same.
-
-KV heads fewer than members are replicated in the network (Shift Parallelism, algorithm 1): members
-that share a KV head all get it. The paper exchanges inside and then gathers across; here one even
-all-to-all sends it to each of them. The bytes are the same, (k - 1)/k of the tokens to each member
-either way, and a collective less per layer is left.
-
-Pure. Invariant: every member gets each of its heads of each token exactly once. Called by the
-worker to size its exchanges, and at start-up to prove them.
+Before attention a member holds all heads of its share of a step's tokens and needs its own heads of
+all tokens: an all-to-all, reversed afterwards (Ulysses; Shift Parallelism, section 3.2). Members
+hold the same heads, hence the same KV, as in tp of that width. With fewer KV heads than members,
+all members that share a KV head get it (algorithm 1): instead of the paper's exchange and gather,
+one even all-to-all sends as many bytes, (k - 1)/k of the tokens to each member, and saves a
+collective per layer. Pure. Invariant: every member gets each of its heads of each token exactly
+once.
 """
 
 from collections.abc import Iterator
@@ -18,12 +14,12 @@ from dataclasses import dataclass
 
 
 class ExchangeError(ValueError):
-    """Heads that cannot be shared out evenly; the message is one sentence."""
+    """Heads that cannot be divided evenly; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What passes between two members: these heads of these tokens, both contiguous ranges.
+    """A transfer between two members: these heads of these tokens, both contiguous ranges.
 
     After attention only query heads travel, so `kv_heads` is empty then.
     """
@@ -40,8 +36,8 @@ class HeadExchange:
     """The exchange of a model's attention inside a group of `width` members.
 
     `heads` are query heads, `kv_heads` KV heads of the whole model, as config.json counts them.
-    Members are numbered by their place in the group, 0..width-1. Raises `ExchangeError` for heads
-    that members would hold unequal shares of.
+    Members are numbered by their place in the group, 0..width-1. Raises `ExchangeError` if members
+    would hold unequal shares of the heads.
     """
 
     heads: int
@@ -76,20 +72,20 @@ class HeadExchange:
 
     @property
     def replication(self) -> int:
-        """How many neighbouring members hold the same KV head."""
+        """Number of neighbouring members that hold the same KV head."""
         return max(1, self.width // self.kv_heads)
 
     def heads_of(self, member: int) -> range:
-        """The query heads that a member attends with."""
+        """Return the query heads that a member attends with."""
         return range(member * self.heads_each, (member + 1) * self.heads_each)
 
     def kv_heads_of(self, member: int) -> range:
-        """The KV heads that a member keeps the cache of."""
+        """Return the KV heads that a member caches."""
         first = member // self.replication * self.kv_heads_each
         return range(first, first + self.kv_heads_each)
 
     def part(self, parts: int) -> "HeadExchange":
-        """The exchange inside one of `parts` equal runs of neighbouring members and their heads.
+        """Return the exchange inside one of `parts` equal runs of neighbouring members.
 
         Member s of run p is member p·(width / parts) + s here. Heads are numbered from the run's
         first: add p·heads/parts to query heads and p·kv_heads // parts to KV heads.
@@ -101,20 +97,20 @@ class HeadExchange:
         )
 
     def share(self, tokens: int) -> int:
-        """Tokens of one member, equal for all: a step is padded to a multiple of the width.
+        """Return the tokens of one member; a step is padded to a multiple of the width.
 
-        Unequal shares would wait for the largest, and not be one even all-to-all (Shift
-        Parallelism, section 3.2.1, load imbalance).
+        All shares are equal: unequal ones would wait for the largest, and need more than one even
+        all-to-all (Shift Parallelism, section 3.2.1, load imbalance).
         """
         return -(-tokens // self.width)
 
     def tokens_of(self, member: int, tokens: int) -> range:
-        """The tokens that a member computes; those from `tokens` on are padding."""
+        """Return the tokens that a member computes; those from `tokens` on are padding."""
         share = self.share(tokens)
         return range(member * share, (member + 1) * share)
 
     def before(self, tokens: int) -> Iterator[Chunk]:
-        """All that is sent before attention, a member's own part included."""
+        """Yield all transfers before attention, including those of a member to itself."""
         for source in range(self.width):
             for target in range(self.width):
                 yield Chunk(
@@ -126,6 +122,6 @@ class HeadExchange:
                 )
 
     def after(self, tokens: int) -> Iterator[Chunk]:
-        """All that is sent after attention, a member's own part included."""
+        """Yield all transfers after attention, including those of a member to itself."""
         for chunk in self.before(tokens):
             yield Chunk(chunk.target, chunk.source, chunk.tokens, chunk.heads, kv_heads=range(0))

@@ -19,11 +19,14 @@ Rank = NewType("Rank", int)
 """A device and the one process that owns it, numbered 0..world-1 inside a cell."""
 
 MAX_NOTATION_CHARS = 1024
-"""Longest notation that is read; it comes from the network, so it has a limit."""
+"""Maximum length of the notation that is read; it comes from the network."""
 
 MAX_ENUMERATED_WORLD = 16
-"""Most ranks that `supported_layouts` enumerates: with two wide modes, 8 give 123 layouts and
-16 give 15,131; the count squares with every doubling."""
+"""Maximum ranks for `supported_layouts`.
+
+With two wide modes, 8 ranks give 123 layouts and 16 give 15,131; the count squares with every
+doubling.
+"""
 
 _ABSENT = "off"
 _TOKEN = re.compile(r"([a-z]+)(0|[1-9][0-9]*)")
@@ -31,23 +34,23 @@ _MIXED_TOKEN = re.compile(r"(sp|shift)([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
 
 
 class LayoutError(ValueError):
-    """A layout that cannot be; the message is one sentence fit for an operator."""
+    """An impossible layout; the message is one sentence fit for an operator."""
 
 
 class AbsentRankError(KeyError):
-    """A rank was looked up that the layout does not hold."""
+    """The rank that was looked up is not in the layout."""
 
     def __str__(self) -> str:
-        """Return the sentence itself; KeyError would show its repr."""
+        """Return the sentence itself; KeyError would return its repr."""
         return str(self.args[0])
 
 
 class Mode(StrEnum):
-    """How a group computes; the order of the members is the order of enumeration.
+    """How a group computes; members are enumerated in this order.
 
-    A `shift` group computes each step in tp or in sp, whichever is sooner done for that many tokens
+    A `shift` group computes each step in tp or in sp, whichever is faster for its number of tokens
     (Shift Parallelism, algorithm 3); `tp` and `sp` pin a group to one of them. A step itself is
-    never `shift`. Where the group is mixed, what is said of sp holds for its `Mixed` instead.
+    never `shift`. In a mixed group, its `Mixed` takes the place of sp.
     """
 
     DP = "dp"
@@ -57,16 +60,16 @@ class Mode(StrEnum):
 
 
 StepMode = Mode | Mixed
-"""How one step is computed: in dp, tp, sp, or in tokens and weights at once."""
+"""How one step is computed: in dp, tp, sp, or with both tokens and weights divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Aligned, contiguous ranks that run one model together.
 
-    `ranks` ascend, their number (the width) is a power of two and divides the first of them.
-    Mode `dp` if and only if the width is 1. `tp` says into how many parts a mixed group splits the
-    weights: 1 in all groups but those of mode sp and shift that are mixed. Anything else raises
+    `ranks` ascend; their number (the width) is a power of two that divides the first of them. Mode
+    is `dp` if and only if the width is 1. `tp` is the number of parts into which a mixed group of
+    mode sp or shift splits the weights; it is 1 in all other groups. Anything else raises
     `LayoutError`.
     """
 
@@ -75,7 +78,7 @@ class Group:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what is no group."""
+        """Refuse invalid ranks, modes and parts."""
         width = len(self.ranks)
         if width == 0:
             raise LayoutError("a group needs at least one rank.")
@@ -109,19 +112,19 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Mode and width, such as `tp2`, `dp1` or `sp2tp2`; it does not say which ranks."""
+        """Mode and width, such as `tp2`, `dp1` or `sp2tp2`, without the ranks."""
         if self.tp == 1:
             return f"{self.mode}{self.width}"
         return f"{self.mode}{self.width // self.tp}tp{self.tp}"
 
     @property
     def mixed(self) -> Mixed | None:
-        """How tokens and weights are divided, if the group is mixed."""
+        """The division of tokens and weights, if the group is mixed."""
         return None if self.tp == 1 else Mixed(self.width // self.tp, self.tp)
 
     @property
     def step_modes(self) -> tuple[StepMode, ...]:
-        """How its steps may be computed."""
+        """The modes in which its steps may be computed."""
         shared: StepMode = self.mixed or Mode.SP
         several = {Mode.SHIFT: (Mode.TP, shared), Mode.SP: (shared,)}
         return several.get(self.mode, (self.mode,))
@@ -129,7 +132,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups that do not overlap, kept sorted by leader whatever order they are given in.
+    """Groups that do not overlap, always sorted by leader.
 
     A layout need not hold every rank of its cell: a lost rank is simply missing. Equal layouts
     compare and hash equal. Overlapping groups raise `LayoutError`.
@@ -146,7 +149,7 @@ class Layout:
                 raise LayoutError(f"groups {left.ranks} and {right.ranks} overlap.")
 
     def __str__(self) -> str:
-        """Return the notation; see `format_layout` for absent ranks behind the last group."""
+        """Return the notation; see `format_layout` for absent ranks after the last group."""
         return format_layout(self)
 
     @property
@@ -167,13 +170,13 @@ class Layout:
         raise AbsentRankError(f"rank {rank} is in no group of layout '{self}'.")
 
     def covers(self, world: int) -> bool:
-        """Say whether the layout holds exactly the ranks 0..world-1."""
+        """Return whether the layout holds exactly the ranks 0..world-1."""
         return self.ranks == tuple(range(world))
 
     def without(self, ranks: Collection[Rank]) -> "Layout":
         """Return the layout after losing `ranks`; absent ones are ignored.
 
-        A group that loses a member cannot go on: its survivors serve alone, in dp.
+        A group that loses a member cannot continue: its survivors serve alone, in dp.
         """
         lost = frozenset(ranks)
         kept: list[Group] = []
@@ -185,27 +188,26 @@ class Layout:
         return Layout(tuple(kept))
 
     def plus(self, ranks: Collection[Rank]) -> "Layout":
-        """Return the layout with those of `ranks` that were missing added, each alone in dp."""
+        """Return the layout with the missing ones of `ranks` added, each alone in dp."""
         missing = frozenset(ranks).difference(self.ranks)
         return Layout((*self.groups, *_alone(missing)))
 
 
 def step_name(mode: StepMode, width: int) -> str:
-    """Return the name of how steps of a group are computed, such as `tp2` or `sp2tp2`."""
+    """Return the name of a mode of a group's steps, such as `tp2` or `sp2tp2`."""
     return f"{mode}{width}" if isinstance(mode, Mode) else str(mode)
 
 
 def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
-    """Read the notation of a layout of `world` ranks; width 1 is supported without being named.
+    """Read the notation of a layout of `world` ranks; width 1 is always supported.
 
     Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
     `shiftK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N ranks, in
-    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out (lost, or not
-    to be used). So
-    `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without
-    rank 2. A caller that must not leave a rank out asks `Layout.covers`. Every other text raises
-    `LayoutError`, one sentence that says what is wrong and what is supported. Costs O(world),
-    whatever the text.
+    which M exchange heads, so M must be a supported width too; `offN` leaves N ranks out (lost, or
+    not to be used). So `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is
+    four ranks without rank 2. A caller that must include every rank asks `Layout.covers`. Every
+    other text raises `LayoutError`, one sentence with the mistake and what is supported. Costs
+    O(world) for any text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")
@@ -239,9 +241,9 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
 def format_layout(layout: Layout, world: int | None = None) -> str:
     """Return the canonical notation: neighbouring dp ranks merge, wide groups stay apart.
 
-    Absent ranks are written as `offN`. Those behind the last group are known only when `world` is
-    given: `parse_layout(format_layout(x, world), world, widths) == x` for every x that fits. A
-    layout of no ranks is the empty text without `world`. Ranks beyond `world` raise `LayoutError`.
+    Absent ranks are written as `offN`; those after the last group only if `world` is given:
+    `parse_layout(format_layout(x, world), world, widths) == x` for every x that fits. A layout of
+    no ranks is the empty text without `world`. Ranks beyond `world` raise `LayoutError`.
     """
     end = layout.ranks[-1] + 1 if layout.groups else 0
     if world is None:
@@ -251,7 +253,7 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
     tokens: list[str] = []
     for word, run in groupby(_spans(layout, world), key=lambda span: span[0]):
         spans = list(run)
-        # Two neighbouring tp2 are not one tp4, whereas dp counts ranks and may be added up.
+        # Two neighbouring tp2 are not one tp4, but dp counts ranks and may be added up.
         if word == Mode.DP:
             tokens.append(f"{word}{sum(count for _, count, _ in spans)}")
         else:
@@ -260,7 +262,7 @@ def format_layout(layout: Layout, world: int | None = None) -> str:
 
 
 def diff(old: Layout, new: Layout) -> frozenset[Rank]:
-    """Return the affected ranks: those whose group (ranks or mode) changes, comes or goes.
+    """Return the affected ranks: those whose group (ranks or mode) changes, appears or disappears.
 
     All other ranks keep their group and keep serving through the switch.
     """
@@ -276,8 +278,8 @@ def supported_layouts(
 ) -> tuple[Layout, ...]:
     """Return every layout that covers `world` ranks with these widths, modes and mixed groups.
 
-    The order is the same everywhere: by the group of rank 0, narrow before wide, then mode in the
-    order of `Mode`, mixed ones behind the plain one, then likewise for the ranks that follow; so
+    The order is the same on every rank: by the group of rank 0, narrow before wide, then mode in
+    the order of `Mode`, mixed ones after the plain one, then likewise for the following ranks; so
     all-dp comes first. Ranks stand alone only if `modes` holds dp. Raises `LayoutError` for a world
     outside 1..MAX_ENUMERATED_WORLD or a width that is no power of two.
     """
@@ -290,7 +292,7 @@ def supported_layouts(
         if width < 1 or width & (width - 1):
             raise LayoutError(f"width {width} is no power of two.")
     wanted = [mode for mode in Mode if mode in modes]
-    # Filled from the last rank back: the ways to lay out ranks first..world-1.
+    # Filled from the last rank back: all layouts of the ranks first..world-1.
     rest: dict[int, list[tuple[Group, ...]]] = {world: [()]}
     for first in range(world - 1, -1, -1):
         rest[first] = [

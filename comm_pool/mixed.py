@@ -1,13 +1,10 @@
-"""Groups that share out tokens and split weights at once: who computes what, who talks to whom.
+"""Mixed groups divide tokens and weights at once: who computes what, who communicates with whom.
 
 In a group `sp2tp2` the weights fall into n = 2 parts and a step's tokens into m = 2 shares; each of
-the m·n members computes one share with one part (Shift Parallelism, section 3.3.1). The paper puts
-tp groups side by side and strides sp groups, so a member's heads are not those of full tp and the
-tp model has to be loaded in another order. Here it is the other way round: the m members beside
-each other hold the same part, so the all-to-all among them leaves each with the very heads that
-full tp of the same width gives it, and no head has to be ordered anew.
-
-Pure. Called by the layout notation, by the communicator plan and by the worker.
+the m·n members computes one share with one part (Shift Parallelism, section 3.3.1). In the paper tp
+groups are contiguous and sp groups strided, so a member's heads differ from full tp and the tp
+model must be loaded in another order. Here the m neighbouring members hold the same part, so their
+all-to-all gives each the heads that it has in full tp of the same width. Pure.
 """
 
 import re
@@ -18,7 +15,7 @@ _NOTATION = re.compile(r"sp([1-9][0-9]{0,3})tp([1-9][0-9]{0,3})")
 
 
 class MixedError(ValueError):
-    """A combination of sp and tp that cannot be; the message is one sentence."""
+    """An impossible combination of sp and tp; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,7 +29,7 @@ class Mixed:
     tp: int
 
     def __post_init__(self) -> None:
-        """Refuse what is not mixed."""
+        """Refuse numbers that do not make a mixed group."""
         for word, count in (("sp", self.sp), ("tp", self.tp)):
             if count < 1 or count & (count - 1):
                 raise MixedError(f"{word}{count} in '{self}' is no power of two.")
@@ -51,20 +48,20 @@ class Mixed:
         return self.sp * self.tp
 
     def part_of(self, member: int) -> int:
-        """Which part of the weights a member computes with, 0..tp-1."""
+        """Return the part of the weights that a member computes with, 0..tp-1."""
         return member // self.sp
 
     def share_of(self, member: int) -> int:
-        """Which share of a step's tokens a member computes, 0..sp-1."""
+        """Return the share of a step's tokens that a member computes, 0..sp-1."""
         return member % self.sp
 
     def exchanging_with(self, member: int) -> range:
-        """The members of the same part: they exchange tokens for heads. An aligned group."""
+        """Return the members of the same part, an aligned group: they exchange tokens for heads."""
         first = self.part_of(member) * self.sp
         return range(first, first + self.sp)
 
     def reducing_with(self, member: int) -> range:
-        """The members with the same tokens, by part: they sum up what their parts give."""
+        """Return the members with the same tokens, by part: they sum the results of their parts."""
         return range(self.share_of(member), self.width, self.sp)
 
 
@@ -77,7 +74,7 @@ def read_mixed(text: str) -> Mixed:
 
 
 def shape_of_parts(width: int, parts: int) -> Mixed | None:
-    """Return the shape whose parts the ranks of a group hold; None where these are full tp's.
+    """Return the shape whose parts the ranks of a group hold; None if these are full tp's.
 
     `parts` divides the width and is above 1.
     """
@@ -87,7 +84,7 @@ def shape_of_parts(width: int, parts: int) -> Mixed | None:
 def reducing_groups(world: int, mixed: Iterable[Mixed]) -> dict[Mixed, list[list[int]]]:
     """Return for each mixed shape the strided groups that reduce, in one order on every rank.
 
-    All ranks of the world are in exactly one group of each shape. The groups that exchange are
+    Each rank of the world is in exactly one group of each shape. The groups that exchange are
     aligned ones, which the cell has anyway.
     """
     return {

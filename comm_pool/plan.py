@@ -1,10 +1,10 @@
 """The communicator plan: every group that may ever be bound, in one global order.
 
 Invariant: the plan depends on the number of ranks and the supported widths alone, so each rank
-computes the same one; creating communicators is collective, and a rank with another order would
-hang the cell. Only aligned, contiguous groups are planned, so their number grows linearly: W-1
-for W ranks and all powers of two (Flying Serving, section 4.3). Called by each rank at start-up
-and by the coordinator to know what it may bind.
+computes the same one. Creating communicators is collective, so another order on one rank would hang
+the cell. Only aligned, contiguous groups are planned, so their number grows linearly: W-1 for W
+ranks and all powers of two (Flying Serving, section 4.3). Each rank calls it at start-up, and the
+coordinator calls it to know what it may bind.
 """
 
 from collections.abc import Collection
@@ -55,7 +55,7 @@ def normalise_widths(world: int, widths: Collection[int]) -> tuple[int, ...]:
 
 
 def groups_of(rank: Rank, plan: CommunicatorPlan) -> CommunicatorPlan:
-    """Return the planned groups that hold `rank`, narrow before wide; none for a foreign rank."""
+    """Return the planned groups that hold `rank`, narrow before wide; none for an unknown rank."""
     return tuple(ranks for ranks in plan if rank in ranks)
 
 

@@ -1,11 +1,10 @@
 """vLLM adapter: every aligned group's communicators, created and warmed once at start-up.
 
-Each is a vLLM `GroupCoordinator`: a device plane and a control plane, the step queue whose only
-writer is the leader. On CUDA these are NCCL with custom all-reduce and vLLM's shared-memory
-broadcast queue, which all ranks create together in the order of `comm_pool.plan`. On CPU they are
-our own, `SharedPlane` and `StepRing`, over memory that was there before and outlives a rank.
-Nothing is created later (Flying Serving, Communicator Pool). `activate` makes one the group that
-vLLM's parallel layers talk over.
+Each is a vLLM `GroupCoordinator`: a device plane and a control plane, the step queue that only the
+leader writes. On CUDA these are NCCL with custom all-reduce and vLLM's shared-memory broadcast
+queue; all ranks create them together in the order of `comm_pool.plan`. On CPU they are our own
+`SharedPlane` and `StepRing`, over memory that outlives a rank. Nothing is created later (Flying
+Serving, Communicator Pool). `activate` selects the group that vLLM's parallel layers use.
 """
 
 import os
@@ -40,23 +39,23 @@ GROUP_NAME = "tp"
 """vLLM gives custom all-reduce only to groups of this name."""
 
 LARGE_MESSAGE_BYTES = 64 << 20
-"""A prefill's all-reduce: larger than custom all-reduce takes, so NCCL does it."""
+"""A prefill's all-reduce: too large for custom all-reduce, so NCCL does it."""
 
 Ranks = tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """One ready group that this rank is a member of, and what it cost to make."""
+    """One ready group of this rank, with the time and memory that it took."""
 
     ranks: tuple[Rank, ...]
     group: GroupCoordinator
     created_ms: float
     memory_bytes: int
     plane: SharedPlane | None = None
-    """What its collectives run over where they can be aborted: on CPU."""
+    """The plane of its collectives if these can be aborted: on CPU."""
     aborter: CollectiveAborter | None = None
-    """How this rank gets out of them where they cannot."""
+    """Aborts its collectives where they have no plane."""
 
     @property
     def width(self) -> int:
@@ -70,7 +69,7 @@ class Communicator:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Memory in use by this process: device memory on CUDA, resident set on CPU."""
+    """Return the memory in use: device memory on CUDA, this process's resident set on CPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -80,10 +79,10 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def _join_world(init_method: str, place: int, world: int, backend: str) -> None:
-    """Make torch's world group, with nothing that listens on another address than loopback.
+    """Make torch's world group, listening on loopback addresses only.
 
-    torch binds the store of a `tcp://` method to every interface, and asks nobody who connects to
-    it for anything. Gloo takes the interface of the host's name.
+    torch binds the store of a `tcp://` method to every interface, without authentication. Gloo
+    would take the interface of the host's name.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     port = int(init_method.rsplit(":", 1)[-1])
@@ -100,7 +99,7 @@ def _join_world(init_method: str, place: int, world: int, backend: str) -> None:
 
 
 def _be_a_world() -> None:
-    """Make torch's world group of this process alone, which vLLM insists on."""
+    """Make torch's world group, which vLLM requires, of this process alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -125,21 +124,21 @@ class CommunicatorPool:
     ) -> None:
         """Join the world and create every group of the plan.
 
-        The `world` ranks from `first` on have been started together, or share `memory`: all of the
-        cell, or an aligned part of it that was started again. `mixed` shapes get their strided
-        groups behind the plan; those have no control plane. A collective call of all its ranks,
-        but not of one that `rehearses`: it computes alone in wide groups until it calls `join`.
+        The `world` ranks from `first` on have started together, or share `memory`: all of the cell,
+        or an aligned part of it that restarted. `mixed` shapes get their strided groups after the
+        plan; those have no control plane. A collective call of all its ranks, except of one that
+        `rehearses`: it computes alone in wide groups until it calls `join`.
         """
         self._pump = SignalPump(device)
         self.closed: tuple[Ranks, ...] = ()
-        """Groups that can never be formed again by this process."""
+        """Groups that this process can never form again."""
         self._rank = rank
         self._first = first
         self._memory = memory
         self.rehearses = rehearses
         self._formations = Formations()
         self._planes_of: dict[Ranks, tuple[SharedPlane, ...]] = {}
-        # As vLLM's worker does: groups ask for it when they are made.
+        # As vLLM's worker does: groups read it when they are made.
         parallel_state.set_custom_all_reduce(not config.parallel_config.disable_custom_all_reduce)
         with set_current_vllm_config(config):
             if memory is None:
@@ -223,30 +222,30 @@ class CommunicatorPool:
         return plane, PlaneGroup(ranks, self._rank, plane, queue)
 
     def join(self) -> None:
-        """Compute with the others in wide groups from now on."""
+        """Compute together with the others in wide groups from now on."""
         self.rehearses = False
         for _, each in self.named():
             if each.plane is not None:
                 each.plane.join()
 
     def of(self, ranks: tuple[Rank, ...]) -> Communicator:
-        """The communicator of exactly these ranks; KeyError if this rank has none."""
+        """Return the communicator of exactly these ranks; KeyError if this rank has none."""
         return self._by_ranks[ranks]
 
     def of_width(self, width: int) -> Communicator:
-        """The communicator of this rank's aligned group of that width."""
+        """Return the communicator of this rank's aligned group of that width."""
         return next(c for c in self._by_ranks.values() if c.width == width)
 
     def reducing(self, mixed: Mixed) -> Communicator:
-        """The communicator over which this rank sums up in mixed groups of that shape."""
+        """Return the communicator over which this rank reduces in mixed groups of that shape."""
         return self._mixed[mixed]
 
     def __iter__(self) -> Iterator[Communicator]:
-        """All groups that can be bound; those of mixed shapes are only parts of them."""
+        """Yield all groups that can be bound; those of mixed shapes are only parts of them."""
         return iter(self._by_ranks.values())
 
     def named(self) -> Iterator[tuple[str, Communicator]]:
-        """Everything that was created, by the mode that needs it first."""
+        """Yield everything that was created, by the mode that needs it first."""
         yield from ((f"tp{each.width}", each) for each in self if each.width > 1)
         yield from ((str(mixed), each) for mixed, each in self._mixed.items())
 
@@ -254,26 +253,27 @@ class CommunicatorPool:
 
     @property
     def can_abort(self) -> bool:
-        """Whether collectives whose peer has died raise `PeerLostError` by themselves: on CPU.
+        """Whether collectives with a dead peer raise `PeerLostError` by themselves: on CPU.
 
-        On CUDA `unblock` lets their kernels run to their end, and if that fails the process ends.
+        On CUDA `unblock` lets their kernels run to their end; if that fails, the process ends.
         """
         return any(each.plane is not None for _, each in self.named())
 
     def enter(self, formation: int) -> None:
-        """This rank's collectives are those of this formation from now on."""
+        """Make this rank's collectives belong to this formation from now on."""
         self._formations.enter(formation)
 
     def abort(self, ranks: Ranks, formation: int) -> None:
-        """Let the collectives of a formation of these ranks raise `PeerLostError`; any thread."""
+        """Make the collectives of a formation of these ranks raise `PeerLostError`; any thread."""
         self._formations.abort(formation)
         for plane in self._planes(ranks):
             plane.abort(formation)
 
     def is_aborted(self, ranks: Ranks, formation: int) -> bool:
-        """Whether this rank or another member has aborted the formation; of one rank nobody can.
+        """Return whether this rank or another member has aborted the formation.
 
-        A rank alone waits for nobody, and goes on also if others of its epoch were lost.
+        A rank alone waits for nobody, so its formation is never aborted, even if others of its
+        epoch were lost.
         """
         if len(ranks) == 1:
             return False
@@ -281,13 +281,13 @@ class CommunicatorPool:
         return marked or self._formations.is_aborted(formation)
 
     def unblock(self, ranks: Ranks, is_wanted: Callable[[], bool]) -> None:
-        """Let this rank out of the collectives of an aborted formation; any thread.
+        """Unblock this rank from the collectives of an aborted formation; any thread.
 
-        The group can never be formed again by this process. It takes some 0.1 s, or until it is no
-        longer wanted, and is to be repeated as long as it is. Nothing to do on CPU.
+        This process can never form the group again. One call takes about 0.1 s, or until
+        `is_wanted` returns false; repeat it while it is wanted. Does nothing on CPU.
         """
-        # Parts of the ranks are groups that the others form next. Those of mixed shapes that lie
-        # across are only used by this one.
+        # Survivors form subgroups of the ranks next, so these stay. Only this group uses the
+        # strided groups of mixed shapes across it.
         mixed = (each for shape, each in self._mixed.items() if shape.width == len(ranks))
         ways = [each.aborter for each in (self.of(ranks), *mixed) if each.aborter is not None]
         if ways:
@@ -296,7 +296,7 @@ class CommunicatorPool:
             unblock(ways, self._pump, is_wanted)
 
     def _planes(self, ranks: Ranks) -> tuple[SharedPlane, ...]:
-        """Those that a formation of these ranks may use; others of its epoch have others."""
+        """Return the planes that a formation of these ranks may use; others of its epoch differ."""
         found = self._planes_of.get(ranks)
         if found is None:
             planes = ((each.plane, each.ranks) for _, each in self.named())
@@ -306,12 +306,12 @@ class CommunicatorPool:
 
     @staticmethod
     def process_groups() -> int:
-        """Process groups that torch knows of; constant after start-up."""
+        """Return the number of torch's process groups; constant after start-up."""
         return len(dist.distributed_c10d._world.pg_map)
 
     @property
     def created(self) -> int:
-        """Process groups that existed when start-up ended."""
+        """Number of process groups at the end of start-up."""
         return self._process_groups
 
 
@@ -322,14 +322,14 @@ def activate(communicator: Communicator) -> None:
     """
     parallel_state._TP = communicator.group
     if parallel_state._EP is not None:
-        # Only for models with experts, whose ranks share these like everything else.
+        # Only for models with experts, which the same ranks divide like everything else.
         parallel_state._EP = communicator.group
 
 
 def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
-    """(k, ...) -> (k, ...): part j goes to member j, and its part for this rank comes back as j.
+    """(k, ...) -> (k, ...): part j goes to member j; member j's part for this rank is part j.
 
-    On CUDA over the NCCL communicator that vLLM reduces with: torch's process group would make
+    On CUDA it uses the NCCL communicator that vLLM reduces with. torch's process group would make
     another one, which costs hundreds of MiB for good and several times the host's time per call.
     """
     received = torch.empty_like(sent)
@@ -354,17 +354,17 @@ def all_to_all(group: GroupCoordinator, sent: torch.Tensor) -> torch.Tensor:
 
 
 def _release_unusable(group: GroupCoordinator) -> None:
-    """Free the buffer of vLLM's multicast all-reduce where the device has no multicast."""
+    """Free the buffer of vLLM's multicast all-reduce if the device has no multicast."""
     plane = getattr(group.device_communicator, "symm_mem_comm", None)
     if plane is not None and plane.disabled and hasattr(plane, "buffer"):
         del plane.buffer
 
 
 def _warm(group: GroupCoordinator, device: torch.device, *, exchanges: bool) -> None:
-    """One collective of each kind that serving uses, so that the first step finds them warm.
+    """Run one collective of each kind used in service, so that the first step finds them warm.
 
-    NCCL takes its buffers at the first message that custom all-reduce leaves to it, and others at
-    the first exchange between two members.
+    NCCL allocates buffers at the first message that is too large for custom all-reduce, and others
+    at the first exchange between two members.
     """
     tensor = torch.ones(64, 64, device=device)
     group.all_reduce(tensor)
@@ -379,8 +379,7 @@ def _warm(group: GroupCoordinator, device: torch.device, *, exchanges: bool) -> 
 def _release_names(group: GroupCoordinator) -> None:
     """Unlink the group's ring buffer, which every member has mapped by now.
 
-    vLLM does it at the writer's clean exit; without a name nothing is left behind however a process
-    ends.
+    vLLM does it at the writer's clean exit; without a name nothing remains however a process ends.
     """
     group.barrier()
     queue = group.mq_broadcaster

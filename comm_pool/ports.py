@@ -7,10 +7,10 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 LOW_PORT, HIGH_PORT = 20_000, 60_000
-"""Free ports are looked for in this range, half open."""
+"""The range of ports to search, half open."""
 ATTEMPTS_MAX = 200
 REMEMBERED_MAX = 100
-"""Ports given out last, which are not given out again: their owners may not have bound them yet."""
+"""Number of ports given out last that are not given out again: they may not be bound yet."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _given: deque[int] = deque(maxlen=REMEMBERED_MAX)
 
@@ -22,9 +22,8 @@ class NoFreePortError(OSError):
 def free_ports(count: int) -> tuple[int, ...]:
     """Return different loopback ports that nothing listens on now; raises `NoFreePortError`.
 
-    They are taken from outside the range that the kernel gives to outgoing connections, and are
-    none of the last `REMEMBERED_MAX` that this process gave out, because their owners bind them
-    only seconds later.
+    They lie outside the kernel's range for outgoing connections, and are none of the last
+    `REMEMBERED_MAX` that this process gave out, because their owners bind them only seconds later.
     """
     low, high = _ephemeral_range()
     taken = set(_given)
@@ -32,7 +31,7 @@ def free_ports(count: int) -> tuple[int, ...]:
         port for port in range(LOW_PORT, HIGH_PORT) if not low <= port <= high and port not in taken
     ]
     found: list[int] = []
-    # From a source of its own: a caller may have seeded the common one.
+    # Use a separate random source: a caller may have seeded the common one.
     for port in random.SystemRandom().sample(allowed, min(ATTEMPTS_MAX, len(allowed))):
         if bind_error(LOOPBACK, port) is None:
             found.append(port)
@@ -49,12 +48,12 @@ def _ephemeral_range() -> tuple[int, int]:
         low, high = map(int, _EPHEMERAL.read_text().split())
     except (OSError, ValueError):
         return 0, -1
-    # A machine may give nearly everything away; then any free port must do.
+    # If a machine gives nearly the whole range away, any free port must do.
     return (low, high) if low > LOW_PORT + ATTEMPTS_MAX else (0, -1)
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Return why nothing can listen there, or None."""
+    """Return why nothing can listen there; None if something can."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

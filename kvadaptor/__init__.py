@@ -1,5 +1,5 @@
 """KV cache adaptor: pages of constant bytes that hold more tokens the wider the group is.
 
-`geometry` (bytes, slots, heads) and `pages` (which page belongs to whom) are pure: no torch, no
-vLLM, no clock. A leaf: imports nothing of ours.
+`geometry` (bytes, slots, heads) and `pages` (ownership of pages) are pure: no torch, no vLLM, no
+clock. A leaf: imports nothing of ours.
 """

@@ -1,17 +1,16 @@
 """Where each KV head of each page lies, in every width.
 
-Invariant: the bytes of a page are constant; a group of width k holds 1/k of the heads, so the
-page holds k times the tokens (Flying Serving, equation 3, section 4.2 on the KV cache adaptor).
-The page is stored head-major, hence falls apart into slots that tile it exactly.
-Called by the worker to size and view its KV memory and to re-shard, and by the coordinator to
-know what fits.
+Invariant: the bytes of a page are constant; a group of width k holds 1/k of the heads, so the page
+holds k times the tokens (Flying Serving, equation 3, section 4.2 on the KV cache adaptor). The page
+is stored head-major, so slots tile it exactly. The worker calls it to size, view and re-shard its
+KV memory, the coordinator to know what fits.
 """
 
 from dataclasses import dataclass, fields
 
 
 class GeometryError(ValueError):
-    """Sizes that do not go together, or an index out of range; the message is one sentence."""
+    """Sizes that do not fit together, or an index out of range; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +19,11 @@ class PageGeometry:
 
     Memory is vLLM's `LBHNC`: per layer (L) a region of pages (B), per page its KV heads (H), per
     head N tokens, per token C = K and V contents. One page id denotes the same index in the region
-    of every layer. `num_layers` counts the layers this rank holds, `num_kv_heads` (H) the heads of
-    the whole model, `head_dim_k` and `head_dim_v` elements, `dtype_bytes` bytes per element,
-    `tokens_per_slot` (b) the tokens of one head in a slot, the same in every mode and equal to a
-    page's tokens in dp. In every method k is the width of the group, dp being k = 1.
-    All sizes are positive, or `GeometryError`.
+    of every layer. `num_layers` counts the layers of this rank, `num_kv_heads` (H) the heads of the
+    whole model, `head_dim_k` and `head_dim_v` elements, `dtype_bytes` bytes per element.
+    `tokens_per_slot` (b) is the tokens of one head in a slot, the same in every mode and equal to a
+    page's tokens in dp. In every method k is the width of the group, dp being k = 1. All sizes are
+    positive, or `GeometryError`.
     """
 
     num_layers: int
@@ -48,7 +47,7 @@ class PageGeometry:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers: what a rank's memory is divided by."""
+        """Bytes of one page over all layers: the unit of a rank's KV memory."""
         return self.num_layers * self.layer_page_bytes
 
     @property
@@ -57,7 +56,7 @@ class PageGeometry:
         return self.tokens_per_slot * (self.head_dim_k + self.head_dim_v) * self.dtype_bytes
 
     def slots_per_page(self, k: int) -> int:
-        """Return how many slots tile a page: k, or H when there are more ranks than heads.
+        """Return how many slots tile a page: k, or H if there are more ranks than heads.
 
         Raises `GeometryError` for a k that neither divides H nor is a multiple of it.
         """
@@ -103,7 +102,7 @@ class PageGeometry:
         return self.heads_per_rank(k) * self._head_bytes
 
     def page_tokens(self, k: int) -> int:
-        """Return the tokens that a page of each member holds together: b per slot."""
+        """Return the tokens that a page of each member holds in all: b per slot."""
         return self.tokens_per_slot * self.slots_per_page(k)
 
     def slot_index(self, page: int, slot: int, k: int) -> int:
@@ -130,7 +129,7 @@ class PageGeometry:
         return range(first, first + self.slot_bytes(k))
 
     def pages_for_tokens(self, tokens: int, k: int) -> int:
-        """Return how many pages of each member hold that many tokens of one request."""
+        """Return how many pages of each member hold `tokens` tokens of one request."""
         if tokens < 0:
             raise GeometryError(f"tokens must not be negative, but is {tokens}.")
         return -(-tokens // self.page_tokens(k))
@@ -142,9 +141,9 @@ class PageGeometry:
         return memory_bytes // self.page_bytes
 
     def capacity_tokens(self, num_pages: int, k: int) -> int:
-        """Return the tokens that `num_pages` pages of each member hold together.
+        """Return the tokens that `num_pages` pages of each member hold in all.
 
-        Every page given counts: a caller that starts from `num_pages()` takes off page 0 itself.
+        All given pages count: a caller that starts from `num_pages()` subtracts page 0 itself.
         """
         if num_pages < 0:
             raise GeometryError(f"num_pages must not be negative, but is {num_pages}.")

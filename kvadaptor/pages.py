@@ -1,10 +1,10 @@
-"""Which page of one rank belongs to whom.
+"""The ownership of each page of one rank.
 
 Invariant: page 0 is reserved (vLLM's null block) and every other page is in exactly one place:
-free, owned by the rank's own dp scheduler, or leased to one group; so
-`reserved + free + owned + leased == total` after every operation. Same operations give the same
-result on every rank, and an operation that fails changes nothing. Called by the rank, whose
-schedulers and translation tables are fed from it.
+free, owned by the rank's own dp scheduler, or leased to one group; so `reserved + free + owned +
+leased == total` after every operation. Equal operations give equal results on every rank, and a
+failed operation changes nothing. Called by the rank, which feeds its schedulers and translation
+tables from it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 NULL_PAGE = 0
-"""The page that is never handed out; lease index 0 stands for it in every group."""
+"""The page that is never given out; lease index 0 stands for it in every group."""
 
 Pages = npt.NDArray[np.int64]
-"""Page numbers or lease indices, ascending unless said otherwise."""
+"""Page numbers or lease indices, ascending unless noted otherwise."""
 
 GroupKey = tuple[int, ...]
 """The member ranks of a group, ascending."""
@@ -27,7 +27,7 @@ _RESERVED, _FREE, _OWNED, _LEASED = range(4)
 
 
 class PageError(ValueError):
-    """More was asked for than there is, or named that is not there; nothing was changed."""
+    """The request exceeds what there is, or names what is not there; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class PagePool:
     """The pages 0..num_pages-1 of one rank.
 
     A lease is a table from lease index to page. Members of a group have different pages but equal
-    indices: indices are given lowest first, so members that keep the same set and lease the same
-    number agree on them without a word. A switch moves all pages of a device at once, so every
+    indices: the lowest indices are given first, so members that keep the same set and lease the
+    same number agree without communication. A switch moves all pages of a device at once, so every
     operation is a few array operations over the pool: a million pages take milliseconds.
     """
 
@@ -61,7 +61,7 @@ class PagePool:
         self._place[NULL_PAGE] = _RESERVED
         self._free = num_pages - 1
         self._owned = 0
-        # Group -> table of pages by lease index; 0 marks an index that is not in use.
+        # Group -> table of pages by lease index; 0 marks an unused index.
         self._leases: dict[GroupKey, Pages] = {}
 
     def grant_own(self, n: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class PagePool:
         return pages
 
     def own_pages(self) -> Pages:
-        """All pages that the rank's own scheduler has."""
+        """Return all pages that the rank's own scheduler has."""
         return np.flatnonzero(self._place == _OWNED)
 
     def return_own(self, pages: Iterable[int] | Pages) -> None:
@@ -135,7 +135,7 @@ class PagePool:
     def lease_these(self, group: GroupKey, indices: Pages, pages: Pages) -> None:
         """Lease page `pages[i]` under index `indices[i]`, for all i.
 
-        Raises `PageError` for a page that is not free or an index that is in use, or named twice.
+        Raises `PageError` for a page that is not free or an index in use, and for repeated ones.
         """
         if not group or indices.size != pages.size or not _all_differ(indices):
             raise PageError("a lease needs a group, and as many different indices as pages.")
@@ -153,23 +153,23 @@ class PagePool:
         self.integrity()
 
     def free_pages(self) -> Pages:
-        """All pages that are nobody's."""
+        """Return all pages that are free."""
         return np.flatnonzero(self._place == _FREE)
 
     def lease_of(self, group: GroupKey) -> tuple[Pages, Pages]:
-        """The lease indices in use, without index 0, and the page of each."""
+        """Return the lease indices in use, without index 0, and the page of each."""
         indices = self.lease_indices(group)
         return indices, self._leases[group][indices] if indices.size else indices
 
     def groups(self) -> tuple[GroupKey, ...]:
-        """Groups with a lease."""
+        """Return the groups with a lease."""
         return tuple(self._leases)
 
     def keep_only(self, group: GroupKey, indices: Collection[int]) -> None:
-        """Free the pages of all lease indices but these; a repetition changes nothing.
+        """Free the pages of all other lease indices; idempotent.
 
-        Index 0 may be named, as it always stands for the null page. Any other index that is not
-        in use is a `PageError`.
+        Index 0 may be given, as it always stands for the null page. Raises `PageError` for any
+        other index that is not in use.
         """
         table = self._leases.get(group, np.zeros(1, dtype=np.int64))
         kept = _as_pages(sorted(set(indices) - {0}))
@@ -188,11 +188,11 @@ class PagePool:
         self.integrity()
 
     def lease_indices(self, group: GroupKey) -> Pages:
-        """The lease indices in use, without index 0."""
+        """Return the lease indices in use, without index 0."""
         return np.flatnonzero(self._leases.get(group, np.zeros(1, dtype=np.int64)))
 
     def lease_table(self, group: GroupKey) -> Mapping[int, int]:
-        """Return lease index -> page as of now, without index 0; empty for an unknown group."""
+        """Return a copy of lease index -> page, without index 0; empty for an unknown group."""
         indices = self.lease_indices(group)
         pages = self._leases[group][indices] if indices.size else indices
         return MappingProxyType(dict(zip(indices.tolist(), pages.tolist(), strict=True)))
@@ -211,7 +211,7 @@ class PagePool:
         return page * k_slots + slot
 
     def counts(self) -> PageCounts:
-        """Return how many pages are where."""
+        """Return the number of pages in each place."""
         leased = {group: self.lease_indices(group).size for group in sorted(self._leases)}
         return PageCounts(
             total=self._place.size,
@@ -258,7 +258,7 @@ class PagePool:
             raise PageError(f"{n} pages are asked for, but only {self._free} are free.")
 
     def _take(self, n: int, place: int) -> Pages:
-        """Mark the n lowest free pages, which the caller has checked to exist."""
+        """Move the n lowest free pages to `place`; the caller has checked that they exist."""
         pages = np.flatnonzero(self._place == _FREE)[:n]
         assert pages.size == n, "fewer pages are free than counted."
         self._place[pages] = place
@@ -286,9 +286,9 @@ class PagePool:
 
 
 def distinct(numbers: npt.NDArray[np.int64], below: int) -> Pages:
-    """Return the different ones of these numbers from 0 to `below` - 1, ascending.
+    """Return the distinct ones of these numbers from 0 to `below` - 1, ascending.
 
-    In linear time: NumPy's own way sorts or hashes, which takes 20 times as long.
+    Linear time: NumPy's own way sorts or hashes, which takes 20 times as long.
     """
     named = np.zeros(below, dtype=np.bool_)
     named[numbers] = True
@@ -296,7 +296,7 @@ def distinct(numbers: npt.NDArray[np.int64], below: int) -> Pages:
 
 
 def _all_differ(numbers: Pages) -> bool:
-    """Say so of page numbers or lease indices; negative ones are not looked at any further."""
+    """Return whether page numbers or lease indices are distinct; negative ones are not checked."""
     if not numbers.size or numbers.min() < 0:
         return True
     return distinct(numbers, int(numbers.max()) + 1).size == numbers.size

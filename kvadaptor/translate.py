@@ -15,14 +15,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvadaptor.pages import distinct
 
 UNMAPPED = -1
-"""Table entry of a logical block that the rank has never leased a page for."""
+"""Table entry of a logical block without a page so far."""
 
 
 class SlotTable:
     """Logical block -> physical slot of one group on one rank; int32, one entry per block.
 
-    A group mostly gets the same pages under the same indices again, so what an index stood for
-    when it was given up is left standing, and only what differs is written at the next lease.
+    A group mostly gets the same pages under the same indices again, so `unmap` leaves an index's
+    entries in place, and the next lease writes only what differs.
     """
 
     def __init__(self, num_pages: int, slots_per_page: int) -> None:
@@ -32,7 +32,7 @@ class SlotTable:
         )
         self._by_index = self._slots.reshape(num_pages, slots_per_page)
         self._by_index[0] = np.arange(slots_per_page)
-        # The page whose slots an index stands for in order; UNMAPPED if it is not one page's.
+        # The page whose slots an index covers in order; UNMAPPED if it is not a single page's.
         self._page: npt.NDArray[np.int64] = np.full(num_pages, UNMAPPED, dtype=np.int64)
         self._leased: npt.NDArray[np.bool_] = np.zeros(num_pages, dtype=np.bool_)
         self._leased[0] = True
@@ -56,7 +56,7 @@ class SlotTable:
         self._slots[blocks] = slots
 
     def all_slots(self) -> npt.NDArray[np.int32]:
-        """The whole table, (logical blocks,), as of now; only leased indices mean anything."""
+        """Return the current table, (logical blocks,); only entries of leased indices are valid."""
         return self._slots.copy()
 
     def unmap(self, indices: npt.NDArray[np.int64]) -> None:
@@ -64,7 +64,7 @@ class SlotTable:
         self._leased[indices] = False
 
     def slots(self, blocks: list[int]) -> list[int]:
-        """Physical slots of logical blocks; asserts that all are leased."""
+        """Return the physical slots of logical blocks; asserts that all are leased."""
         numbers = np.asarray(blocks, dtype=np.int64)
         leased = self._leased[numbers // self.slots_per_page]
         assert leased.all(), "a step uses a block that is not leased."
@@ -72,7 +72,7 @@ class SlotTable:
 
 
 def translate(step: SchedulerOutput, table: SlotTable) -> SchedulerOutput:
-    """A copy of `step` with this rank's physical slots; the original stays logical."""
+    """Return a copy of `step` with this rank's physical slots; the original stays logical."""
     new = [
         dataclasses.replace(request, block_ids=tuple(table.slots(ids) for ids in request.block_ids))
         for request in step.scheduled_new_reqs

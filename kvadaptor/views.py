@@ -1,9 +1,9 @@
 """vLLM adapter: one KV buffer per rank, viewed per width in head-major layout.
 
-The buffer is layer-major, pages of constant bytes inside a layer. Under width k vLLM is told of
-k times as many blocks of the same b tokens, each 1/k of a page: H/k heads (Flying Serving, equation
-3, with heads instead of tokens split). Block `k·page + s` of that view is slot s of the page, byte
-for byte what the dp block `page` holds for those heads.
+The buffer is layer-major, pages of constant bytes inside a layer. Under width k vLLM sees k times
+as many blocks of the same b tokens, each 1/k of a page: H/k heads (Flying Serving, equation 3, with
+heads instead of tokens split). Block `k·page + s` of that view is slot s of the page, byte for byte
+what the dp block `page` holds for those heads.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from kvadaptor.geometry import GeometryError, PageGeometry
 from kvadaptor.transfer.peers import allocate
 
 LAYOUT = KVCacheLayout.LBHNC
-"""Layer, block, head, token, channel: a block falls apart into per-head regions."""
+"""Layer, block, head, token, channel: a block divides into per-head regions."""
 
 
 def whole_specs(
     specs: dict[str, FullAttentionSpec], config: VllmConfig
 ) -> dict[str, FullAttentionSpec]:
-    """KV specs of one rank of any width -> those of dp, which pages are made for."""
+    """Convert KV specs of one rank of any width to those of dp, for which pages are made."""
     heads = config.model_config.get_total_num_kv_heads()
     return {name: dataclasses.replace(spec, num_kv_heads=heads) for name, spec in specs.items()}
 
 
 def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:
-    """The page geometry of a model's dp KV specs; `GeometryError` if its layers differ."""
+    """Return the page geometry of a model's dp KV specs; `GeometryError` if its layers differ."""
     distinct = set(specs.values())
     if len(distinct) != 1 or type(next(iter(distinct))) is not FullAttentionSpec:
         raise GeometryError(
@@ -63,7 +63,7 @@ class KVBuffer:
         device: torch.device,
         take: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
-        """`take` gives so many bytes of memory, (n,) int8; without it they are allocated."""
+        """`take` returns memory of the given bytes, (n,) int8; without it, memory is allocated."""
         self.geometry = geometry_of(specs)
         self.num_pages = num_pages
         self._layers = list(specs)
@@ -74,7 +74,7 @@ class KVBuffer:
         self.raw = take(num_bytes) if take is not None else allocate(num_bytes, device)
 
     def config(self, k: int) -> KVCacheConfig:
-        """What vLLM is told of width k: num_pages·slots blocks of b tokens."""
+        """Return vLLM's KV configuration for width k: num_pages·slots blocks of b tokens."""
         slots = self.geometry.slots_per_page(k)
         spec = dataclasses.replace(self._spec, num_kv_heads=self.geometry.heads_per_rank(k))
         page_bytes = self.geometry.layer_page_bytes
@@ -97,7 +97,7 @@ class KVBuffer:
         return config
 
     def views(self, k: int) -> dict[str, torch.Tensor]:
-        """Layer name -> (num_pages·slots, H/k, b, 2·D) view of the buffer."""
+        """Return layer name -> (num_pages·slots, H/k, b, 2·D) view of the buffer."""
         config = self.config(k)
         spec = config.kv_cache_groups[0].kv_cache_spec
         tensors = create_kv_cache_views(

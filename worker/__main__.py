@@ -10,14 +10,14 @@ from coordinator.protocol.logs import set_up_logging
 
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    # Its lines go through our logging, to one place in one form.
+    # vLLM's log lines go through our logging, to one place in one form.
     "VLLM_CONFIGURE_LOGGING": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Set before vLLM is imported, unless the user has set them."""
 
 FIXED_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
-"""Set whatever the user has set: with it vLLM would unpickle what peers and clients send."""
+"""Set even if the user has set them: otherwise vLLM could unpickle what peers and clients send."""
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
         if args.command == "serve":
             shared_token()
         set_up_logging()
-        # Imported late: the checks above answer in milliseconds, vLLM's import takes seconds.
+        # Imported late: the checks above take milliseconds, vLLM's import takes seconds.
         from worker.engine.config import EngineConfigError
         from worker.launch.launcher import Launcher, probe
 

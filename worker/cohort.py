@@ -1,4 +1,4 @@
-"""Ranks that are started together."""
+"""Ranks that start together."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from comm_pool.layout import Rank
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Neighbouring ranks that are started together, and the port at which they find each other."""
+    """Neighbouring ranks that start together, and the port at which they find each other."""
 
     number: int
     ranks: tuple[Rank, ...]
     port: int
     joins: bool = False
-    """The others serve already, and share their memory with who is started."""
+    """Whether other ranks serve already and share their memory with these."""

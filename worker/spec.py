@@ -1,4 +1,4 @@
-"""What a rank must know to start, from the configuration and from who starts with it."""
+"""What a rank must know to start, from the configuration and from its cohort."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class RankSpec:
     """What a rank must know to start.
 
     The `world` ranks from `first` on may form groups of `widths`: all ranks of the cell, or those
-    that are started again together. `widest` is the widest group of the cell.
+    that restart together. `widest` is the widest group of the cell.
     """
 
     rank: Rank
@@ -28,25 +28,25 @@ class RankSpec:
     threads: int
     mixed: tuple[Mixed, ...] = ()
     cohort: int = 0
-    """The number that those have in common which can form wide groups."""
+    """The number shared by ranks that can form wide groups."""
     together: Mapping[Rank, int] = field(default_factory=dict)
-    """The incarnations of those that are started together."""
+    """The incarnations of the ranks that start together."""
     memory: CellMemory | None = None
-    """What all ranks of the cell share; on CPU."""
+    """The memory that all ranks of the cell share; on CPU."""
     exchange_parts: tuple[int, ...] = (1,)
-    """In how many parts large sp steps may exchange; which is best is measured."""
+    """The numbers of parts in which large sp steps may exchange; the best one is measured."""
     parts: int = 1
-    """How many parts the weights are in, of which the rank holds one; 1: it holds all of them."""
+    """The number of parts of the weights, of which the rank holds one; 1: it holds all."""
     ranks_per_device: int = 1
     joins: bool = False
-    """The others serve already: in their memory it takes the place of a process that was lost."""
+    """Whether the others serve already; in their memory it replaces a lost process."""
 
 
 def modes_widths(spec: RankSpec) -> tuple[int, ...]:
     """Return the widths of groups that ranks can serve in, ascending.
 
-    Ranks that hold one part of the weights serve in the widest groups alone: narrower ones do not
-    have all parts, as members beside each other hold the same (comm_pool/mixed.py).
+    Ranks that hold one part of the weights serve in the widest groups alone: narrower groups lack
+    parts, as neighbouring members hold the same one (comm_pool/mixed.py).
     """
     return spec.widths if spec.parts == 1 else (spec.widest,)
 
@@ -58,15 +58,15 @@ def rank_spec(
     memory: CellMemory | None,
     together: Mapping[Rank, int] | None = None,
 ) -> RankSpec:
-    """Return the part of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
+    """Return the spec of one rank of a cohort; `memory` is the cell's, which CPU ranks need.
 
     `together` gives the incarnations of the cohort.
     """
     threads = config.cell.threads_per_rank
     if threads == 0 and config.cell.device == "cuda":
-        threads = 1  # As vLLM's workers: small CPU operations are slower on more.
+        threads = 1  # As in vLLM's workers: small CPU operations are slower on more threads.
     if threads == 0 and config.cell.device == "cpu":
-        # One core is left to the gateway: OpenMP threads that wait for a core stall all others.
+        # Leave one core to the gateway: OpenMP threads that wait for a core stall all others.
         threads = max(1, (usable_cores() - 1) // config.cell.ranks)
     members = everyone(config) if cohort.joins else cohort.ranks
     world = len(members)

@@ -1,9 +1,9 @@
-"""Memory that the CPU ranks of a cell share: planes, step queues, boards, KV.
+"""Memory that the CPU ranks of a cell share: planes, step queues, mailboxes, KV.
 
-The launcher makes it before it forks the ranks, and keeps it. So it outlives each of them: one that
-is started again finds the memory of the one that was lost, and those that live have it mapped
-already. It lies in anonymous files (`memfd`) without a name, so nothing is left behind however a
-process ends, and it takes no room until it is written to.
+The launcher makes it before it forks the ranks, and keeps it, so it outlives each of them: a
+restarted rank finds the memory of its predecessor, and living ranks have it mapped already. It
+consists of anonymous files (`memfd`) without a name, so nothing remains however a process ends, and
+it takes no space until it is written.
 """
 
 import fcntl
@@ -16,25 +16,25 @@ from comm_pool.mixed import Mixed, reducing_groups
 from comm_pool.plan import communicator_plan
 
 FENCE = threading.Lock()
-"""Taking a lock orders memory on processors that would not do it by themselves, as vLLM does it."""
+"""Taking a lock orders memory on processors with weak ordering; vLLM does the same."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-"""A file that shrinks under its readers would kill them."""
+"""Shrinking a file would kill its readers."""
 
 
 class CellMemoryError(ValueError):
-    """Two processes want different amounts of the same memory; the message is one sentence."""
+    """Two processes want different sizes of the same memory; the message is one sentence."""
 
 
 class CellMemory:
-    """Pieces of memory by name; for the process that makes it and those that it forks."""
+    """Pieces of memory by name, for the process that makes it and its forked children."""
 
     def __init__(self, names: Collection[str]) -> None:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self._files = {name: os.memfd_create(f"aileron-{name}", flags) for name in names}
 
     def map(self, name: str, num_bytes: int, *, is_own: bool = True) -> mmap.mmap:
-        """Map a piece; whoever is first says how long it is. Others' are only to be read."""
+        """Map a piece; the first caller sets its size. Pieces of others are read-only."""
         file = self._files[name]
         if os.fstat(file).st_size == 0:
             os.ftruncate(file, num_bytes)
@@ -50,18 +50,18 @@ class CellMemory:
         os.pwrite(self._files[name], told, 0)
 
     def get(self, name: str) -> bytes:
-        """Return what was put there."""
+        """Return the bytes that were last `put`."""
         file = self._files[name]
         return os.pread(file, os.fstat(file).st_size, 0)
 
     def close(self) -> None:
-        """Let go of it in this process; what is mapped stays mapped."""
+        """Close it in this process; mapped pieces stay mapped."""
         while self._files:
             os.close(self._files.popitem()[1])
 
 
 def clear(memory: mmap.mmap) -> None:
-    """Fill a mapped piece with zeros, for all who have mapped it, and give its pages back."""
+    """Zero a mapped piece for all processes that map it, and free its pages."""
     memory.madvise(mmap.MADV_REMOVE)
 
 
@@ -76,7 +76,7 @@ def queue_name(ranks: Sequence[int]) -> str:
 
 
 def mailbox_name(rank: int) -> str:
-    """Name the memory of a rank's board."""
+    """Name the memory of a rank's mailbox."""
     return f"board-{rank}"
 
 
@@ -86,12 +86,12 @@ def kv_name(rank: int) -> str:
 
 
 def measured_name(rank: int) -> str:
-    """Name what a rank has measured at the start, together with the others."""
+    """Name the start-up measurements of a rank."""
     return f"measured-{rank}"
 
 
 def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -> CellMemory:
-    """Make the memory of a cell of so many ranks, with all groups that they may form."""
+    """Make the memory of a cell of `world` ranks, with all groups that they may form."""
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_ranks = (

@@ -1,7 +1,7 @@
-"""vLLM adapter: a group of CPU ranks, over memory that they share instead of process groups.
+"""vLLM adapter: a group of CPU ranks over shared memory instead of process groups.
 
-vLLM's own is made by all of its members together, out of torch's world. This one is made by each
-member alone, so that a rank that is started again makes it while the others serve.
+All members of vLLM's own group make it together, out of torch's world. Each member makes this one
+alone, so a restarted rank can make it while the others serve.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Members:
-    """What vLLM's models ask of a process group: how many are in it."""
+    """What vLLM's models need from a process group: its size."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -31,10 +31,10 @@ class Members:
 
 
 class PlaneCommunicator(CpuCommunicator):
-    """vLLM's shapes around the collectives of a plane."""
+    """Adapts vLLM's tensor shapes to the collectives of a plane."""
 
     def __init__(self, plane: SharedPlane, ranks: Sequence[int], place: int, name: str) -> None:
-        # Not the base class': it asks process groups, and there is none.
+        # Not the base class's: it reads process groups, and there are none.
         self.dist_module = plane
         self.device, self.unique_name = CPU, name
         self.cpu_group = self.device_group = Members(len(ranks))
@@ -47,13 +47,13 @@ class PlaneCommunicator(CpuCommunicator):
 
 
 class PlaneGroup(GroupCoordinator):
-    """What vLLM's layers and our runners ask of a group."""
+    """What vLLM's layers and our runners need from a group."""
 
     def __init__(
         self, ranks: Sequence[int], rank: int, plane: SharedPlane, queue: StepRing | None
     ) -> None:
-        """`ranks` and `rank` are those of the cell; the first one leads."""
-        # Not the base class': see `PlaneCommunicator`.
+        """`ranks` and `rank` are those of the cell; the first of `ranks` leads."""
+        # Not the base class's: see `PlaneCommunicator`.
         self.unique_name = parallel_state._get_unique_name("cell")
         parallel_state._register_group(self)
         self.rank, self.local_rank, self.device_index = rank, rank, rank
@@ -73,5 +73,5 @@ class PlaneGroup(GroupCoordinator):
         self._plane = plane
 
     def barrier(self) -> None:
-        """Return when all members have called it."""
+        """Return when all members have called this."""
         self._plane.all_reduce(torch.zeros(1))

@@ -1,19 +1,15 @@
-"""Collectives of one host's CPU ranks over shared memory, which a member can be called out of.
+"""Collectives of one host's CPU ranks over shared memory, which can be aborted.
 
-vLLM's own spin without a time limit when a member has died, and Gloo fails only for those that have
-a connection with it. Here each member writes its part and then a word that says how far it is, and
-waits for the words of the others; whoever learns that a member is lost aborts the formation, and
-everyone in it raises `PeerLostError` instead of waiting. Sums are made in the order of the members,
-so all of them get the same bits.
+vLLM's own spin forever when a member has died, and Gloo fails only for ranks connected to it. Here
+each member writes its part and then a word with its progress, and waits for the others' words. A
+member that learns of a loss aborts the formation, and all its members raise `PeerLostError`. Sums
+follow the order of the members, so all get the same bits.
 
-A part has two halves of memory, used in turn: a member that writes a half has met everyone in the
-collective after the one that last used it, so nobody reads there any more. A formation's first
-collective counts from 1 again, so that a member which was called out of an earlier one, wherever it
-was there, begins at the same place as the others. One that comes too late finds words of another
-formation, and what it read does not count.
-
-The memory outlives its members (`cell_memory`): a process that takes the place of a lost one begins
-at 0 there, which is before all formations that it can be in.
+A part has two halves, used in turn: before a member writes a half, it has met everyone in the
+collective after the half's last use, so nobody reads it any more. Each formation counts from 1
+again, so a member that was aborted anywhere in an earlier one starts level with the others. A
+member that comes too late finds words of another formation, and discards what it read. The memory
+outlives its members (`cell_memory`): a successor starts at 0, before all its formations.
 """
 
 import mmap
@@ -27,17 +23,20 @@ from comm_pool.cpu.cell_memory import FENCE
 from comm_pool.formations import Formations, PeerLostError
 
 HALF_BYTES = 1 << 20
-"""Longest piece of a message; longer ones take several rounds."""
+"""Maximum bytes per round of a message; longer messages take several rounds."""
 
 LOOKS = 20
-"""How often a member looks before it sleeps: ranks that share cores must let each other run."""
+"""Number of polls before a member sleeps: ranks that share cores must let each other run."""
 
 NAP_S = 0.00002
-"""A nap is no `sched_yield`: since Linux 6.18 each yield costs its caller a whole time slice, and
-one that yields again and again is not run for as long as others want the core."""
+"""Sleep between polls, instead of `sched_yield`.
+
+Since Linux 6.18 each yield costs its caller a whole time slice, and a process that yields
+repeatedly is not run while others want the core.
+"""
 
 SEQUENCE_BITS = 39
-"""A word is a formation (24 bits) and a number in it: enough for a year at 10,000 per second."""
+"""A word is a formation (24 bits) and a sequence number: enough for a year at 10,000 per second."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -45,7 +44,7 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 class SharedPlane:
     """The collectives of one group, as vLLM's CPU communicator calls them; main loop only.
 
-    vLLM names its process group, and the receiver of `gather`, in words that are not needed here.
+    vLLM passes its process group, and the receiver of `gather`, in arguments that are ignored here.
     Every method is collective: all members call it in the same order with equal shapes. Each raises
     `PeerLostError` if the formation is aborted meanwhile.
     """
@@ -61,7 +60,7 @@ class SharedPlane:
     ) -> None:
         """`memory` is of `plane_bytes`; this is member `place` of `width`.
 
-        One that rehearses computes with zeros for what others would give, until it joins them.
+        One that rehearses computes with zeros in place of others' parts, until it joins them.
         """
         self._place = place
         self._width = width
@@ -71,7 +70,7 @@ class SharedPlane:
         self._use(mmap.mmap(-1, plane_bytes(width)) if rehearses else memory)
 
     def join(self) -> None:
-        """Rehearse no longer; not to be called within a formation."""
+        """Stop rehearsing; not to be called within a formation."""
         if self._rehearses:
             self._rehearses = False
             self._use(self._memory)
@@ -82,11 +81,11 @@ class SharedPlane:
         self._others = tuple(each for each in others if each != place)
         words = memoryview(memory).cast("q")
         self._words = words[:width]
-        """How far each member is; each is written by its own member alone."""
+        """The progress of each member; only the member itself writes its word."""
         self._aborts = words[width : 2 * width]
         """One more than the formation that each member aborted last; 0 is none."""
         self._words[place] = self._aborts[place] = 0
-        # Members meet outside of steps, too, where tensors that steps made could not be written.
+        # Members also meet outside of steps, where inference tensors could not be written.
         with torch.inference_mode(mode=False):
             raw = torch.frombuffer(memory, dtype=torch.uint8)[_header_bytes(width) :]
             self._raw = raw.view(2, width, HALF_BYTES)
@@ -98,17 +97,17 @@ class SharedPlane:
     # ------------------------------------------------------------------ aborting
 
     def abort(self, formation: int) -> None:
-        """Call all members out of this formation; may be called from another thread."""
+        """Abort this formation for all members; any thread may call this."""
         self._aborts[self._place] = formation + 1
 
     def is_aborted(self, formation: int) -> bool:
-        """Whether any member called them out of this formation."""
+        """Return whether any member has aborted this formation."""
         return formation + 1 in self._aborts.tolist()
 
     # ------------------------------------------------------------------ collectives
 
     def all_reduce(self, tensor: torch.Tensor, **_: Any) -> None:
-        """Replace (n, ...) of each member by the sum; half precision is summed in float32."""
+        """Replace each member's (n, ...) by the sum; half precision is summed in float32."""
         flat = tensor.reshape(-1)
         for at, parts in self._pieces(flat):
             piece = flat[at : at + parts[0].numel()]
@@ -131,14 +130,14 @@ class SharedPlane:
     def gather(
         self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None, **_: Any
     ) -> None:
-        """Fill the list of the one member that gives one with the (n, ...) of each."""
+        """Fill the list, which only one member passes, with the (n, ...) of each member."""
         rows = None if gather_list is None else [each.view(-1) for each in gather_list]
         for at, parts in self._pieces(tensor):
             for row, part in zip(rows or (), parts, strict=rows is not None):
                 row[at : at + part.numel()].copy_(part)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """(k, ...) -> (k, ...): part j goes to member j; part j comes from it. Both contiguous."""
+        """(k, ...) -> (k, ...): part j goes to and comes from member j. Both contiguous."""
         given, taken = sent.view(self._width, -1), received.view(self._width, -1)
         slots = self._slots(sent.dtype)
         step = HALF_BYTES // sent.element_size() // self._width
@@ -154,7 +153,7 @@ class SharedPlane:
             self._check()
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Exchange (n, ...) piece by piece: where a piece begins, and that of each member."""
+        """Exchange (n, ...) piecewise; yield each piece's start and all members' pieces."""
         flat = tensor.reshape(-1)
         slots = self._slots(flat.dtype)
         at = 0
@@ -179,7 +178,7 @@ class SharedPlane:
     # ------------------------------------------------------------------ words
 
     def _begin(self) -> None:
-        """Go on to the next collective, whose half this member may write."""
+        """Begin the next collective, whose half this member may write."""
         formation = self._formations.formation
         if formation != self._formation:
             # Before anything is written: a member of an earlier formation may still be reading.
@@ -191,7 +190,7 @@ class SharedPlane:
         self._half = self._sequence & 1
 
     def _meet(self) -> None:
-        """Say that this member's part is there, and wait for those of the others."""
+        """Publish that this member's part is written, and wait for the others' parts."""
         words, wanted = self._words, (self._formation << SEQUENCE_BITS) + self._sequence
         with FENCE:
             words[self._place] = wanted
@@ -208,7 +207,7 @@ class SharedPlane:
             pass
 
     def _check(self) -> None:
-        """What was read counts only if all members are still in this formation."""
+        """Raise unless all members are still in this formation: else what was read is void."""
         words, after = self._words, (self._formation + 1) << SEQUENCE_BITS
         for other in self._others:
             if words[other] >= after:
@@ -216,7 +215,7 @@ class SharedPlane:
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in their order, made in the first of them."""
+    """Return the sum in the members' order; overwrites the first part."""
     total = parts[0]
     for part in parts[1:]:
         total.add_(part)
@@ -224,10 +223,10 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _header_bytes(width: int) -> int:
-    """Room for the words, up to where a page of memory begins."""
+    """Return the bytes of the words, rounded up to whole memory pages."""
     return -(-2 * width * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def plane_bytes(width: int) -> int:
-    """Memory of a plane of so many members."""
+    """Return the bytes of a plane of `width` members."""
     return _header_bytes(width) + 2 * width * HALF_BYTES

@@ -1,9 +1,8 @@
 """The step queue of a group of CPU ranks: a ring in memory that outlives its members.
 
-Its leader writes, each follower reads all that is written, and a slot is free again when all have
-read it. vLLM's own queue, which is used on CUDA, is made by its members together; here a process
-that takes the place of a lost one goes on where that was: as the leader behind what is written, as
-a follower with what is written from now on.
+The leader writes, each follower reads everything, and a slot is free again when all have read it.
+Members of vLLM's own queue, used on CUDA, make it together. Here a process that replaces a lost one
+continues in its place: as the leader after what is written, as a follower with the next message.
 """
 
 import mmap
@@ -19,30 +18,30 @@ from comm_pool.cpu.cell_memory import FENCE
 
 SLOTS = 6
 SLOT_BYTES = 4 << 20
-"""As in vLLM's queue. A slot takes memory for the longest message that was ever in it."""
+"""As in vLLM's queue. A slot takes memory for the longest message that it ever held."""
 
 SHORT_NAPS_S = 0.002
-"""How long a member takes short naps, before it takes long ones: ranks share cores."""
+"""How long a member sleeps briefly before it sleeps longer: ranks share cores."""
 
 SHORT_NAP_S = 0.00002
-"""A nap is no `sched_yield`: since Linux 6.18 each yield costs its caller a whole time slice."""
+"""A sleep instead of `sched_yield`: since Linux 6.18 each yield costs a whole time slice."""
 
 LONG_NAP_S = 0.0003
 
 _WRITTEN = 0
-"""The word that counts messages; that at a follower's place counts those that it has read."""
+"""The word that counts messages; a follower's word counts those that it has read."""
 
 _LENGTH_BYTES = 8
 _ROOM = SLOT_BYTES - _LENGTH_BYTES
 
 
 def ring_bytes(width: int) -> int:
-    """Memory of a ring of so many members."""
+    """Return the bytes of a ring of `width` members."""
     return _header_bytes(width) + SLOTS * SLOT_BYTES
 
 
 class StepRing:
-    """One member's end of the queue, with the words of vLLM's `MessageQueue`; one thread's."""
+    """One member's end of the queue, with the methods of vLLM's `MessageQueue`; one thread."""
 
     def __init__(self, memory: mmap.mmap, place: int, width: int) -> None:
         """`memory` is of `ring_bytes`; this is member `place` of `width`, the leader is 0."""
@@ -51,12 +50,12 @@ class StepRing:
         self._words = memoryview(memory).cast("q")[:width]
         self._start = _header_bytes(width)
         self._long: dict[int, int] = {}
-        """Slot -> the file with its message, which is too long for it."""
+        """Slot -> the file with its message, which is too long for the slot."""
         if place:
             self._words[place] = self._words[_WRITTEN]
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
-        """Tell all followers; `TimeoutError` if there is no room within so many seconds."""
+        """Send to all followers; `TimeoutError` if there is no room within `timeout` seconds."""
         message = pickle.dumps(obj, protocol=5)
         words = self._words
         _wait(lambda: words[_WRITTEN] - min(words[1:]) < SLOTS, timeout)
@@ -75,7 +74,7 @@ class StepRing:
             words[_WRITTEN] += 1
 
     def dequeue(self, timeout: float | None = None) -> Any:
-        """Return the next message; `TimeoutError` if none comes within so many seconds."""
+        """Return the next message; `TimeoutError` if none comes within `timeout` seconds."""
         words, place = self._words, self._place
         _wait(lambda: words[place] < words[_WRITTEN], timeout)
         start = self._start + words[place] % SLOTS * SLOT_BYTES
@@ -102,10 +101,10 @@ class StepRing:
 
 
 def _read(path: str, name: str) -> bytes | None:
-    """A long message; None if its leader has ended, so that nothing of it counts any more."""
+    """Return a long message; None if its leader has ended, so that it does not count."""
     try:
         with Path(path).open("rb") as file:
-            # The leader's number may be another process' by now.
+            # The leader's pid may belong to another process by now.
             is_it = name in str(Path(f"/proc/self/fd/{file.fileno()}").readlink())
             return file.read() if is_it else None
     except OSError:
@@ -122,5 +121,5 @@ def _wait(is_so: Callable[[], bool], timeout: float | None) -> None:
 
 
 def _header_bytes(width: int) -> int:
-    """Room for the words, up to where a page of memory begins."""
+    """Return the bytes of the words, rounded up to whole memory pages."""
     return -(-width * 8 // mmap.PAGESIZE) * mmap.PAGESIZE

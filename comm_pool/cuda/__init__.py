@@ -1,1 +1,1 @@
-"""Ends CUDA collectives whose peer is lost, so that the ranks that are left go on."""
+"""Ends CUDA collectives whose peer is lost, so that the surviving ranks continue."""

@@ -1,13 +1,12 @@
-"""vLLM adapter: how a rank gets out of CUDA collectives with a lost peer, alive.
+"""vLLM adapter: gets a rank out of CUDA collectives with a lost peer, alive.
 
-Two things wait for ever there. vLLM's custom all-reduce spins until a counter in the rank's own
-memory is what it expects, also inside of a CUDA graph; NCCL's kernels wait for their peer's data.
-The first is *drained*: counters are set to what is expected, again and again, from another stream,
-so that all blocks pass one barrier after the other, whatever their peers do. The second is
-*closed*: NCCL lets its kernels end when their communicator is aborted, be it vLLM's or, where its
-binding does not load, that of torch's process group. What comes out of such a step means nothing,
-so its formation must have been marked as aborted before. Neither can be undone: these processes
-never form the group again.
+Two things wait forever there. vLLM's custom all-reduce spins on counters in the rank's own memory,
+also inside CUDA graphs. These are *drained*: another stream repeatedly sets the counters to the
+expected values, so all blocks pass one barrier after the other. NCCL's kernels wait for their
+peer's data. These are *closed*: NCCL lets its kernels end when their communicator is aborted,
+vLLM's or, if its binding does not load, that of torch's process group. The results of such a step
+are invalid, so its formation must have been marked as aborted before. Neither can be undone: these
+processes never form the group again.
 """
 
 import functools
@@ -29,31 +28,33 @@ from comm_pool.formations import PeerLostError
 log = structlog.get_logger()
 
 BLOCKS = 36
-"""Most blocks of a custom all-reduce; each has counters of its own."""
+"""Maximum blocks of a custom all-reduce; each has its own counters."""
 
 PEERS = (16, 8)
-"""Members that vLLM's counters have room for: 16 in 0.32, 8 before."""
+"""Members for which vLLM's counters have room: 16 in 0.32, 8 before."""
 
 LINE_BYTES = 128
 WORD_BYTES = 4
 
 CLOSE_S = 0.2
-"""How long a call of NCCL that is under way is waited for. It may wait in turn for room behind
-kernels that spin, and so for the next round of draining."""
+"""How long to wait for an NCCL call in progress.
+
+The call may itself wait for room behind kernels that spin, and so for the next draining round.
+"""
 
 DRAIN_S = 0.08
-"""How long one round of draining takes at most."""
+"""Maximum time of one draining round."""
 
 AHEAD = 2
-"""Barriers of one kernel, behind which a block's flag is sure to be seen."""
+"""Barriers of one kernel after which a block's flag is sure to be visible."""
 
 BARRIERS = 64
-"""Barriers that blocks are let through before it is looked whether they still have to be."""
+"""Barriers that blocks pass before the pump checks whether it is still wanted."""
 
 LOOK_S = 0.00002
 
 GUARD_NAME = "nccl_guard"
-"""What a group's communicator calls what stands before its NCCL."""
+"""The attribute of a group's communicator that holds the gate of its NCCL."""
 
 TORCH_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
@@ -67,22 +68,22 @@ def _in_lines(size: int) -> int:
 
 
 def signal_bytes(peers: int) -> int:
-    """Size of the counters with room for so many members."""
+    """Return the size of the counters with room for `peers` members."""
     return _in_lines(2 * _in_lines(BLOCKS * peers * WORD_BYTES) + BLOCKS * WORD_BYTES)
 
 
 def peers_of(size: int) -> int | None:
-    """Return for how many members counters of this size have room; None if they are unknown."""
+    """Return how many members counters of this size have room for; None if unknown."""
     return next((peers for peers in PEERS if signal_bytes(peers) == size), None)
 
 
 class Signal:
-    """The counters by which one rank's custom all-reduce waits for its peers: a view of them.
+    """A view of the counters by which one rank's custom all-reduce waits for its peers.
 
-    (BLOCKS, peers) of them at the start of a kernel, as many at its end, and a flag per block. A
-    block waits until the counter of each peer is one more than its own flag; not at least that
-    much. Then it raises its flag. That it was raised need not be seen before the block's kernel
-    has ended, so counters are also set further ahead.
+    There are (BLOCKS, peers) counters for the start of a kernel, as many for its end, and a flag
+    per block. A block waits until the counter of each peer equals its own flag plus one, exactly.
+    Then it raises its flag. The raised flag may stay invisible until the block's kernel has ended,
+    so counters are also set further ahead.
     """
 
     def __init__(self, words: torch.Tensor, peers: int) -> None:
@@ -91,8 +92,8 @@ class Signal:
         self._apart = _in_lines(BLOCKS * peers * WORD_BYTES) // WORD_BYTES
 
     def let_through(self) -> None:
-        """Let every block that waits pass some barriers, up to `BARRIERS`; nothing is allocated."""
-        # Imported where it is needed: it brings Triton, and on CPU nothing is drained.
+        """Let every waiting block pass at most `BARRIERS` barriers; allocates nothing."""
+        # Imported here: it brings Triton, and on CPU nothing is drained.
         from comm_pool.cuda import signal_kernel
 
         passes = BARRIERS // AHEAD
@@ -100,7 +101,7 @@ class Signal:
 
 
 class _Words:
-    """Device memory that is not torch's, as an array of int32."""
+    """Device memory outside torch's allocator, as an array of int32."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -112,7 +113,7 @@ class _Words:
 
 
 class SignalPump:
-    """Lets the kernels of one device through, from a thread of its own."""
+    """Unblocks the kernels of one device, from another thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,9 +125,9 @@ class SignalPump:
             self._event = torch.cuda.Event()
 
     def warm(self, peers: int) -> None:
-        """Load the kernels: CUDA does it when they are first used, behind those that spin.
+        """Load the kernels: at first use, CUDA would queue the load after those that spin.
 
-        With memory of its own: counters that are in use would let a peer through too early.
+        It uses memory of its own: counters in use would let a peer through too early.
         """
         if peers in self._warmed:
             return
@@ -141,7 +142,7 @@ class SignalPump:
             self._stream.synchronize()
 
     def drain(self, signals: Sequence[Signal], is_wanted: Callable[[], bool]) -> None:
-        """Let their blocks through as long as that is wanted, up to `DRAIN_S`.
+        """Unblock their blocks while that is wanted, for at most `DRAIN_S`.
 
         It never waits for the device, which may hang for another reason.
         """
@@ -160,7 +161,7 @@ class SignalPump:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Launch beside the steps that are under way."""
+        """Launch beside the in-flight steps."""
         if self._stream is None:
             beside: AbstractContextManager[Any] = nullcontext()
         else:
@@ -171,9 +172,9 @@ class SignalPump:
 
 
 class CallGate:
-    """Stands before the calls of one communicator: once closed, nobody uses that.
+    """A gate before the calls of one communicator: once closed, nobody uses that.
 
-    A call with a communicator that was aborted would crash the process.
+    A call with an aborted communicator would crash the process.
     """
 
     def __init__(self, formation: Callable[[], int]) -> None:
@@ -183,7 +184,7 @@ class CallGate:
         self._is_closed = False
 
     def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the call as it may be made."""
+        """Return the call with the gate before it."""
 
         @functools.wraps(call)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -194,14 +195,14 @@ class CallGate:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Let the calls within be made all or none; raises `PeerLostError` if it is closed."""
+        """Make all calls inside or none; raises `PeerLostError` if the gate is closed."""
         with self._lock:
             if self._is_closed:
                 raise PeerLostError(self._formation())
             yield
 
     def close(self, wait_s: float) -> bool:
-        """Let no further call through, once the one under way is over; False if it is not."""
+        """Block further calls once the one in progress has ended; return False if it does not."""
         if not self._lock.acquire(timeout=wait_s):
             return False
         self._is_closed = True
@@ -217,25 +218,25 @@ class GuardedLibrary:
         self._guard = guard
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the library has."""
+        """Return the library's attribute, guarded if it is an NCCL call."""
         found = getattr(self._nccl, name)
         if not (name.startswith("nccl") and callable(found)):
             return found
         guarded = self._guard.guarded(found)
-        setattr(self, name, guarded)  # From now on it is found without coming here.
+        setattr(self, name, guarded)  # Later look-ups find it without this method.
         return guarded
 
 
 @dataclass(frozen=True, slots=True)
 class _Nccl:
-    """How one group uses NCCL: an all-reduce in place, and what aborts all of it."""
+    """How one group uses NCCL: an in-place all-reduce, and a call that aborts all of it."""
 
     all_reduce: Callable[[torch.Tensor], object]
     abort: Callable[[], object]
 
 
 def _through_vllm(pynccl: Any, guard: CallGate) -> _Nccl:
-    """vLLM's own binding, where the NCCL that is there has all that vLLM's version knows."""
+    """Use vLLM's binding, if the installed NCCL has all that vLLM's version needs."""
     library = pynccl.nccl
     pynccl.nccl = GuardedLibrary(library, guard)
 
@@ -246,7 +247,7 @@ def _through_vllm(pynccl: Any, guard: CallGate) -> _Nccl:
 
 
 def _through_torch(group: GroupCoordinator, guard: CallGate) -> _Nccl:
-    """torch's process group, which vLLM takes instead of a binding that does not load."""
+    """Use torch's process group, which vLLM falls back to if its binding does not load."""
     communicator, torchs = group.device_communicator, group.device_group
     for name in TORCH_COLLECTIVES:
         if (call := getattr(communicator, name, None)) is not None:
@@ -258,18 +259,18 @@ def _through_torch(group: GroupCoordinator, guard: CallGate) -> _Nccl:
 
 
 def undivided(communicator: Any) -> AbstractContextManager[None]:
-    """Let calls of a group's communicator be made all or none: none is left without its others."""
+    """Make all calls of a group's communicator inside or none, so that no call lacks its others."""
     guard = getattr(communicator, GUARD_NAME, None)
     return guard.undivided() if guard is not None else nullcontext()
 
 
 class CollectiveAborter:
-    """The way out of one group's collectives."""
+    """Aborts the collectives of one group."""
 
     def __init__(
         self, group: GroupCoordinator, pump: SignalPump, formation: Callable[[], int]
     ) -> None:
-        """Guards the group's NCCL; to be made before the first step."""
+        """Guard the group's NCCL; to be made before the first step."""
         self._name = "-".join(map(str, group.ranks))
         self._device = group.device
         communicator = group.device_communicator
@@ -284,7 +285,7 @@ class CollectiveAborter:
         self._held = self._hold()
         self._is_closed = False
         self.signal = self._find_signal(group, pump)
-        """What is to be drained, if there is anything."""
+        """The counters to drain, if there are any."""
         if _enabled(communicator, "symm_mem_comm") is not None:
             reason = "multicast all-reduce is on, which waits in another way"
             log.warning("group_not_drainable", group=self._name, reason=reason)
@@ -304,7 +305,7 @@ class CollectiveAborter:
         return Signal(torch.as_tensor(words, device=group.device), peers)
 
     def _hold(self) -> Any:
-        """Return what keeps an abort from giving memory back; None if that cannot be had."""
+        """Return an object that keeps an abort from freeing memory; None if there can be none."""
         if self._device.type != "cuda":
             return True
         try:
@@ -315,13 +316,14 @@ class CollectiveAborter:
             return None
 
     def close(self) -> bool:
-        """Abort the group's NCCL; False if a call of it does not end in time."""
+        """Abort the group's NCCL; return False if a call of it does not end in time."""
         if self._is_closed or self._held is None:
             return True
         if not self._guard.close(CLOSE_S):
             return False
         self._is_closed = True
-        # It tells the kernels first, and then never returns: a graph holds the communicator.
+        # The abort first signals the kernels, and then never returns: a graph holds the
+        # communicator.
         threading.Thread(target=self._abort, name=f"abort {self._name}", daemon=True).start()
         return True
 
@@ -337,10 +339,9 @@ class CollectiveAborter:
 def _holding_graph(nccl: _Nccl, device: torch.device) -> Any:
     """Return a graph that holds a communicator, and is never replayed.
 
-    `ncclCommAbort` tells the kernels, waits for graphs to let go of the communicator, and then
-    gives its memory back. Giving memory back waits for the whole device with the driver's lock
-    held, so that nobody could launch what lets kernels through: with this graph it never gets
-    there.
+    `ncclCommAbort` signals the kernels, waits for graphs to release the communicator, and then
+    frees its memory. Freeing waits for the whole device with the driver's lock held, so nobody
+    could launch what unblocks the kernels. With this graph it never gets there.
     """
     graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(64, device=device)
     with torch.cuda.graph(graph):
@@ -356,9 +357,9 @@ def _enabled(communicator: Any, name: str) -> Any:
 def unblock(
     ways: Sequence[CollectiveAborter], pump: SignalPump, is_wanted: Callable[[], bool]
 ) -> None:
-    """Close and drain groups for good, as long as that is wanted; to be repeated while it is.
+    """Close and drain groups for good, while that is wanted; to be repeated until it is not.
 
-    Groups that are waited for in another way than these stay as they are.
+    Collectives that wait by any other mechanism stay blocked.
     """
     for way in ways:
         if not way.close():

@@ -8,9 +8,9 @@ import triton.language as tl
 WARPS = 4
 
 
-# Words that a running kernel polls, and raises: they are read past the L1 cache and written by
-# atomics, which are made in L2. Plain accesses of a kernel need not see what runs beside it. The
-# atomics keep their order, so each value stands for as long as the next ones take to be made.
+# A running kernel polls and raises these words. They are read past the L1 cache and written by
+# atomics, which act in L2: plain accesses of a concurrent kernel need not become visible. The
+# atomics keep their order, so each value stays for as long as the next ones take.
 @triton.jit  # type: ignore[untyped-decorator]
 def _let_through(  # type: ignore[no-untyped-def]
     words,
@@ -31,10 +31,10 @@ def _let_through(  # type: ignore[no-untyped-def]
 
 
 def launch(words: Any, blocks: int, peers: int, apart: int, ahead: int, passes: int) -> None:
-    """Let blocks through up to `passes` times `ahead` barriers, on the current stream.
+    """Let blocks pass at most `passes` times `ahead` barriers, on the current stream.
 
-    `words` (int32) are (blocks, peers) counters, from `apart` on as many, and from twice that on
-    a flag for each block. All counters of a block become its flag and 1 to `ahead` more, in turn.
+    `words` (int32) are (blocks, peers) counters, as many again from `apart` on, and from twice that
+    on a flag per block. All counters of a block become its flag plus 1 to `ahead`, in turn.
     """
     _let_through[(1,)](
         *(words, blocks, peers, apart, ahead, passes),

@@ -1,1 +1,1 @@
-"""Plans how KV blocks move when a layout changes: terms, blocks, assignment, schedule, plan."""
+"""Plans the copies of KV blocks at a layout change: terms, blocks, assign, schedule, plan."""

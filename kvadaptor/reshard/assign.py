@@ -1,9 +1,9 @@
-"""Which new group takes which chain, and which chains have to stay behind for lack of pages.
+"""Assigns chains to new groups, and finds chains that do not fit for lack of pages.
 
-In a component either all old groups become one, which then takes everything, or one old group
-falls apart into several, which share its chains: largest first to the group that is then least
-loaded, where a block that the group has already costs nothing, so that tasks with a common prefix
-stay together until that would unbalance the groups. Words: `reshard.terms`.
+In a component, either all old groups become one, which then takes everything, or one old group
+splits into several, which share its chains. The largest chain goes first, to the group that is
+least loaded with it. Blocks that a group already has cost nothing, so tasks with a common prefix
+stay together until that would unbalance the groups. Terms: `reshard.terms`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from kvadaptor.reshard.terms import FallbackCause, Ints, ReshardInput
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Chain -> new group and blocks carried; and tasks that none takes, with the cause."""
+    """Chain -> new group and carried blocks; and tasks that no group takes, with the cause."""
 
     group_of: dict[int, int] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)
@@ -25,19 +25,19 @@ class Share:
 
 
 def urgency(blocks: Blocks) -> list[int]:
-    """All tasks, most urgent first, within a tier smaller before larger, then in input order."""
+    """Return all tasks, most urgent first, within a tier smaller first, then in input order."""
     tasks = [number for number, chain in enumerate(blocks.chains) if not chain.cached]
     return sorted(tasks, key=lambda each: (blocks.chains[each].tier, blocks.chains[each].size))
 
 
 def recency(blocks: Blocks) -> list[int]:
-    """All cached chains, most recently used first, then in input order."""
+    """Return all cached chains, most recently used first, then in input order."""
     cached = [number for number, chain in enumerate(blocks.chains) if chain.cached]
     return sorted(cached, key=lambda each: -blocks.chains[each].recency)
 
 
 def touchable_pages(given: ReshardInput, blocks: Blocks, stay: Collection[int]) -> Bools:
-    """Return (U, P): pages that may be written and leased when the chains `stay` fall back."""
+    """Return (U, P): pages that may be written and leased if the chains `stay` fall back."""
     usable = (blocks.used | blocks.free) & ~blocks.locked
     if given.pause_fallbacks and stay:
         locked = np.zeros_like(usable)
@@ -82,7 +82,7 @@ def share_out(
 
 
 class _Book:
-    """Which blocks every new group holds, and how many more it can."""
+    """The blocks that every new group holds, and how many more it can hold."""
 
     def __init__(self, given: ReshardInput, blocks: Blocks, touchable: Bools) -> None:
         self._blocks = blocks
@@ -101,16 +101,16 @@ class _Book:
         self.group_of: dict[int, int] = {}
 
     def load(self, group: int, more: int = 0) -> float:
-        """Pages per rank, exact as widths are powers of two."""
+        """Return pages per rank, exact as widths are powers of two."""
         return (self.count[group] + more) / self._widths[group]
 
     def by_load(self, chain: int) -> list[int]:
-        """The groups, that first which is least loaded once it has the chain."""
+        """Return the groups by their load with the chain, least loaded first."""
         more = self._new_blocks(chain)
         return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
 
     def admit_all(self, wanted: Mapping[int, int]) -> bool:
-        """Let every group have the tasks that it is to have, if there is ample room for all."""
+        """Give every group its wanted tasks if there is ample room for all; return whether so."""
         places, room = self._tasks_left.copy(), self.room.copy()
         for task, group in wanted.items():
             places[group] -= 1
@@ -125,7 +125,7 @@ class _Book:
         return True
 
     def admit(self, task: int, group: int) -> bool:
-        """Let the group have the task if it has a place and the pages."""
+        """Give the group the task if it has a place and pages for it; return whether it did."""
         numbers = self._blocks.numbers[task]
         if not self._tasks_left[group] or task in self.group_of:
             return False
@@ -138,7 +138,7 @@ class _Book:
         return True
 
     def admit_prefix(self, chain: int) -> tuple[int, int]:
-        """Let the best group have as much of the chain as it has room for; its first blocks."""
+        """Give the group that shares most of the chain's blocks the longest prefix that fits."""
         numbers = self._blocks.numbers[chain]
         shared = numbers.size - np.array(self._new_blocks(chain))
         group = min(range(shared.size), key=lambda each: (-shared[each], self.load(each)))
@@ -161,11 +161,11 @@ class _Book:
 def _balance(
     given: ReshardInput, blocks: Blocks, touchable: Bools, tasks: Sequence[int]
 ) -> dict[int, int]:
-    """Spread tasks over the groups, largest first, where the busiest rank then has least.
+    """Spread tasks over the groups, largest first, each where the busiest rank then has least.
 
-    Blocks that only another group has count twice, as they would be there twice. A group without a
-    place, or whose pages would not do, comes last; of equal ones that is preferred where more of
-    the task lies right already.
+    Blocks that only another group has count twice, as they would exist twice. Groups without a
+    place or enough pages come last. Among equal groups, the one where more of the task already lies
+    in place wins.
     """
     book = _Book(given, blocks, touchable)
     sizes = [blocks.chains[task].size for task in tasks]
@@ -210,9 +210,9 @@ def _balance(
 def _in_place(
     given: ReshardInput, blocks: Blocks, numbers: Ints, sizes: Sequence[int]
 ) -> list[list[int]]:
-    """Per new group and task, the units that lie where that group would want them.
+    """Return, per new group and task, the number of units already in place for that group.
 
-    `numbers` are the blocks of all tasks one after the other, `sizes` so many of each.
+    `numbers` are the concatenated blocks of all tasks, `sizes` their counts.
     """
     rank_of = blocks.source // (blocks.num_pages * blocks.units)
     heads = np.arange(blocks.units)

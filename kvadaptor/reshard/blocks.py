@@ -1,7 +1,7 @@
-"""Where every block of a component lies now: distinct blocks, their units, whose pages they use.
+"""The current place of every block of a component: distinct blocks, their units and pages.
 
-Checks the whole input, so that what decides on top of it meets no surprise. Everything is a few
-array operations over all blocks of an old group. Words: `reshard.terms`.
+Checks the whole input, so that later decisions can rely on it. All work is a few array operations
+over all blocks of an old group. Terms: `reshard.terms`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,11 @@ _NOTHING: Ints = np.zeros(0, dtype=np.int64)
 class Blocks:
     """All distinct blocks of a component, numbered 0..N-1 by old group and its leader's slot.
 
-    `chains` are all chains in input order, `old_of` and `numbers` their old group and (size,)
-    block numbers; blocks of equal content have the same number. `source` is (U, N): the flat unit
-    `(rank - first)·P·U + unit` from which unit-head h of a block is best read. `used`, `free` and
-    `locked` are (U, P): the pages per rank that hold a chain's slot, are free, are locked.
-    `starts` is the first block number of each old group.
+    `chains` are all chains in input order, `old_of` and `numbers` their old group and (size,) block
+    numbers; blocks of equal content have the same number. `source` is (U, N): the flat unit `(rank
+    - first)·P·U + unit` from which unit-head h of a block is best read. `used`, `free` and `locked`
+    are (U, P): the pages per rank that hold a chain's slot, are free, are locked. `starts` is the
+    first block number of each old group.
     """
 
     units: int
@@ -163,7 +163,7 @@ def pieces(numbers: Ints, sizes: Sequence[int]) -> list[Ints]:
 
 
 def joined(numbers: Iterable[Ints]) -> Ints:
-    """All of these (n,) in one array; many small operations cost far more than a large one."""
+    """Concatenate these (n,) arrays; many small operations cost far more than a large one."""
     return np.concatenate([_NOTHING, *numbers])
 
 
@@ -181,7 +181,7 @@ def _units_of(slots: Ints, lead: int, units: int, num_pages: int) -> Ints:
 def _merge_equal(
     chains: Sequence[Chain], numbers: Sequence[Ints], source: Ints, given: ReshardInput
 ) -> list[Ints]:
-    """Give blocks of equal keys the number of the first, and it the best of their units."""
+    """Give blocks of equal keys the number of the first, and that block the best of their units."""
     key_of: dict[int, bytes] = {}
     first: dict[bytes, int] = {}
     for chain, blocks in zip(chains, numbers, strict=True):
@@ -191,8 +191,8 @@ def _merge_equal(
     same = np.arange(source.shape[1])
     for number, key in key_of.items():
         same[number] = first.setdefault(key, number)
-    # When all become one group, unit-head h ends on the rank at place h: where that rank has a
-    # copy of its own, it need not be sent one.
+    # If all become one group, unit-head h ends on the rank at place h. If that rank has its own
+    # copy, none need be sent to it.
     if len(given.new) == 1:
         rank_units = given.num_pages * source.shape[0]
         copies = np.flatnonzero(same != np.arange(same.size))[::-1]  # of several, the first stays

@@ -1,10 +1,10 @@
 """Plans a live KV re-shard: which unit of which rank goes where, in which round.
 
-Pure and deterministic, so every rank computes the same plan from the same input. The words and
-shapes are in `terms`, which is re-exported here. Invariant of a plan: within a round no
-unit is written that this or a later round reads or that is kept. Called by the worker between
-PARK and SERVE. Sources: Flying Serving, section 4.2 (KV cache adaptor); Seesaw (re-sharding KV
-between parallelisms instead of recomputing it).
+Pure and deterministic, so every rank computes the same plan from the same input. `terms` defines
+the terms and shapes, which are re-exported here. Invariant of a plan: no round writes a unit that
+is kept, or that this or a later round reads. Called by the worker between PARK and SERVE. Sources:
+Flying Serving, section 4.2 (KV cache adaptor); Seesaw (re-sharding KV between parallelisms instead
+of recomputing it).
 """
 
 from collections.abc import Collection, Sequence
@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 TRIALS_MAX = 10
-"""Placements tried to find which tasks fit into the rounds; what is left then falls back."""
+"""Maximum placements tried to find the tasks that fit into the rounds; the rest falls back."""
 
 CACHED_TRIALS_MAX = 4
-"""Placements tried to find how many cached chains fit: to a 16th of them."""
+"""Placements tried to find how many cached chains fit, to a 16th of them."""
 
 
 def plan_reshard(given: ReshardInput) -> ReshardPlan:
     """Plan the switch of one component.
 
-    Linear in blocks and pages, a few milliseconds for 10,000 blocks when there is room; where
-    rounds run out, several placements are tried. The most urgent tasks are placed first; within a
-    tier larger ones fall back first. If every member of each new group has free pages for all
-    blocks the group could get, there are no fallbacks, nothing is dropped and there is one round.
-    Raises `ReshardError` for an input that cannot be.
+    Linear in blocks and pages: a few milliseconds for 10,000 blocks if there is room. If rounds run
+    out, it tries several placements. The most urgent tasks are placed first; within a tier larger
+    ones fall back first. If every member of each new group has free pages for all blocks that the
+    group could get, there are no fallbacks, no dropped chains and only one round. Raises
+    `ReshardError` for an invalid input.
     """
     blocks = read_blocks(given)
     search = _Search(given, blocks)
@@ -72,7 +72,7 @@ def plan_reshard(given: ReshardInput) -> ReshardPlan:
 
 
 def bytes_moved(plan: ReshardPlan, geometry: PageGeometry) -> Traffic:
-    """Return what the plan copies, in bytes over all layers."""
+    """Return the bytes that the plan copies, over all layers."""
     unit = geometry.page_bytes // plan.units
     pairs: dict[tuple[int, int], int] = {}
     for copies in plan.copies:
@@ -96,7 +96,7 @@ class _Trial:
 
 
 class _Search:
-    """Finds the chains that fit; `late` are the tasks left out because rounds ran out."""
+    """Finds the chains that fit; `late` are the tasks excluded because rounds ran out."""
 
     def __init__(self, given: ReshardInput, blocks: Blocks) -> None:
         self._given = given
@@ -110,7 +110,7 @@ class _Search:
         most = self._given.rounds_max
         cheap = min(self._given.cached_rounds_max, most)
         if self._cached:
-            # The usual case, and quick to fail: everything, if it takes few rounds.
+            # The usual case, which fails fast: everything, if it takes few rounds.
             whole = self._try(frozenset(), self._cached, cheap)
             if whole is not None:
                 return whole
@@ -120,7 +120,7 @@ class _Search:
         return self._add_cached(bare, max(cheap, bare.outcome.rounds))
 
     def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
-        """Place all tasks but `late`; those that get no group may leave others less room."""
+        """Place all tasks but `late`; tasks that get no group may leave others less room."""
         given, blocks = self._given, self._blocks
         refused: dict[int, FallbackCause] = {}
         while True:
@@ -137,7 +137,7 @@ class _Search:
         return None if outcome is None else _Trial(share, needs, outcome)
 
     def _leave_out(self) -> _Trial:
-        """Find what fits, in order of urgency, skipping the tasks that do not."""
+        """Find what fits, in order of urgency, skipping tasks that do not fit."""
         limit = self._given.rounds_max
         kept: list[int] = []
         rest = list(self._tasks)
@@ -145,7 +145,7 @@ class _Search:
         assert best is not None, "placing nothing takes no rounds."
         trials, high = 0, len(rest)
         while rest and trials < TRIALS_MAX:
-            # rest[:low] fits and rest[:high] does not; one above all stands for not known.
+            # rest[:low] fits and rest[:high] does not; len(rest) + 1 means unknown.
             low = 0
             while high - low > 1 and trials < TRIALS_MAX:
                 middle = len(rest) if high > len(rest) else (low + high) // 2
@@ -163,7 +163,7 @@ class _Search:
         return best
 
     def _add_cached(self, bare: _Trial, limit: int) -> _Trial:
-        """Find how many of the most recently used chains fit as well."""
+        """Find how many of the most recently used chains fit too."""
         low, high, best = 0, len(self._cached) + 1, bare
         for _ in range(CACHED_TRIALS_MAX):
             middle = (low + high) // 2
@@ -185,7 +185,7 @@ def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...
     needs = []
     for group, row in zip(given.new, wanted, strict=True):
         numbers = np.flatnonzero(row)
-        # In turn from each old group: no rank waits for another to vacate its pages first.
+        # Alternate between old groups: no rank then waits for another to vacate its pages first.
         first = np.searchsorted(numbers, blocks.starts)
         old = np.searchsorted(blocks.starts, numbers, side="right") - 1
         needs.append(Need(group.ranks, numbers, np.arange(numbers.size) - first[old]))
@@ -196,7 +196,7 @@ def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
     share, outcome = best.share, best.outcome
     causes = dict.fromkeys(late, FallbackCause.ROUNDS) | share.refused
     leases = []
-    # (groups, N): the logical block of each block that a group has, and whether a unit moves.
+    # (groups, N): the logical block of each block in a group, and whether a unit of it moves.
     logical = np.zeros((len(best.needs), blocks.source.shape[1]), dtype=np.int64)
     moved = np.zeros(logical.shape, dtype=np.bool_)
     for row, (need, placed) in enumerate(zip(best.needs, outcome.placed, strict=True)):

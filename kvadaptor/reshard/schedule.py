@@ -1,10 +1,9 @@
-"""Places blocks into slots of the new width, round by round, until all of them lie there.
+"""Places blocks into slots of the new width, round by round, until all are placed.
 
-Every member fills its slots independently of the others, because a table per member maps logical
-blocks to slots; what couples them is that a unit can only be overwritten after every rank that
-needs it has read it, hence the rounds. In each round a member first keeps what already lies right
-and then fills vacant slots in the order of the blocks, so that all members vacate the same pages.
-Words: `reshard.terms`.
+Every member fills its slots independently, because a table per member maps logical blocks to slots.
+Rounds are needed because a unit can only be overwritten after every rank that needs it has read it.
+In each round a member first keeps blocks that are already in place. It then fills vacant slots in
+the order of the blocks, so that all members vacate the same pages. Terms: `reshard.terms`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ Counts = npt.NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Need:
-    """What one new group is to hold: its ranks and block numbers, ascending.
+    """The blocks that one new group must hold: its ranks and block numbers, ascending.
 
-    `turns` (B,) is the order in which blocks are moved when not all can be at once.
+    `turns` (B,) is the order in which blocks move if not all can move at once.
     """
 
     ranks: tuple[int, ...]
@@ -33,9 +32,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Where the blocks of one new group went.
+    """The places of the blocks of one new group.
 
-    `slots` is (k, B), `pages` (k, n) ascending, `moved` (B,) says whether any unit was copied.
+    `slots` is (k, B), `pages` (k, n) ascending, `moved` (B,) is whether any unit was copied.
     """
 
     slots: Ints
@@ -57,9 +56,9 @@ class Outcome:
 class _Member:
     """One rank of a new group; slots and pages here are indices into its candidate pages.
 
-    `source` is (w, B): the flat unit of each unit-head that it needs, `right` which of them lie on
-    it at the right offset of a slot, `home` (B,) that slot or -1, `slot` (B,) the slot given or
-    -1. `touched` are pages that have a block.
+    `source` is (w, B): the flat unit of each unit-head that it needs, `right` whether it lies on
+    this rank at the right offset of a slot, `home` (B,) that slot or -1, `slot` (B,) the slot given
+    or -1. `touched` are pages that have a block.
     """
 
     rank: int
@@ -80,7 +79,7 @@ class _Member:
         self.touched = np.zeros(self.pages.size, dtype=np.bool_)
 
     def fill(self, reads: Counts) -> Ints:
-        """Give slots to as many pending blocks as can have one now; return these blocks.
+        """Give slots to as many pending blocks as possible now; return these blocks.
 
         `reads` is (P, U): how often each unit of this rank is still to be read.
         """
@@ -106,7 +105,7 @@ class _Member:
         return np.concatenate((kept, placed))
 
     def _keep(self, at_home: Ints, pending: int, vacant: Bools) -> Ints:
-        """Leave blocks where they are, in as many pages as leave room for the others."""
+        """Keep blocks in place, in as many pages as leave room for the others."""
         page = self.home[at_home] // self.width
         count = np.bincount(page, minlength=self.pages.size)
         settled = int(count[self.touched].sum())
@@ -116,7 +115,7 @@ class _Member:
         full = full[np.argsort(-count[full], kind="stable")][:room]
         holes = vacant.reshape(-1, self.width).sum(axis=1)
         empty = int(np.count_nonzero((holes == self.width) & ~self.touched))
-        # For x = 0, 1, ... pages kept, fullest first: what is left to place, in how many pages.
+        # For x = 0, 1, ... kept pages, fullest first: the blocks left to place, and the pages left.
         gain = np.concatenate(([0], np.cumsum(count[full] + holes[full])))
         left = pending - settled - int(holes[self.touched].sum()) - gain
         fresh = -(-np.maximum(left, 0) // self.width)
@@ -146,7 +145,7 @@ class _Member:
         return slots
 
     def physical(self, slots: Ints) -> Ints:
-        """Turn slot indices into slot numbers."""
+        """Convert slot indices to slot numbers."""
         numbers: Ints = self.pages[slots // self.width] * self.width + slots % self.width
         return numbers
 
@@ -154,7 +153,7 @@ class _Member:
 def place(
     blocks: Blocks, needs: Sequence[Need], touchable: Bools, rounds_max: int
 ) -> Outcome | None:
-    """Place every block of every new group; None if that takes more rounds or pages than allowed.
+    """Place every block of every new group; None if that exceeds the allowed rounds or pages.
 
     `touchable` is (U, P): the pages per rank that may be written and leased.
     """
@@ -176,7 +175,7 @@ def place(
         done = [(member, member.fill(reads[member.rank])) for member in members]
         if not any(given.size for _, given in done):
             return None
-        # Only now, as all of a round's copies run at once: nothing it reads is vacant within it.
+        # Only now, as all copies of a round run at once: units that it reads are not yet vacant.
         this_round = []
         for member, given in done:
             flat_reads[member.source[:, given]] -= 1
@@ -212,7 +211,7 @@ def _member(
     place, width, per_slot, budget, enough = at
     rank = need.ranks[place] - blocks.first
     usable = touchable[rank]
-    # More free pages than the blocks fill are of no use here, and memory may be large.
+    # Free pages beyond what the blocks fill are useless here, and memory may be large.
     free = np.flatnonzero(usable & ~blocks.used[rank])[:enough]
     candidate = usable & blocks.used[rank]
     candidate[free] = True
@@ -246,7 +245,7 @@ def _member(
 def _copies(
     blocks: Blocks, member: _Member, given: Ints, number: int
 ) -> tuple[UnitCopies | None, int]:
-    """Return the copies that bring these blocks into their slots, and the units that need none."""
+    """Return the copies that bring these blocks into their slots, and the units in place."""
     source = member.source[:, given]
     per_slot = source.shape[0]
     slot = member.slot[given]
@@ -261,7 +260,7 @@ def _copies(
     rank_units = blocks.num_pages * blocks.units
     rank = flat_source // rank_units
     unit = flat_source - rank * rank_units
-    # Mostly in order already, which a stable sort is quick to see.
+    # Mostly sorted already, which a stable sort detects fast.
     order = np.argsort(rank * rank_units + flat_target, kind="stable")
     return UnitCopies(
         round=number,

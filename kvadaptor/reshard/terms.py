@@ -1,12 +1,11 @@
-"""What a live KV re-shard is planned from, and the plan: frozen arrays, no decisions.
+"""The input of a live KV re-shard plan, and the plan: frozen arrays, no decisions.
 
-Words. A *unit* is the finest piece that moves: U is the width of the component (its widest group,
-old or new), a page is U units, unit `U·page + u`, each of H/U heads x b tokens. *Unit-head* h is
-heads [h·H/U, (h+1)·H/U). The member at place r of a group of width k computes unit-heads
-r·U/k ... (r+1)·U/k - 1 and keeps one slot per logical block: those unit-heads in order, units
-`slot·U/k` and up, where slot `k·page + s` is any slot of any page of its lease. So in dp unit u of
-a page holds unit-head u. Layout of memory: Flying Serving, section 4.2 (KV cache adaptor); moving
-running requests' KV between layouts instead of recomputing it: Seesaw, section on re-sharding.
+A *unit* is the finest piece that moves. U is the width of the component (its widest group, old or
+new). A page is U units, unit `U·page + u`, each of H/U heads x b tokens. *Unit-head* h is heads
+[h·H/U, (h+1)·H/U). The member at place r of a group of width k computes unit-heads r·U/k ...
+(r+1)·U/k - 1 and keeps one slot per logical block: those unit-heads in order, units `slot·U/k` and
+up, where slot `k·page + s` is any slot of any page of its lease. So in dp unit u of a page holds
+unit-head u. Memory layout: Flying Serving, section 4.2 (KV cache adaptor); re-sharding: Seesaw.
 """
 
 from collections.abc import Mapping
@@ -20,26 +19,26 @@ Ints = npt.NDArray[np.int64]
 """Page, slot, unit, block or rank numbers."""
 
 ROUNDS_MAX = 8
-"""Rounds of a plan unless the caller says otherwise; between two of them all ranks meet."""
+"""Default maximum of rounds of a plan; all ranks synchronize between two rounds."""
 
 CACHED_ROUNDS_MAX = 2
-"""Rounds that cached chains may cost unless running tasks need more anyway."""
+"""Maximum rounds with cached chains, unless running tasks need more anyway."""
 
 
 class ReshardError(ValueError):
-    """An input that cannot be: overlapping groups, slots out of range; one sentence."""
+    """An invalid input: overlapping groups, slots out of range; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """Blocks of one running task, or of one finished request that are worth keeping.
+    """Blocks of one running task, or the blocks of one finished request that are worth keeping.
 
-    `slots` is (k, blocks), int64: row r holds the slot numbers (in the width k of the old group)
-    of the member at place r, column j those of logical block j. Equal columns in several chains
-    of a group are one shared block. A task has a `tier` (smaller is more urgent); a `cached` chain
-    has a `recency` (larger was used later) and no tier. `keys`, empty or one per block, names
-    content: two blocks with the same key hold the same, None matches nothing. `id` is unique in
-    the input.
+    `slots` is (k, blocks), int64: row r holds the slot numbers (in the width k of the old group) of
+    the member at place r, column j those of logical block j. Equal columns in several chains of a
+    group are one shared block. A task has a `tier` (smaller is more urgent); a `cached` chain has a
+    `recency` (larger was used later) and no tier. `keys`, empty or one per block, identify content:
+    blocks with the same key have the same content, None matches nothing. `id` is unique in the
+    input.
     """
 
     id: str
@@ -73,16 +72,16 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardInput:
-    """One component: the smallest aligned span in which every old and new affected group lies.
+    """One component: the smallest aligned span that contains every old and new affected group.
 
-    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
-    its width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of a rank with
-    page 0 (of the rank with most). `free` is, per rank, the pages that are nobody's or hold no
-    chain's slot. `locked`, per rank, are pages that hold chains' slots and yet must not be
-    written or leased (they may be read). A page in neither `free` nor a chain is never touched.
-    With `pause_fallbacks`, pages that hold a slot of a task in the plan's fallbacks stay as they
-    are; without, their room is used. Cached chains are carried only as far as this keeps the
-    plan within `cached_rounds_max` rounds, or as many as tasks need without them.
+    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so its
+    width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of the rank with the
+    most, page 0 included. `free` is, per rank, the pages that are free or hold no chain's slot.
+    `locked`, per rank, are pages that hold chains' slots and must not be written or leased (they
+    may be read). A page in neither `free` nor a chain is never touched. With `pause_fallbacks`,
+    pages that hold a slot of a fallback task stay as they are; without, their room is used. Cached
+    chains are carried only as far as this keeps the plan within `cached_rounds_max` rounds, or as
+    many as tasks need without them.
     """
 
     num_kv_heads: int
@@ -99,9 +98,9 @@ class ReshardInput:
 class FallbackCause(StrEnum):
     """Why a task is not carried."""
 
-    TASKS = "tasks"  # the new groups it could go to take no more tasks
+    TASKS = "tasks"  # the possible new groups take no more tasks
     PAGES = "pages"  # they have too few pages
-    ROUNDS = "rounds"  # there are pages, but not enough free ones to get there in `rounds_max`
+    ROUNDS = "rounds"  # enough pages, but too few free ones to get there in `rounds_max`
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +115,10 @@ class Fallback:
 class Carried:
     """Where a chain is after the switch.
 
-    `group` indexes `ReshardPlan.groups`. `blocks` is (m,), int64: the group's logical block
-    numbers of the chain's blocks 0..m-1, the same on all members (in dp: pages). m is the whole
-    chain for a task and may be less for a cached chain, of whose `size` blocks a prefix is kept.
-    `in_place`: not one unit of it is copied.
+    `group` indexes `ReshardPlan.groups`. `blocks` is (m,), int64: the group's logical block numbers
+    of the chain's blocks 0..m-1, the same on all members (in dp: pages). m is the whole chain for a
+    task and may be less for a cached chain, of whose `size` blocks a prefix is kept. `in_place`:
+    none of its units is copied.
     """
 
     id: str
@@ -132,13 +131,13 @@ class Carried:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLease:
-    """What a new group of width k has after the switch: n pages of each member, wholly its own.
+    """A new group's pages after the switch: n of each member, all exclusively its own.
 
-    `pages` is (k, n): row r the pages of the member at place r, ascending. `table` is
-    (k, k·(n+1)): row r maps logical block L to that member's slot number; L = k·index + s for
-    lease indices 1..n is a bijection onto the slots of its pages, used or not, and L < k is the
-    null page. In dp there is no table, (1, 0): logical block is page. `used` are the logical
-    blocks that hold a carried block, ascending; the others may be handed out.
+    `pages` is (k, n): row r the pages of the member at place r, ascending. `table` is (k, k·(n+1)):
+    row r maps logical block L to that member's slot number; L = k·index + s for lease indices 1..n
+    is a bijection onto the slots of its pages, used or not, and L < k is the null page. In dp there
+    is no table, (1, 0): logical block is page. `used` are the logical blocks that hold a carried
+    block, ascending; the others may be given out.
     """
 
     ranks: tuple[int, ...]
@@ -153,7 +152,7 @@ class GroupLease:
 
     @property
     def indices(self) -> int:
-        """Lease indices in use, n: they are 1..n."""
+        """Number of lease indices in use, n: they are 1..n."""
         return int(self.pages.shape[1])
 
     def slots(self, blocks: Ints) -> Ints:
@@ -193,14 +192,14 @@ class UnitCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardPlan:
-    """What every rank does; the same input gives the same plan everywhere.
+    """What every rank does; the same input gives the same plan on every rank.
 
-    `units` is U. `copies` is sorted by round (1..rounds) and destination, without empty ones;
-    all ranks finish a round before any begins the next. Within a round no unit that is written is
-    read, then or later, and nothing kept in place is ever written, so a round's copies need no
-    order. `groups` is in the order of `ReshardInput.new`; `carried` and `fallbacks` in that of the
-    input's chains. `dropped` are cached chains of which nothing is kept, least recently used
-    first. `in_place_units` counts the needed units that stay where they are.
+    `units` is U. `copies` is sorted by round (1..rounds) and destination, without empty ones; all
+    ranks finish a round before any begins the next. No round writes a unit that it or a later round
+    reads, and nothing kept in place is ever written, so a round's copies need no order. `groups` is
+    in the order of `ReshardInput.new`; `carried` and `fallbacks` in that of the input's chains.
+    `dropped` are cached chains of which nothing is kept, least recently used first.
+    `in_place_units` counts the needed units that stay in place.
     """
 
     units: int
@@ -217,7 +216,7 @@ class ReshardPlan:
 class Traffic:
     """Bytes that a plan copies; `pairs` is by (source, destination rank), local copies included.
 
-    `total` counts all pairs, `remote` those between two ranks, `in_place` what was not copied.
+    `total` sums all pairs, `remote` those between two ranks, `in_place` what was not copied.
     """
 
     pairs: Mapping[tuple[int, int], int]

@@ -1,7 +1,7 @@
-"""The Triton kernel that copies units of KV memory, of this device or of peers over NVLink.
+"""The Triton kernel that copies units of KV memory, on this device or from peers over NVLink.
 
-All addresses are distances from one base pointer in 16-byte words, so that the compiler itself
-sees that every access is 16 bytes wide, and so that the kernel also runs in Triton's interpreter.
+All addresses are distances from one base pointer in 16-byte words. So the compiler can prove that
+every access is 16 bytes wide, and the kernel also runs in Triton's interpreter.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import triton.language as tl
 WORD_BYTES = 16
 
 
-# The number of copies is another one in each call: a kernel compiled for each would stall it.
+# The number of copies differs in each call: compiling a kernel per number would stall it.
 @triton.jit(do_not_specialize=["num_copies", "num_tiles"])  # type: ignore[untyped-decorator]
 def _copy_units(  # type: ignore[no-untyped-def]
     base,
@@ -24,8 +24,8 @@ def _copy_units(  # type: ignore[no-untyped-def]
     tile_words: tl.constexpr,
     tile_copies: tl.constexpr,
 ):
-    # Copies run fastest and layers slowest: what is under way at once lies in one layer, which
-    # keeps to few memory pages of each rank.
+    # Copies run fastest and layers slowest: concurrent copies lie in one layer, which keeps to few
+    # memory pages of each rank.
     tiles = tl.cdiv(num_copies, tile_copies)
     chunks: tl.constexpr = (words + tile_words - 1) // tile_words
     for number in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -46,18 +46,19 @@ def _copy_units(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a launch is cut up."""
+    """The division of a launch into programs."""
 
     tile_words: int = 4096
-    """16-byte words that a program has in flight: 64 KiB."""
+    """16-byte words in flight per program: 64 KiB."""
     programs: int = 64
-    """These share out the tiles, so that a step that is under way keeps half of the
-    multiprocessors. A program for each tile would stop it for as long as the copies take: they go
-    first, and what a matrix product needs of a multiprocessor leaves no room for both. 1 MiB in
-    flight fills NVLink, but beside a step, which draws on the same memory, it takes four times
-    that."""
+    """Programs that share the tiles, so that an in-flight step keeps half of the multiprocessors.
+
+    A program per tile would stop the step for as long as the copies take: they run first, and a
+    matrix product leaves no room for both on a multiprocessor. 1 MiB in flight fills NVLink, but
+    beside a step, which uses the same memory, it takes four times that.
+    """
     warps: int = 32
-    """Of a program."""
+    """Warps of a program."""
 
 
 def launch(
@@ -65,9 +66,9 @@ def launch(
 ) -> None:
     """Copy units of `unit_words` 16-byte words in every layer, on the current stream.
 
-    `base` is any int64 tensor, 16-byte aligned. `table` is (4·num_copies,) int64 on the device,
-    all in words: where the sources lie in layer 0, counted from `base`; how far apart their
-    layers are; and the same two of the targets. No source may be a target. At most 2**31 tiles.
+    `base` is any int64 tensor, 16-byte aligned. `table` is (4·num_copies,) int64 on the device, all
+    in words: where the sources lie in layer 0, relative to `base`; the distance of their layers;
+    and the same two of the targets. No source may be a target. At most 2**31 tiles.
     """
     tile = min(triton.next_power_of_2(unit_words), shape.tile_words)
     tile_copies = shape.tile_words // tile

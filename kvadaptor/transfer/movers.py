@@ -1,12 +1,11 @@
 """Carries out the unit copies of a re-shard, between the KV memory of ranks on one host.
 
-Two ways, same result: a `PeerMover` pulls from memory that peers have mapped to each other (Triton
-over NVLink: 367 GB/s on H200, against 236 GB/s for gather, NCCL send and scatter); an
-`ExchangeMover` sends through a process group where peers cannot map each other. All start-up cost
-is in the constructor and `warm`; a move allocates nothing that lasts.
-
-Ordering between ranks is the caller's: before a round every rank's device has finished its steps
-and the previous round (`move` returns only then), and all ranks have met on it.
+A `PeerMover` pulls from memory that peers have mapped to each other (Triton over NVLink: 367 GB/s
+on H200, against 236 GB/s for gather, NCCL send and scatter). An `ExchangeMover` sends through a
+process group if peers cannot map each other; the result is the same. All start-up cost is in the
+constructor and `warm`; a move allocates nothing that lasts. The caller orders ranks: before a round
+every rank's device must have finished its steps and the previous round (`move` returns only then),
+and all ranks must have synchronized on that.
 """
 
 import time
@@ -35,30 +34,30 @@ __all__ = [
 ]
 
 CopiesBySource = Mapping[int, tuple[Units, Units]]
-"""Source rank -> (source units, destination units), each (c,) int64; the source may be oneself."""
+"""Source rank -> (source units, destination units), each (c,) int64; may include oneself."""
 
 Round = Mapping[int, CopiesBySource]
-"""Destination rank -> its copies. No unit that is read in a round is written in it."""
+"""Destination rank -> its copies. A round writes no unit that it reads."""
 
 STAGING_BYTES = 256 << 20
-"""Memory that an `ExchangeMover` takes: two halves in turn, each for sending and receiving."""
+"""Memory of an `ExchangeMover`: two halves used in turn, each for sending and receiving."""
 
 Finish = Callable[[], "MoveStats"]
-"""Waits until what comes to this rank has arrived, and says what came."""
+"""Waits until this rank's copies have arrived, and returns their statistics."""
 
 _NOTHING: CopiesBySource = {}
 
 
 @dataclass(frozen=True, slots=True)
 class MoveStats:
-    """What one call brought into this rank: bytes from other ranks, bytes of its own, seconds."""
+    """The traffic of one call into this rank: bytes from other ranks, own bytes, seconds."""
 
     link_bytes: int
     local_bytes: int
     seconds: float
 
     def plus(self, other: "MoveStats") -> "MoveStats":
-        """Return what both brought."""
+        """Return the sums of both."""
         return MoveStats(
             self.link_bytes + other.link_bytes,
             self.local_bytes + other.local_bytes,
@@ -72,19 +71,19 @@ class MoveStats:
 
 
 class Mover(Protocol):
-    """Ranks are those of the group that the mover was made with; U is given as `units`."""
+    """Moves units between ranks, numbered in the mover's group; U is given as `units`."""
 
     def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
     ) -> Finish:
         """Begin this rank's part of a round.
 
-        `launched` is called when the rest is up to the device, or first of all where it is not.
-        What is started again before the end comes behind it, and its end is that of both.
+        `launched` is called once the device has all of the work, or first if no device is used.
+        Copies started before the end follow these, and both end together.
         """
 
     def move(self, copies: Round, units: int) -> MoveStats:
-        """Do this rank's part of a round; returns when what comes to this rank has arrived."""
+        """Do this rank's part of a round; return when this rank's copies have arrived."""
 
     def warm(self, units: int) -> None:
         """Prepare for moves of U units a page; collective, at start-up, while no page is used."""
@@ -100,7 +99,7 @@ def by_source(src_ranks: Units, src_units: Units, dst_units: Units) -> CopiesByS
 def make_mover(
     raw: torch.Tensor, geometry: PageGeometry, *, cpu_group: Any, device_group: Any
 ) -> tuple[Mover, str | None]:
-    """The fastest mover that works, and why it is no `PeerMover` if it is none; collective.
+    """Return the fastest mover that works, and why it is no `PeerMover`, if so; collective.
 
     Both groups have the same ranks in the same order: `cpu_group` of Gloo, `device_group` of NCCL
     on CUDA and of Gloo on CPU. All ranks get the same kind and the same reason.
@@ -112,7 +111,7 @@ def make_mover(
 
 
 class PeerMover:
-    """Reads from the mapped memory of peers into own memory."""
+    """Copies from the mapped memory of peers into its own memory."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class PeerMover:
     def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
     ) -> Finish:
-        """Begin to pull what the round has for this rank from its sources, in any order.
+        """Begin to pull this rank's part of the round from its sources, in any order.
 
         Raises `MoveError` for a rank that is not mapped, or units out of range at either end.
         """
@@ -166,7 +165,7 @@ class PeerMover:
 class ExchangeMover:
     """Packs units, sends them through a process group and scatters them, step by step.
 
-    A step moves a bounded number of units per pair of ranks; while one is under way the next is
+    A step moves a bounded number of units per pair of ranks; while one is in flight the next is
     packed. Ranks without a part in a round need not call.
     """
 
@@ -178,7 +177,7 @@ class ExchangeMover:
         *,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """Takes the staging memory, of the same size on all ranks."""
+        """Allocate the staging memory, of the same size on all ranks."""
         self._raw = raw
         self._geometry = geometry
         self._group = group
@@ -193,7 +192,7 @@ class ExchangeMover:
         """Connect all ranks to each other, and prepare to pack and scatter units of this size."""
         unit_bytes = _unit_bytes(self._geometry, units)
         self._quota(unit_bytes)
-        # Twice all units: each is at most packed and scattered once in a round.
+        # Twice all units: a round packs and scatters each at most once.
         count = 2 * _count(self._raw, self._geometry, unit_bytes)
         self._copier.warm(self._raw, unit_bytes, count)
         others = [rank for rank in range(self._world) if rank != self._rank]
@@ -205,7 +204,7 @@ class ExchangeMover:
     def start(
         self, copies: Round, units: int, launched: Callable[[], None] = lambda: None
     ) -> Finish:
-        """See `exchange`; it is over when this returns."""
+        """Run `exchange`; the round is over when this returns."""
         launched()
         stats = self.exchange(copies, units)
         return lambda: stats
@@ -215,10 +214,10 @@ class ExchangeMover:
         return self.exchange(copies, units)
 
     def exchange(self, copies: Round, units: int) -> MoveStats:
-        """Send what others get from this rank, and receive what it gets; all of them call.
+        """Send other ranks' units and receive this rank's; all ranks of the round must call it.
 
         Returns when this rank's units have arrived and those it sends have left. Raises `MoveError`
-        for units out of range on this rank, or when `staging_bytes` is too little for one unit.
+        for units out of range on this rank, or if `staging_bytes` is too small for one unit.
         """
         started = time.perf_counter()
         unit_bytes = _unit_bytes(self._geometry, units)
@@ -232,7 +231,7 @@ class ExchangeMover:
         steps = -(-longest // quota)
         under_way: list[Any] = []
         for step in range(steps + 1):
-            # The next step is on its way before this rank waits for the one before it.
+            # The next step is sent before this rank waits for the previous one.
             piece = slice(step * quota, (step + 1) * quota)
             posted = self._start(sends, receives, piece, unit_bytes) if step < steps else []
             for work in under_way:
@@ -247,7 +246,7 @@ class ExchangeMover:
     def _own_part(
         self, copies: Round, unit_bytes: int
     ) -> tuple[dict[int, Units], dict[int, Units]]:
-        """Own units by the rank that gets them, and by the rank that they come from."""
+        """Return own units by the rank that gets them, and by the rank that they come from."""
         sends, receives = {}, {}
         for target, sources in copies.items():
             for source, (source_units, target_units) in sources.items():
@@ -266,7 +265,7 @@ class ExchangeMover:
         return sends, receives
 
     def _quota(self, unit_bytes: int) -> int:
-        """Units that one rank sends another in a step."""
+        """Return the number of units that one rank sends another in a step."""
         whole = self._geometry.num_layers * unit_bytes
         quota = self._part_bytes // (max(1, self._world - 1) * whole)
         if quota < 1:
@@ -277,7 +276,7 @@ class ExchangeMover:
         return quota
 
     def _place(self, peer: int, at: int, count: int, unit_bytes: int, incoming: int) -> Any:
-        """Staging for the units of one peer in the step that starts at unit number `at`."""
+        """Return the staging for one peer's units in the step that starts at unit number `at`."""
         quota = self._quota(unit_bytes)
         whole = self._geometry.num_layers * unit_bytes
         half = at // quota % 2
@@ -292,7 +291,7 @@ class ExchangeMover:
         piece: slice,
         unit_bytes: int,
     ) -> list[Any]:
-        """Pack one step's units and send them off; its receives are posted with them."""
+        """Pack and send one step's units, and post its receives."""
         jobs = []
         messages: dict[int, list[Any]] = {}
         for incoming, by_peer in enumerate((sends, receives)):
@@ -308,7 +307,7 @@ class ExchangeMover:
         return self._post([tuple(each) for each in messages.values()], piece.start)
 
     def _scatter(self, receives: Mapping[int, Units], at: int, unit_bytes: int) -> None:
-        """Copy what one step has brought to where it belongs."""
+        """Copy the units received in one step to their places."""
         jobs = []
         for peer, units in receives.items():
             part = units[at : at + self._quota(unit_bytes)]
@@ -318,10 +317,10 @@ class ExchangeMover:
         self._copier.copy(jobs, unit_bytes)
 
     def _post(self, messages: list[Any], tag: int) -> list[Any]:
-        """Send and receive at once; `messages` are (peer, to send, to receive), either None."""
+        """Send and receive at once; `messages` are (peer, to send or None, to receive or None)."""
         operations = []
         for peer, outgoing, incoming in messages:
-            # The process group counts its ranks as the world does.
+            # The process group numbers its ranks as the world does.
             number = dist.get_global_rank(self._group, peer)
             sides = ((dist.isend, outgoing), (dist.irecv, incoming))
             operations += [
@@ -336,14 +335,14 @@ class ExchangeMover:
 
 
 def _unit_bytes(geometry: PageGeometry, units: int) -> int:
-    """Bytes of a unit in one layer, at `units` units a page."""
+    """Return the bytes of a unit in one layer, at `units` units a page."""
     if units < 1 or geometry.layer_page_bytes % units:
         raise MoveError(f"a page of {geometry.layer_page_bytes} bytes has no {units} equal units.")
     return geometry.layer_page_bytes // units
 
 
 def _count(raw: torch.Tensor, geometry: PageGeometry, unit_bytes: int) -> int:
-    """Units in each layer of a rank's memory."""
+    """Return the number of units in each layer of a rank's memory."""
     return int(raw.numel()) // geometry.num_layers // unit_bytes
 
 

@@ -1,11 +1,10 @@
-"""KV memory that other processes of the host can read: allocate it, offer it, map that of peers.
+"""KV memory that other processes of the host can read: allocate, export and map it.
 
-For processes that start together; CPU ranks of a cell share memory that was there before them
-(`comm_pool.cpu.cell_memory`). On CPU the memory is an anonymous file (`memfd`) that peers open
-through /proc: it has no name, so nothing is left behind however a process ends. On CUDA it is one
-cudaMalloc segment that peers map with CUDA IPC, through the driver's own calls: torch's way of
-sharing tensors counts references in files under /dev/shm, which a killed process leaves behind.
-Called once, at start-up.
+For processes that start together, once, at start-up; CPU ranks of a cell use memory that exists
+before them (`comm_pool.cpu.cell_memory`). On CPU the memory is an anonymous file (`memfd`) that
+peers open through /proc, so nothing remains however a process ends. On CUDA it is one cudaMalloc
+segment that peers map with CUDA IPC, through driver calls: torch's sharing counts references in
+files under /dev/shm, which a killed process leaves behind.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 MEMORY_NAME = "aileron-kv"
-"""What the memory is called in /proc/<pid>/maps."""
+"""The name of the memory in /proc/<pid>/maps."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LAZY_PEER_ACCESS = 1
@@ -34,12 +33,12 @@ T = TypeVar("T")
 
 
 class PeerMappingError(RuntimeError):
-    """Peers cannot map each other's memory; one sentence that says why and what would help."""
+    """Peers cannot map each other's memory; one sentence with the cause and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuHandle:
-    """Memory of a process on a host: `name` makes sure that `fd` of `pid` still is that memory."""
+    """Memory of a process on a host; `name` verifies that `fd` of `pid` still is that memory."""
 
     host: str
     pid: int
@@ -60,12 +59,12 @@ class CudaHandle:
 
 
 Handle = CpuHandle | CudaHandle
-"""Small and picklable; good for as long as the process that exported it keeps its tensor."""
+"""Small and picklable; valid while the process that exported it keeps its tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerMap:
-    """KV memory by rank in the group, own memory included; or why there is none, on all ranks."""
+    """KV memory by rank in the group, own memory included; or a reason, the same on all ranks."""
 
     memory: Mapping[int, torch.Tensor]
     refusal: str | None
@@ -78,17 +77,16 @@ _shared: dict[int, tuple[int, str]] = {}
 
 
 def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return zeros, (num_bytes,) int8, that `export_handle` can offer; `ValueError` if empty.
+    """Return zeros, (num_bytes,) int8, that `export_handle` can export; `ValueError` if empty.
 
-    On CPU the tensor is page-aligned and takes no memory until it is touched. On CUDA it lies in a
-    segment of its own, unless PyTorch's allocator was told to use expandable segments, which
-    cannot be offered.
+    On CPU the tensor is page-aligned and takes no memory until it is touched. On CUDA it lies in
+    its own segment, unless PyTorch's allocator uses expandable segments, which cannot be exported.
     """
     if num_bytes < 1:
         raise ValueError(f"memory has at least one byte, not {num_bytes}.")
     if device.type == "cpu":
         return _allocate_file(num_bytes)
-    # A cached block that is large enough would be split, and peers would map its other part too.
+    # A large enough cached block would be split, and peers would map its other part too.
     torch.cuda.empty_cache()
     return torch.zeros(num_bytes, dtype=torch.int8, device=device)
 
@@ -98,7 +96,7 @@ def _allocate_file(num_bytes: int) -> torch.Tensor:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
-        # A file that shrinks under its readers would kill them.
+        # Shrinking a file would kill its readers.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED)
@@ -121,9 +119,10 @@ def _forget(address: int) -> None:
 
 
 def export_handle(raw: torch.Tensor) -> Handle:
-    """Return what peers need to map `raw`, a contiguous int8 tensor; `PeerMappingError` if none.
+    """Return what peers need to map `raw`, a contiguous int8 tensor.
 
-    The tensor has to stay alive, and its process should, for as long as peers use it.
+    Raises `PeerMappingError` if it cannot be exported. The tensor must stay alive, and its process
+    should, while peers use it.
     """
     num_bytes = raw.numel()
     if raw.device.type == "cuda":
@@ -139,11 +138,11 @@ def export_handle(raw: torch.Tensor) -> Handle:
 
 
 def open_peer(handle: Handle, device: torch.device) -> torch.Tensor:
-    """Map a peer's memory for `device` and return it, (num_bytes,) int8, only to be read.
+    """Map a peer's memory for `device` and return it, (num_bytes,) int8, read-only by contract.
 
-    On CPU it stays readable when the peer has ended; on CUDA what it then holds is undefined. Not
-    for memory of this process. Raises `PeerMappingError` when the peer is on another host, its
-    device out of reach, its process gone or another user's.
+    On CPU it stays readable after the peer has ended; on CUDA its content is then undefined. Not
+    for memory of this process. Raises `PeerMappingError` if the peer is on another host, its device
+    out of reach, its process gone or another user's.
     """
     if handle.host != _host():
         raise PeerMappingError("the peer is on another host, whose memory cannot be mapped.")
@@ -168,7 +167,7 @@ def _open_file(handle: CpuHandle) -> torch.Tensor:
             "do not share one user, one PID namespace and a /proc that shows them each other."
         ) from error
     try:
-        # In another PID namespace the number may be somebody else's.
+        # In another PID namespace the pid may belong to another process.
         if handle.name not in str(Path(f"/proc/self/fd/{fd}").readlink()):
             raise PeerMappingError(
                 f"{path} is not the peer's memory: ranks must share one PID namespace."
@@ -195,7 +194,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 def _driver() -> Any:
-    """The CUDA driver's library, which torch has loaded already."""
+    """Return the CUDA driver's library, which torch has loaded already."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -214,7 +213,7 @@ def _call(name: str, *arguments: Any) -> str | None:
 
 
 def _export_address(address: int) -> tuple[bytes, int]:
-    """The IPC handle of the allocation that holds the address, and the address's place in it."""
+    """Return the IPC handle of the allocation that holds the address, and the offset in it."""
     base, size, ipc = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
     pointer = ctypes.c_uint64(address)
     error = _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), pointer)
@@ -229,7 +228,7 @@ def _export_address(address: int) -> tuple[bytes, int]:
 
 
 def _open_address(ipc: bytes) -> int:
-    """Where the allocation lies for the current device, which is given access to it."""
+    """Map the allocation for the current device, and return its address."""
     pointer = ctypes.c_uint64()
     by_value = _IpcHandle.from_buffer_copy(ipc)
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
@@ -243,7 +242,7 @@ def _open_address(ipc: bytes) -> int:
 
 
 def _check_reach(handle: CudaHandle, device: torch.device) -> None:
-    """Refuse devices without peer access; of one that is not visible only the driver knows."""
+    """Refuse devices without peer access; only the driver knows of invisible devices."""
     own = device.index if device.index is not None else torch.cuda.current_device()
     for peer in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(peer).uuid) != handle.device_uuid:
@@ -256,7 +255,7 @@ def _check_reach(handle: CudaHandle, device: torch.device) -> None:
 
 
 def _tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A tensor over memory that is not torch's; it stays mapped until the process ends."""
+    """Return a tensor over memory outside of torch; it stays mapped until the process ends."""
     # Not through __cuda_array_interface__: torch might copy the memory to another device.
     storage = torch._C._construct_storage_from_data_pointer(  # noqa: SLF001 -- no public way
         address, device, num_bytes
@@ -289,7 +288,7 @@ def map_peers(raw: torch.Tensor, cpu_group: Any) -> PeerMap:
 
 
 def _attempt(action: Callable[[], T]) -> T | PeerMappingError:
-    """What the action returns, or how it failed: a rank that raised would leave others waiting."""
+    """Return an action's result or failure: a rank that raised would keep others waiting."""
     try:
         return action()
     except PeerMappingError as error:
@@ -305,7 +304,7 @@ def _gather(own: Any, cpu_group: Any) -> dict[int, Any]:
 
 
 def _refusal(answers: Mapping[int, Any]) -> str | None:
-    """The reason of the lowest rank that failed; the same wherever it is asked."""
+    """Return the reason of the lowest rank that failed; all ranks get the same one."""
     for rank, answer in answers.items():
         if isinstance(answer, PeerMappingError):
             return f"rank {rank}: {answer}"

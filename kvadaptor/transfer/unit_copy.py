@@ -1,7 +1,7 @@
 """Copies units between KV memories that this process can address: on the GPU or with numpy.
 
-A *memory* is a 1-D int8 tensor of `num_layers` equal regions that follow each other; unit n of a
-layer is bytes n·unit_bytes and up of its region. A copy moves one unit in every layer.
+A *memory* is a 1-D int8 tensor of `num_layers` equal, consecutive regions; unit n of a layer is
+bytes n·unit_bytes and up of its region. A copy moves one unit in every layer.
 """
 
 import time
@@ -20,16 +20,16 @@ Units = npt.NDArray[np.int64]
 """Unit numbers."""
 
 PIECE_BYTES = 1 << 20
-"""What a CPU copy reads before it writes: staging that stays in the cache, however much moves."""
+"""Bytes that a CPU copy reads before it writes: staging that stays in the cache."""
 
 SLICES = 64
-"""In how many turns the sources of one launch take part: all links are busy all the time."""
+"""Number of turns in which the sources of one launch alternate, so that all links stay busy."""
 
 TABLE_ROWS = 4
 
 
 class MoveError(ValueError):
-    """Units that do not exist, or memory that cannot be moved this way; nothing was copied."""
+    """Units that do not exist, or memory that cannot be copied so; nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,23 +48,23 @@ class Copies:
 
 
 class Copier(Protocol):
-    """Does copies in any order; they may still be under way until `finish`."""
+    """Runs copies in any order; they may be in flight until `finish`."""
 
     is_asynchronous: bool
-    """`copy` returns while the device copies."""
+    """Whether `copy` returns while the device copies."""
 
     def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
-        """Start all copies; within all jobs no source unit may be a target unit."""
+        """Start all copies; no job's source unit may be a target unit of any job."""
 
     def finish(self) -> float:
-        """Wait until all copies are done; returns the seconds that they have taken."""
+        """Wait until all copies are done; return the seconds that they took."""
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
-        """Prepare for that many copies of units of that size, so that none pays for the first."""
+        """Prepare for that many copies of units of that size, so that the first is not slower."""
 
 
 def make_copier(num_layers: int, device: torch.device) -> Copier:
-    """The copier for memory of that device."""
+    """Return the copier for memory of that device."""
     return KernelCopier(num_layers, device) if device.type == "cuda" else ArrayCopier(num_layers)
 
 
@@ -86,32 +86,32 @@ class ArrayCopier:
             for layer in range(self._layers):
                 for first in range(0, job.size, step):
                     piece = slice(first, first + step)
-                    # Neighbouring units need no merging: a row is copied by one memcpy anyway.
+                    # Neighbouring units need no merging: one memcpy copies a row anyway.
                     units = source[layer].take(job.source_units[piece], axis=0)
                     target[layer][job.target_units[piece]] = units
         self._seconds += time.perf_counter() - started
 
     def _rows(self, memory: torch.Tensor, unit_bytes: int) -> npt.NDArray[np.int8]:
-        """The memory as (layers, units, unit_bytes)."""
+        """Return the memory as (layers, units, unit_bytes)."""
         regions: npt.NDArray[np.int8] = memory.numpy().reshape(self._layers, -1)
         units = regions.shape[1] // unit_bytes
         return regions[:, : units * unit_bytes].reshape(self._layers, units, unit_bytes)
 
     def finish(self) -> float:
-        """Nothing is ever under way."""
+        """Return the seconds; no copy is ever in flight."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
 
 class KernelCopier:
     """Copies with one kernel launch per call, on the current stream of its device.
 
-    The current stream, because what it has written there (forward steps) is then copied, and what
-    it does next finds the copies done, without a wait. What other ranks write is not ordered by
-    it: the caller meets them before and after. Also runs on CPU tensors in Triton's interpreter.
+    On the current stream the copies follow earlier writes (forward steps) and precede later work,
+    without a wait. That does not order writes of other ranks: the caller synchronizes with them
+    before and after. Also runs on CPU tensors in Triton's interpreter.
     """
 
     is_asynchronous = True
@@ -119,7 +119,7 @@ class KernelCopier:
     def __init__(
         self, num_layers: int, device: torch.device, *, shape: "Shape | None" = None
     ) -> None:
-        # Triton is imported here, as CPU ranks have no use for it.
+        # Triton is imported here, as CPU ranks do not need it.
         from kvadaptor.transfer import copy_kernel
 
         self._kernel = copy_kernel
@@ -128,21 +128,21 @@ class KernelCopier:
         self._device = device
         self._capacity = self._used = 0
         self._seconds = 0.0
-        """Of the host, since `finish`."""
+        """Host seconds since `finish`."""
         self._spans: list[tuple[Any, Any]] = []
-        """Events of the device around each launch since then."""
+        """Device events around each launch since `finish`."""
 
     def warm(self, memory: torch.Tensor, unit_bytes: int, copies: int) -> None:
-        """Compile the kernel for this size and take the memory that so many copies need."""
+        """Compile the kernel for this unit size and allocate the memory for `copies` copies."""
         if copies > self._capacity:
             self._reserve(copies)
         zero = np.zeros(1, dtype=np.int64)
-        # Unit 0 onto itself: of the null page, and it stays what it is.
+        # Unit 0 onto itself: it belongs to the null page and does not change.
         self.copy([Copies(memory, zero, memory, zero)], unit_bytes)
         self.finish()
 
     def copy(self, jobs: Sequence[Copies], unit_bytes: int) -> None:
-        """Tell the device all copies by one asynchronous transfer and launch; see `Copier`.
+        """Send all copies to the device in one asynchronous transfer and launch; see `Copier`.
 
         Raises `MoveError` for units or memory that are not whole 16-byte words.
         """
@@ -158,7 +158,7 @@ class KernelCopier:
         columns = [self._columns(job, base.data_ptr(), unit_bytes) for job in jobs]
         first = self._take(count)
         span = slice(TABLE_ROWS * first, TABLE_ROWS * (first + count))
-        # Each source gives a slice in turn, else all ranks would draw on one of them at a time.
+        # Sources alternate slice by slice, else all ranks would read from one of them at a time.
         turns = [(np.arange(job.size) * SLICES // job.size).astype(np.uint8) for job in jobs]
         order = np.argsort(np.concatenate(turns), kind="stable")
         rows = self._pinned[span].numpy().reshape(TABLE_ROWS, count)
@@ -176,7 +176,7 @@ class KernelCopier:
                 self._spans.append((begun, self._event()))
 
     def _event(self) -> Any:
-        """Where the current stream is now; None if it is none of CUDA's."""
+        """Return an event at the current place of the current stream; None without CUDA."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -197,7 +197,7 @@ class KernelCopier:
         self._used = 0
 
     def _columns(self, job: Copies, base: int, unit_bytes: int) -> Units:
-        """(4, c): see `copy_kernel.launch`."""
+        """Return (4, c): see `copy_kernel.launch`."""
         columns = np.empty((TABLE_ROWS, job.size), dtype=np.int64)
         sides = ((job.source, job.source_units), (job.target, job.target_units))
         for side, (memory, units) in enumerate(sides):
@@ -210,7 +210,7 @@ class KernelCopier:
         return columns
 
     def _take(self, count: int) -> int:
-        """Where in the tables there is room that no earlier transfer still reads from."""
+        """Return where the tables have room that no earlier transfer still reads."""
         if self._used + count > self._capacity:
             self._wait()
             if count > self._capacity:
@@ -228,5 +228,5 @@ class KernelCopier:
         self._capacity = copies
 
     def _on_device(self) -> Any:
-        """Triton launches on the current device, whichever it is."""
+        """Make this device current: Triton launches on the current one."""
         return torch.cuda.device(self._device if self._device.type == "cuda" else -1)

@@ -1,8 +1,8 @@
-"""vLLM adapter: how long steps take in each mode, measured at start-up on the cell that will serve.
+"""vLLM adapter: measures at start-up how long steps take in each mode, on the serving cell.
 
-The steps are vLLM's own dummy steps, which all modes take alike: they leave out what all do the
-same, attention over a context. All ranks of a group must measure together; each uses its own times,
-and since a step ends for all of them at its last collective, these are the same but for noise.
+The steps are vLLM's own dummy steps, which all modes run alike. They omit attention over a context,
+which all modes do the same. All ranks of a group must measure together. Each uses its own times;
+these agree but for noise, since a step ends for all ranks at its last collective.
 """
 
 import time
@@ -20,23 +20,27 @@ from worker.engine.step_times import StepCurve, StepTimes, chosen_parts, fitted,
 log = structlog.get_logger()
 
 REPEATS = 3
-"""Measurements of each size; the median counts."""
+"""Measurements per size; the median counts."""
 
 DECODES_AT_ONCE = 4
-"""Steps of decodes that are timed together: one alone takes 2 to 4 ms longer than it does when
-tasks are served, as the device waits for its launch."""
+"""Decode steps that are timed together.
+
+A lone one takes 2 to 4 ms longer than in service, as the device waits for its launch.
+"""
 
 CPU_TOKENS_MAX = 512
-"""Largest step at start-up on CPU, where one of 2,048 tokens takes seconds: beyond it the curves
-go straight on."""
+"""Largest step measured on CPU; beyond it the curves are extrapolated.
+
+A step of 2,048 tokens takes seconds there.
+"""
 
 
 def settle_parts(runner: Any, device: torch.device) -> None:
-    """Choose in how many parts large sp steps exchange, alike in all ranks of the runner's group.
+    """Choose into how many parts large sp steps split their exchange, alike on all ranks.
 
-    Each size is timed in all ways that the configuration names; a collective of the group. On CPU,
-    where nothing runs beside a product, steps of all sizes take the most parts: what is named there
-    is named to try them out.
+    Times each size with every configured number of parts; a collective of the runner's group. On
+    CPU nothing overlaps with a matrix product, so all steps use the largest configured number: it
+    is configured there only to test it.
     """
     exchange: Exchange | None = runner.exchange
     if exchange is None or exchange.parts_tried == (1,):
@@ -53,8 +57,8 @@ def settle_parts(runner: Any, device: torch.device) -> None:
         for column, parts in enumerate(exchange.parts_tried):
             exchange.parts_from = ((0, parts),)
             times = [_timed_step(runner, Mode.SP, size, device) for _ in range(1 + REPEATS)]
-            seconds[row, column] = median(times[1:])  # The first one takes memory.
-    # A step is over for all ranks when it is for the slowest, and all have to choose the same.
+            seconds[row, column] = median(times[1:])  # The first one allocates memory.
+    # A step lasts as long as its slowest rank, and all ranks must choose alike.
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=exchange.group.cpu_group)
     exchange.parts_from = chosen_parts(sizes, exchange.parts_tried, seconds.tolist())
     log.info(
@@ -66,9 +70,9 @@ def settle_parts(runner: Any, device: torch.device) -> None:
 
 
 def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:
-    """Time steps in all modes of a runner, its group active and its configuration vLLM's current.
+    """Time steps in all modes of a runner whose group and configuration are active.
 
-    The runner must be warm: nothing is compiled or captured while a step is timed.
+    The runner must be warm: nothing may compile or capture during a timed step.
     """
     largest = int(runner.max_num_tokens)
     if device.type == "cpu":
@@ -86,12 +90,12 @@ def measure_steps(runner: Any, width: int, device: torch.device) -> StepTimes:
 
 
 def _timed_step(runner: Any, mode: StepMode, tokens: int, device: torch.device) -> float:
-    """Seconds of one step: of one token per task as long as there are tasks for it, as decodes.
+    """Return the seconds of one step: of decodes while there are enough tasks, else of prompts.
 
-    Random tokens, because equal ones would all go to the same experts.
+    Tokens are random, because equal ones would all go to the same experts.
     """
     decodes = tokens <= runner.max_num_reqs
-    # On CUDA decodes follow one another without a look from the host, and so they are timed.
+    # On CUDA decodes run back to back without host synchronization, so they are timed that way.
     steps = DECODES_AT_ONCE if decodes and device.type == "cuda" else 1
     runner.use(mode, reads_prompts=not decodes)
     _synchronize(device)

@@ -1,4 +1,4 @@
-"""vLLM adapter: a task's opaque payload -> vLLM's Request; step outputs -> frames for gateways."""
+"""vLLM adapter: decodes a task's payload into vLLM's Request, encodes step outputs as frames."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from worker.engine.scheduling.handover import RunningState, restore
 
 
 class RequestCodec:
-    """Decodes payloads; grammar compilation starts here, in vLLM's own thread pool."""
+    """Decodes payloads; grammar compilation starts here, in vLLM's thread pool."""
 
     def __init__(
         self, hasher: Callable[..., Any] | None, structured_output: StructuredOutputManager
@@ -23,7 +23,7 @@ class RequestCodec:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def request(self, payload: bytes) -> Request:
-        """Build a fresh request; raises whatever vLLM finds wrong with it."""
+        """Build a fresh request; raises any error that vLLM finds in it."""
         core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
         request = Request.from_engine_core_request(core_request, self._hasher)
         if request.use_structured_output:
@@ -31,7 +31,7 @@ class RequestCodec:
         return request
 
     def restored(self, payload: bytes, state: RunningState) -> Request:
-        """Build a request that goes on where another group left it, its block hashes known."""
+        """Build a request that continues where another group left it, with its block hashes."""
         core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
         request = Request.from_engine_core_request(core_request, None)
         restore(request, state, self._hasher)
@@ -47,5 +47,5 @@ class OutputCodec:
         self._encoder = MsgpackEncoder()
 
     def frames(self, outputs: Sequence[EngineCoreOutput]) -> Sequence[bytes]:
-        """Frames that vLLM's front end decodes as the outputs of engine 0."""
+        """Return frames that vLLM's front end decodes as the outputs of engine 0."""
         return self._encoder.encode(EngineCoreOutputs(engine_index=0, outputs=list(outputs)))

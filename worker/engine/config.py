@@ -1,8 +1,8 @@
-"""vLLM adapter: one engine configuration for the replica, and a shallow copy of it per mode.
+"""vLLM adapter: one engine configuration for the replica, and a shallow copy per mode.
 
 vLLM reads its parallel size and KV layout from a `VllmConfig` while it builds modules, runners and
-schedulers. Each mode gets a copy whose sub-configurations differ only where the mode does; nothing
-is validated again, because vLLM's own checks would refuse a tp size without that many workers.
+schedulers. Each mode gets a copy whose sub-configurations differ only where the mode does. Nothing
+is validated again: vLLM's checks would refuse a tp size without that many workers.
 """
 
 import copy
@@ -20,38 +20,38 @@ from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
 
 EngineConfig = VllmConfig
-"""vLLM's configuration; other modules pass it on without looking inside."""
+"""vLLM's configuration; other modules pass it on without reading it."""
 
 CPU_BLOCK_TOKENS = 32
-"""Tokens of a slot on CPU unless told otherwise; vLLM's CPU attention wants multiples of 32."""
+"""Default tokens per slot on CPU; vLLM's CPU attention needs multiples of 32."""
 
 COMPILATION_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "-O", "--compilation-config"}
 
 CUDA_COMPILATION = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
-"""Full graphs for decode, captured per mode; compiled graphs would bake one group's name in."""
+"""Full graphs for decode, captured per mode; compiled graphs would fix one group's name."""
 
 CPU_KV_BYTES_MAX = 512 * 1024**2
-"""KV memory of each CPU rank unless told otherwise."""
+"""Default maximum of KV memory per CPU rank."""
 
 CPU_KV_SHARE = 0.25
-"""Part of the available memory that all CPU ranks together use for KV unless told otherwise."""
+"""Default share of the available memory that all CPU ranks together use for KV."""
 
 CPU_MAX_NUM_SEQS = 64
-"""Most running tasks of a group on CPU unless told otherwise."""
+"""Default maximum of running tasks of a group on CPU."""
 
 
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
 """vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
 
 FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
-"""Quantization configurations of vLLM that may hold fp8 weights which can be viewed."""
+"""vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
 
 
 KV_BYTES = "--kv-cache-memory-bytes"
 
 
 class EngineConfigError(ValueError):
-    """A model or engine option that aileron cannot serve; the message says what to do."""
+    """A model or engine option that aileron cannot serve; the message suggests a remedy."""
 
 
 def _available_memory_bytes() -> int:
@@ -59,7 +59,7 @@ def _available_memory_bytes() -> int:
 
 
 def engine_arguments(config: Config) -> list[str]:
-    """vLLM's command line for this cell: the user's options, then our defaults for missing ones."""
+    """Return vLLM's command line for this cell: the user's options, then our defaults."""
     given = list(config.model.engine_args)
     names = {arg.split("=", 1)[0] for arg in given if arg.startswith("--")}
     arguments = ["--model", config.model.path, "--served-model-name", config.served_model_name]
@@ -82,7 +82,7 @@ def engine_arguments(config: Config) -> list[str]:
 
 
 def replica_config(config: Config) -> VllmConfig:
-    """The configuration of a rank's full replica (tp 1), checked for what aileron can view."""
+    """Return the configuration of a rank's full replica (tp 1); refuses what cannot be viewed."""
     for name in ("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp"):
         if any(arg.split("=", 1)[0] == name for arg in config.model.engine_args):
             raise EngineConfigError(
@@ -103,9 +103,9 @@ def replica_config(config: Config) -> VllmConfig:
 
 
 def _quantization_refusal(vllm_config: VllmConfig) -> tuple[bool, str, str]:
-    """(whether refused, what, what to do instead); layers are checked again when loaded.
+    """Return (whether refused, what, the remedy); layers are checked again when loaded.
 
-    What is known to the configuration is refused before minutes of loading.
+    This refuses early what the configuration shows, before minutes of loading.
     """
     quant, name = (
         vllm_config.quant_config,
@@ -130,14 +130,14 @@ def _quantization_refusal(vllm_config: VllmConfig) -> tuple[bool, str, str]:
 
 
 def _weight_kinds(quant: Any) -> list[str]:
-    """What a quantization makes of linear layers: strategies, or vLLM's online shorthands."""
+    """Return the kinds of quantized linear layers: strategies, or vLLM's online shorthands."""
     if quant.get_name() == "fp8":
         return ["tensor" if quant.weight_block_size is None else "block"]
     if quant.get_name() == "compressed-tensors":
         return [_scheme_kind(scheme) for scheme in quant.target_scheme_map.values()]
     if quant.args.targets is not None:
         return list(quant.args.targets.values())
-    # Only here, where vLLM has imported it anyway: the layers behind it take seconds.
+    # Import here, where vLLM has imported it already: its dependencies take seconds.
     from vllm.model_executor.layers.quantization.utils.quant_utils import (
         kFp8StaticChannelSym,
         kFp8StaticTensorSym,
@@ -149,7 +149,7 @@ def _weight_kinds(quant: Any) -> list[str]:
 
 
 def _scheme_kind(scheme: dict[str, Any]) -> str:
-    """The weights' strategy of a compressed-tensors scheme, if it is fp8 times fp8."""
+    """Return the weights' strategy of a compressed-tensors scheme, if it is fp8 times fp8."""
     weights, inputs = scheme.get("weights"), scheme.get("input_activations")
     if weights is None or inputs is None:
         return "other"
@@ -203,10 +203,10 @@ class ModeKey:
 
 
 def thinned(sizes: list[int]) -> list[int]:
-    """Every batch size up to 64 that graphs are captured for, further up only some, and the last.
+    """Return the batch sizes to capture: all up to 64, fewer above, and the largest.
 
-    A wide mode's graphs are memory that KV lacks, and in a decode step weights and KV are read for
-    so long that up to a quarter more rows cost little.
+    A wide mode's graphs use memory that KV lacks. Weights and KV dominate the time of a decode
+    step, so up to a quarter more rows cost little.
     """
     steps = ((64, 1), (128, 16), (256, 32))
 
@@ -218,22 +218,22 @@ def thinned(sizes: list[int]) -> list[int]:
 
 
 def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:
-    """A copy of `base` under which vLLM builds the objects of one mode.
+    """Return a copy of `base` under which vLLM builds the objects of one mode.
 
     `static_forward_context` (layer name -> attention layer) is fresh, so that trees with equal
-    layer names live side by side; `additional_config` makes the configurations hash differently.
+    layer names coexist; `additional_config` makes the configurations hash differently.
     """
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
     config.parallel_config.tensor_parallel_size = key.width
-    # A rank's share of experts is a range of whole ones (worker/engine/weights/moe.py).
+    # A rank's share of experts is a range of whole experts (worker/engine/weights/moe.py).
     config.parallel_config.enable_expert_parallel = key.width > 1 and base.model_config.is_moe
     config.cache_config = copy.copy(base.cache_config)
     config.cache_config.kv_cache_layout = layout
     config.compilation_config = copy.copy(base.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
-    # It would take layers with experts in the order of the tp tree, also in sp.
+    # It would visit expert layers in the order of the tp tree, also in sp.
     config.compilation_config.fast_moe_cold_start = False
     sizes = config.compilation_config.cudagraph_capture_sizes
     if key.width > 1 and sizes:

@@ -1,7 +1,7 @@
-"""vLLM adapter: what a rank tells of its process, and what the schedulers of its modes counted.
+"""vLLM adapter: gauges of a rank's process, and what the schedulers of its modes counted.
 
-vLLM's scheduler gives its statistics away with every step; a rank keeps totals and tells them with
-its report, so that they survive a switch from one mode to the next.
+vLLM's scheduler hands out its statistics with every step. A rank keeps totals and reports those, so
+that they survive a switch from one mode to the next.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ class EngineCounts:
     preemptions: int = 0
 
     def drain(self, kv_cache: KVCacheManager) -> None:
-        """Add what the prefix cache was asked for since the last call."""
+        """Add the prefix cache's queries and hits since the last call."""
         stats = kv_cache.make_prefix_cache_stats()
         if stats is not None:
             self.prefix_queries += stats.queries
@@ -29,7 +29,7 @@ class EngineCounts:
 
 
 class Counting(Protocol):
-    """A scheduler that counts."""
+    """A scheduler that keeps totals."""
 
     def counted(self) -> EngineCounts:
         """Return its totals."""
@@ -46,7 +46,7 @@ def engine_totals(schedulers: Iterable[Counting | None]) -> tuple[tuple[str, int
 
 
 def process_gauges() -> tuple[tuple[str, int], ...]:
-    """Return what a leak would show in."""
+    """Return the gauges in which a leak would show."""
     process = psutil.Process()
     return (
         ("rss_bytes", process.memory_info().rss),

@@ -1,4 +1,4 @@
-"""vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner and KV memory."""
+"""vLLM adapter: what differs between CPU and CUDA ranks: process set-up, runner, KV memory."""
 
 import functools
 import gc
@@ -24,9 +24,9 @@ from comm_pool.layout import StepMode
 log = structlog.get_logger()
 
 NCCL_SETTINGS = {"NCCL_BUFFSIZE": 2 << 20, "NCCL_LL128_BUFFSIZE": 4915200 // 4}
-"""Bytes per channel and peer of NCCL's two large protocols; half and a quarter of its own.
+"""Bytes per channel and peer of NCCL's two large protocols: half and a quarter of its defaults.
 
-Small messages are custom all-reduce's, so LL128 has little to do. Fewer channels
+Custom all-reduce takes the small messages, so LL128 has little to do. Fewer channels
 (NCCL_MAX_CTAS=16) would save more, but all-reduces of a prefill would take 9 to 12 % longer.
 """
 
@@ -35,17 +35,19 @@ TORCH_SETTINGS = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""torch's own watchdog would end a process whose communicators are aborted to let it out of a
-collective, or which misses the store of a process that was lost; ranks have a watchdog."""
+"""Settings that disable torch's own watchdog; ranks have one.
+
+torch's would kill a process whose communicators are aborted, or which misses a lost peer's store.
+"""
 
 MAX_SPLIT_MIB = 20
-"""From this size on, free blocks are used whole while weights are loaded; torch takes no less."""
+"""Free blocks from this size on are used whole during loading; it is torch's minimum."""
 
 
 def prepare_launcher(base: VllmConfig) -> None:
-    """Do before ranks are forked what each of them would do alike, so that it is done once.
+    """Do once, before ranks are forked, what each of them would do alike.
 
-    On CUDA nothing is imported here that might open a device: no process could use it after a fork.
+    On CUDA it imports nothing that might open a device: no process could use it after a fork.
     """
     if current_platform.is_cpu():
         import vllm.model_executor.layers.quantization.online.base
@@ -53,7 +55,7 @@ def prepare_launcher(base: VllmConfig) -> None:
 
         _register_platform()
         get_model_architecture(base.model_config)
-    # Ranks need not look through what was imported when they collect, nor copy its pages.
+    # Garbage collections in ranks then need not scan imported objects, nor copy their pages.
     gc.collect()
     gc.freeze()
 
@@ -68,12 +70,12 @@ def _register_platform() -> None:
 def prepare_process(
     base: VllmConfig, rank: int, threads: int, ranks_per_device: int = 1
 ) -> torch.device:
-    """Do what vLLM's worker wrapper does before it builds a worker; returns the rank's device."""
+    """Do what vLLM's worker wrapper does before it builds a worker; return the device."""
     is_cpu = current_platform.is_cpu()
     if is_cpu:
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-        _set_torch_accelerator_to_noop()  # vLLM's loader empties an accelerator's cache otherwise.
+        _set_torch_accelerator_to_noop()  # vLLM's loader would empty an accelerator's cache.
     _register_platform()
     # Without these two, vLLM's norms run as single torch operations: +1 ms per step on an H200.
     base.kernel_config.ir_op_priority.set_default()
@@ -89,7 +91,7 @@ def prepare_process(
             os.environ.setdefault(name, str(value))
         if ranks_per_device > 1:
             _share_device()
-        # Its workspace is one per process, whatever the group: here a rank has several groups.
+        # FlashInfer has one workspace per process, but a rank has several groups.
         os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = "0"
 
         torch.cuda.set_device(device)
@@ -102,14 +104,14 @@ def prepare_process(
 
 
 def _share_device() -> None:
-    """Let ranks of one device talk to each other; an NCCL before 2.30 says `Duplicate GPU`."""
+    """Let ranks of one device communicate; NCCL before 2.30 fails with `Duplicate GPU`."""
     from vllm.distributed.device_communicators import custom_all_reduce
 
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
     devices = range(torch.cuda.device_count())
     if all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(devices, 2)):
-        # vLLM looks for a device of each member, where there are fewer.
+        # vLLM expects one device per member, but there are fewer.
         custom_all_reduce._can_p2p = _reaches
         current_platform.is_fully_connected = _reaches
 
@@ -121,7 +123,7 @@ def _reaches(*_: object) -> bool:
 def make_runner(
     config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
 ) -> Any:
-    """The runner of one width: model runner V2 on CUDA, V1 on CPU; both have the same seam."""
+    """Return the runner of one width: model runner V2 on CUDA, V1 on CPU, with one interface."""
     if device.type == "cuda":
         from worker.engine.runners.gpu import GpuModeRunner
 
@@ -132,10 +134,10 @@ def make_runner(
 
 
 def used_bytes(device: torch.device) -> int:
-    """Device memory that is in use, by this process or others; 0 on CPU."""
+    """Return the device memory in use, by this process or others; 0 on CPU."""
     if device.type == "cpu":
         return 0
-    gc.collect()  # What loading left behind would be counted for good.
+    gc.collect()  # Garbage of the loading would count for good.
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -144,17 +146,17 @@ def used_bytes(device: torch.device) -> int:
 
 @contextmanager
 def whole_blocks(device: torch.device) -> Iterator[None]:
-    """Cut nothing inside out of a large free block of torch's cache; vLLM's worker loads alike.
+    """Never split large free blocks of torch's cache; vLLM's worker loads weights likewise.
 
-    Quantized while loading, each layer frees its bf16 weights. A weight of a later layer that took
-    a part of such a block would keep all of it from the driver for good: 1.39 GB for the fp8
-    weights of a 70B model, which KV would lack.
+    With quantization during loading, each layer frees its bf16 weights. A later weight placed
+    inside such a block would pin the whole block: 1.39 GB for the fp8 weights of a 70B model, which
+    KV would lack.
     """
     if device.type == "cpu" or torch.cuda.memory.get_allocator_backend() != "native":
         yield
         return
     given = current_alloc_conf()
-    # Torch forgets what the text does not name; of two values for one option the last counts.
+    # Torch resets options that the text does not name; the last of two values for one counts.
     named = [given.strip().rstrip(",")] if given.strip() else []
     set_alloc_conf(",".join([*named, f"max_split_size_mb:{MAX_SPLIT_MIB}"]))
     try:
@@ -164,19 +166,19 @@ def whole_blocks(device: torch.device) -> Iterator[None]:
 
 
 class MemoryNotes:
-    """What start-up takes of a device, stage by stage, so that nothing of it is without a name."""
+    """Records the device memory that each start-up stage takes, so that all of it is named."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._used = used_bytes(device)
         self.context = self._used
-        """Of the driver, before anything of ours is there."""
+        """Bytes of the driver and other processes, before the rank allocates anything."""
 
     def note(self, stage: str) -> None:
-        """Log the bytes that this stage has left in use, and who holds what is in use by now.
+        """Log the bytes that this stage has taken, and who holds the memory now in use.
 
-        What torch has reserved beyond what is allocated are free parts of blocks that it cannot
-        give back; what is outside of torch is the driver's, its libraries' or of other processes.
+        `reserved` beyond `allocated` are free parts of blocks that torch cannot give back;
+        `outside` belongs to the driver, its libraries or other processes.
         """
         before, self._used = self._used, used_bytes(self._device)
         if self._device.type != "cuda":
@@ -193,12 +195,12 @@ class MemoryNotes:
         )
 
     def rest(self, named: int) -> int:
-        """Bytes in use now beside the context and what has a name."""
+        """Return the bytes in use beyond the context and the named ones."""
         return max(0, used_bytes(self._device) - self.context - named)
 
 
 def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
-    """Peak of what one forward pass of the largest batch (`profile`) allocates; 0 on CPU."""
+    """Return the peak allocation of one forward pass of the largest batch; 0 on CPU."""
     if device.type == "cpu":
         return 0
     torch.cuda.empty_cache()
@@ -209,11 +211,11 @@ def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
 
 
 def kv_budget_bytes(config: VllmConfig, device: torch.device, before: int, reserved: int) -> int:
-    """Memory for KV: what the user said, else what is left of the device.
+    """Return the memory for KV: the configured size, else what is left of the device.
 
-    `before` bytes were in use before the rank made anything: as in vLLM they are no part of the
-    share that was asked for. `reserved` bytes stay free for activations and for the graphs that are
-    captured afterwards.
+    `before` bytes were in use before the rank allocated anything; as in vLLM, they do not count
+    against the configured share. `reserved` bytes stay free for activations and for graphs captured
+    later.
     """
     given = config.cache_config.kv_cache_memory_bytes
     if given is not None or device.type == "cpu":

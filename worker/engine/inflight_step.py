@@ -1,8 +1,8 @@
-"""A step that was launched and whose tokens are not taken yet.
+"""A launched step whose tokens have not been collected yet.
 
-Where steps run asynchronously the leader launches the next step before it takes the tokens of this
-one, so that the device never waits. A prompt's step is the exception: a client waits for its first
-token, and where the step was bound by its launches the device is done by the time they are over.
+Where steps run asynchronously, the leader launches the next step before it collects the tokens of
+this one, so the device never waits. A prompt's step is the exception: a client waits for its first
+token. If launches bounded the step, the device is done by the time they are over.
 """
 
 import time
@@ -12,35 +12,35 @@ from typing import Any
 from comm_pool.layout import Group
 
 FIRST_TOKEN_WAIT_S = 0.0005
-"""How long the next launch may be put off for a first token; the device idles as long at most."""
+"""Maximum delay of the next launch for a first token; the device may idle that long."""
 
 POLL_S = 0.00002
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """A launched step: its plan, and its result or what waits for it."""
+    """A launched step: its plan, and its result or a handle to wait for it."""
 
     plan: Any
     result: Any
     launched_ns: int = 0
-    """On the host's monotonic clock."""
+    """Launch time on the host's monotonic clock."""
     mode: Any = None
     """The prepared mode that computes it."""
     group: Group | None = None
     epoch: int = 0
-    """In which it was launched."""
+    """The epoch in which it was launched."""
     formation: int = 0
     """Its group's formation."""
 
     @property
     def began_ns(self) -> int:
-        """When it was begun, as far as the host knows."""
+        """When its computation began, as far as the host knows."""
         return getattr(self.result, "began_ns", self.launched_ns)
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether tokens are still to be waited for."""
+        """Whether its tokens must still be waited for."""
         return hasattr(self.result, "get_output")
 
     def tokens(self) -> Any:
@@ -48,12 +48,12 @@ class InflightStep:
         return self.result.get_output() if self.is_asynchronous else self.result
 
     def is_ready(self) -> bool:
-        """Say whether its tokens can be had without waiting."""
+        """Return whether its tokens are available without waiting."""
         event = getattr(self.result, "copy_event", None)
         return event is None or bool(event.query())
 
     def goes_first(self) -> bool:
-        """Say whether to take its tokens before the next launch: first ones that are there."""
+        """Return whether to collect its tokens before the next launch: first tokens are there."""
         event = getattr(self.result, "copy_event", None)
         if event is None or not self.plan.reads_prompts:
             return False

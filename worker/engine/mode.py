@@ -1,4 +1,4 @@
-"""vLLM adapter: what is ready for the groups of one width on this rank."""
+"""vLLM adapter: the prepared objects of one group width on this rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,15 +17,16 @@ from worker.engine.step_times import StepTimes
 
 
 class NoRoomError(RuntimeError):
-    """The device's memory ran out in a step: what was launched of it counts for nothing.
+    """The device ran out of memory in a step; the launched part of it does not count.
 
-    torch raises it before it launches what needs the room, so the device and the process are whole.
+    torch raises before it launches the work that needs the memory, so device and process stay
+    intact.
     """
 
 
 @dataclass(slots=True)
 class PreparedMode:
-    """The ready objects of one width on this rank; `scheduler` only where this rank leads.
+    """The prepared objects of one width on this rank; `scheduler` only if this rank leads.
 
     `key` names the mode that runner and configuration were made for: dp, or tp for wide groups.
     """
@@ -37,11 +38,11 @@ class PreparedMode:
     scheduler: ModeScheduler | None
     config: VllmConfig
     times: StepTimes
-    """How long steps take; a width that is not warm yet has none."""
+    """Step times; empty until the width is warm."""
     _from_tokens: dict[StepMode, int | None] = field(default_factory=dict)
 
     def calibrate(self, times: StepTimes) -> None:
-        """Choose by these times from now on."""
+        """Choose modes by these times from now on."""
         self.times = times
         shared: tuple[StepMode, ...] = (Mode.SP, *times.mixed)
         self._from_tokens = {mode: times.from_tokens(mode) for mode in shared}
@@ -52,7 +53,7 @@ class PreparedMode:
         return self.communicator.rank_in_group == 0
 
     def mode_of_step(self, group: Group, tokens: int) -> StepMode:
-        """How to compute a step of so many tokens in a group of this width."""
+        """Return the mode in which a group of this width computes a step of `tokens` tokens."""
         shared = group.mixed or Mode.SP
         if group.mode is not Mode.SHIFT:
             return shared if group.mode is Mode.SP else group.mode
@@ -62,12 +63,15 @@ class PreparedMode:
     def execute(self, plan: StepPlan) -> Any:
         """Run one step on this rank; the width must be selected.
 
-        On CUDA the result is still under way: `get_output` waits for it. Raises `NoRoomError`.
+        On CUDA the result is in flight: `get_output` waits for it. Raises `NoRoomError`.
         """
         return self.ready(plan)()
 
     def ready(self, plan: StepPlan) -> Callable[[], Any]:
-        """Return what runs a step later, as long as the width is selected, where its KV is now."""
+        """Return a call that runs the step later, if the width is still selected.
+
+        Its KV stays where it is now.
+        """
         output = plan.output if self.table is None else translate(plan.output, self.table)
 
         def run() -> Any:

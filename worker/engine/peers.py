@@ -1,8 +1,8 @@
-"""vLLM adapter: what a rank sees of the others for moves: their boards and their KV memory.
+"""vLLM adapter: a rank's access to its peers for migrations: their mailboxes and KV memory.
 
-On CPU both lie in memory that the cell shares, so each rank maps them alone, whenever it starts,
-and those that serve have mapped what a new process finds. On CUDA the ranks that start together
-tell each other, a collective of them.
+On CPU both lie in memory that the cell shares. Each rank maps them alone, whenever it starts, and
+serving ranks have already mapped what a new process will use. On CUDA the ranks that start together
+exchange handles, in a collective.
 """
 
 import warnings
@@ -34,7 +34,7 @@ def take_kv(memory: CellMemory, rank: Rank, num_bytes: int) -> torch.Tensor:
 
 
 def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Peers:
-    """Map the boards and KV of all ranks of the cell; its own board is empty then."""
+    """Map the mailboxes and KV of all ranks of the cell; clears its own mailbox."""
     own = memory.map(mailbox_name(rank), MAILBOX_BYTES)
     clear(own)
     others = [Rank(each) for each in range(world) if each != rank]
@@ -54,9 +54,9 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
 
 
 def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
-    """Open the boards and KV of all that started together, `world` ranks from `first` on.
+    """Open the mailboxes and KV of the `world` ranks from `first` on, which started together.
 
-    A collective of them. The mover counts ranks from the first.
+    A collective of them. The mover numbers ranks from `first`.
     """
     of_world = get_world_group()
     opened = open_boards(rank - first, partial(_gather, of_world.cpu_group, world))

@@ -1,7 +1,7 @@
-"""The probe of the numerical guard: fixed texts whose log-probabilities all modes must give alike.
+"""The probe of the numerical guard: fixed texts whose log-probabilities all modes must agree on.
 
-Random tokens say as much as sentences: a layer that computes something else changes what follows
-any token, and there need not be a tokenizer. Pure; steps are made of the texts in `vllm_probe`.
+Random tokens serve as well as sentences: a faulty layer changes the prediction after any token, and
+no tokenizer is needed. Pure; `probe_steps` makes steps of the texts.
 """
 
 import math
@@ -9,27 +9,29 @@ from collections.abc import Sequence
 
 TEXTS = 2
 TEXT_TOKENS_MAX = 32
-"""Tokens of a text; fewer where a KV block is smaller, because a text stays within one."""
+"""Maximum tokens of a text; fewer if a KV block is smaller, because a text stays within one."""
 
 _MASK = (1 << 64) - 1
 
 ERROR_MAX_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
-"""Largest error of a mode by the type that it computes in.
+"""Largest error of a mode, by compute type.
 
 Logits of around 16 are rounded to 1/8 in bf16 and to 1/64 in fp16, and modes add up in different
 orders; a wrong layer is off by whole nats.
 """
 
 ERROR_MAX_ROUGH_NATS = 0.5
-"""The same where activations are quantized too, since modes scale other parts of them, and below
-fp32 where experts are chosen, since a little noise sends some tokens to others."""
+"""The same with quantized activations, and with experts below fp32.
+
+Modes scale different parts of activations; a little noise routes some tokens to other experts.
+"""
 
 ERROR_TOP_NATS = 1e6
-"""What is told instead of infinity and of what is not a number."""
+"""Reported instead of infinity and NaN."""
 
 
 def probe_texts(vocabulary: int, tokens_max: int) -> tuple[tuple[int, ...], ...]:
-    """Return (TEXTS, T) token ids below `vocabulary`, the same everywhere.
+    """Return (TEXTS, T) token ids below `vocabulary`, the same on every rank.
 
     T is `tokens_max`, at most TEXT_TOKENS_MAX.
     """
@@ -41,17 +43,17 @@ def probe_texts(vocabulary: int, tokens_max: int) -> tuple[tuple[int, ...], ...]
 
 
 def error_max_nats(dtype: str, *, is_quantized: bool, has_experts: bool = False) -> float:
-    """Return the largest error that is no drift, for a model of this type (`bfloat16`)."""
+    """Return the largest error that is not drift, for a model of this type (`bfloat16`)."""
     if is_quantized or (has_experts and dtype != "float32"):
         return ERROR_MAX_ROUGH_NATS
     return ERROR_MAX_NATS.get(dtype, ERROR_MAX_NATS["bfloat16"])
 
 
 def error_nats(values: Sequence[float], reference: Sequence[float]) -> float:
-    """Return how far log-probabilities are from the reference's, on the mean over all tokens.
+    """Return the mean absolute difference of log-probabilities from the reference.
 
-    The mean of the differences' sizes, not the difference of the losses, in which errors cancel.
-    Values that are missing or not finite count as ERROR_TOP_NATS.
+    It is not the difference of the losses, in which errors cancel. Values that are missing or not
+    finite count as ERROR_TOP_NATS.
     """
     if len(values) != len(reference) or not reference:
         return ERROR_TOP_NATS
@@ -61,7 +63,7 @@ def error_nats(values: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def _scattered(number: int) -> int:
-    """The finaliser of splitmix64: neighbouring numbers give unrelated ones."""
+    """Return the finaliser of splitmix64: neighbouring numbers give unrelated ones."""
     z = (number + 1) * 0x9E3779B97F4A7C15 & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK

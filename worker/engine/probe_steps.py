@@ -1,8 +1,8 @@
-"""vLLM adapter: the probe as steps of requests that ask for the log-probabilities of their prompt.
+"""vLLM adapter: runs the probe as steps of requests for prompt log-probabilities.
 
-Steps are what a scheduler would plan, but none knows of them: each text is computed alone, at a
-safe point, and its KV goes to vLLM's null block, which is never read for a task. So the probe needs
-no page, hits and evicts nothing in the prefix cache, and whatever waits or runs stays as it is.
+The steps look like a scheduler's, but no scheduler knows of them. Each text runs alone, at a safe
+point, and its KV goes to vLLM's null block, which no task reads. So the probe needs no page, leaves
+the prefix cache alone, and does not change waiting or running tasks.
 """
 
 from collections.abc import Callable
@@ -19,21 +19,21 @@ from worker.engine.probe import error_max_nats, probe_texts
 from worker.engine.scheduling.step_plan import StepPlan
 
 NULL_BLOCK = 0
-"""It stands for blocks that a window has left behind; every slot table maps it to itself."""
+"""It stands for blocks outside a window; every slot table maps it to itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeBatch:
-    """The texts of one model, and how far modes may be apart on them."""
+    """The probe texts of one model, and the error limit for its modes."""
 
     texts: tuple[tuple[int, ...], ...]
     error_max_nats: float
 
     @classmethod
     def of(cls, config: VllmConfig, tokens_per_slot: int) -> "ProbeBatch":
-        """Make the probe of a model whose KV blocks hold so many tokens."""
+        """Make the probe of a model whose KV blocks hold `tokens_per_slot` tokens."""
         model = config.model_config
-        # The token that is drawn behind a text has to fit into the model's context too.
+        # The token sampled after a text must fit into the model's context too.
         length = min(tokens_per_slot, model.max_model_len - 1)
         length = min(length, config.scheduler_config.max_num_batched_tokens)
         dtype = str(model.dtype).removeprefix("torch.")
@@ -45,7 +45,7 @@ class ProbeBatch:
     def run(self, execute: Callable[[StepPlan], Any], mode: StepMode) -> tuple[float, ...]:
         """Compute all texts in one mode; `execute` runs a step on all ranks of the group.
 
-        Returns the log-probability of each token behind a text's first, in nats.
+        Returns the log-probability of each token after a text's first, in nats.
         """
         values: list[float] = []
         before: set[str] = set()
@@ -82,6 +82,6 @@ def _step_of(name: str, text: tuple[int, ...], finished: set[str]) -> SchedulerO
 
 
 def _log_probabilities(result: Any, name: str) -> list[float]:
-    """What a step's output says of the tokens of a prompt; nothing if it says nothing."""
+    """Return the log-probabilities of the prompt's tokens; empty if the output has none."""
     told = (result.prompt_logprobs_dict or {}).get(name)
     return [] if told is None else told.logprobs[:, 0].tolist()

@@ -1,10 +1,9 @@
 """vLLM adapter: everything a rank prepares at start-up, one set of objects per width.
 
-Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV sized
-from what is truly left, schedulers, and the graphs and one warm step per mode. All ranks do it
-together, but for one that joins others while they serve (CPU): it does it alone. Afterwards
-selecting a width is two assignments: no allocation, no new process group, no collective. tp, sp and
-mixed modes of a width share all but the tree, so they change from one step to the next.
+Order: communicators, replica, view trees, runners, a trial of each width's graphs, then KV. Ranks
+size KV together, but a rank that joins serving ones (CPU) does it alone. Afterwards selecting a
+width is two assignments: no allocation, no new process group, no collective. The tp, sp and mixed
+modes of a width share all but the tree, so they can change from step to step.
 """
 
 import time
@@ -53,11 +52,11 @@ from worker.spec import RankSpec, modes_widths
 log = structlog.get_logger()
 
 Progress = Callable[[str, int, int], None]
-"""Told (stage, done, total) while a rank starts."""
+"""Called with (stage, done, total) while a rank starts."""
 
 
 def settle_environment() -> None:
-    """Let vLLM remember its environment variables, as its own engine does: steps ask for them."""
+    """Let vLLM cache its environment variables, as its own engine does: steps read them."""
     envs.enable_envs_cache()
 
 
@@ -114,11 +113,11 @@ class RankEngine:
         }
         self.probe = ProbeBatch.of(base, self.kv.geometry.tokens_per_slot)
         self.probed: Probes = {}
-        """Of the start."""
+        """The probe results of the start-up."""
         self._warm(progress)
         notes.note("graphs and warm steps")
         if spec.parts > 1:
-            # Alone it computes nothing: so it waits for those that have the other parts.
+            # A rank with a part of the weights computes nothing alone, so it waits for its peers.
             key = ModeKey(Mode.DP, 1)
             config = mode_config(base, key, LAYOUT.name)
             self.modes[key] = self._prepare(key, config, None, structured)
@@ -140,11 +139,7 @@ class RankEngine:
     def _reserved_bytes(
         self, configs: dict[ModeKey, VllmConfig], runners: dict[ModeKey, Any], progress: Progress
     ) -> int:
-        """Device memory that steps and graphs will need beside KV; a collective of all ranks.
-
-        vLLM measures a mode's graphs on a KV cache of a few blocks and throws them away, because
-        graphs hold addresses of the real one, which cannot be sized before.
-        """
+        """Return the device memory that steps and graphs need besides KV; a collective."""
         first = self.keys[0]
         activate(self.communicators.of_width(first.width))
         with set_current_vllm_config(configs[first]):
@@ -177,7 +172,7 @@ class RankEngine:
         pages = geometry.num_pages(budget)
         if config.cache_config.num_gpu_blocks_override is not None:
             pages = config.cache_config.num_gpu_blocks_override
-        widest = self.spec.widest  # It serves what no rank holds alone.
+        widest = self.spec.widest  # It serves tasks that are too long for one rank.
         longest = config.model_config.max_model_len
         if pages < (need := geometry.pages_for_tokens(longest, widest) + 1):
             raise ViewError(
@@ -189,29 +184,29 @@ class RankEngine:
         return KVBuffer(specs, pages, self.device, take)
 
     def _connect_peers(self) -> tuple[dict[Rank, RankMailbox], Mover]:
-        """Boards and KV memory of all that it can move tasks to."""
+        """Connect to the mailboxes and KV memory of all ranks that it can exchange tasks with."""
         spec = self.spec
         if spec.memory is not None:
             mailboxes, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
         else:
             mailboxes, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
         for width in spec.widths:
-            if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not move.
+            if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not migrate.
                 mover.warm(width)
         return mailboxes, mover
 
     @property
     def is_synchronous(self) -> bool:
-        """A step is over when it was launched."""
+        """Whether a step is over once it was launched."""
         return self.device.type == "cpu"
 
     @property
     def holds_steps(self) -> bool:
-        """A group is left for a move with a held step instead of one that is under way."""
+        """Whether groups are left for a migration with a deferred step, not a detached one."""
         return self.is_synchronous
 
     def done(self) -> Callable[[], bool]:
-        """Return what tells whether the device has done all that was launched until now."""
+        """Return a query for whether the device has done all that was launched until now."""
         if self.device.type != "cuda":
             return lambda: True
         event = torch.cuda.Event()
@@ -219,7 +214,7 @@ class RankEngine:
         return lambda: bool(event.query())
 
     def mark(self) -> Callable[[], None]:
-        """Return what lets the caller's later work wait for what this thread has launched."""
+        """Return a call after which the caller's later work waits for what this thread launched."""
         if self.device.type != "cuda":
             return lambda: None
         event = torch.cuda.Event()
@@ -227,14 +222,15 @@ class RankEngine:
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 
     def meet(self, mode: PreparedMode) -> None:
-        """What is launched from now on comes behind what all members of the group have launched."""
+        """Order later launches after all that the members of the group have launched so far."""
         mode.communicator.group.all_reduce(self._token)
 
     def copy_aside(self) -> None:
-        """Let the calling thread's copies run beside the steps that are under way."""
+        """Let the calling thread's copies run beside in-flight steps."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # Before the kernels of a step that has not ended: all that follows waits for copies.
+            # High priority puts copies before the kernels of such steps: all later work waits for
+            # them.
             torch.cuda.set_stream(torch.cuda.Stream(self.device, priority=-1))
 
     def _prepare(
@@ -270,9 +266,10 @@ class RankEngine:
         return get_request_block_hasher(cache.block_size, hash_fn)
 
     def _warm(self, progress: Progress) -> None:
-        """Graphs, one forward pass per mode and its step times, all ranks in one order.
+        """Capture graphs, run and time each mode once, all ranks in one order.
 
-        Who joins others that serve takes over what needs them, and is with them from here on.
+        A rank that joins serving ones reuses the cached measurements that need these; from then on
+        it takes part.
         """
         spec, known = self.spec, None
         if spec.joins and spec.memory is not None:
@@ -302,7 +299,7 @@ class RankEngine:
         progress("warm", len(self.modes), len(self.modes))
 
     def _probe(self, mode: PreparedMode) -> None:
-        """Compute the probe in all modes of a width that is selected, together with its group."""
+        """Compute the probe in all modes of the selected width, together with its group."""
         for each in mode.runner.modes:
             started_ns = time.perf_counter_ns()
             values = self.probe.run(mode.execute, each)
@@ -312,18 +309,18 @@ class RankEngine:
     # ------------------------------------------------------------------ serving
 
     def of_width(self, width: int) -> PreparedMode:
-        """What is ready for groups of this width, whatever their mode."""
+        """Return the prepared mode for groups of this width, in any mode."""
         return self.modes[ModeKey(Mode.DP if width == 1 else Mode.TP, width)]
 
     def select(self, width: int, formation: int = 0) -> PreparedMode:
-        """Make this the width that vLLM's layers of this process compute in, for a formation."""
+        """Make vLLM's layers in this process compute in this width, for a formation."""
         mode = self.of_width(width)
         self.communicators.enter(formation)
         activate(mode.communicator)
         return mode
 
     def memory(self) -> tuple[tuple[str, int], ...]:
-        """(what, bytes) of weights, views, communicators and KV."""
+        """Return (what, bytes) of weights, views, communicators and KV."""
         communicators = tuple(
             (f"communicator_{name}", each.memory_bytes) for name, each in self.communicators.named()
         )
@@ -337,18 +334,18 @@ class RankEngine:
         )
 
     def communicator_ms(self) -> dict[str, float]:
-        """How long each communicator took to create and warm, in milliseconds."""
+        """Return the time to create and warm each communicator, in milliseconds."""
         return {
             f"communicator_{name}_ms": round(each.created_ms, 1)
             for name, each in self.communicators.named()
         }
 
     def step_times(self) -> tuple[StepTimes, ...]:
-        """What was measured at start-up, by width."""
+        """Return the start-up measurements, by width."""
         return tuple(mode.times for mode in self.modes.values() if mode.times.curves)
 
     def gauges(self) -> tuple[tuple[str, int], ...]:
-        """What a leak would show in, and what vLLM's schedulers counted."""
+        """Return the gauges in which a leak would show, and what vLLM's schedulers counted."""
         return (
             *process_gauges(),
             ("process_groups", self.communicators.process_groups()),

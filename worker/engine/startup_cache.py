@@ -1,8 +1,8 @@
-"""What a rank has measured at start-up together with the others, kept for who takes its place.
+"""Measurements that a rank made at start-up together with others, cached for its successor.
 
-A rank that is started again while the others serve computes alone. How long steps of wide groups
-take, and what their probe gives, it is told by the process that it stands in for: same weights,
-same place in every group.
+A rank that restarts while the others serve computes alone. It takes the step times and probe
+results of wide groups from its predecessor, which had the same weights and the same place in every
+group.
 """
 
 import pickle
@@ -14,7 +14,7 @@ from comm_pool.layout import Rank, StepMode
 from worker.engine.step_times import StepTimes
 
 Probes = dict[tuple[int, StepMode], tuple[tuple[float, ...], int]]
-"""(width, mode) -> log-probabilities of the probe, and its microseconds."""
+"""(width, mode) -> log-probabilities of the probe, and its duration in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,11 @@ class StartupMeasurements:
     probed: Probes
 
     def leave(self, memory: CellMemory, rank: Rank) -> None:
-        """Keep it for the next process of the rank."""
+        """Store them for the next process of the rank."""
         memory.put(measured_name(rank), pickle.dumps(self, protocol=5))
 
     @classmethod
     def left(cls, memory: CellMemory, rank: Rank) -> "StartupMeasurements":
-        """Return what the rank's first process has left."""
+        """Return what the rank's first process stored."""
         found: StartupMeasurements = pickle.loads(memory.get(measured_name(rank)))  # noqa: S301 -- our own
         return found

@@ -1,9 +1,9 @@
-"""How long a step takes by its tokens, in each mode of a width, and where sp overtakes tp.
+"""Step times by token count in each mode of a width, and where sp overtakes tp.
 
 Measured at start-up, because the crossing depends on model, device and links: sp reads all weights
-in every step but sends 1/k of what tp reduces, so it wins from some number of tokens on (Shift
+in every step but sends 1/k of what tp reduces, so it wins above some token count (Shift
 Parallelism, algorithm 3; the paper sets that threshold by hand). Pure; the leader of a group asks
-before each step. There is no hysteresis, because changing the mode between two steps costs nothing.
+before each step. No hysteresis: changing the mode between two steps costs nothing.
 """
 
 from bisect import bisect_left
@@ -16,16 +16,18 @@ from comm_pool.mixed import Mixed
 from coordinator.protocol.messages.steps import WidthTimes
 
 MARGIN = 0.02
-"""sp has to be so much faster, in parts: measurements differ by about as much from run to run."""
+"""Minimum relative gain of sp over tp: measurements differ by about as much between runs."""
 
 LAUNCH_MARGIN = 0.3
-"""The same where tp replays graphs: sp's launches take up to so much longer than when they were
-measured, on a host that slept before or is busy."""
+"""The same where tp replays graphs.
+
+sp's launches may take that much longer than measured, on a host that was asleep or is busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
-    """Microseconds of a step by its tokens: straight between measured points, and beyond them.
+    """Microseconds of a step by tokens, linear between measured points and beyond the last.
 
     `points` are (tokens, µs), tokens ascending; at least one.
     """
@@ -33,7 +35,7 @@ class StepCurve:
     points: tuple[tuple[int, int], ...]
 
     def us(self, tokens: int) -> float:
-        """The time of a step of so many tokens; below the first point that of the first."""
+        """Return the time of a step of `tokens` tokens; below the first point, the first time."""
         first, *_ = self.points
         if tokens <= first[0] or len(self.points) == 1:
             return float(first[1])
@@ -43,10 +45,10 @@ class StepCurve:
 
 
 def fitted(samples: Mapping[int, Sequence[float]]) -> StepCurve:
-    """The curve through the medians of repeated measurements, tokens -> seconds, never falling.
+    """Return the non-decreasing curve through the medians of repeated measurements.
 
-    A step of more tokens cannot be sooner done, so where medians fall, noise has made them, and
-    neighbours are averaged (isotonic regression by pooling adjacent violators).
+    `samples` maps tokens to seconds. More tokens cannot take less time, so falling medians are
+    noise, and neighbours are averaged (isotonic regression by pooling adjacent violators).
     """
     pools: list[list[float]] = []
     for tokens in sorted(samples):
@@ -62,10 +64,9 @@ def fitted(samples: Mapping[int, Sequence[float]]) -> StepCurve:
 
 
 def crossing(tp: StepCurve, sp: StepCurve, graphed_tokens: int = 0) -> int | None:
-    """The fewest tokens from which sp stays faster, as far as was measured; None if it never is.
+    """Return the fewest tokens from which sp stays faster in all measurements; None if never.
 
-    A single win of sp below a size where it loses does not count: steps of few tokens are those
-    whose measurements scatter most.
+    A single win of sp below a size where it loses does not count: small steps scatter most.
     """
 
     def is_faster(tokens: int) -> bool:
@@ -77,7 +78,7 @@ def crossing(tp: StepCurve, sp: StepCurve, graphed_tokens: int = 0) -> int | Non
         return None
     loses = max((each for each in sizes if not is_faster(each)), default=0)
     wins = min(each for each in sizes if each > loses)
-    # Between two sizes both curves are straight, so they cross once.
+    # Both curves are linear between two sizes, so they cross once.
     while wins - loses > 1:
         middle = (wins + loses) // 2
         if is_faster(middle):
@@ -89,10 +90,10 @@ def crossing(tp: StepCurve, sp: StepCurve, graphed_tokens: int = 0) -> int | Non
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What was measured for one width, by mode of a step.
+    """The measurements for one width, by mode of a step.
 
-    Wide groups have tp, and sp and mixed ones where they are there. In tp every step of up to
-    `graphed_tokens` replays a graph.
+    Wide groups have tp, and sp and mixed modes where available. In tp every step of at most
+    `graphed_tokens` tokens replays a graph.
     """
 
     width: int
@@ -101,18 +102,18 @@ class StepTimes:
 
     @property
     def sp_from_tokens(self) -> int | None:
-        """From how many tokens on a shift group computes a step in sp; None is never."""
+        """The fewest tokens that a shift group computes in sp; None is never."""
         return self.from_tokens(Mode.SP)
 
     def from_tokens(self, base: StepMode) -> int | None:
-        """The same of a shift group that chooses between tp and this mode."""
+        """Return the same for a shift group that chooses between tp and this mode."""
         if base not in self.curves:
             return None
         return crossing(self.curves[Mode.TP], self.curves[base], self.graphed_tokens)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What was measured, as layouts write it."""
+        """The measured modes, as layouts write them."""
         return tuple(step_name(mode, self.width) for mode in self.curves)
 
     @property
@@ -122,10 +123,10 @@ class StepTimes:
 
 
 def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, ...]:
-    """Which steps are timed: by fours up to the largest that is ever scheduled.
+    """Return the step sizes to time: powers of four up to the largest scheduled step.
 
-    By twos where sp usually overtakes tp. Where there is nothing to choose, the two ends do, and
-    where the last is far away a large batch of decodes, whose tokens cost less than a prompt's.
+    Steps of two where sp usually overtakes tp. Without a choice of modes both ends suffice, plus a
+    large batch of decodes if the largest is far away: their tokens cost less than a prompt's.
     """
     ladder = [1, 4, 16, 64, 256, 1024, 2048, 4096, 16384]
     inside = [size for size in ladder if size < tokens_max]
@@ -137,9 +138,9 @@ def sizes_to_measure(tokens_max: int, modes: Iterable[StepMode]) -> tuple[int, .
 def chosen_parts(
     sizes: Sequence[int], parts: Sequence[int], seconds: Sequence[Sequence[float]]
 ) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, parts) for each size, ascending: the fastest, or the fewest next to it.
+    """Return (tokens, parts) per size, ascending: the fewest parts close to the fastest.
 
-    `seconds` are those of each size in each number of parts that its exchange may fall into.
+    `seconds` are the times of each size with each number of exchange parts.
     """
     found = []
     for size, row in zip(sizes, seconds, strict=True):
@@ -151,7 +152,7 @@ def chosen_parts(
 
 
 def told(times: StepTimes) -> WidthTimes:
-    """As a rank tells it to the coordinator."""
+    """Return the times as a rank reports them to the coordinator."""
     curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())
     mixed = tuple((str(each), times.from_tokens(each)) for each in times.mixed)
     return WidthTimes(times.width, curves, times.sp_from_tokens, mixed)

@@ -1,9 +1,9 @@
 """vLLM adapter: all module trees of a rank, built and proved at start-up.
 
-The replica; a tp tree of views for each further width; and beside that what else a step of the
-width can be computed with: an sp tree, and one for each mixed shape. None but the replica owns a
-byte of weights. A mixed tree is an sp tree over one part of the weights instead of all of them: the
-part is one more tp tree, whose rank is its place in a strided group (comm_pool/mixed.py).
+The trees are the replica, a tp tree of views for each further width, and per width an sp tree and
+one tree per mixed shape. Only the replica owns weights. A mixed tree is an sp tree over one part of
+the weights instead of all of them: the part is one more tp tree, whose rank is its place in a
+strided group (comm_pool/mixed.py).
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from worker.spec import RankSpec
 log = structlog.get_logger()
 
 Trees = dict[ModeKey, dict[StepMode, nn.Module]]
-"""What each width can compute a step with; the first of a width is what vLLM's set-up sees."""
+"""The trees that can compute a step, by width; vLLM's set-up sees the first of each."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class TreeBuilder:
     """Builds a rank's trees, together with all other ranks unless it rehearses.
 
     `keys` are dp and tp of every further width, ascending; `configs` has vLLM's configuration of
-    each, `spec` the mixed shapes to prepare beside them. Weights lie in as many parts as the widest
-    group of the cell has ranks, whatever this one has keys for.
+    each, `spec` the mixed shapes to prepare. Weights are laid out in as many parts as the cell's
+    widest group has ranks, whatever keys this rank has.
     """
 
     base: VllmConfig
@@ -51,15 +51,15 @@ class TreeBuilder:
     communicators: CommunicatorPool
     device: torch.device
     replica_bytes: int = 0
-    """Of the weights, once they are there."""
+    """Bytes of the weights, once loaded."""
     view_bytes: dict[str, int] = field(default_factory=dict)
-    """Of each tree outside of the replica; 0, or the rank does not start."""
+    """Bytes of each tree outside of the replica; the rank refuses to start unless 0."""
     _proved: int = 0
 
     def load(self) -> nn.Module:
-        """The replica, through vLLM's loader; raises `ViewError` for a model unknown to us.
+        """Load the replica through vLLM's loader; raises `ViewError` for an unknown model.
 
-        Of ranks that hold one part of the weights: that part, which stands for the replica.
+        A rank that holds one part of the weights loads that part, which serves as its replica.
         """
         parts = self.spec.parts
         config, group = self.configs[self.keys[0]], self.communicators.of_width(1)
@@ -76,14 +76,14 @@ class TreeBuilder:
         return mode_config(self.base, ModeKey(Mode.TP, parts), LAYOUT.name)
 
     def _parted_over(self) -> Communicator:
-        """The ranks that have all parts of the weights, each one of them, in their order."""
+        """Return the ranks that hold one part of the weights each and all together, in order."""
         shape = shape_of_parts(self.spec.widest, self.spec.parts)
         if shape is None:
             return self.communicators.of_width(self.spec.widest)
         return self.communicators.reducing(shape)
 
     def trees(self, replica: nn.Module, progress: Callable[[int, int], None]) -> Trees:
-        """All trees, the replica first; `progress` is told (done, total)."""
+        """Build all trees, the replica first; `progress` is called with (done, total)."""
         wider = [key for key in self.keys if key.width > 1]
         made: Trees = {key: {key.mode: replica} for key in self.keys if key.width == 1}
         for done, key in enumerate(wider):
@@ -102,7 +102,7 @@ class TreeBuilder:
     def _tp_tree(
         self, width: int, config: VllmConfig, replica: nn.Module, communicator: Communicator
     ) -> nn.Module:
-        """Views of one of `width` parts of the weights, by this rank's place in a group."""
+        """Build views of one of `width` parts of the weights, by this rank's place in a group."""
         activate(communicator)
         place = communicator.rank_in_group
         with set_current_vllm_config(config):
@@ -130,7 +130,7 @@ class TreeBuilder:
         self.view_bytes[name] = foreign
 
     def _add_sp(self, trees: dict[StepMode, nn.Module], key: ModeKey, replica: nn.Module) -> None:
-        """Beside a tp tree one for sp and each mixed shape, and the proofs of their exchanges."""
+        """Add the sp tree and one tree per mixed shape, and prove their exchanges."""
         tp_tree, config = trees[Mode.TP], self.configs[key]
         model = self.base.model_config
         plan = HeadExchange(
@@ -143,14 +143,14 @@ class TreeBuilder:
             except ViewError as error:
                 log.warning("no_sp", width=key.width, reason=str(error), instead="tp alone")
                 return
-            # Not of mixed shapes: what they reduce would run beside what they exchange.
+            # Mixed shapes stay whole: their reductions would run beside their exchanges.
             tree.exchange.parts_tried = self.spec.exchange_parts
             self._prove_exchange(tree)
             self._require_views(f"sp{key.width}", tree, replica)
             trees[Mode.SP] = tree
         for mixed in self.spec.mixed:
             if mixed.width != key.width or mixed.tp % self.spec.parts:
-                continue  # Wider parts than the rank holds.
+                continue  # Its parts are wider than those that the rank holds.
             reducing, part = self.communicators.reducing(mixed), replica
             if mixed.tp > self.spec.parts:
                 part_config = self._config_of_part(mixed.tp)
@@ -170,6 +170,6 @@ class TreeBuilder:
             trees[mixed] = tree
 
     def _prove_exchange(self, tree: SequenceParallel) -> None:
-        # Who comes while the others serve has nobody to exchange with: these proved it at start.
+        # A rank that joins serving ones has nobody to exchange with; these proved it at start-up.
         if not self.communicators.rehearses:
             prove_exchange(tree.exchange, self.device)

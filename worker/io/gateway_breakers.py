@@ -1,10 +1,10 @@
-"""The links over which a rank pushes tokens to gateways: which are broken, and for how long.
+"""Circuit breakers for the links over which a rank pushes tokens to gateways. Pure.
 
-A circuit breaker for each link, as in Nygard's "Release It!". It opens when a link breaks, or does
-not come up in time: what was under way on it may be lost, so its tasks have to go on elsewhere. It
-is probed by the connection itself, whose heartbeats cost no stream anything (half-open), and closes
-when the link has held for a while: longer the more often it broke, so that one which comes and goes
-stays open. Pure: called by the outlet with its clock's seconds.
+One breaker per link, as in Nygard's "Release It!". It opens when a link breaks or does not come up
+in time: tokens in flight may be lost, so its tasks must resume elsewhere. The connection's own
+heartbeats probe it (half-open), at no cost to streams. It closes when the link has held for a
+while: longer the more often it broke, so an unstable link stays open. Times are seconds of the
+publisher's clock.
 """
 
 from dataclasses import dataclass
@@ -12,59 +12,59 @@ from dataclasses import dataclass
 from coordinator.protocol.messages.rank import LinkCut
 
 CONNECT_LIMIT_S = 2.0
-"""How long a new link may take to come up before it counts as broken."""
+"""Maximum time for a new link to come up before it counts as broken."""
 
 HOLDS_S = (1.0, 10.0, 30.0, 60.0)
-"""How long a link must have held before it is used again, after its first, second ... break."""
+"""How long a link must hold before it is used again, after its first, second ... break."""
 
 FORGIVEN_AFTER_S = 120.0
-"""A link that was used for so long without a break counts as one that never broke."""
+"""A link used for this long without a break counts as one that never broke."""
 
 GONE_AFTER_S = 120.0
-"""A link that stays down for so long is given up: the gateway has ended, or is met anew."""
+"""A link that is down for this long is given up: the gateway has ended, or will reconnect."""
 
 
 @dataclass(slots=True)
 class _Link:
     since_s: float
-    """When it came into the state that it is in: up, down, used again."""
+    """When it entered its current state: up, down, used again."""
     is_up: bool = False
     is_open: bool = False
     breaks: int = 0
-    """How often it broke, none of them long ago."""
+    """The number of recent breaks."""
     number: int = 0
-    """Of the last break, among those of all links; 0 before the first one."""
+    """The number of its last break, counted over all links; 0 before the first one."""
 
 
 class GatewayBreakers:
-    """All links of one rank's process; an address is one of a gateway's sockets."""
+    """All links of one rank's process, by the address of a gateway's socket."""
 
     def __init__(self) -> None:
         self._links: dict[str, _Link] = {}
         self._cuts = 0
 
     def added(self, address: str, now_s: float) -> None:
-        """A connection is being made."""
+        """Note that a connection is being made."""
         self._links[address] = _Link(now_s)
 
     def removed(self, address: str) -> None:
-        """The connection is closed for good."""
+        """Note that the connection is closed for good."""
         del self._links[address]
 
     def came_up(self, address: str, now_s: float) -> None:
-        """Both ends have agreed on the connection."""
+        """Note that both ends have agreed on the connection."""
         link = self._links[address]
         link.is_up, link.since_s = True, now_s
 
     def went_down(self, address: str, now_s: float) -> None:
-        """The connection is lost, refused, or silent for too long."""
+        """Note that the connection is lost, refused, or silent for too long."""
         link = self._links[address]
         if link.is_up:
             link.is_up = False
             self._break(link, now_s)
 
     def tick(self, now_s: float) -> list[str]:
-        """Let time pass; return the addresses to be given up."""
+        """Advance time; return the addresses to give up."""
         for link in self._links.values():
             held_s = now_s - link.since_s
             if not link.is_up:
@@ -81,7 +81,7 @@ class GatewayBreakers:
         ]
 
     def told(self) -> tuple[LinkCut, ...]:
-        """What the coordinator is to know: every link that broke and is not forgiven yet."""
+        """Return what to report: every link that broke and is not forgiven yet."""
         return tuple(
             LinkCut(address, link.number, link.is_open)
             for address, link in self._links.items()
@@ -91,7 +91,7 @@ class GatewayBreakers:
     def _break(self, link: _Link, now_s: float) -> None:
         link.since_s = now_s
         if link.is_open:
-            return  # Nobody has used it since.
+            return  # The link has not been used since the last break.
         self._cuts += 1
         link.number = self._cuts
         link.breaks += 1

@@ -1,14 +1,15 @@
-"""Python's cyclic garbage collector stands still while a rank switches.
+"""Pauses Python's cyclic garbage collector while a rank switches.
 
-A move makes and drops a few hundred thousand objects at once, which sets off collections of 7 to 17
-ms while every stream of the cell waits. They come when the device computes the first new step.
+A migration creates and drops a few hundred thousand objects at once, which triggers collections of
+7 to 17 ms while every stream of the cell waits. After the pause they run while the device computes
+the first new step.
 """
 
 import gc
 import time
 
 PAUSE_MAX_S = 2.0
-"""Whatever becomes of a switch, collections go on after so long."""
+"""Maximum pause, however the switch ends."""
 
 
 class GcPause:
@@ -18,18 +19,18 @@ class GcPause:
         self._resumes_at_s = 0.0
 
     def pause(self) -> None:
-        """No collection begins from now on, unless somebody asks for one."""
+        """Start no collection from now on, except explicit ones."""
         if gc.isenabled():
             gc.disable()
             self._resumes_at_s = time.monotonic() + PAUSE_MAX_S
 
     def resume(self) -> None:
-        """Collect as before, if it was this that stopped it."""
+        """Resume collections if this pause stopped them."""
         if self._resumes_at_s:
             gc.enable()
             self._resumes_at_s = 0.0
 
     def look(self) -> None:
-        """Resume if the pause takes too long."""
+        """Resume if the pause exceeds `PAUSE_MAX_S`."""
         if self._resumes_at_s and time.monotonic() > self._resumes_at_s:
             self.resume()

@@ -1,8 +1,8 @@
 """A rank's gRPC session with its coordinator: the heartbeat, on a thread of its own.
 
-Reports go up on an interval and on every change, directives and tasks come down into the inbox of
-the main loop. A broken session is opened again with a fresh `RankHello`; events that could not be
-sent are kept and sent behind it. Heartbeats go on while a long step runs.
+Reports go up on an interval and on every change; directives and tasks come down into the main
+loop's inbox. A broken session is reopened with a fresh `RankHello`; unsent events are kept and sent
+after it. Heartbeats continue while a long step runs.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def now_ms() -> int:
 
 
 def merge_reports(older: Report | None, newer: Report) -> Report:
-    """The newer state with the events of both."""
+    """Return the newer state with the events of both."""
     if older is None:
         return newer
     return msgspec.structs.replace(
@@ -72,9 +72,10 @@ class RankSession:
         inbox: Inbox,
         overhear: Callable[[RankDown], None],
     ) -> None:
-        """Report every `heartbeat_s`; a session that says nothing for `silence_s` is given up.
+        """Report every `heartbeat_s`; give up a session that is silent for `silence_s`.
 
-        `overhear` is told, in the session's thread, what the main loop may be too busy for.
+        `overhear` runs in the session's thread, for messages that the main loop may be too busy
+        for.
         """
         self._target = target
         self._token = token
@@ -93,7 +94,7 @@ class RankSession:
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._thread.start()
 
     def publish(self, report: Report) -> None:
@@ -104,14 +105,14 @@ class RankSession:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def tell_links(self, links: tuple[LinkCut, ...]) -> None:
-        """Say with all reports from now on, the first of them at once, which links broke."""
+        """Send these broken links with all reports from now on; send the first one at once."""
         with self._lock:
             self._links = links
             self._changed = True
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def hello(self, hello: RankHello) -> None:
-        """Answer to `HelloWanted`."""
+        """Answer `HelloWanted`."""
         with self._lock:
             self._hello = hello
         self._loop.call_soon_threadsafe(self._wake.set)
@@ -154,12 +155,11 @@ class RankSession:
                 self._inbox.put(message)
 
     async def _heard(self, call: Any) -> RankDown | None:
-        """The next message; None at the end of the session, or if it is broken by half.
+        """Return the next message; None at the end of the session or if it is half open.
 
-        Each report that is due is answered. Where no answer comes, what this side says may still
-        arrive, and the coordinator takes a rank that has stopped, as its lease is over, for one
-        that serves.
-        Time in which this process was stopped is none in which the coordinator was silent.
+        The coordinator answers each due report. Without answers this side's reports may still
+        arrive, and the coordinator would take a rank that has stopped, as its lease is over, for a
+        serving one. Time in which this process itself was stopped does not count as silence.
         """
         read = asyncio.ensure_future(call.read())
         silent_s = 0.0
@@ -186,7 +186,7 @@ class RankSession:
             await self._woken()
 
     def _take(self) -> Report | None:
-        """The latest report, its events taken out so that they are sent once."""
+        """Return the latest report; its events are taken out so that they are sent once."""
         with self._lock:
             report = self._latest
             if report is None:

@@ -1,8 +1,8 @@
-"""What a leader says to its followers, in order, on the group's shared-memory broadcast queue.
+"""Messages from a leader to its followers, on the group's shared-memory broadcast queue.
 
-Every message carries the formation it belongs to; a follower drops those of another
-one. Order is what makes switching safe: a leave message stands behind the last step, so no rank can
-enter a collective that another will not enter. The payload of a step is opaque here.
+Every message carries its formation; a follower drops those of other formations. Order makes
+switching safe: a leave message follows the last step, so no rank enters a collective that another
+will not enter. The payload of a step is opaque here.
 """
 
 import time
@@ -13,23 +13,23 @@ from typing import Any, Protocol
 from comm_pool.formations import PeerLostError
 
 FOLLOWER_POLL_S = 0.01
-"""How long a joined follower waits for a step before it looks at its inbox again."""
+"""How long a joined follower waits for a step before it checks its inbox again."""
 
 LEADER_SEND_LIMIT_S = 30.0
 """A follower that reads nothing for this long is taken for lost."""
 
 
 LOSS_POLL_S = 0.05
-"""How often a leader that waits for room asks whether a follower was lost."""
+"""How often a leader that waits for room checks whether a follower was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
     """The formation serves: keep these lease indices, then lease this many more pages.
 
-    `version` is the leader's last word on what it kept of the lease: with `kept` that is out of
-    date. `is_busy`: steps follow at once, as the leader has tasks to go on with. `meets`: copies of
-    the move that formed it may be under way, so members wait for each other's first.
+    `version` is that of the leader's newest retention of the lease, which `kept` supersedes.
+    `is_busy`: steps follow at once, as the leader has tasks. `meets`: copies of the migration that
+    formed the group may be in flight, so members first wait for each other's.
     """
 
     formation: int
@@ -42,7 +42,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Execute this step plan; one that is held, a little later (`worker.rank.deferred_step`)."""
+    """Execute this step plan; a deferred one a little later (`worker.rank.deferred_step`)."""
 
     formation: int
     plan: Any
@@ -51,9 +51,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """The leader has left; so may you.
+    """The leader has left; its followers may leave too.
 
-    `kept` are the lease indices that its tasks still hold; None: the whole lease, for a move.
+    `kept` are the lease indices that its tasks still hold; None: the whole lease, for a migration.
     """
 
     formation: int
@@ -64,7 +64,7 @@ QueueMessage = Begin | Step | LeaveGroup
 
 
 class BroadcastQueue(Protocol):
-    """The part of vLLM's `MessageQueue` that is used."""
+    """The part of vLLM's `MessageQueue` that is used here."""
 
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Block until there is room, or raise TimeoutError."""
@@ -76,9 +76,9 @@ class BroadcastQueue(Protocol):
 def send(
     queue: BroadcastQueue, message: QueueMessage, wait_s: float, is_lost: Callable[[], bool]
 ) -> None:
-    """Tell all followers, or raise TimeoutError if there is no room within `wait_s` seconds.
+    """Send to all followers; raises TimeoutError if there is no room within `wait_s` seconds.
 
-    Raises `PeerLostError` while it waits if the message's formation is lost.
+    Raises `PeerLostError` if the message's formation is lost during the wait.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -93,7 +93,7 @@ def send(
 
 
 def receive(queue: BroadcastQueue, wait_s: float) -> QueueMessage | None:
-    """The next message, or None if none came within `wait_s` seconds."""
+    """Return the next message, or None if none came within `wait_s` seconds."""
     try:
         message: QueueMessage = queue.dequeue(timeout=wait_s)
     except TimeoutError:

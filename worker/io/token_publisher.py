@@ -1,12 +1,11 @@
-"""Pushes new tokens straight to the gateways that wait for them.
+"""Pushes new tokens straight to the gateways that wait for them, not through the coordinator.
 
 One ZeroMQ PUSH socket per reply address; a message is the encoded `TokenBatch` header and the
-frames of vLLM's outputs. Tokens never pass through the coordinator. A push is not answered, so the
-sockets' heartbeats say whether a gateway can be reached; what follows is decided in `links`.
-
-The stepping thread pushes itself: a push only puts frames into a socket's queue, which ZeroMQ's own
-thread sends. A thread of ours in between had to get the interpreter back from the next step for
-each frame, which was most of what a rank added to the time to the first token.
+frames of vLLM's outputs. Pushes are unanswered, so the sockets' heartbeats show whether a gateway
+is reachable; `gateway_breakers` decides what follows. The stepping thread pushes itself: it only
+queues frames, which ZeroMQ's own thread sends. A Python thread in between would need the
+interpreter lock back from the next step per frame, which was most of a rank's share of time to
+first token.
 """
 
 import os
@@ -29,24 +28,26 @@ log = structlog.get_logger()
 Encoder = Callable[[Sequence[Any]], Sequence[bytes]]
 
 GATEWAYS_MAX = 256
-"""Open sockets to gateways; the one that was used longest ago is closed beyond that."""
+"""Maximum open sockets to gateways; beyond it the least recently used one is closed."""
 
 UNSENT_BATCHES_MAX = 100_000
-"""Batches that wait in one socket for a gateway that does not read; more are dropped."""
+"""Maximum batches queued in a socket for a gateway that does not read; more are dropped."""
 
 LINGER_MS = 1_000
-"""How long a closing socket tries to send what is left."""
+"""Maximum time that a closing socket tries to send what is left."""
 
 WATCH_S = 0.1
-"""How often it is looked whether links have changed."""
+"""How often links are checked for changes."""
 
 HEARTBEAT_MS = 500
 SILENCE_MAX_MS = 1_500
-"""A gateway's socket that does not answer a heartbeat for so long is not reached any more; ZeroMQ's
-own threads answer, so that a busy gateway is not a silent one."""
+"""A gateway's socket that leaves a heartbeat unanswered for this long is unreachable.
+
+ZeroMQ's own threads answer, so a busy gateway is not silent.
+"""
 
 FORGOTTEN_BY_GATEWAYS_MS = 10_000
-"""Silence of a rank after which a gateway's socket closes the connection, too."""
+"""Silence of a rank after which a gateway's socket also closes the connection."""
 
 RECONNECT_MS = 200
 RECONNECT_MAX_MS = 1_000
@@ -55,7 +56,7 @@ RECONNECT_MAX_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A socket to one gateway, and where it tells how its connection is."""
+    """A socket to one gateway, and its monitor, which reports connection events."""
 
     push: "zmq.Socket[bytes]"
     monitor: "zmq.Socket[bytes]"
@@ -67,10 +68,10 @@ class _Line:
 
 
 class TokenPublisher:
-    """The sockets to all gateways; everything is called by the stepping thread, nothing blocks."""
+    """The sockets to all gateways; the stepping thread makes all calls, and none blocks."""
 
     def __init__(self, encoder: Encoder, tell: Callable[[tuple[LinkCut, ...]], None]) -> None:
-        """`tell` is called by `watch` when links break, and when they are used again."""
+        """`watch` calls `tell` when links break and when they are used again."""
         self._encoder = encoder
         self._tell = tell
         self._told: tuple[LinkCut, ...] = ()
@@ -84,13 +85,13 @@ class TokenPublisher:
         frames = [encode(header), *self._encoder(outputs)]
         try:
             self._line(reply_to).push.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
-            # Where cores are few, ZeroMQ's thread would wait behind the next step on this one.
+            # With few cores, ZeroMQ's thread would wait for this core until after the next step.
             os.sched_yield()
         except zmq.Again:
             log.warning("tokens_dropped", reply_to=reply_to, reason="the gateway reads nothing")
 
     def watch(self) -> None:
-        """Take what the sockets tell of their connections, and say what follows; called often."""
+        """Process the sockets' connection events and report changed links; call it often."""
         now_s = time.monotonic()
         if now_s < self._watch_at_s:
             return
@@ -108,7 +109,7 @@ class TokenPublisher:
             self._tell(told)
 
     def close(self) -> None:
-        """Close all sockets once what waits in them is sent, or after `LINGER_MS`."""
+        """Close all sockets after their queues are sent, or after `LINGER_MS`."""
         for line in self._lines.values():
             line.close()
         self._context.term()
@@ -134,7 +135,7 @@ def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:
     push.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     push.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MAX_MS)
     push.setsockopt(zmq.HEARTBEAT_TTL, FORGOTTEN_BY_GATEWAYS_MS)
-    # A way that swallows everything takes connections and answers nothing.
+    # A black hole accepts connections and answers nothing.
     push.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MAX_MS)
     push.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MAX_MS)
     push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

@@ -1,1 +1,1 @@
-"""Starts the rank processes of a host, watches them and starts them again."""
+"""Starts the rank processes of a host, watches them and restarts them."""

@@ -1,8 +1,8 @@
-"""Tells the coordinator which ranks have ended, and the launcher which are to start again.
+"""Reports ended ranks to the coordinator, and tells the launcher which ranks to restart.
 
-The launcher forks ranks again and again, so it must not have the threads of a gRPC client. It
-writes what it saw into a pipe; this process holds the session, and says everything again whenever
-a new one is opened.
+The launcher forks ranks repeatedly, so it must not have the threads of a gRPC client. It writes
+what it saw into a pipe. This process holds the session and repeats the whole status in each new
+one.
 """
 
 import asyncio
@@ -31,26 +31,26 @@ PIPE_BYTES = 65_536
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """What the launcher knows of its ranks' processes, as (rank, incarnation)."""
+    """The launcher's view of its ranks' processes, as (rank, incarnation)."""
 
     ended: tuple[tuple[Rank, int], ...] = ()
-    """The newest of each rank that has ended."""
+    """The newest process of each rank that has ended."""
     newest: tuple[tuple[Rank, int], ...] = ()
-    """The newest of each rank, whether it runs or not."""
+    """The newest process of each rank, running or not."""
 
 
 _decode_told = msgspec.json.Decoder(ProcessStatus).decode
 
 
 class ExitPipe:
-    """The launcher's end: `tell` never blocks and may be called again and again."""
+    """The launcher's end of the pipe; `tell` never blocks and may be called repeatedly."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
     def tell(self, told: ProcessStatus) -> None:
-        """Replace what was told before; a herald that does not read is told at the next event."""
+        """Replace the last status; if the exit reporter does not read, the next event sends it."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.writer, msgspec.json.encode(told) + b"\n")
 
@@ -61,18 +61,18 @@ class ExitPipe:
 
 
 class OrderPipe:
-    """Says which ranks are to start again; the herald writes, and sends the launcher SIGUSR1."""
+    """Names the ranks to restart; the exit reporter writes, then sends the launcher SIGUSR1."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
 
     def order(self, ranks: tuple[Rank, ...]) -> None:
-        """Never blocks for long: the launcher reads what is there at each signal."""
+        """Write an order; hardly ever blocks, as the launcher reads the pipe at each signal."""
         os.write(self.writer, msgspec.json.encode(ranks) + b"\n")
 
     def take(self) -> list[tuple[Rank, ...]]:
-        """Return what was ordered since the last call."""
+        """Return the orders since the last call."""
         with suppress(BlockingIOError):
             lines = os.read(self.reader, PIPE_BYTES).splitlines()
             return [msgspec.json.decode(line, type=tuple[Rank, ...]) for line in lines]
@@ -85,7 +85,7 @@ class OrderPipe:
 
 
 Renew = Callable[[tuple[Rank, ...]], None]
-"""Lets these ranks be started again together."""
+"""Orders a restart of these ranks together."""
 
 
 def run_herald(target: str, token: str, reader: int, renew: Renew) -> None:
@@ -133,7 +133,7 @@ class _ExitReporter:
                 self._hear(decode_launcher_down(said))
 
     def _hear(self, wanted: RenewRanks) -> None:
-        """Let ranks be started again, unless that has been done since it was wanted."""
+        """Order a restart of these ranks, unless they have been restarted since the request."""
         if wanted.ranks and set(wanted.ranks) <= set(self._told.newest):
             self._renew(tuple(sorted(rank for rank, _ in wanted.ranks)))
 

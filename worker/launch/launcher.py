@@ -1,15 +1,10 @@
-"""Imports vLLM and reads the engine configuration once, and forks one process per rank from that.
+"""Imports vLLM and reads the engine configuration once, then forks one process per rank.
 
-A fork costs milliseconds where an import costs seconds. The launcher itself never computes, so no
-thread pool or device context exists when it forks. It sees at once when a rank ends, lets the
-coordinator know through the herald, and starts the rank again; only a rank that fails before the
-whole cell was ready ends everything, because its peers wait for it. SIGUSR1 starts all ranks again
-together; the herald sends it where the coordinator asks for that, or for those of one group, and
-says for which.
-
-On CPU the launcher also makes the memory that ranks share (`comm_pool.cpu.cell_memory`), so that
-one that is started again joins those that live. On CUDA groups that had a lost member can only be
-formed again by ranks that are started together.
+A fork costs milliseconds where an import costs seconds. The launcher never computes, so it has no
+thread pool or device context when it forks. It notices at once when a rank ends, reports that
+through the exit reporter and restarts the rank; a rank that fails before the whole cell was ready
+ends everything. SIGUSR1 restarts all ranks together, or those that the exit reporter names. On CPU
+the launcher makes the memory that ranks share, so that a restarted rank can join the living ones.
 """
 
 import ctypes
@@ -41,27 +36,29 @@ from worker.spec import everyone, rank_spec
 log = structlog.get_logger()
 
 STOP_LIMIT_S = 10.0
-"""How long ranks may take to end after SIGTERM before they are killed."""
+"""Maximum time for ranks to end after SIGTERM before they are killed."""
 
 TOGETHER_MARGIN_S = {"cpu": 0.5, "cuda": 1.0}
-"""Ranks that end within so much more than `stuck_after_ms` are started again together. On CUDA the
-last resort comes behind a round of letting them out, and a device is let go of in 0.3 s."""
+"""Ranks that end within this time plus `stuck_after_ms` are restarted together.
+
+On CUDA the survivors first try to abort their collectives, and releasing a device takes 0.3 s.
+"""
 
 HERALD_PAUSE_S = 0.1
-"""Before a herald that ended is started again, so that one that cannot start costs little."""
+"""Pause before the exit reporter is restarted, so that one that cannot start costs little."""
 
 WAKE_S = 0.5
-"""Longest wait for a signal: whatever was missed is seen then."""
+"""Maximum wait for a signal; the launcher then detects whatever it missed."""
 
 PR_SET_PDEATHSIG = 1
 AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that the launcher waits for instead of being interrupted by them."""
+"""Signals that the launcher waits for instead of handling them as interrupts."""
 
 READY = b"r"
 
 
 def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
-    """Fork; the child runs `run` and exits 0, or prints why not and exits 1. Returns its pid."""
+    """Fork; the child runs `run` and exits 0, or prints the error and exits 1. Returns its pid."""
 
     def failed(error: BaseException) -> None:
         announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
@@ -100,10 +97,10 @@ class Launcher:
         self._config = config
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
-        """Where each rank's process says that it can serve: a pipe."""
+        """The pipe on which each rank's process signals that it can serve."""
         self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}
-        """Of each pid, and whether it goes on."""
-        # Members of a group that are stuck end a little later than the one that they wait for.
+        """Heartbeat and progress tracker per child pid."""
+        # Stuck members of a group end a little later than the one that they wait for.
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
         together_s = config.cell.stuck_after_ms / 1e3 + margin_s
         self._shares_memory = config.cell.device == "cpu"
@@ -111,29 +108,30 @@ class Launcher:
             config.cell.ranks,
             together_s,
             shares_memory=self._shares_memory,
-            # With parts of the weights alone a rank is of no use; in shared memory it is joined.
+            # With parts of the weights a rank is useless alone; in shared memory it joins the
+            # others.
             block=1 if self._shares_memory else config.narrowest,
         )
         self._memory: CellMemory | None = None
-        """Of the cohort of all ranks that was started last."""
+        """The shared memory of the cohort of all ranks that was started last."""
         self._cohort = 0
-        """Its number."""
+        """The number of that cohort."""
         self._pipe = ExitPipe()
         self._orders = OrderPipe()
         self._herald = 0
         self._is_stopping = False
         self._is_renewing = False
-        """All ranks are to end, and to start again together."""
+        """All ranks are to end and to restart together."""
         self._kill_at_s: dict[int, float] = {}
-        """When processes are killed that were told to end."""
+        """When to kill the processes that were asked to end, by pid."""
 
     def run(self) -> int:
-        """Start all ranks and keep them up until a signal; returns the exit code."""
+        """Start all ranks and keep them up until a signal; return the exit code."""
         announce("worker_progress", stage="config", done=0, total=1)
         base = replica_config(self._config)
         prepare_launcher(base)
         announce("worker_progress", stage="config", done=1, total=1)
-        # From here on they are waited for, so none is lost between two looks.
+        # From here on the launcher waits for these signals, so none is lost between two waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         self._start_herald()
         cell = self._config.cell
@@ -208,7 +206,7 @@ class Launcher:
         announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
 
     def _keep_up(self, base: EngineConfig) -> bool:
-        """Wait until all ranks have ended for good; returns whether that was a failure."""
+        """Wait until all ranks have ended for good; return whether that was a failure."""
         failed = False
         while self._pids or (not self._is_stopping and self._are_due):
             self._await_signal()
@@ -232,9 +230,9 @@ class Launcher:
             due = [] if self._pids else list(everyone(self._config))
         if due:
             self._is_renewing = False
-        # Where memory is shared nobody needs others that start.
+        # With shared memory each rank can start alone.
         for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
-            # If it is taken meanwhile, the start is tried again.
+            # If the port is taken meanwhile, the start is tried again.
             port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
@@ -301,7 +299,7 @@ class Launcher:
                     self._restarts.ready(rank, time.monotonic())
 
     def _see_who_ended(self) -> bool:
-        """Take note of all processes that ended; returns whether the cell cannot start."""
+        """Handle all processes that ended; return whether the cell cannot start."""
         failed = False
         while (ended := _next_ended()) is not None:
             pid, status = ended
@@ -335,7 +333,7 @@ class Launcher:
 
 
 def _next_ended() -> tuple[int, int] | None:
-    """A child that has ended, with its status; None if there is none."""
+    """Return an ended child and its status; None if there is none."""
     with suppress(ChildProcessError):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -344,12 +342,12 @@ def _next_ended() -> tuple[int, int] | None:
 
 
 def memory_of(config: Config) -> CellMemory:
-    """Make the memory that the ranks of a cell share; before they are forked."""
+    """Make the memory that the ranks of a cell share; call it before they are forked."""
     return cell_memory(config.cell.ranks, config.cell.widths, config.mixed_groups())
 
 
 def probe(config: Config) -> int:
-    """Build all ranks' engines, print what each holds in memory, and end; for `aileron doctor`."""
+    """Build all ranks' engines, print the memory that each uses, and end; for `aileron doctor`."""
     base = replica_config(config)
     prepare_launcher(base)
     ranks = everyone(config)

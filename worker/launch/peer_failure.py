@@ -1,6 +1,6 @@
-"""Whether a rank is in a group that has lost a member, perhaps itself, and is stuck in it. Pure.
+"""Detects that a rank is in a group that has lost a member, or is stuck in it. Pure.
 
-Asked by the watchdog, from another thread than the one that owns the seat: everything that is read
+The watchdog asks from another thread than the one that owns the participant, so all that is read
 here is replaced as a whole, never changed.
 """
 
@@ -15,23 +15,26 @@ from coordinator.protocol.terms import Binding
 
 
 class Participation(Protocol):
-    """The part of a seat that is looked at, from another thread."""
+    """The part of a switch participant that another thread may read."""
 
     rank: Rank
 
     @property
     def joined(self) -> Joined | None:
-        """What the rank is joined to, and the incarnations of its members."""
+        """The formation that the rank is joined to, and the incarnations of its members."""
 
 
 GRACE_S = 0.2
-"""A peer that is left out although it lives, as it is slow, comes to the end of its step: then the
-others come out of it by themselves, and their group can be formed again."""
+"""Grace time before an abort.
+
+An ejected peer that is only slow ends its step within it. The others then need no abort, and their
+group can be formed again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _DegradedFormation:
-    """The formation that lacks a member, and since when that is known."""
+    """The formation that lacks a member, and when that was first seen."""
 
     formation: int
     since_s: float
@@ -60,15 +63,15 @@ class PeerFailure:
         self._present: dict[Rank, int] | None = None
         self._bereaved: _DegradedFormation | None = None
         self._unblocked = -1
-        """The formation that the rank is let out of: it has to leave it, whoever comes back."""
+        """The formation whose collectives this rank aborted: it must leave, whoever comes back."""
 
     def heard(self, message: RankDown) -> None:
-        """Take what the coordinator said last of who is there."""
+        """Record the members that the coordinator last listed."""
         if isinstance(message, Directive) and message.stage.epoch > 0:
             self._present = dict(message.members)
 
     def bereaved(self) -> Binding | None:
-        """Return what the rank is joined to, or computes in, if that lacks a member."""
+        """Return the group that the rank is joined to, or computes in, if that lacks a member."""
         present = self._present
         for joined in (self._participant.joined, self._behind()):
             if joined is None or present is None:
@@ -78,10 +81,11 @@ class PeerFailure:
         return None
 
     def must_be_let_out(self, now_s: float) -> bool:
-        """Say whether the rank is in such a group, is not itself who was lost, and has had time.
+        """Return whether to unblock this rank: it is joined to such a group, alive, past the grace.
 
-        One that was stopped and goes on ends where it is stuck: the others have done without it.
-        Nor is a rank let out of a group that it has left while its last step is under way.
+        A rank that was itself lost, such as one that was stopped and continues, ends where it is
+        stuck. Nor is a rank unblocked from a group that it has left while its last step is in
+        flight.
         """
         lacking_s, joined, present = self._lacking_s(now_s), self._participant.joined, self._present
         if lacking_s < GRACE_S or joined is None or present is None:
@@ -94,11 +98,11 @@ class PeerFailure:
         return True
 
     def is_stuck(self, now_s: float) -> bool:
-        """Say whether the rank has been in a group without a member for longer than the limit."""
+        """Return whether the rank has been in a group without a member beyond the limit."""
         return self._lacking_s(now_s) > self._limit_s
 
     def _lacking_s(self, now_s: float) -> float:
-        """For how long it has been known that the group lacks a member; 0 if it does not."""
+        """Return for how long the group has been known to lack a member; 0 if it does not."""
         binding = self.bereaved()
         if binding is None:
             self._bereaved = None

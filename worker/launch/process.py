@@ -1,6 +1,6 @@
 """One rank's process: builds the engine, runs the loop, and leaves nothing behind.
 
-Started by `worker.launch.launcher` in a fork that has imported vLLM already.
+Started by `worker.launch.launcher` in a fork that has already imported vLLM.
 """
 
 import gc
@@ -34,20 +34,22 @@ from worker.spec import RankSpec
 log = structlog.get_logger()
 
 GIL_SWITCH_S = 0.0001
-"""How long the stepping thread may keep the session's thread waiting: Python's own 5 ms would be
-most of a switch."""
+"""Maximum time that the stepping thread keeps the session's thread waiting.
+
+Python's default of 5 ms would be most of a switch.
+"""
 
 STEPS_LIMIT = 20
-"""A main loop that does not go on for so many of its longest steps is stuck."""
+"""A main loop is stuck after this many of its longest steps without a pass."""
 
 
 def announce(event: str, **fields: object) -> None:
-    """Print one JSON line for whoever started the worker; lines of ranks do not mix."""
+    """Print one JSON line for the process that started the worker; ranks' lines do not mix."""
     os.write(sys.stdout.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
 
 
 def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
-    """Build a rank's engine and announce its progress."""
+    """Build a rank's engine and announce the progress."""
     rank = spec.rank
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -67,7 +69,7 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
 
 
 def longest_step_s(engine: RankEngine) -> float:
-    """Return the longest step that was measured at start-up; the largest is among them."""
+    """Return the longest step measured at start-up, in seconds; the largest step is among them."""
     points = (
         us for times in engine.step_times() for _, curve in told(times).curves for _, us in curve
     )
@@ -82,9 +84,9 @@ def serve_rank(
     on_ready: Callable[[], None],
     beat: Callable[[], None],
 ) -> None:
-    """Run a rank until it is told to stop.
+    """Run a rank until it is asked to stop.
 
-    `on_ready` is called when it can serve, and `beat` again and again from then on.
+    Calls `on_ready` once it can serve, and `beat` repeatedly from then on.
     """
     rank = spec.rank
     structlog.contextvars.bind_contextvars(rank=rank)
@@ -99,7 +101,7 @@ def serve_rank(
     def heard(message: RankDown) -> None:
         loss.heard(message)
         if (binding := loss.bereaved()) is not None:
-            # The session's thread may not wait: the watchdog does what takes its time.
+            # The session's thread may not wait: the watchdog does what takes time.
             engine.communicators.abort(binding.group.ranks, binding.formation)
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
@@ -113,7 +115,7 @@ def serve_rank(
     if tracing is not None:
         runtime.book = TracedTasks(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    # Where collectives raise by themselves, a rank may take as long as its step does.
+    # If collectives can raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
     loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.behind)
     loop = RankLoop(config, engine, runtime, session, inbox, participant, publisher.watch)
@@ -124,7 +126,7 @@ def serve_rank(
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settle_environment()
-    # What start-up made stays for good: collections during steps need not look at it.
+    # Start-up objects live for good: collections during steps need not scan them.
     gc.collect()
     gc.freeze()
     watch(loss, Progress(lambda: loop.passes, limit_s), call_me_out, beat)

@@ -1,11 +1,10 @@
-"""When ranks whose processes ended are started again, and which of them together. Pure.
+"""When to restart ranks whose processes ended, and which of them together. Pure.
 
-Where ranks share memory, each comes back alone and joins the others. Where they do not, those that
-start together share communicators, so those of one group, which end within a moment of each other,
-come back as a group; where ranks hold parts of the weights, all of a group end with one, and the
-other groups serve on. A rank is tried for ever: what kills it may pass, such as memory that another
-process took. It is tried less and less often, so that its building costs those that serve next to
-nothing.
+With shared memory, each rank restarts alone and joins the others. Otherwise ranks that start
+together share communicators, so members of a group that end within a moment of each other restart
+as a group. If ranks hold parts of the weights, all ranks of a block end with one, and the other
+blocks serve on. Restarts never stop, since the cause may pass, such as another process's memory
+use. Delays grow, so that start-up costs the serving ranks next to nothing.
 """
 
 from collections.abc import Collection, Iterable
@@ -15,11 +14,11 @@ from worker.cohort import Cohort
 
 LONGEST_DELAY_S = 30.0
 STEADY_S = 60.0
-"""A process that served for longer had started well: its end counts as the first."""
+"""A process that served for longer started well: its end counts as a first failure."""
 
 
 def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[tuple[Rank, ...]]:
-    """Return the largest sets of ranks that can be started together: all, else aligned groups."""
+    """Return the largest sets of ranks that can start together: all, else aligned groups."""
     if len(ranks) == world:
         return [tuple(sorted(ranks))]
     found: list[tuple[Rank, ...]] = []
@@ -34,12 +33,12 @@ def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[
 
 
 class Restarts:
-    """The processes of each rank; times are seconds of one clock that never goes back.
+    """The processes of each rank; times are seconds of one monotonic clock.
 
-    `together_s` is how long the first start waits: whoever ends within it, is started with it.
-    With `shares_memory` a rank joins others in what they have prepared together; until they have,
-    all are started together. Aligned `block`s of ranks cannot serve without each other: when one
-    ends, the others are to be ended, and they start together.
+    `together_s` is the delay of a first restart; ranks that end within it restart together. With
+    `shares_memory` a rank joins the others in what they prepared together; until they have, all
+    restart together. The ranks of an aligned `block` cannot serve without each other: when one
+    ends, the others must be ended, and they restart together.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Restarts:
         self._block = block
         self._running: set[Rank] = set()
         self._is_prepared = False
-        """A rank was ready, and so all that it was started with have prepared what they share."""
+        """Some rank was ready, so its whole cohort has prepared what it shares."""
         self._incarnations: dict[Rank, int] = {}
         self._cohorts: dict[Rank, Cohort] = {}
         self._ended: dict[Rank, int] = {}
@@ -63,9 +62,9 @@ class Restarts:
         """Ranks that are ended to start together, until they do."""
 
     def started(self, rank: Rank, cohort: Cohort, wall_s: int) -> int:
-        """Return the incarnation of a process that is started at this wall time, in seconds.
+        """Return the incarnation of a process that starts at this wall time, in seconds.
 
-        It grows with each process, also over restarts of the launcher.
+        It grows with each process, also across restarts of the launcher.
         """
         self._due.pop(rank, None)
         self._renewed.pop(rank, None)
@@ -76,24 +75,24 @@ class Restarts:
         return self._incarnations[rank]
 
     def ready(self, rank: Rank, now_s: float) -> None:
-        """The rank's process can serve."""
+        """Note that the rank's process can serve."""
         self._ready_at[rank] = now_s
         self._were_ready.add(rank)
         self._is_prepared = True
 
     @property
     def all_were_ready(self) -> bool:
-        """Say whether each rank could serve at some time."""
+        """Whether each rank could serve at some time."""
         return len(self._were_ready) == self._world
 
     def left(self, rank: Rank) -> None:
-        """The rank's process ended, and is not to be started again."""
+        """Note that the rank's process ended and is not to be restarted."""
         self._ended[rank] = self._incarnations[rank]
         self._running.discard(rank)
         self._ready_at.pop(rank, None)
 
     def exited(self, rank: Rank, now_s: float) -> float:
-        """The rank's process ended; return for how many seconds its next start waits."""
+        """Note that the rank's process ended; return the delay of its restart in seconds."""
         ready_at = self._ready_at.get(rank)
         self.left(rank)
         was_steady = ready_at is not None and now_s - ready_at > STEADY_S
@@ -106,10 +105,10 @@ class Restarts:
         return due_s - now_s
 
     def renew(self, ranks: tuple[Rank, ...], now_s: float) -> tuple[Rank, ...]:
-        """Return the ranks to be ended, as someone asked for it: these, and all of their blocks.
+        """Return the ranks to end for a requested restart: these and all of their blocks.
 
-        A coordinator that has just started knows only those that it has heard. They start together
-        when all have ended.
+        A coordinator that has just started knows only the ranks that have reported. They start
+        together when all have ended.
         """
         ranks = tuple(sorted({each for rank in ranks for each in self._aligned(rank)}))
         for rank in ranks:
@@ -126,11 +125,11 @@ class Restarts:
         return tuple(map(Rank, range(first, first + self._block)))
 
     def fall_with(self, rank: Rank) -> list[Rank]:
-        """Return the ranks that run, but cannot serve without this one, which has ended."""
+        """Return the running ranks that cannot serve without this one, which has ended."""
         return [each for each in self._block_of(rank) if each in self._running]
 
     def forgive(self) -> None:
-        """All ranks are started again because someone asked for it: no end counts any more."""
+        """Forget all failures: a restart of all ranks was requested."""
         self._failures.clear()
         self._due.clear()
         self._renewed.clear()
@@ -143,7 +142,7 @@ class Restarts:
         return [each for each in peers if each != rank and each not in self._ready_at]
 
     def take_due(self, now_s: float) -> list[Rank]:
-        """Return the ranks to be started now: if any is due, all that are due soon."""
+        """Return the ranks to start now: if any is due, all that are due soon."""
         due_s = self.next_due_s()
         if due_s is None or now_s < due_s:
             return []
@@ -151,13 +150,13 @@ class Restarts:
         return sorted(rank for rank, at_s in self._startable().items() if soon_s >= at_s)
 
     def next_due_s(self) -> float | None:
-        """Return when `take_due` has something to say; None if nothing waits."""
+        """Return when `take_due` next returns ranks; None if nothing waits."""
         if self._shares_memory and not self._is_prepared:
             return max(self._due.values()) if len(self._due) == self._world else None
         return min(self._startable().values(), default=None)
 
     def _startable(self) -> dict[Rank, float]:
-        """When ranks are due whose blocks have ended."""
+        """Return the due times of ranks whose blocks have ended."""
         return {
             rank: at_s
             for rank, at_s in self._due.items()
@@ -169,5 +168,5 @@ class Restarts:
         return tuple(sorted(self._incarnations.items()))
 
     def ended(self) -> tuple[tuple[Rank, int], ...]:
-        """Return the newest process of each rank that ended, as (rank, incarnation)."""
+        """Return the newest ended process of each rank, as (rank, incarnation)."""
         return tuple(sorted(self._ended.items()))

@@ -1,9 +1,9 @@
-"""Calls the main loop out of a group that has lost a member, and ends this process if it is stuck.
+"""Aborts the main loop's formation when it has lost a member, and kills a stuck process.
 
-On CPU a collective with a dead peer raises once it is marked. On CUDA it would never end: its
-kernels are let through, so that what they compute means nothing, and the mark is there before. If
-they do not come to their end even so, no thread can stop them, and the process is worth nothing,
-since its group is dissolved; its tasks go on elsewhere from what was delivered, when it has ended.
+On CPU a collective with a dead peer raises once the formation is marked. On CUDA it would never
+end, so its kernels are unblocked; their results are invalid, and the mark is set before. If they
+still do not end, no thread can stop them. The process is then useless, since its group is
+dissolved, and is killed; its tasks resume elsewhere after the last delivered token.
 """
 
 import faulthandler
@@ -27,10 +27,10 @@ POLL_S = 0.1
 
 
 class Progress:
-    """Whether something goes on, by a number that grows: the passes of a main loop, or beats.
+    """Detects progress by a number that grows: the passes of a main loop, or heartbeats.
 
-    Time counts only where the one who looks went on itself: a process that was stopped as a whole
-    does not find that it is stuck.
+    Time counts only while the observer itself runs, so a process that was stopped as a whole does
+    not find itself stuck.
     """
 
     def __init__(self, passes: Callable[[], int], limit_s: float, poll_s: float = POLL_S) -> None:
@@ -42,7 +42,7 @@ class Progress:
         self._looked_at_s: float | None = None
 
     def is_stuck(self, now_s: float) -> bool:
-        """Say whether no pass has begun for longer than the limit; asked every `poll_s`."""
+        """Return whether nothing has moved for longer than the limit; call it every `poll_s`."""
         before, self._looked_at_s = self._looked_at_s, now_s
         seen, self._seen = self._seen, self._passes()
         if seen != self._seen or before is None:
@@ -53,22 +53,22 @@ class Progress:
 
 
 class Communicators(Protocol):
-    """The part of a rank's communicators that is used here."""
+    """What the watchdog needs from a rank's communicators."""
 
     def abort(self, ranks: tuple[Rank, ...], formation: int) -> None:
         """Mark a formation as aborted."""
 
     def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
-        """Let this rank out of its collectives, as long as that is wanted."""
+        """Abort this rank's collectives of the group, as long as that is wanted."""
 
 
 def call_out(
     binding: Binding, loss: PeerFailure, communicators: Communicators, now_s: float
 ) -> None:
-    """Abort a formation that lacks a member, and let this rank out of it if it has to be.
+    """Abort a formation that lacks a member, and unblock this rank from it if need be.
 
-    Not if it has left the group, and only its last step is under way: tasks may have moved on with
-    what that computes, so it counts or this process ends.
+    A detached step is never unblocked: tasks may have migrated with its results, so it completes or
+    this process ends.
     """
     ranks = binding.group.ranks
     communicators.abort(ranks, binding.formation)
@@ -76,7 +76,7 @@ def call_out(
         return
     try:
         communicators.unblock(ranks, lambda: loss.bereaved() == binding)
-    except Exception:  # The last resort must not end with the thread that takes it.
+    except Exception:  # The last resort must not end with its thread.
         log.exception("not_let_out", group=binding.group.name)
 
 
@@ -86,9 +86,9 @@ def watch(
     abort: Callable[[Binding, float], None],
     beat: Callable[[], None],
 ) -> None:
-    """Start a thread that aborts formations which lack a member, and kills a stuck process.
+    """Start a thread that aborts formations that lack a member and kills a stuck process.
 
-    It calls `beat` each time that it looks.
+    It calls `beat` on every poll.
     """
 
     def run() -> None:
@@ -105,7 +105,7 @@ def watch(
                 break
             time.sleep(POLL_S)
         log.warning("rank_stuck", reason=reason)
-        # Where it is stuck; the signal leaves no other trace.
+        # Dump where it is stuck; the signal leaves no other trace.
         faulthandler.dump_traceback(sys.__stderr__ or 2)
         os.kill(os.getpid(), signal.SIGKILL)
 

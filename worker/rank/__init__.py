@@ -1,1 +1,1 @@
-"""A rank's loop: obey directives, run steps, move tasks and KV at a switch."""
+"""A rank's loop: obeys directives, runs steps, migrates tasks and KV at a switch."""

@@ -1,10 +1,9 @@
-"""A step that is planned and sent before a group is left for a move, and computed a little later.
+"""The deferred step: sent before the group leaves for a migration, computed a little later.
 
-On CUDA a group is left with its last step under way, and what a switch needs is prepared beside it.
-On CPU nothing is computed while the host does something else, so everything that a move is planned
-from came behind the last step, and streams waited for it and for the first new step in one piece.
-A held step comes between: the group is left, the move is told and planned, and only then its tokens
-are computed. So one pause of a stream becomes two shorter ones.
+On CUDA a rank leaves its group with the last step in flight and prepares the switch meanwhile. On
+CPU the host cannot compute and prepare at once. Streams would pause for the last old step, the
+planning and the first new step in one go. Deferring the last step until the manifest is published
+and the migration is planned splits that into two shorter pauses.
 """
 
 import time
@@ -14,34 +13,34 @@ from typing import Any
 from comm_pool.layout import Group
 
 HOLD_LIMIT_S = 0.01
-"""How long a step may wait to be computed: for others that leave, and for the plan of the move."""
+"""Maximum delay of a deferred step, for peers to leave and for the migration to be planned."""
 
 
 class DeferredStep:
-    """What waits for its computation; looks like vLLM's asynchronous output on CUDA."""
+    """A planned step, not yet computed; has the interface of vLLM's asynchronous output on CUDA."""
 
     def __init__(self, compute: Callable[[], Any], group: Group) -> None:
-        """`group` is who computes it."""
+        """`group` computes the step."""
         self.group = group
         self._compute = compute
         self._is_over = False
         self._held_s = time.monotonic()
         self.began_ns = 0
-        """When it was begun to be computed, on the host's monotonic clock."""
+        """When its computation began, on the host's monotonic clock; 0 before that."""
         self.copy_event = self
-        """vLLM's output has an event; both can be asked whether tokens are there."""
+        """vLLM's output has an event; callers may query either for whether the tokens are there."""
 
     def query(self) -> bool:
-        """Whether nothing is left to compute; any thread may ask."""
+        """Return whether nothing is left to compute; any thread may call this."""
         return self._is_over
 
     @property
     def is_late(self) -> bool:
-        """Whether its tokens should not wait any longer."""
+        """Whether the step has waited longer than `HOLD_LIMIT_S`."""
         return time.monotonic() - self._held_s > HOLD_LIMIT_S
 
     def get_output(self) -> Any:
-        """Compute it; once. It is over even if that raises."""
+        """Compute the step; call once. The step is over even if this raises."""
         self.began_ns = time.monotonic_ns()
         try:
             return self._compute()

@@ -1,8 +1,8 @@
-"""When a leader leaves its group for a move: together with those that it will be in a group with.
+"""Aligns when leaders leave their groups for a migration.
 
-Tasks of the group that is left first wait for the last one. A leader whose step ends long before
-those of the others computes one more meanwhile, so that ends lie within half a step of each other.
-What others expect stands on their boards. Used by the rank's main loop alone.
+Tasks of the group that leaves first wait for the last group. So a leader whose step ends long
+before those of its future peers computes one more step meanwhile. Step ends then lie within half a
+step of each other. Mailboxes hold the ends that peers expect. Used by the rank's main loop alone.
 """
 
 import time
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from worker.rank.runtime import GroupRuntime
 
 STEPS_MAX = 3
-"""Steps that are computed after a rank was asked to leave: what others expect may be wrong."""
+"""Maximum extra steps after a rank was asked to leave: the ends that peers expect may be wrong."""
 
 
 def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int]) -> bool:
-    """Say whether one more step would end nearer to the last of the others than the present one.
+    """Return whether one more step would end closer to the latest peer's end than the current one.
 
-    `step_ns` is what a step usually takes; where that is not known (0) there is no telling.
+    `step_ns` is the usual duration of a step; 0 means unknown, and then the answer is no.
     """
     behind_ns = max(other_ends_ns, default=0) - own_end_ns
     return step_ns > 0 and behind_ns > step_ns / 2
 
 
 def _end(mailbox: RankMailbox, epoch: int) -> int:
-    """When the last step of a board's owner is expected to end; 0 if it is known to be over."""
+    """Return when the mailbox owner's last step is expected to end; 0 if it is known to be over."""
     is_over = mailbox.epoch == epoch and mailbox.is_settled
     return 0 if is_over else mailbox.ends_ns
 
 
 class Departure:
-    """Puts off leaving by a few steps at most."""
+    """Delays leaving by at most `STEPS_MAX` steps."""
 
     def __init__(self, runtime: "GroupRuntime", rank: Rank) -> None:
         self._runtime = runtime
@@ -47,7 +47,7 @@ class Departure:
         self._held_in = 0
 
     def is_put_off(self, move: Move | None) -> bool:
-        """Whether another step comes before this move."""
+        """Return whether the rank runs another step before this action; counts that step."""
         if not isinstance(move, Leave) or not move.is_leader or move.group_lost:
             return False
         epoch = move.directive.stage.epoch
@@ -68,7 +68,7 @@ class Departure:
         return worth
 
     def is_held_for(self, move: Leave) -> bool:
-        """Whether a last step is to be planned before this move, and held; once for each epoch."""
+        """Return whether to plan and defer a last step before this action; once per epoch."""
         engine, steps = self._runtime.engine, self._runtime.steps
         epoch = move.directive.stage.epoch
         is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
@@ -84,7 +84,7 @@ class Departure:
 
     @property
     def _decodes_only(self) -> bool:
-        """A prompt would take longer than what is waited for."""
+        """Whether only decodes would run: a prompt would outlast the wait that it fills."""
         mode = self._runtime.selected
         if mode is None or mode.scheduler is None:
             return False

@@ -1,11 +1,10 @@
-"""What a rank does when the group that it is in has lost a member: it gets out, alive.
+"""What a rank does when its group has lost a member: it aborts the formation and stays alive.
 
-The step that was under way does not count. A leader gives its tasks back at once, with the tokens
-that were delivered, and plans no further step; a follower follows none. Both wait for the directive
-that forms the group anew without whoever was lost: they have all weights, so they serve on alone.
-
-A rank whose step finds no room on its device does the same, also if it is alone: it calls the
-others out, tells of it in its reports, and is left out for a while as the process that it is.
+The in-flight step does not count. A leader returns its tasks at once, with the tokens already
+delivered, and plans no further step; a follower executes none. Both then wait for the directive
+that forms groups without the lost rank. A rank whose step runs out of device memory does the same,
+even when alone: it aborts the formation for its peers and reports it, and the coordinator ejects
+the rank for a while.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ log = structlog.get_logger()
 
 
 class FormationAbort:
-    """Whether the joined formation was aborted, and what follows from it; the main loop's."""
+    """Detects that the joined formation was aborted, and acts on it; for the main loop only."""
 
     def __init__(self, participant: SwitchParticipant, runtime: GroupRuntime) -> None:
         self._participant = participant
@@ -38,10 +37,10 @@ class FormationAbort:
 
     @property
     def oom_formation(self) -> int:
-        """The formation in which a step found no room, until the rank serves in another.
+        """The formation in which a step ran out of memory, until the rank serves in a later one.
 
-        A rank may leave and join within one pass, and the others still wait in that step. It serves
-        only when the coordinator has heard that it has joined, and has heard this with it.
+        A rank may leave and join within one pass while its peers still wait in that step. It serves
+        only after the coordinator has received the report of its join, which carries this value.
         """
         participant = self._participant
         has_gone_on = (
@@ -51,17 +50,17 @@ class FormationAbort:
 
     @property
     def has_news(self) -> bool:
-        """Whether `oom_formation` is something else than what was told last."""
+        """Whether `oom_formation` has changed since it was last reported."""
         return self.oom_formation != self._told
 
     def tell(self) -> int:
-        """Return `oom_formation`, for a report that is sent."""
+        """Return `oom_formation` for a report, and note that it was reported."""
         self._told = self.oom_formation
         return self._told
 
     @property
     def is_joined(self) -> bool:
-        """The rank is joined to a formation that was aborted: no step of it counts any more."""
+        """Whether the rank is joined to an aborted formation: no step of it counts any more."""
         binding = self._participant.binding
         if binding is None:
             return False
@@ -69,7 +68,7 @@ class FormationAbort:
         return is_aborted or binding.formation == self._no_room
 
     def is_noticed(self) -> bool:
-        """Look whether `is_joined`; a follower need not hear from its leader then."""
+        """Return `is_joined`; if true, a follower no longer needs its leader's leave message."""
         binding = self._participant.binding
         if binding is None or not self.is_joined:
             return False
@@ -77,9 +76,9 @@ class FormationAbort:
         return True
 
     def guarded(self, step: Callable[[], T]) -> T | None:
-        """Take part in a step; None if the formation turned out to be lost meanwhile.
+        """Run a part of a step; return None if that aborted the joined formation.
 
-        Of a formation that was left before, it still raises.
+        Raises `PeerLostError` if the error belongs to an earlier formation.
         """
         try:
             return step()
@@ -101,7 +100,7 @@ class FormationAbort:
         return None
 
     def _give_up(self, binding: Binding) -> None:
-        # Its mark is for all of them, who may not have heard of the loss.
+        # The mark is for all members: they may not know of the loss.
         self._communicators.abort(binding.group.ranks, binding.formation)
         self._forget_steps(binding)
         if self._participant.is_leader:
@@ -111,14 +110,14 @@ class FormationAbort:
             self._runtime.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
 
     def judged(self, move: Move | None) -> Move | None:
-        """Leaving an aborted formation is leaving a lost one, whatever the directive knows."""
+        """Set `group_lost` on leaving an aborted formation, whatever the directive says."""
         if isinstance(move, Leave) and self.is_joined:
             self._forget_steps(move.binding)
             return replace(move, group_lost=True)
         return move
 
     def _forget_steps(self, binding: Binding) -> None:
-        """What the runner knows of the group's tasks is that of a step which never ended."""
+        """Drop the runner's state of the group's tasks: it stems from a step that never ended."""
         self._runtime.steps.drop(binding.formation)
         mode = self._runtime.mode_of(binding.group)
         mode.runner.forget_tasks()

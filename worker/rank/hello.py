@@ -1,4 +1,4 @@
-"""What a rank says first in a session: who it is, what it has prepared, which tasks it holds."""
+"""The first message of a rank's session: its identity, its prepared modes and its tasks."""
 
 import os
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def hello_of(
     participant: SwitchParticipant,
     deferred: Sequence[Drop | GiveBack] = (),
 ) -> RankHello:
-    """Describe a rank as it is now; what it has been told to drop is as good as gone."""
+    """Describe the rank's current state; tasks with a pending `Drop` are omitted."""
     drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
@@ -57,7 +57,7 @@ def hello_of(
 
 
 def is_paused(led: LedTask, runtime: GroupRuntime, participant: SwitchParticipant) -> bool:
-    """Say whether a task waits for its group to be formed again: neither served nor moved."""
+    """Return whether a task waits for its group to form again: neither served nor migrating."""
     ranks = led.group.ranks
     is_bound = participant.binding is not None and ranks == participant.binding.group.ranks
     return not is_bound and ranks != runtime.migration.ranks

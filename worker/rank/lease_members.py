@@ -1,7 +1,8 @@
-"""Which processes share each lease of this rank, and what directives say of its leases.
+"""Which processes share each lease of this rank, and how directives change its leases.
 
-A lease in which a lost process had a share is worth nothing, and its pages are to be freed, whoever
-remembers the loss: the coordinator may have started anew since. Used by the rank's main loop.
+A lease is worthless once a process that had a share of it is lost, so the rank frees its pages. The
+rank remembers the processes itself, because the coordinator may have restarted since. Used by the
+rank's main loop.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,19 +17,19 @@ Ranks = tuple[Rank, ...]
 
 
 class LeaseMembers:
-    """The incarnations that the members of each group had when it was formed last."""
+    """The incarnations of each group's members when the group was last formed."""
 
     def __init__(self) -> None:
         self._members: dict[Ranks, tuple[int | None, ...]] = {}
 
     def formed(self, ranks: Ranks, present: Mapping[Rank, int]) -> None:
-        """The group leases pages, or will, with its members as they are now."""
+        """Record the current members of a group that leases pages or is about to."""
         self._members[ranks] = tuple(present.get(rank) for rank in ranks)
 
     def take_lost(self, present: Mapping[Rank, int], whole: Collection[Ranks]) -> list[Ranks]:
-        """Return, once, the groups that lack a member; of those that are `whole` it is asked later.
+        """Return, once, the groups that lack a member; a later call checks those in `whole`.
 
-        They are the one that is bound, and the one that a move may lead into.
+        `whole` holds the bound group and the group that a migration may lead to.
         """
         lost = [
             ranks
@@ -41,7 +42,7 @@ class LeaseMembers:
 
 
 class LeaseUpdates:
-    """Frees pages as directives say; what it must not touch yet it is told of again later."""
+    """Frees pages as directives demand; what it must not touch yet it defers until an action."""
 
     def __init__(self, runtime: GroupRuntime, participant: SwitchParticipant) -> None:
         self._runtime = runtime
@@ -49,21 +50,22 @@ class LeaseUpdates:
         self._sharers = LeaseMembers()
 
     def formed(self, ranks: Ranks, directive: Directive) -> None:
-        """The group leases pages, or will, with its members as this directive tells them."""
+        """Record the members, as in this directive, of a group that leases pages or is about to."""
         self._sharers.formed(ranks, dict(directive.members))
 
     def made(self, move: Move) -> None:
-        """Hear again what was not to be touched until this move was made.
+        """Apply again what a directive could not free before this action completed.
 
-        Now, as the next move may form the group anew: whatever is kept counts as of that formation.
+        It must be now: the next action may form the group anew, and all that is retained would then
+        count as part of that formation.
         """
         if isinstance(move, Leave) or (isinstance(move, Resolve) and not move.is_joined):
             self.hear(move.directive)
 
     def hear(self, directive: Directive) -> bool:
-        """Free what the directive says is not needed, or is worthless; True if anything was."""
+        """Free pages that the directive calls unneeded or worthless; return whether any were."""
         runtime, participant = self._runtime, self._participant
-        # Other groups than those that this rank is in have no lease here.
+        # A rank holds leases only in groups that contain it.
         changed = runtime.apply_kept(
             [each for each in directive.kept if participant.rank in each.ranks]
         )

@@ -1,4 +1,4 @@
-"""The tasks that this rank leads: whose tokens go where, and how many have gone.
+"""The tasks that this rank leads: where their tokens go, and how many have been sent.
 
 Invariant: `emitted` is the index of the next token of a task's stream, over all attempts. Pure;
 used by the rank's main loop alone.
@@ -13,7 +13,7 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
 
 MOVED = "moved"
-"""Why a task leaves that another leader goes on with."""
+"""The cause given when another leader continues the task."""
 
 
 @dataclass(slots=True)
@@ -25,9 +25,9 @@ class LedTask:
     group: Group
     emitted: int
     payload: bytes = b""
-    """What the gateway sent, for whoever goes on with the task."""
+    """The gateway's request, for the next leader of the task."""
     waited_ms: int = 0
-    """How long it was in the pool before it was placed here."""
+    """How long the task waited in the pool before it was placed here."""
 
 
 class LedTasks:
@@ -43,19 +43,19 @@ class LedTasks:
         return iter(self._tasks.values())
 
     def open(self, led: LedTask) -> None:
-        """Take a task; the tokens that it has were made by earlier attempts."""
+        """Add a task; earlier attempts made the tokens that it has."""
         self._tasks[led.header.task] = led
 
     def get(self, task: TaskId) -> LedTask | None:
-        """The task, or None if it is not led here (any more)."""
+        """Return the task, or None if this rank does not lead it (any more)."""
         return self._tasks.get(task)
 
     def close(self, task: TaskId, _why: str = "") -> LedTask | None:
-        """Forget a task and return it; why is for those who trace tasks."""
+        """Forget a task and return it; `_why` is for subclasses that trace tasks."""
         return self._tasks.pop(task, None)
 
     def of_group(self, group: Group) -> list[LedTask]:
-        """The tasks of one group."""
+        """Return the tasks of one group."""
         return [task for task in self._tasks.values() if task.group == group]
 
     def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:

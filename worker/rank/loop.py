@@ -1,7 +1,7 @@
-"""The main loop of a rank: read the inbox, make the seat's moves, run a step, report.
+"""The main loop of a rank: read the inbox, carry out the participant's actions, run a step, report.
 
-One thread owns the seat, the member, the page accounting and the sockets to gateways; the session's
-thread only exchanges messages with it. Safe points are between two passes of this loop.
+One thread owns the participant, the runtime, the page accounting and the sockets to gateways; the
+session's thread only exchanges messages with it. Safe points lie between two passes.
 """
 
 import queue
@@ -51,17 +51,17 @@ from worker.rank.switch_clock import SwitchClock
 log = structlog.get_logger()
 
 GAUGES_S = 0.5
-"""How often what leaks would show in is read: it costs a step a millisecond."""
+"""Interval between readings of the leak gauges: a reading costs a step one millisecond."""
 
 IDLE_WAIT_S = 0.05
-"""Longest wait for the inbox when there is no step to run."""
+"""Maximum wait for the inbox when there is no step to run."""
 
 TRAIL_POLL_S = 0.0003
-"""The same while clients wait for a last step of a group that was left, or for what ranks tell."""
+"""The same while a detached step is in flight or peers' mailboxes are awaited."""
 
 
 class RankLoop:
-    """Runs one incarnation of one rank until it is told to stop."""
+    """Runs one incarnation of one rank until it is stopped."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class RankLoop:
         self._clock = SwitchClock()
         self._probing = QuarantineProbe(engine, after_switch=config.cell.probe_after_switch)
         self._deferred: list[Drop | GiveBack] = []
-        """Task commands that came during a move."""
+        """Task commands received during a migration."""
         self._leases = LeaseUpdates(runtime, participant)
         self._moved_with: Directive | None = None
-        """Which processes took part in the last move."""
-        self.passes = 0  # Grows while the loop goes on, for a watchdog to see.
+        """The directive of the last migration; it names the processes that took part."""
+        self.passes = 0  # Grows while the loop makes progress; a watchdog reads it.
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_s = 0.0
@@ -104,13 +104,13 @@ class RankLoop:
         """Loop until `Stop` arrives or `stop_reason` is set."""
         self._session.start()
         while self.stop_reason is None:
-            self.passes += not self._lost.is_joined  # A rank that cannot leave it is stuck, too.
+            self.passes += not self._lost.is_joined  # Stuck in an aborted formation is stuck, too.
             worked = self._pass()
             self._watch_links()
             self._report_if_due()
             if not worked and self.stop_reason is None:
                 self._wait()
-        self._steps.catch_up()  # The others wait in it.
+        self._steps.catch_up()  # The other members wait in it.
 
     def _pass(self) -> bool:
         self._look_behind()
@@ -122,7 +122,7 @@ class RankLoop:
             self._runtime.tidy()
             return True
         if moved and not isinstance(moved[-1], Serve):
-            self._report_if_due()  # All wait for it; a follower may wait for its leader next.
+            self._report_if_due()  # All ranks wait for it; a follower may block on its leader next.
         if self._participant.is_follower and not self._participant.is_left and not is_lost:
             self._follow()
             return True
@@ -136,7 +136,7 @@ class RankLoop:
     def _wait(self) -> None:
         participant = self._participant
         if participant.serving or (participant.binding is None and not participant.is_moving):
-            # A rank that moves or has joined a group is waited for.
+            # While a rank is migrating or joined to a group, others wait for it.
             self._runtime.tidy()
         wanted = participant.wanted if participant.is_moving else None
         looks_out = self._runtime.migration.prepare(wanted)
@@ -164,7 +164,7 @@ class RankLoop:
                 self._runtime.place(item, self._participant.binding)
                 self._changed |= bool(self._runtime.returned or self._runtime.ended)
             case Drop() | GiveBack() if self._participant.is_moving:
-                self._deferred.append(item)  # What is told of a move must stay true until its end.
+                self._deferred.append(item)  # The published manifest must stay true.
             case Drop() | GiveBack():
                 self._obey(item)
             case HelloWanted():
@@ -183,7 +183,7 @@ class RankLoop:
             self._lost.guarded(lambda: self._runtime.give_back(item.task))
         self._changed = True
 
-    # ------------------------------------------------------------------ moves
+    # ------------------------------------------------------------------ actions
 
     def _make_moves(self) -> list[Move]:
         moved: list[Move] = []
@@ -192,7 +192,7 @@ class RankLoop:
             if move is None or (not self._steps.is_held and self._leaving.is_put_off(move)):
                 break
             if isinstance(move, Leave) and self._holds_a_step(move):
-                continue  # It may turn out that the group is lost.
+                continue  # The step may have shown that the group is lost.
             started = time.perf_counter_ns()
             try:
                 self._carry_out(move)
@@ -208,7 +208,7 @@ class RankLoop:
         return moved
 
     def _holds_a_step(self, move: Leave) -> bool:
-        """Plan a last step before leaving where that may be; returns whether it was."""
+        """Plan and defer a last step before leaving, if allowed; return whether it did."""
         is_held = self._participant.may_step(now_ms()) and self._leaving.is_held_for(move)
         if is_held:
             self._lost.guarded(lambda: self._runtime.hold_step(self._participant.stage.epoch))
@@ -245,12 +245,12 @@ class RankLoop:
     def _leave(self, move: Leave) -> None:
         runtime, binding = self._runtime, move.binding
         if move.is_leader:
-            # Tasks that keep their KV are parked as they will be behind the step under way.
+            # Tasks that keep their KV are parked in their state after the in-flight step.
             if move.group_lost or move.carry not in KEEPING:
                 self._lost.guarded(self._steps.settle)
         else:
             while self._follow(wait_s=0.0):
-                pass  # A leader that is alive may wait in a step that it has sent.
+                pass  # A living leader may be waiting in a step that it has sent.
         self._steps.left(self._participant.joined)
         runtime.unbind()
         if move.is_leader:
@@ -273,7 +273,7 @@ class RankLoop:
         self._leases.made(move)
         match move:
             case Leave(directive=directive) if self._participant.is_moving:
-                # While the report travels, peers find here what they plan the move from.
+                # While the report travels, peers read here what they plan the migration from.
                 self._runtime.migration.tell(directive.stage.epoch)
             case Reshard(directive=directive):
                 self._moved_with = directive
@@ -296,7 +296,8 @@ class RankLoop:
         except (TimeoutError, PeerLostError):
             log.warning("leave_not_sent", group=group.name, reason="its followers do not read")
         if kept is not None:
-            # As they do: the next grant counts what every member has free when it has left.
+            # The followers do the same: the next grant counts each member's free pages after it
+            # left.
             self._runtime.keep_only(group.ranks, kept)
 
     # ------------------------------------------------------------------ steps
@@ -310,7 +311,7 @@ class RankLoop:
         self._changed |= took_us is None or bool(self._runtime.ended)
 
     def _look_behind(self) -> None:
-        """Take what the last step of a group that was left has brought, as soon as it is there."""
+        """Collect results of a detached step and of finished copies, as soon as they are there."""
         self._runtime.look()
         if (copied := self._runtime.migration.take_copied()) is not None:
             self._clock.copied(*copied)

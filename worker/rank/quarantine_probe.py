@@ -1,10 +1,10 @@
-"""A rank's part in the numerical guard: what its groups' probes gave, at start and after switches.
+"""A rank's part in the numerical guard: the results of its groups' probes.
 
-The leader of a group that was just formed runs the probe before its first step, which its followers
-obey like any other, and compares it with what the same mode gave when the ranks started; there,
-every mode is compared with dp. It does so where switches are to be followed by a probe, and the
-first time that a group serves with a process that was started later than the others: that has
-computed alone until then. What follows from it is decided by the coordinator.
+The leader of a newly formed group runs the probe before the group's first step; followers obey it
+like any step. It compares the result with that of the same mode at start-up, where every mode was
+compared with dp. It probes where the configuration asks for it after switches, and when a group
+first serves with a process that was started later, which has computed alone so far. The coordinator
+decides what follows.
 """
 
 import time
@@ -33,24 +33,25 @@ class QuarantineProbe:
         self._after_switch = after_switch
         self._together = dict(engine.spec.together)
         self._proved: dict[Group, list[int | None]] = {}
-        """The processes of a group when it was probed last."""
+        """The processes of a group when it was last probed."""
         self._results: dict[tuple[tuple[Rank, ...], str], Probed] = {}
-        # Of dp; where ranks hold parts of the weights, of tp.
+        # The reference is dp, or tp where ranks hold parts of the weights.
         narrowest = min(engine.probed, key=lambda place: place[0])
         wanted = engine.probed[narrowest][0]
         for (width, step_mode), (values, took_us) in engine.probed.items():
             mode = engine.of_width(width)
-            # Of wide modes who joins others knows what they should give, but has not computed it.
+            # A rank that joins others has reference values of wide modes, but has not computed
+            # them.
             if mode.is_leader and (width == 1 or not engine.spec.joins):
                 self._note(mode, step_mode, 0, error_nats(values, wanted), took_us)
 
     @property
     def results(self) -> tuple[Probed, ...]:
-        """What to tell the coordinator, again and again: it knows what it has seen."""
+        """The results for every report: the coordinator recognizes those it has seen."""
         return tuple(self._results.values())
 
     def formed(self, runtime: GroupRuntime, binding: Binding, directive: Directive) -> None:
-        """Probe a group that this rank leads, if that is wanted or it is new in its members."""
+        """Probe a group that this rank leads, if configured or if its processes are new to it."""
         ranks, present = binding.group.ranks, dict(directive.members)
         processes = [present.get(rank) for rank in ranks]
         known = self._proved.get(binding.group, [self._together.get(rank) for rank in ranks])
@@ -70,7 +71,7 @@ class QuarantineProbe:
             values = self._engine.probe.run(execute, step_mode)
             took_us = (time.perf_counter_ns() - started_ns) // 1000
             if self._engine.communicators.is_aborted(ranks, binding.formation):
-                raise PeerLostError(binding.formation)  # It is no fault of the mode.
+                raise PeerLostError(binding.formation)  # The mode is not at fault.
             wanted, _ = self._engine.probed[mode.key.width, step_mode]
             epoch = directive.stage.epoch
             self._note(mode, step_mode, epoch, error_nats(values, wanted), took_us)

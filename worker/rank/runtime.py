@@ -1,7 +1,7 @@
 """What a rank does with its prepared modes: lease pages, lead or follow steps, park, hand back.
 
-Thin: when to do what is decided by `coordinator.protocol.switch_participant`. All calls come from
-the rank's main loop, at safe points, so nothing here needs a lock.
+`coordinator.protocol.switch_participant` decides when. All calls come from the rank's main loop, at
+safe points, so nothing here needs a lock.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +38,11 @@ from worker.rank.steps import Steps
 log = structlog.get_logger()
 
 VERSIONS_PER_INCARNATION = 1 << 32
-"""Lease versions grow over restarts of a leader: its incarnation is their high part."""
+"""Lease versions grow across restarts of a leader: its incarnation is their high part."""
 
 
 class GroupRuntime:
-    """This rank's part in the groups it belongs to, one of which is selected at a time."""
+    """This rank's role in the groups it belongs to; at most one of them is selected."""
 
     def __init__(self, engine: RankEngine, incarnation: int, publisher: TokenPublisher) -> None:
         self.engine = engine
@@ -56,7 +56,7 @@ class GroupRuntime:
         self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Lease indices that hold moved tasks of a group, until it begins."""
+        """Lease indices that hold migrated tasks of a group, until the group begins."""
         self._collector = GcPause()
         self.migration = Migration(self, engine.mailboxes, engine.spec.rank)
         self._mode: PreparedMode | None = None
@@ -70,7 +70,7 @@ class GroupRuntime:
         return self._mode
 
     def mode_of(self, group: Group) -> PreparedMode:
-        """What is prepared for a group of this rank."""
+        """Return the mode prepared for a group of this rank."""
         return self.engine.of_width(group.width)
 
     def _led(self, group: Group) -> ModeScheduler:
@@ -80,34 +80,34 @@ class GroupRuntime:
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
-        self.steps.catch_up()  # What is held belongs to what is selected until now.
+        self.steps.catch_up()  # A deferred step belongs to the mode selected so far.
         self._mode = self.engine.select(binding.group.width, binding.formation)
         self._binding = binding
         self._formed[binding.group.ranks] = binding.formation
         self.migration.joined()
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
-        """A move has leased these indices to a group that is to be joined."""
+        """Note that a migration has leased these indices to a group about to be joined."""
         ranks = binding.group.ranks
         self._formed[ranks] = binding.formation
         self._moved_in[ranks] = tuple(indices.tolist())
         self._applied_kept[ranks] = (binding.formation, -1)
 
     def not_joined(self) -> None:
-        """What was prepared for a group is not joined now: its leader says what is kept of it."""
+        """Drop what was prepared for a group that is not joined now; its leader retains pages."""
         self._moved_in.clear()
 
     def unbind(self) -> None:
-        """Belong to no group; a step of the one that is left may be under way."""
+        """Leave the group; its last step may become a detached step."""
         self._collector.pause()
         self.not_joined()
         self._mode = None
         self._binding = None
 
     def serve(self, binding: Binding, kept: tuple[int, ...], grant_pages: int) -> None:
-        """Tell the followers of the joined group that it serves, and let it.
+        """Make the joined group serve: notify its followers, then begin here.
 
-        Of what is `kept` by the coordinator's word a move may have given up more meanwhile.
+        A migration may have given up some of the indices that the coordinator lists in `kept`.
         """
         held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
         kept = tuple(index for index in kept if index in held)
@@ -120,11 +120,11 @@ class GroupRuntime:
     def begin(
         self, grant_pages: int, kept: tuple[int, ...], version: int, *, meets: bool = False
     ) -> None:
-        """Lease pages for the joined group (dp: own them) and let its scheduler use them."""
+        """Lease pages for the joined group (dp: own them) and grant them to its scheduler."""
         mode, group = self._joined()
         self.migration.arrive(mode, meets=meets)
         if self.steps.has_inflight and not self.steps.trails:
-            self.steps.settle()  # It was left and is joined again, all within one step.
+            self.steps.settle()  # The group was left and joined again within one step.
         pool = self.engine.pages
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
@@ -143,22 +143,23 @@ class GroupRuntime:
             mode.scheduler.grant(indices)
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
-        """See `tell`, of the joined group."""
+        """Send a message to the followers of the joined group; see `tell`."""
         self.tell(self._joined()[1], message, wait_s=wait_s)
 
     def tell(self, group: Group, message: QueueMessage, *, wait_s: float) -> None:
-        """Tell the followers of any group that this rank leads; raises as `send` does."""
+        """Send a message to the followers of any group that this rank leads; raises as `send`."""
         if group.width > 1:
             pool = self.engine.communicators
             queue = pool.of(group.ranks).group.mq_broadcaster
             send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
 
     def apply_kept(self, leases: Iterable[LeaseRetention]) -> bool:
-        """Free the pages of unbound groups that their leaders no longer need; True if any were."""
+        """Free pages of unbound groups that their leaders do not need; return whether any were."""
         changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
         for lease in leases:
             order = (lease.formation, lease.version)
-            # It says nothing of pages leased since; and what was told of a move has to stay true.
+            # An old retention does not cover pages leased since; a published manifest must stay
+            # true.
             is_old = self._applied_kept.get(lease.ranks, (-1, -1)) >= order
             if is_old or lease.ranks in (bound, self.migration.told_ranks, self.migration.goal):
                 continue
@@ -167,7 +168,7 @@ class GroupRuntime:
         return changed
 
     def keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
-        """Free all other pages of a group's lease; True if there were any."""
+        """Free all other pages of a group's lease; return whether there were any."""
         pool = self.engine.pages
         leased = pool.lease_indices(ranks)
         dropped = without(leased, np.array(kept, dtype=np.int64))
@@ -177,7 +178,7 @@ class GroupRuntime:
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
-            # A member's share of these pages is lost: the coordinator says so, and it is right.
+            # The coordinator is right: a member's share of these pages is lost.
             group = Group(mode.communicator.ranks, mode.key.mode)
             self.give_up(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
@@ -185,7 +186,7 @@ class GroupRuntime:
         return True
 
     def page_report(self) -> PageReport:
-        """Where this rank's pages are."""
+        """Return this rank's page counts."""
         now = self.engine.pages.counts()
         return PageReport(now.total, now.free, now.owned, sum(now.leased.values()))
 
@@ -196,18 +197,18 @@ class GroupRuntime:
     # ------------------------------------------------------------------ tasks
 
     def place(self, place: Place, binding: Binding | None) -> None:
-        """Take a task, or return it if its group is not the one that this rank leads now."""
+        """Accept a task, or return it if this rank does not lead its group now."""
         header = place.header
         if binding != place.binding or self._mode is None or self._mode.scheduler is None:
             self._give_back(header.task, place.attempt, place.generated_tokens, ReturnCause.STALE)
             return
         if self.book.get(header.task) is not None:
-            return  # A repetition.
+            return  # A repeated message.
         generated = list(place.generated_tokens)
         try:
             self._mode.scheduler.add_task(self.intake.request(place.payload), generated)
-        except Exception:  # Whatever vLLM finds wrong is this task's failure alone.
-            # Its words may quote the request: they are neither logged nor passed on.
+        except Exception:  # Any error of vLLM fails this task alone.
+            # The error may quote the request: it is neither logged nor passed on.
             log.exception("task_refused", task=header.task)
             ended = TaskEnded(header.task, place.attempt, EndCause.FAILED, len(generated))
             self.ended.append(ended)
@@ -216,7 +217,7 @@ class GroupRuntime:
         self.book.open(LedTask(*what, place.waited_ms))
 
     def drop(self, task: TaskId, attempt: int) -> None:
-        """Free everything of a task, if it is this attempt or an older one."""
+        """Free everything of a task, if it is at this attempt or an older one."""
         self.steps.settle()
         led = self.book.get(task)
         if led is not None and led.attempt <= attempt:
@@ -226,7 +227,7 @@ class GroupRuntime:
             self.ended.append(TaskEnded(task, led.attempt, EndCause.CANCELLED, led.emitted))
 
     def give_back(self, task: TaskId) -> None:
-        """Free a task's KV and return it to the pool."""
+        """Free a task's KV and return the task to the pool."""
         self.steps.settle()
         led = self.book.get(task)
         if led is not None:
@@ -235,11 +236,11 @@ class GroupRuntime:
     def park(self, group: Group, carry: Carry, *, group_lost: bool) -> None:
         """Apply the carry plan to the tasks of a group that this rank leads, then withdraw pages.
 
-        With `reshard` the running tasks wait where they are for the move.
+        With `reshard` the running tasks and their pages stay for the migration.
         """
         scheduler = self._led(group)
         if carry is Carry.RESHARD and not group_lost:
-            # Pages stay as they are, and with them what is cached in free ones.
+            # Pages stay as they are, including prefixes cached in free ones.
             self.give_up(group, scheduler.not_holding(), ReturnCause.NOT_STARTED, keeps_pages=True)
             self.give_up(group, scheduler.not_movable(), ReturnCause.RECOMPUTE, keeps_pages=True)
             return
@@ -249,25 +250,25 @@ class GroupRuntime:
         self.withdraw(group)
 
     def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
-        """Forget tasks that another leader goes on with."""
+        """Forget tasks that another leader continues."""
         self._led(group).leave_to_others(tasks)
         for name in tasks:
             self.book.close(TaskId(name), MOVED)
 
     def look(self) -> None:
-        """Take what has come by itself: tokens of a step that trails, the end of a long pause."""
+        """Collect what has finished by itself: tokens of a detached step, the end of a GC pause."""
         self.migration.look()
         self._collector.look()
 
     def tidy(self) -> None:
-        """Do what a switch has put off."""
+        """Do the work that a switch has put off."""
         self._collector.resume()
         for mode in self.engine.modes.values():
             if mode.scheduler is not None:
                 mode.scheduler.tidy()
 
     def withdraw(self, group: Group) -> None:
-        """Let go of the pages of a parked group that no task holds; a wide group tells which."""
+        """Release pages of a parked group that no task holds; a wide group publishes the rest."""
         held, pool = self._led(group).withdraw(), self.engine.pages
         if group.mode is Mode.DP:
             pool.return_own(without(pool.own_pages(), held))
@@ -280,7 +281,7 @@ class GroupRuntime:
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = False
     ) -> None:
-        """Return tasks to the pool, with the tokens they have; a parked group gives up pages."""
+        """Return tasks to the pool with their tokens; a parked group then releases pages."""
         returned = self._led(group).take_back(tasks)
         for name, generated in returned.items():
             led = self.book.close(TaskId(name), cause)
@@ -290,7 +291,7 @@ class GroupRuntime:
             self._withdraw_if_parked(group)
 
     def freed(self, group: Group) -> None:
-        """Tasks of a group that was left have ended behind its back."""
+        """Release the pages of tasks that ended after their group was left."""
         if self.migration.ranks != group.ranks:
             self._withdraw_if_parked(group)
 
@@ -307,7 +308,7 @@ class GroupRuntime:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether the led group has tasks to go on with."""
+        """Whether the led group has unfinished tasks."""
         scheduler = self._mode.scheduler if self._mode is not None else None
         return scheduler is not None and not scheduler.idle
 
@@ -319,15 +320,15 @@ class GroupRuntime:
         return has_inflight or bool(scheduler and scheduler.has_requests())
 
     def hold_step(self, epoch: int) -> None:
-        """Plan the last step of the led group, for all to hold it; see `Steps.hold`."""
+        """Plan the last step of the led group and let all members defer it; see `Steps.hold`."""
         mode, _ = self._joined()
         assert self._binding is not None
         self.steps.hold(mode, self._binding, epoch)
 
     def lose_last_step(self, group: Group) -> None:
-        """The last step of a group that was left will never be over: it lacks a member.
+        """Give up the detached step, which a lost member will never finish.
 
-        What was told of its tasks is not true, and they are computed again.
+        The published state of its tasks is stale, so the tasks are recomputed.
         """
         mode = self.mode_of(group)
         mode.runner.forget_tasks()
@@ -343,7 +344,7 @@ class GroupRuntime:
         return self.steps.lead(mode, self._binding, epoch)
 
     def follow(self, binding: Binding, *, wait_s: float = FOLLOWER_POLL_S) -> QueueMessage | None:
-        """Read one message of the joined group and obey it; leave messages are the caller's."""
+        """Read one message of the joined group and obey it; the caller handles leave messages."""
         mode, _ = self._joined()
         message = receive(mode.communicator.group.mq_broadcaster, wait_s)
         if message is None and self.steps.is_late:
@@ -359,12 +360,12 @@ class GroupRuntime:
                 self.steps.follow(mode, message, binding)
             case LeaveGroup(kept=kept):
                 if kept is not None:
-                    # The coordinator tells it too, but later.
+                    # The coordinator sends it too, but later.
                     self.keep_only(binding.group.ranks, kept)
         return message
 
     def drain_queues(self) -> list[int]:
-        """While parked: empty all queues; returns the formations of leave messages."""
+        """Empty all queues while parked; return the formations of the leave messages."""
         left: list[int] = []
         for communicator in self.engine.communicators:
             if communicator.width == 1 or communicator.rank_in_group == 0:

@@ -1,4 +1,4 @@
-"""What a migration asks of the runtime of this rank's groups."""
+"""What a migration needs from the runtime of this rank's groups."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,10 +20,10 @@ class Runtime(StepOwner, Protocol):
     steps: Steps
 
     def mode_of(self, group: Group) -> PreparedMode:
-        """Return what is prepared for a group of this rank."""
+        """Return the mode prepared for a group of this rank."""
 
     def prepared(self, binding: Binding, indices: npt.NDArray[np.int64]) -> None:
-        """Note that a migration has leased these indices to a group that is to be joined."""
+        """Note that a migration has leased these indices to a group about to be joined."""
 
     def not_joined(self) -> None:
         """Drop what was prepared for a group that is not joined now."""
@@ -31,10 +31,10 @@ class Runtime(StepOwner, Protocol):
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = ...
     ) -> None:
-        """Return tasks to the pool, with the tokens they have."""
+        """Return tasks to the pool with their tokens."""
 
     def hand_over(self, group: Group, tasks: Sequence[str]) -> None:
-        """Forget tasks that another leader goes on with."""
+        """Forget tasks that another leader continues."""
 
     def withdraw(self, group: Group) -> None:
-        """Let go of the pages of a parked group that no task holds."""
+        """Release the pages of a parked group that no task holds."""

@@ -1,8 +1,8 @@
-"""What a leader tells of the steps it served: sums for a fit of their times. Pure.
+"""Sums over the steps that a leader served, for a fit of their times. Pure.
 
-A step lasts from its launch, or from the end of the one before if that came later, to its end. One
-that takes several times what steps of its size usually take met something else, such as a page
-fault or a compile, and is left out.
+A step lasts from its launch, or from the end of the step before it if that is later, to its end. A
+step that takes several times the median of its size is left out: it met something else, such as a
+page fault or a compile.
 """
 
 from dataclasses import dataclass
@@ -12,42 +12,42 @@ from comm_pool.layout import Mode
 from coordinator.protocol.messages.steps import ServedSteps, StepSums
 
 OUTLIER = 3.0
-"""Steps that take so many times the median of their size are left out."""
+"""Steps that take at least this multiple of their size's median are left out."""
 
 ADAPTATION = 1.05
-"""By what factor one step moves the median that is kept of its size."""
+"""Factor by which one step moves its size's median."""
 
 KNOWN_FROM = 8
-"""Steps of a size after which its median is believed, and outliers in a row from which they are."""
+"""Steps of a size before its median is trusted; also the outliers in a row that end filtering."""
 
 TOKENS_UNIT, CONTEXT_UNIT = 1e3, 1e6
 
 
 class Planned(Protocol):
-    """What is asked of a step's plan."""
+    """What the log needs from a step's plan."""
 
     mode: Mode
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed in it."""
+        """Tokens that the step computes."""
 
     @property
     def context(self) -> int:
-        """Tokens before those, whose KV is read."""
+        """Tokens before those, whose KV the step reads."""
 
 
 @dataclass(slots=True)
 class _Median:
-    """A median that follows its values."""
+    """A running median that adapts to new values."""
 
     seconds: float
     count: int = 0
     odd: int = 0
-    """Outliers in a row: many are none, the rank has become slow."""
+    """Outliers in a row; many mean that the rank has become slow, so they are no outliers."""
 
     def takes(self, seconds: float) -> bool:
-        """Move towards a value; say whether it belongs to the others."""
+        """Move the median towards a value; return whether the value is no outlier."""
         self.count += 1
         self.seconds *= ADAPTATION if seconds > self.seconds else 1 / ADAPTATION
         self.odd = self.odd + 1 if seconds >= OUTLIER * self.seconds else 0
@@ -55,12 +55,12 @@ class _Median:
 
 
 def _size_of(plan: Planned, width: int) -> tuple[Mode, int, int]:
-    """Steps that take about equally long."""
+    """Return the class of steps that take about equally long."""
     return plan.mode, width, plan.tokens.bit_length()
 
 
 class StepLog:
-    """Sums by mode and width since they were taken last."""
+    """Sums by mode and width since the last `take`."""
 
     __slots__ = ("_last_end_ns", "_medians", "_sums")
 
@@ -70,11 +70,11 @@ class StepLog:
         self._last_end_ns = 0
 
     def ended(self, plan: Planned, width: int, launched_ns: int, end_ns: int) -> None:
-        """Count a step of a group; times are of one clock."""
+        """Count a step of a group; both times are of one clock."""
         mode, tokens = plan.mode, plan.tokens
         seconds = (end_ns - max(launched_ns, self._last_end_ns)) * 1e-9
         self._last_end_ns = end_ns
-        # The policy weighs no layouts of mixed groups.
+        # The policy does not weigh layouts of mixed groups.
         if seconds <= 0 or not tokens or not isinstance(mode, Mode):
             return
         median = self._medians.setdefault(_size_of(plan, width), _Median(seconds))
@@ -89,7 +89,7 @@ class StepLog:
             sums[index] += value
 
     def usual_s(self, plan: Planned, width: int) -> float | None:
-        """What steps of a group with so many tokens usually take, in seconds; None if unknown."""
+        """Return the median time of such steps in seconds; None if unknown."""
         found = self._medians.get(_size_of(plan, width))
         return found.seconds if found is not None else None
 

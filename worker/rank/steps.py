@@ -1,16 +1,11 @@
-"""The steps of a rank: which was launched last, whose tokens are to be taken, what goes out.
+"""The steps of a rank: launches them, collects their tokens and sends these out.
 
-Where steps run asynchronously the device computes one while the host prepares the next, and a
-switch is prepared in the same way: a rank leaves its group with the last step still under way. It
-*trails* then. What the next group launches stands behind it in the device's queue, so the device
-finds the first new step where the last old one ends. Its tokens are taken as soon as they are
-there. Used by the rank's main loop alone, unless said otherwise.
-
-Where the members of an aborted formation are let out of its collectives, what its steps give is
-nothing. Whoever takes the tokens of one finds `PeerLostError` instead.
-
-On CPU a step trails in the same way if it is *held*: it is computed only when its tokens are asked
-for. Every member of the group holds it, so none may wait for another before it has caught up.
+Where steps run asynchronously, a rank leaves its group with the last step still in flight: a
+*detached step*. The device queues the next group's first step after it, so it never idles. On CPU a
+*deferred* step detaches in the same way: it is computed only when its tokens are needed. All
+members defer it, so none may wait for another before running its own. Results of a step are invalid
+once its formation was aborted; collecting them raises `PeerLostError`. Used by the rank's main loop
+alone, unless noted otherwise.
 """
 
 import time
@@ -38,7 +33,7 @@ log = structlog.get_logger()
 
 
 class StepOwner(Protocol):
-    """What steps ask of the runtime that they belong to."""
+    """What steps need from the runtime that owns them."""
 
     engine: RankEngine
     book: LedTasks
@@ -49,17 +44,17 @@ class StepOwner(Protocol):
         """The mode of the joined group."""
 
     def lead(self, message: QueueMessage, *, wait_s: float = ...) -> None:
-        """Tell the followers of the joined group."""
+        """Send a message to the followers of the joined group."""
 
     def freed(self, group: Group) -> None:
-        """Tasks of a group that this rank has left have ended."""
+        """Note that tasks of a group that this rank has left have ended."""
 
     def lose_last_step(self, group: Group) -> None:
-        """The last step of a group that this rank has left lacks a member."""
+        """Give up the detached step of a group that lacks a member."""
 
 
 class Steps:
-    """Launches steps of the selected mode, and takes their tokens."""
+    """Launches steps of the selected mode and collects their tokens."""
 
     def __init__(self, runtime: StepOwner, incarnation: int, publisher: TokenPublisher) -> None:
         self._runtime = runtime
@@ -72,30 +67,30 @@ class Steps:
         self.count = self.sp_count = 0
         self.log = StepLog()
         self.started_ns = 0
-        """When the last step was launched here, on the host's monotonic clock."""
+        """When this rank launched its last step, on the host's monotonic clock."""
         self.ended_ns = 0
-        """When the last step was known to be over; 0 where only its leader knows."""
+        """When the last step was seen to be over; 0 where only its leader knows."""
         self.ends_ns = 0
-        """When the last step that was launched as a leader is expected to end."""
+        """When the last step that this rank led is expected to end."""
         self.decode_ns = 0
-        """How long a step usually takes that reads no prompt; 0 until there was one."""
+        """Usual duration of a step without prompts; 0 until there was one."""
 
     @property
     def has_inflight(self) -> bool:
-        """A step was launched whose tokens were not taken."""
+        """Whether a launched step's tokens have not been collected yet."""
         return self._inflight is not None
 
     @property
     def trails(self) -> bool:
-        """A step of a group that was left is under way."""
+        """Whether a detached step is in flight."""
         under_way = self._inflight
         return under_way is not None and under_way.mode is not self._runtime.selected
 
     @property
     def behind(self) -> Joined | None:
-        """The group that was left last, as long as the device may compute in it.
+        """The group that was left last, while the device may still compute in it.
 
-        Other threads may ask.
+        Other threads may read this.
         """
         held = self._behind
         if held is None:
@@ -107,15 +102,15 @@ class Steps:
         return joined
 
     def left(self, joined: Joined | None) -> None:
-        """The rank leaves this group; its last step may be under way."""
+        """Note that the rank leaves this group; its last step may be in flight."""
         held = self._held
         is_done = self._runtime.engine.done() if held is None else held.query
         self._behind = (joined, is_done) if joined is not None else None
 
     def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
-        """Launch one step of the led group, finish the one before; returns its microseconds.
+        """Launch one step of the led group and finish the one before; return the time taken in µs.
 
-        Where results come synchronously (CPU) the step launched is the step finished.
+        Where results come synchronously (CPU), it finishes the step that it launched.
         """
         started = time.perf_counter_ns()
         assert mode.scheduler is not None
@@ -125,7 +120,7 @@ class Steps:
         if mode.scheduler.has_requests():
             plan = self._plan(mode, binding)
             if plan.is_empty:
-                # Only ids of ended tasks are in it: the tokens of the step under way go first.
+                # The plan only lists ended tasks: collect the in-flight step's tokens first.
                 self.settle()
             usual_ns = self._usual_ns(mode, plan)
             if not (plan.is_empty or plan.reads_prompts):
@@ -153,7 +148,7 @@ class Steps:
         return plan
 
     def hold(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
-        """Plan the last step of the led group before it is left, send it, and hold it."""
+        """Plan and send the last step of the led group before it is left, and defer it."""
         plan = self._plan(mode, binding)
         self._runtime.lead(Step(binding.formation, plan, is_held=True))
         held = self._hold(mode, plan, binding.group)
@@ -163,25 +158,25 @@ class Steps:
         )
 
     def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
-        # The width stays selected until the next group is joined, and that comes behind it.
+        # The mode stays selected until the next group is joined, which runs this step first.
         self._held = held = DeferredStep(mode.ready(plan), group)
         self._count(plan)
         return held
 
     @property
     def is_held(self) -> bool:
-        """A step waits to be computed."""
+        """Whether a deferred step waits to be computed."""
         return self._held is not None and not self._held.query()
 
     @property
     def is_late(self) -> bool:
-        """It has waited for long enough."""
+        """Whether the deferred step has waited for longer than its limit."""
         return self._held is not None and self._held.is_late
 
     def catch_up(self) -> None:
-        """Compute the step that is held, if there is one.
+        """Run the deferred step, if there is one.
 
-        Raises `PeerLostError` if its formation was aborted and is not left yet.
+        Raises `PeerLostError` if its formation was aborted and has not been left yet.
         """
         held, self._held = self._held, None
         under_way = self._inflight
@@ -196,14 +191,14 @@ class Steps:
                 self._lose(held)
 
     def _lose(self, held: DeferredStep) -> None:
-        """The last step of a group that was left was not computed by all."""
+        """Give up a deferred step that a lost member did not compute."""
         log.warning("held_step_lost", group=held.group.name)
         self._runtime.lose_last_step(held.group)
 
     def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
-        """How long steps like this one have taken, or else took at start-up."""
+        """Return the usual time of such steps, or what the start-up benchmark measured."""
         if plan.is_empty:
-            return 0  # It only tells followers which tasks have ended.
+            return 0  # It only lists ended tasks for the followers.
         seconds = self.log.usual_s(plan, mode.key.width)
         if seconds is None:
             curve = mode.times.curves.get(plan.mode)
@@ -216,7 +211,7 @@ class Steps:
         engine.mailboxes[engine.spec.rank].expect_end(ends_ns)
 
     def execute(self, mode: PreparedMode, plan: Any) -> Any:
-        """Launch a step that this rank or its leader has planned."""
+        """Launch a step that this rank or its leader planned."""
         self.started_ns = time.monotonic_ns()
         self._count(plan)
         return mode.execute(plan)
@@ -226,7 +221,7 @@ class Steps:
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
 
     def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
-        """Launch a step that this rank's leader has planned, and will take the tokens of."""
+        """Launch a step that this rank's leader planned and will collect the tokens of."""
         plan = step.plan
         if self._is_lost(binding.group, binding.formation):
             raise PeerLostError(binding.formation)
@@ -235,16 +230,16 @@ class Steps:
             self.ended_ns = 0
             return
         result = self.execute(mode, plan)
-        # On CUDA a follower may have no result that could be asked.
+        # On CUDA a follower may have no result to query.
         is_over = (
             self._runtime.engine.is_synchronous and not InflightStep(plan, result).is_asynchronous
         )
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
     def settle(self) -> None:
-        """Finish the step under way, if any: afterwards the led group is at a safe point.
+        """Finish the in-flight step, if any; the led group is then at a safe point.
 
-        Raises `PeerLostError` if its formation was aborted; it is over even so.
+        Raises `PeerLostError` if its formation was aborted; the step is over even so.
         """
         under_way, self._inflight = self._inflight, None
         if under_way is None:
@@ -258,15 +253,15 @@ class Steps:
             self._lose(held)
 
     def drop(self, formation: int) -> None:
-        """Wait for what was launched in a formation; its step under way is not finished."""
+        """Wait until the device is done with a formation, and discard its in-flight step."""
         under_way = self._inflight
         if under_way is not None and under_way.formation != formation:
-            self.settle()  # It trails, and is a step of another formation.
+            self.settle()  # It is a detached step of another formation.
             under_way = None
         if self.is_held:
-            self._held = under_way = None  # Nobody has begun to compute it.
+            self._held = under_way = None  # Its computation has not begun.
         is_done = self._runtime.engine.done()
-        # While the rank is joined to it, the watchdog lets what was launched run to its end.
+        # While the rank is joined to it, the watchdog lets launched work run to its end.
         while not (is_done() and (under_way is None or under_way.is_ready())):
             time.sleep(POLL_S)
         self._inflight = None
@@ -276,9 +271,9 @@ class Steps:
         return bool(communicators.is_aborted(group.ranks, formation))
 
     def _counts(self, step: InflightStep) -> bool:
-        """Whether what the step gave is what it should.
+        """Return whether the step's results are valid.
 
-        One that trails does unless its members were let out: it may have ended before the loss.
+        A detached step may have ended before the loss, so it is valid unless its group was closed.
         """
         if step.group is None:
             return True
@@ -287,20 +282,21 @@ class Steps:
         return not self._is_lost(step.group, step.formation)
 
     def settle_if_ready(self) -> None:
-        """Take the tokens of a step that trails, if they are there."""
+        """Collect the tokens of a detached step, if they are there."""
         under_way = self._inflight
         if self.trails and under_way is not None and under_way.is_ready():
             self.settle()
 
     def take_left_end(self) -> int | None:
-        """When a step that trailed was over, once."""
+        """Return, once, when the detached step was over."""
         ended_ns, self._left_end_ns = self._left_end_ns, None
         return ended_ns
 
     def _finish(self, step: InflightStep) -> None:
         result = step.tokens()
-        # Asked behind the tokens: marks are made before anybody is let out. Of a step that trails
-        # nobody catches it: tasks may have moved on with its KV, so this process ends.
+        # Check after reading the tokens: formations are marked before their collectives are
+        # unblocked. For a detached step nobody catches the error: tasks may have migrated with its
+        # KV, so this process ends.
         if not self._counts(step):
             raise PeerLostError(step.formation)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()

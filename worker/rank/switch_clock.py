@@ -1,4 +1,4 @@
-"""What a rank measures of a switch, told once: how long it took to park, to swap, to step again."""
+"""Times that a rank measures at a switch and reports once: to park, to swap, to step again."""
 
 import time
 
@@ -6,28 +6,28 @@ from coordinator.protocol.messages.rank import SwitchTimes
 from coordinator.protocol.switch_actions import Join, Leave, Move
 
 RECENT_STEP_NS = 500_000_000
-"""A rank whose last step ended less than this ago was at work when it was asked to switch."""
+"""A rank counts as busy at a switch if its last step ended less than this ago."""
 
 
 class SwitchClock:
-    """The times of the switch under way; used by the rank's main loop alone."""
+    """The times of the current switch; used by the rank's main loop alone."""
 
     def __init__(self) -> None:
         self._wanted_ns: dict[int, int] = {}
         self._unsent: list[SwitchTimes] = []
         self._ended_us: dict[int, int | None] = {}
-        """When the last old step ended; 0 is unknown, None is not yet."""
+        """When the last old step ended; 0 means unknown, None not yet."""
         self._launched: tuple[int, int] | None = None
-        """The switch whose first new step was launched meanwhile, and when."""
+        """Epoch and launch time of a first new step launched while the old one was in flight."""
         self._first_step_of: int | None = None
         self._start_of: int | None = None
 
     def wanted(self, epoch: int) -> None:
-        """The rank was asked for this epoch, perhaps again."""
+        """Note that a directive, new or repeated, asked for this epoch."""
         self._wanted_ns.setdefault(epoch, time.monotonic_ns())
 
     def made(self, move: Move, took_us: int, step_ended_ns: int | None) -> None:
-        """The rank has made this move; its last step ended then, or is under way (None)."""
+        """Note a completed action; the last step ended at `step_ended_ns`, or is in flight."""
         match move:
             case Leave(directive=directive):
                 self.parked(directive.stage.epoch, step_ended_ns)
@@ -37,7 +37,7 @@ class SwitchClock:
                 pass
 
     def parked(self, epoch: int, step_ended_ns: int | None) -> None:
-        """The rank has left its group; its last step ended then, or is under way (None)."""
+        """Note that the rank left its group; its last step ended then, or is in flight (None)."""
         now = time.monotonic_ns()
         self._launched = None
         self._ended_us = {epoch: None}
@@ -49,7 +49,7 @@ class SwitchClock:
         self._wanted_ns = {each: at for each, at in self._wanted_ns.items() if each >= epoch}
 
     def left(self, step_ended_ns: int) -> None:
-        """The step that was under way when the rank left its group was over then."""
+        """Note that the detached step ended then."""
         ended_us = step_ended_ns // 1000
         for epoch in self._ended_us:
             self._ended_us[epoch] = ended_us
@@ -59,26 +59,26 @@ class SwitchClock:
             self._started(*launched)
 
     def copied(self, epoch: int, seconds: float, link_bytes: int) -> None:
-        """The rank has pulled its share of the KV."""
+        """Note that the rank has pulled its share of the KV."""
         took_us = max(1, int(seconds * 1e6))
         self._tell(SwitchTimes(epoch, reshard_us=took_us, reshard_bytes=link_bytes))
 
     def joined(self, epoch: int, took_us: int) -> None:
-        """The rank has selected its new mode."""
+        """Note that the rank has selected its new mode."""
         self._start_of = epoch
         self._tell(SwitchTimes(epoch, swap_us=took_us))
 
     def begun(self, *, is_busy: bool) -> None:
-        """The new group serves; only if it has work at once is the way to its first step told."""
+        """Note that the new group serves; its first step is timed only if it has work at once."""
         if not is_busy:
             self._start_of = None
 
     def leads(self, epoch: int) -> None:
-        """This rank leads the new group: how long its first step takes is told."""
+        """Note that this rank leads the new group, so it reports the time of its first step."""
         self._first_step_of = epoch
 
     def stepped(self, started_ns: int, took_us: int | None) -> bool:
-        """A step was launched here (`took_us` by a leader); True if there is news to report."""
+        """Note a launched step (`took_us`: of a leader); return whether there is news to report."""
         start_of, self._start_of = self._start_of, None
         if start_of is not None:
             if self._ended_us.get(start_of, 0) is None:
@@ -92,13 +92,13 @@ class SwitchClock:
         return start_of is not None or first_of is not None
 
     def _started(self, epoch: int, launched_us: int) -> None:
-        """A step that was launched while the last old one was under way starts when that ends."""
+        """Report the first new step; if the last old one was in flight, it starts after that."""
         ended_us = self._ended_us.get(epoch) or 0
         start_us = max(launched_us, ended_us)
         self._tell(SwitchTimes(epoch, old_end_us=ended_us, new_start_us=start_us))
 
     def take(self) -> tuple[SwitchTimes, ...]:
-        """What was measured since the last call."""
+        """Return the times measured since the last call."""
         unsent, self._unsent = self._unsent, []
         return tuple(unsent)
 

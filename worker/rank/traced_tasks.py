@@ -1,8 +1,7 @@
-"""The book of led tasks where tasks are traced: a span for each stay of a task in a group.
+"""Led tasks with tracing: one span for each stay of a task in a group.
 
-A stay is from a task's placement (or its arrival by a move) until it leaves, and its steps are
-summed up: one span per step would be more than a collector can take. Takes the place of `LedTasks`
-only where tracing is on.
+A stay lasts from a task's placement, or its arrival by a migration, until it leaves. The span sums
+up its steps: one span per step would overload a collector. Replaces `LedTasks` where tracing is on.
 """
 
 import time
@@ -16,17 +15,17 @@ from worker.rank.led_tasks import LedTask, LedTasks
 
 
 class TracedTasks(LedTasks):
-    """Begins a span where a traced task is opened, and ends it where it is closed."""
+    """Begins a span when a traced task is opened and ends it when the task is closed."""
 
     def __init__(self, tracing: Tracing, rank: Rank) -> None:
-        """`rank` is the one that leads the tasks."""
+        """`rank` leads the tasks."""
         super().__init__()
         self._tracing = tracing
         self._rank = rank
         self._stays: dict[TaskId, _Stay] = {}
 
     def open(self, led: LedTask) -> None:
-        """Take a task in."""
+        """Add a task."""
         super().open(led)
         header, group = led.header, led.group
         if not header.trace:
@@ -58,7 +57,7 @@ class TracedTasks(LedTasks):
 
 
 class _Stay:
-    """What a task did in a group so far; times are of the monotonic clock, in nanoseconds."""
+    """A task's stay in a group so far; times are of the monotonic clock, in nanoseconds."""
 
     __slots__ = ("_began_ns", "_first_ns", "_last_ns", "_span", "_steps", "_tokens")
 
@@ -69,7 +68,7 @@ class _Stay:
         self._steps = self._tokens = 0
 
     def stepped(self, count: int) -> None:
-        """A step gave the task tokens."""
+        """Count a step that gave the task tokens."""
         self._last_ns = time.monotonic_ns()
         if not self._steps:
             self._first_ns = self._last_ns
@@ -78,7 +77,7 @@ class _Stay:
         self._tokens += count
 
     def left(self, why: str) -> None:
-        """Sum it up: prefill is until the first token of the stay, decode from there on."""
+        """End the span: prefill lasts until the first token of the stay, decode from there on."""
         about: dict[str, str | int | float] = {
             "aileron.left": str(why),
             "aileron.steps": self._steps,

@@ -1,9 +1,9 @@
 """vLLM adapter: one model runner per mode, over a ready module tree and a view of the KV buffer.
 
-This is the seam for model runner V1, which vLLM uses on CPU. Four things differ from vLLM's own:
-the KV cache is adopted instead of allocated, a step may be computed by one of several trees, a task
-that continues elsewhere enters with the tokens it has, and random draws depend on (seed, position)
-alone, so that they are the same in every mode, on every rank of a group and after a hand-over.
+This adapts model runner V1, which vLLM uses on CPU. It differs from vLLM's in four ways. It adopts
+the KV cache instead of allocating one. One of several trees computes a step. A task that continues
+from elsewhere enters with its tokens. Random draws depend on (seed, position) alone, so they are
+the same in every mode, on every rank of a group and after a hand-over.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def position_seed(seed: int, position: int) -> int:
-    """Seed of the draw for output token `position`, counted from 0 (splitmix64 finaliser)."""
+    """Return the seed of the draw for output token `position`, from 0 (splitmix64 finaliser)."""
     z = (seed + (position + 1) * _MIX) & ((1 << 64) - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
@@ -43,9 +43,9 @@ def position_seed(seed: int, position: int) -> int:
 
 
 class PositionGenerator(torch.Generator):
-    """A request's generator; it is seeded anew before each draw, so it has no offset to rewind.
+    """A request's generator; it is seeded before each draw, so it has no offset to rewind.
 
-    vLLM 0.32 rewinds generators after a partial prefill, which CPU generators refuse with an error.
+    vLLM 0.32 rewinds generators after a partial prefill, for which CPU generators raise an error.
     """
 
     def get_offset(self) -> int:
@@ -62,7 +62,7 @@ class ModeRunner(CPUModelRunner):
     def __init__(
         self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
     ) -> None:
-        """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
+        """All `trees` compute the same step; vLLM's own set-up sees the first."""
         super().__init__(config, device)
         self._trees = dict(trees)
         self.model = next(iter(self._trees.values()))
@@ -89,7 +89,7 @@ class ModeRunner(CPUModelRunner):
 
     @property
     def modes(self) -> tuple[StepMode, ...]:
-        """How a step can be computed; the first is vLLM's own way."""
+        """The modes that can compute a step; the first is vLLM's own."""
         return tuple(self._trees)
 
     @property
@@ -99,7 +99,7 @@ class ModeRunner(CPUModelRunner):
 
     @property
     def graphed_tokens(self) -> int:
-        """Up to so many tokens every step of the first tree replays a graph: none does on CPU."""
+        """Steps of at most this many tokens replay a graph of the first tree: none does on CPU."""
         return 0
 
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
@@ -115,7 +115,7 @@ class ModeRunner(CPUModelRunner):
         known: Mapping[str, Tokens],
     ) -> ModelRunnerOutput:
         """Execute one step; `resuming` gives the tokens that new tasks of it already have."""
-        del known  # Of the same tasks, as arrays.
+        del known  # Arrays of the same tasks' tokens.
         give_lists(step)
         self._resuming = {name: listed(ids) for name, ids in resuming.items()}
         output = self.execute_model(step)
@@ -125,7 +125,7 @@ class ModeRunner(CPUModelRunner):
         return output
 
     def forget_tasks(self) -> None:
-        """Let no task be known any more at the next step: some were left in mid-step."""
+        """Make the next step forget all tasks: some were left in mid-step."""
         self._forgotten = frozenset(self.requests)
 
     def expected_graph_bytes(self) -> tuple[int, int]:
@@ -137,9 +137,9 @@ class ModeRunner(CPUModelRunner):
         return 0
 
     def warm(self) -> None:
-        """Compute once in each mode. All ranks of the group must call it together.
+        """Compute once in each mode; all ranks of the group must call it together.
 
-        A step of the largest size would take seconds, and on CPU leaves nothing behind.
+        A step of the largest size would take seconds, and on CPU it has no lasting effect.
         """
         for mode in self._trees:
             self.use(mode)
@@ -168,11 +168,11 @@ class ModeRunner(CPUModelRunner):
             self.input_batch.generators[index] = state.generator
 
     def _continue_tasks(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Turn new requests that have tokens already into vLLM's "resumed from preemption" ones."""
+        """Turn new requests that already have tokens into vLLM's "resumed from preemption" ones."""
         cached = step.scheduled_cached_reqs
         resumed = [r for r in step.scheduled_new_reqs if r.req_id in self._resuming]
-        # A task may come back to the mode that it left before that mode's next step: its old state
-        # must go first, or vLLM would take the new one away with it.
+        # A task may return to a mode that it left, before that mode's next step. Its old state must
+        # go first, or vLLM would remove the new one with it.
         again = step.finished_req_ids & {r.req_id for r in resumed}
         for req_id in again:
             self.requests.pop(req_id, None)
@@ -199,7 +199,7 @@ class ModeRunner(CPUModelRunner):
         )
 
     def _get_prompt_logprobs_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Count ranks without torch.compile, which takes seconds at the first prompt."""
+        """Compute token ranks without torch.compile, which takes seconds at the first prompt."""
         with torch.compiler.set_stance("force_eager"):
             return super()._get_prompt_logprobs_dict(*args, **kwargs)
 

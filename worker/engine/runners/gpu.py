@@ -1,8 +1,8 @@
-"""vLLM adapter: the runner of one mode on CUDA, vLLM's model runner V2 as it is.
+"""vLLM adapter: the runner of one mode on CUDA, over vLLM's unchanged model runner V2.
 
-V2 takes a ready module, continues a task from all its tokens, and draws by (seed, position); so
-only two things need a seam: vLLM's own allocation of KV is answered with the rank's buffer, and a
-step may be computed by one of several trees, each with graphs of its own.
+V2 takes a ready module, continues a task from all its tokens, and draws by (seed, position). So
+only two things are adapted: vLLM's allocation of KV gets the rank's buffer, and one of several
+trees computes a step, each with its own graphs.
 """
 
 import copy
@@ -29,7 +29,7 @@ from worker.engine.sequence_parallel.tree import capturing, exchange_of
 
 
 class _AdoptedBuffer(TorchFunctionMode):
-    """Answers vLLM's one allocation of the KV cache with a buffer that exists."""
+    """Answers vLLM's one allocation of the KV cache with an existing buffer."""
 
     def __init__(self, raw: torch.Tensor) -> None:
         super().__init__()
@@ -52,29 +52,32 @@ class _AdoptedBuffer(TorchFunctionMode):
 
 
 SP_GRAPH_TOKENS_MIN = 64
-"""Smallest decode batch that sp gets a graph for: below it tp reads less weights per step."""
+"""Smallest decode batch that sp has a graph for: below it tp reads less weights per step."""
 
 
 PROMPT_GRAPH_TOKENS = (32, 64, 128, 256, 384, 512, 768, 1024)
-"""Steps that read prompts of up to so many tokens are bound by their launches: they have graphs."""
+"""Sizes of graphs for steps that read prompts; launches bound steps of at most these tokens."""
 
 PROMPT_SPLITS_MAX = 4
-"""Parts that attention over one context is split into in these graphs. Their working memory grows
-with parts times tokens; with vLLM's 32 it would be four times that of the largest decode graph."""
+"""Parts into which these graphs split attention over one context.
+
+Their working memory grows with parts times tokens; with vLLM's 32 it would be four times that of
+the largest decode graph.
+"""
 
 
 def prompt_graph_sizes(batched_tokens_max: int) -> list[int]:
-    """The sizes of steps that read prompts and are captured."""
+    """Return the captured sizes of steps that read prompts."""
     return [size for size in PROMPT_GRAPH_TOKENS if size <= batched_tokens_max]
 
 
 def sp_graph_sizes(sizes: list[int], shares: int) -> list[int]:
-    """The batch sizes, of those that tp has graphs for, that sp shares out without padding."""
+    """Return those of tp's graph sizes that sp divides without padding."""
     return [size for size in sizes if size >= SP_GRAPH_TOKENS_MIN and size % shares == 0]
 
 
 def _shares(mode: StepMode, width: int) -> int:
-    """Into how many shares of tokens a mode of sp's kind divides a step."""
+    """Return into how many token shares a mode of sp's kind divides a step."""
     return mode.sp if isinstance(mode, Mixed) else width
 
 
@@ -84,19 +87,22 @@ class GpuModeRunner(GPUModelRunner):
     def __init__(
         self, config: VllmConfig, device: torch.device, trees: Mapping[StepMode, nn.Module]
     ) -> None:
-        """`trees` compute a step alike; the first is the one that vLLM's own set-up sees."""
+        """All `trees` compute the same step; vLLM's own set-up sees the first."""
         super().__init__(config, device)
         self._trees = dict(trees)
         self._first = next(iter(self._trees))
         self._graphs: dict[StepMode, ModelCudaGraphManager] = {}
         self._prompt_graphs: ModelCudaGraphManager | None = None
-        """Of the first tree. Attention in them is general, so decodes keep graphs of their own."""
+        """Prompt graphs of the first tree.
+
+        Their attention is general, so decodes keep graphs of their own.
+        """
         self._split_builders: list[Any] = []
-        """Who plans attention in them."""
+        """The attention metadata builders of the prompt graphs."""
         self._decode_limits = (0, 0)
         self._takes_arrays = take_arrays(self.req_states.all_token_ids)
         self._launched = torch.cuda.Event()
-        """Behind all that was launched here."""
+        """Recorded after all that was launched here."""
         self.load_model(model=self._trees[self._first])
 
     def adopt_kv(self, config: KVCacheConfig, kv: KVBuffer, width: int) -> None:
@@ -108,7 +114,7 @@ class GpuModeRunner(GPUModelRunner):
         self._prepare_prompt_graphs()
 
     def _graph_manager(self, mode: StepMode, width: int) -> ModelCudaGraphManager:
-        """vLLM's own for the first tree; graphs replay without looking at `model`."""
+        """Return vLLM's own manager for the first tree; graphs replay without reading `model`."""
         own = self.cudagraph_manager
         assert own is not None
         if mode is self._first:
@@ -117,7 +123,10 @@ class GpuModeRunner(GPUModelRunner):
         return self._own_manager(sp_graph_sizes(sizes, _shares(mode, width)), own.cudagraph_mode)
 
     def _prepare_prompt_graphs(self) -> None:
-        """FlashAttention 3 can replay any mix of queries; other back ends read prompts eagerly."""
+        """Prepare graphs for prompts if the back end can replay any mix of queries.
+
+        FlashAttention 3 can; the others read prompts eagerly.
+        """
         groups = [group for kind in self.attn_groups for group in kind]
         builders = [builder for group in groups for builder in group.metadata_builders]
         if not all(getattr(builder, "max_num_splits", 0) for builder in builders):
@@ -139,7 +148,7 @@ class GpuModeRunner(GPUModelRunner):
 
     @property
     def modes(self) -> tuple[StepMode, ...]:
-        """How a step can be computed; the first is vLLM's own way."""
+        """The modes that can compute a step; the first is vLLM's own."""
         return tuple(self._trees)
 
     @property
@@ -149,7 +158,7 @@ class GpuModeRunner(GPUModelRunner):
 
     @property
     def graphed_tokens(self) -> int:
-        """Up to so many tokens every step of the first tree replays a graph; 0 where none does."""
+        """Steps of at most this many tokens replay a graph of the first tree; 0 if none does."""
         return PROMPT_GRAPH_TOKENS[-1] if self._prompt_graphs is not None else 0
 
     def use(self, mode: StepMode, *, reads_prompts: bool = False) -> None:
@@ -170,9 +179,9 @@ class GpuModeRunner(GPUModelRunner):
         resuming: Mapping[str, TokenIds],
         known: Mapping[str, Tokens],
     ) -> Any:
-        """Launch one step; the result may still be under way (`get_output` waits for it).
+        """Launch one step; the result may still be in flight (`get_output` waits for it).
 
-        `known` are the tokens of new tasks that are there as arrays already.
+        `known` are tokens of new tasks that already exist as arrays.
         """
         if self._takes_arrays and self._launched.query():
             give_arrays(step, known)
@@ -184,17 +193,17 @@ class GpuModeRunner(GPUModelRunner):
         return result
 
     def forget_tasks(self) -> None:
-        """Let no task be known any more: some were left in mid-step, perhaps before sampling."""
+        """Forget all tasks: some were left in mid-step, perhaps before sampling."""
         for req_id in list(self.req_states.req_id_to_index):
             self._remove_request(req_id)
         self.execute_model_state = None
 
     def expected_graph_bytes(self) -> tuple[int, int]:
-        """What this mode's graphs will take: (working memory, the rest).
+        """Return the expected bytes of this mode's graphs: (working memory, the rest).
 
-        vLLM captures the largest few, and forgets them. All graphs of all modes share one pool, so
-        the working memory of the largest one serves them all. All ranks of the mode's group must
-        call it together, with the group active.
+        vLLM captures the largest few and discards them. All graphs of all modes share one pool, so
+        they share the working memory of the largest one. All ranks of the mode's group must call it
+        together, with the group active.
         """
         self._first_graph_bytes = 0
         expected = int(self.profile_cudagraph_memory())
@@ -207,7 +216,7 @@ class GpuModeRunner(GPUModelRunner):
         return working, int((expected - working) * (1 + more / max(1, len(sizes))))
 
     def capture_model(self, *, profile_only: bool = False) -> int:
-        """Capture; of a trial, remember what the first graph took."""
+        """Capture; in a trial, record the size of the first graph."""
         taken = int(super().capture_model(profile_only=profile_only))
         samples = getattr(self.cudagraph_manager, "_capture_mem_samples", None)
         if profile_only and samples:
@@ -215,7 +224,7 @@ class GpuModeRunner(GPUModelRunner):
         return taken
 
     def prepare_graphs(self) -> int:
-        """Capture the CUDA graphs of all trees with their group active; returns their bytes."""
+        """Capture the CUDA graphs of all trees with their group active; return their bytes."""
         taken = 0
         for mode in self._trees:
             self.use(mode)
@@ -229,16 +238,16 @@ class GpuModeRunner(GPUModelRunner):
         return taken
 
     def warm(self) -> None:
-        """Compute once in each mode, and prefills and decodes with all that sampling can do.
+        """Compute once in each mode, with prefills, decodes and all sampling features.
 
-        vLLM compiles the small kernels that prepare a step when they are first used, 2.5 s of
-        them: no task should wait for that. All ranks of the group must call it together.
+        vLLM compiles the small kernels that prepare a step at first use, 2.5 s in all, which no
+        task should wait for. All ranks of the group must call it together.
         """
         for mode in self._trees:
             self.use(mode)
-            # Large enough for NCCL, where custom all-reduce takes the small messages.
+            # Large enough for NCCL; custom all-reduce takes the small messages.
             self._dummy_run(self.max_num_tokens)
         self.use(self._first)
         warmup_kernels(self, self.execute_model, self.sample_tokens)
-        # Sampling for as many tasks as there can be took a gigabyte, which is not needed soon.
+        # Sampling for the maximum number of tasks took a gigabyte that is not needed soon.
         torch.accelerator.empty_cache()

@@ -1,1 +1,1 @@
-"""vLLM's scheduler for one mode: blocks that are granted, tasks that are handed over."""
+"""vLLM's scheduler for one mode: granted blocks, step plans, hand-over of running tasks."""

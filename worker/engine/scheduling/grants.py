@@ -8,12 +8,12 @@ from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
 
 
 class BlockGrants:
-    """Which blocks of a vLLM block pool may be allocated; at first none.
+    """The blocks of a vLLM block pool that may be allocated; at first none.
 
-    Invariant: a granted block is in vLLM's free queue or in use by a task. Parking leaves the queue
-    as it is, because nothing allocates from it while the mode is unbound, and the next grant is
-    mostly the same: only the difference is moved, so a switch costs array operations, not a walk
-    over all blocks.
+    Invariant: a granted block is in vLLM's free queue or used by a task. Parking leaves the queue
+    as it is, because nothing allocates from it while the mode is unbound. The next grant is mostly
+    the same, so only the difference moves: a switch costs array operations, not a walk over all
+    blocks.
     """
 
     def __init__(self, pool: BlockPool, slots_per_page: int) -> None:
@@ -23,9 +23,9 @@ class BlockGrants:
         self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self.kept: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-        """Lease indices that tasks held when the mode was parked last."""
+        """Lease indices that tasks held when the mode was last parked."""
         self._bundles: list[npt.NDArray[np.int64]] = []
-        """Lease indices whose blocks a move laid into each other's pages: kept or freed as one."""
+        """Sets of lease indices whose blocks a migration interleaved: kept or freed as one."""
         pool.free_block_queue.popleft_n(pool.free_block_queue.num_free_blocks)
         self._count()
 
@@ -40,11 +40,11 @@ class BlockGrants:
         return int(self._pool.num_gpu_blocks) - 1
 
     def withdraw(self, in_use: Iterable[int]) -> npt.NDArray[np.int64]:
-        """Forget what is cached in free blocks, whose pages go elsewhere; the mode is parked.
+        """Park: forget what free blocks cache, as their pages go elsewhere.
 
-        `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold.
-        A free block keeps its old hash, which finds nothing in the new map and is taken off when
-        the block is allocated: so the cost is that of the tasks, not of all that was cached.
+        `in_use` are the blocks of the tasks that stay; returns the lease indices that they hold. A
+        free block keeps its old hash. That finds nothing in the new map and is reset on allocation,
+        so the cost depends on the tasks, not on all that was cached.
         """
         held = list(in_use)
         cached = BlockHashToBlockMap()
@@ -63,17 +63,17 @@ class BlockGrants:
         return self.kept
 
     def bundle(self, indices: npt.NDArray[np.int64]) -> None:
-        """Let these lease indices, which a move has filled, stay together."""
+        """Keep these lease indices, which a migration has filled, together."""
         if indices.size:
             self._bundles.append(indices)
 
     @property
     def indices(self) -> int:
-        """Lease indices that there can be, the null page's included."""
+        """The number of possible lease indices, including the null page's."""
         return int(self._granted.size) // self.slots_per_page
 
     def extend(self, indices: npt.NDArray[np.int64]) -> None:
-        """Let the blocks of these lease indices be taken; the next grant says what is there.
+        """Allow tasks to take blocks of these lease indices; the next grant makes it exact.
 
         Nothing is allocated before that, so blocks of earlier grants may stay in the queue.
         """

@@ -1,9 +1,9 @@
-"""vLLM adapter: a running task leaves one scheduler and goes on in another, its KV blocks with it.
+"""vLLM adapter: moves a running task, with its KV blocks, from one scheduler to another.
 
-What makes the continuation exact: the tokens so far, how many of them have KV, the block hashes,
-and the request itself. Everything else follows from these: draws depend on (seed, position) alone,
-penalties on the tokens, and a grammar is fed the tokens again. vLLM takes such a task natively, as
-it does one whose KV came from a connector: waiting, with computed tokens and blocks of its own.
+Four things make the continuation exact: the tokens so far, how many of them have KV, the block
+hashes, and the request itself. The rest follows: draws depend on (seed, position) alone, penalties
+on the tokens, and a grammar is fed the tokens again. vLLM accepts such a task natively, like one
+whose KV came from a connector: waiting, with computed tokens and its own blocks.
 """
 
 from collections import OrderedDict
@@ -29,7 +29,7 @@ CACHE_GROUP = 0
 """A mode has one KV cache group, so blocks hash alike in all modes."""
 
 REMEMBERED_CHAINS_MAX = 4096
-"""Finished requests whose cached blocks can still be told apart, the last ones."""
+"""Maximum finished requests whose cached blocks are still tracked, the newest ones."""
 
 _NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
@@ -38,10 +38,10 @@ _decode_tokens = msgspec.msgpack.Decoder(list[int]).decode
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunningState:
-    """A running task; `blocks` are (m,), those that hold its KV, or will when its step is over.
+    """A running task; `blocks` (m,) hold its KV, or will after the in-flight step.
 
-    `computed` tokens are so many then, `settled` of them now; `generated` is as of now, encoded, as
-    no other way to take along a list of numbers is nearly as quick; so many tokens `count`.
+    `computed` tokens have KV after that step, `settled` of them have it now. `generated` are the
+    `count` tokens as of now, encoded, because that is by far the quickest form to transfer.
     """
 
     task: str
@@ -54,15 +54,15 @@ class RunningState:
     prefill_stats: Any
 
     def tokens(self) -> list[int]:
-        """What was generated."""
+        """Return the generated tokens."""
         return _decode_tokens(self.generated)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedChain:
-    """Blocks of a finished request that can still be hit; `hashes` has one entry per block.
+    """Cached blocks of a finished request; `hashes` has one entry per block.
 
-    `prefixes` is what the coordinator knows the beginning of its prompt by.
+    `prefixes` are the keys by which the coordinator knows the beginning of its prompt.
     """
 
     blocks: Blocks
@@ -70,26 +70,26 @@ class CachedChain:
     prefixes: tuple[int, ...] = ()
 
     def kept_as(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
-        """Return as much of its beginning as these blocks of a new place hold."""
+        """Return the part of the chain that these blocks at a new place hold."""
         known = blocks.size * block_tokens // BLOCK_TOKENS
         return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
 
 
 def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
-    """What the coordinator is told of chains, oldest first: as much as it remembers."""
+    """Return the prefixes to report to the coordinator, oldest first, at most what it keeps."""
     known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
     return tuple(known)[-PREFIXES_KEPT_MAX:]
 
 
 class FinishedChains:
-    """The block hashes of the requests that finished last, in order."""
+    """The block hashes of the last finished requests, in order."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._chains: OrderedDict[bytes, CachedChain] = OrderedDict()
 
     def remember(self, hashes: Sequence[bytes], prefixes: tuple[int, ...]) -> None:
-        """A request with these block hashes has finished; the same one again becomes the newest."""
+        """Add a finished request with these block hashes; a repeated one becomes the newest."""
         if not hashes:
             return
         self._chains[hashes[-1]] = CachedChain(_NO_BLOCKS, list(hashes), prefixes)
@@ -98,7 +98,7 @@ class FinishedChains:
             self._chains.popitem(last=False)
 
     def cached(self, pool: BlockPool, blocks_max: int) -> list[CachedChain]:
-        """The chains that are still cached, newest first, as far as `blocks_max` goes."""
+        """Return the chains that are still cached, newest first, of at most `blocks_max` blocks."""
         chains: list[CachedChain] = []
         seen: set[int] = set()
         find = pool.cached_block_hash_to_block.get_one_block
@@ -119,12 +119,12 @@ class FinishedChains:
         return chains
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Forget all chains: nothing is cached any more."""
         self._chains.clear()
 
 
 def running_state(request: Request, block_ids: Sequence[int], block_tokens: int) -> RunningState:
-    """What another scheduler needs to go on with a task, behind the step that is under way."""
+    """Return what another scheduler needs to continue a task after the in-flight step."""
     computed = request.num_computed_tokens
     blocks = np.array(block_ids[: -(-computed // block_tokens)], dtype=np.int64)
     return RunningState(
@@ -140,7 +140,7 @@ def running_state(request: Request, block_ids: Sequence[int], block_tokens: int)
 
 
 def can_move(request: Request) -> bool:
-    """Say whether a task is worth moving: prompt logprobs of a part of a prompt cannot be told."""
+    """Return whether a task can migrate: it has KV, and no partly computed prompt logprobs."""
     params = request.sampling_params
     tells_prompt = params is not None and params.prompt_logprobs is not None
     return request.num_computed_tokens > 0 and not (
@@ -149,33 +149,33 @@ def can_move(request: Request) -> bool:
 
 
 def restore(request: Request, state: RunningState, hasher: Any) -> None:
-    """Bring a fresh request, built without a hasher, to where `state` left off."""
+    """Bring a fresh request, built without a hasher, to `state`."""
     request.append_output_token_ids(state.tokens())
     request.num_computed_tokens = state.computed
     request.prefill_stats = state.prefill_stats
     if request.sampling_params is not None and state.computed >= request.num_prompt_tokens:
-        request.sampling_params.prompt_logprobs = None  # Told already.
+        request.sampling_params.prompt_logprobs = None  # Already reported.
     request.block_hashes = [BlockHash(each) for each in state.hashes] if hasher else []
     request._block_hasher = hasher
 
 
 def tokens_of(request: Request) -> npt.NDArray[np.int32]:
-    """All token ids of a request, those of its prompt first."""
+    """Return all token ids of a request, the prompt's first."""
     return np.array(request._all_token_ids, dtype=np.int32)
 
 
 def go_on(request: Request, tokens: Sequence[int]) -> None:
-    """Add to a restored request what the step brought that was under way when it was told."""
+    """Append to a restored request the tokens of the step in flight at its publication."""
     if tokens:
         request.append_output_token_ids(list(tokens))
-        request.prefill_stats = None  # The first token took them along.
+        request.prefill_stats = None  # They went out with the first token.
 
 
 def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> None:
-    """Make granted blocks those of a request, with their KV in them.
+    """Give granted blocks, with their KV, to a request.
 
-    Blocks that a task taken before shares are touched once more. vLLM takes the full ones for
-    registered: `register_blocks` does it later, as it costs a microsecond for each.
+    Blocks shared with an earlier task get one more reference. vLLM takes full blocks for
+    registered; `register_blocks` does that later, as it costs a microsecond per block.
     """
     pool = manager.block_pool
     taken = [pool.blocks[number] for number in blocks.tolist()]
@@ -187,10 +187,10 @@ def take_blocks(manager: KVCacheManager, request: Request, blocks: Blocks) -> No
 
 
 def register_blocks(manager: KVCacheManager, request: Request) -> None:
-    """Let other requests hit the full blocks that a request has brought."""
+    """Let other requests hit the full blocks of a migrated request."""
     (only,) = manager.coordinator.single_type_managers
     blocks = only.req_to_blocks.get(request.request_id, [])
-    # What it shares may be registered already, and what it has filled here is.
+    # Blocks that it shares, or has filled here, may be registered already.
     full = only.num_cached_block.get(request.request_id, 0)
     first = 0
     while first < full and blocks[first].block_hash is not None:
@@ -203,9 +203,9 @@ def register_blocks(manager: KVCacheManager, request: Request) -> None:
 
 
 def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
-    """Take off what blocks that are about to be filled from elsewhere held before.
+    """Remove the old hashes of blocks that are about to be filled from elsewhere.
 
-    Mostly none of it can be found any more, as all was withdrawn: that is a third of the work.
+    Usually all were withdrawn, so none can be found; resetting them takes a third of the work.
     """
     can_be_found = len(pool.cached_block_hash_to_block) or pool.cached_block_hashes_by_block
     if can_be_found or pool.metrics_collector:
@@ -217,9 +217,9 @@ def forget_hashes(pool: BlockPool, blocks: Iterable[int]) -> None:
 
 
 def cache_chain(pool: BlockPool, chain: CachedChain, block_tokens: int) -> None:
-    """Register the carried blocks of a finished request; they are free and were used last.
+    """Register the carried blocks of a finished request; they are free and used most recently.
 
-    As vLLM frees a request, its last block is the first of them to be reused.
+    As when vLLM frees a request, its last block is reused first.
     """
     numbers = chain.blocks.tolist()
     for index, (number, block_hash) in enumerate(zip(numbers, chain.hashes, strict=True)):

@@ -1,8 +1,8 @@
 """vLLM adapter: vLLM's scheduler for one mode, over the blocks that are granted to it.
 
-The block pool knows every logical block of the mode, but only granted ones are free to allocate.
-Parking withdraws all free blocks and tells which lease indices (pages) running tasks still hold;
-those tasks simply stay where they are until their mode is bound again.
+The block pool knows every logical block of the mode, but only granted ones can be allocated.
+Parking withdraws all free blocks and returns the lease indices (pages) that running tasks still
+hold; those tasks stay in place until their mode is bound again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ from worker.engine.scheduling.handover import (
 from worker.engine.scheduling.step_plan import StepPlan, Tokens
 
 REGISTERED_PER_STEP = 32
-"""Moved tasks whose blocks are registered behind one step: 1-2 ms for contexts of 1,000 tokens."""
+"""Maximum migrated tasks registered after one step: 1-2 ms for contexts of 1,000 tokens."""
 
 
 class ModeScheduler(Scheduler):
@@ -59,25 +59,25 @@ class ModeScheduler(Scheduler):
             hash_block_size=block_size,
             log_stats=True,
         )
-        # Blocks of a task that ends while a step of it is under way are not free before that ends.
+        # Blocks of a task that ends during its own step are freed only after that step.
         self.defer_block_free = True
         self._counts = EngineCounts()
         self.grants = BlockGrants(self.kv_cache_manager.block_pool, slots_per_page)
         self._generated: dict[str, list[int]] = {}
         self._known: dict[str, Tokens] = {}
-        """Tokens of tasks that have moved here and were not sent to followers yet."""
+        """Tokens of migrated tasks that were not sent to followers yet."""
         self._unfed_grammars: set[str] = set()
         self._finished_chains = FinishedChains(self.block_size)
         self._unregistered: list[Request] = []
-        """Tasks that a move brought, whose blocks cannot be hit yet."""
+        """Migrated tasks whose blocks are not registered for hits yet."""
         self._gone: set[str] = set()
-        """Tasks that a move took away, and that vLLM has not been told of yet."""
+        """Tasks that migrated away but were not removed from vLLM yet."""
 
     def add_task(self, request: Request, generated: list[int]) -> None:
-        """Take a task into the waiting queue; `generated` tokens were made by earlier attempts."""
+        """Add a task to the waiting queue; earlier attempts made its `generated` tokens."""
         if generated:
             request.append_output_token_ids(generated)
-            request.prefill_stats = None  # Was reported by the first attempt.
+            request.prefill_stats = None  # The first attempt reported it.
             if request.sampling_params is not None:
                 request.sampling_params.prompt_logprobs = None  # Likewise.
             self._generated[request.request_id] = generated
@@ -86,25 +86,25 @@ class ModeScheduler(Scheduler):
         self._take_in(request)
 
     def counted(self) -> EngineCounts:
-        """What vLLM counted since the rank started."""
+        """Return what vLLM counted since the rank started."""
         self._counts.drain(self.kv_cache_manager)
         return self._counts
 
     def make_stats(self, *_: Any, **__: Any) -> None:
-        """Leave vLLM's statistics where they are: a rank tells totals, not a share per step."""
+        """Skip vLLM's statistics per step: a rank reports totals."""
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)
         self._counts.preemptions += 1
 
     def _take_in(self, request: Request) -> None:
-        """Queue a request; a front end that has tokens of it knows when it was queued first."""
+        """Queue a request; a front end that has tokens of it knows its first queueing time."""
         self.add_request(request)
         if request.num_output_tokens:
             request.events.clear()
 
     def plan_step(self, settle: Callable[[], None]) -> StepPlan:
-        """Schedule one step; `settle` finishes the one under way if a grammar needs it."""
+        """Schedule one step; calls `settle` to finish the in-flight one if a grammar needs it."""
         output = self.schedule()
         if not output.total_num_scheduled_tokens:
             self._make_room()
@@ -123,14 +123,14 @@ class ModeScheduler(Scheduler):
         return StepPlan(output, self.get_grammar_bitmask(output), resuming, known=known)
 
     def _whole(self, name: str, known: Tokens) -> Tokens:
-        """All tokens of a task, of which the first are known."""
+        """Return all tokens of a task, of which the first are `known`."""
         more = self.requests[name]._all_token_ids[known.size :]
         return np.append(known, np.array(more, dtype=np.int32)) if more else known
 
     def _make_room(self) -> None:
-        """Let a task that a move brought give up its KV if all of them wait for a block.
+        """Preempt a waiting task that came by migration if all of them wait for a block.
 
-        vLLM preempts tasks that run; these came with all blocks in use, and none runs yet.
+        vLLM preempts running tasks only; these came with all blocks in use, and none runs yet.
         """
         waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
         if self.running or not waiting:
@@ -142,7 +142,7 @@ class ModeScheduler(Scheduler):
         self.waiting.prepend_request(last)
 
     def finish_step(self, plan: StepPlan, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Update all tasks of a step and return what their clients must be told."""
+        """Update all tasks of a step and return the outputs for their clients."""
         by_client = self.update_from_output(plan.output, result)
         for request in self._unregistered[:REGISTERED_PER_STEP]:
             if self.requests.get(request.request_id) is request:
@@ -164,22 +164,22 @@ class ModeScheduler(Scheduler):
 
     @property
     def idle(self) -> bool:
-        """Whether no task is left; vLLM may still have finished ids to tell its runner."""
+        """Whether no task is left; vLLM may still have finished ids to pass to its runner."""
         return not self.requests
 
     @property
     def is_full(self) -> bool:
-        """Whether the runner may have no room for one more task: some are only to be told of."""
+        """Whether the runner may lack room for one more task; it still holds unreported ends."""
         known = len(self.requests) + len(self.finished_req_ids)
         return bool(known >= self.max_num_running_reqs)
 
     @property
     def reads_no_prompt(self) -> bool:
-        """Whether each task that runs computes its last token in the next step, and no other."""
+        """Whether the next step computes just the last token of each running task."""
         return all(each.num_tokens - each.num_computed_tokens == 1 for each in self.running)
 
     def holding(self) -> list[str]:
-        """Tasks that hold KV: these can pause, or move.
+        """Return the tasks that hold KV: these can pause or migrate.
 
         They run, or came from another group and have not run here yet.
         """
@@ -187,9 +187,9 @@ class ModeScheduler(Scheduler):
         return [each for each in self.requests if held.get(each) and each not in self._gone]
 
     def held_blocks(self) -> list[int]:
-        """The logical blocks of all tasks that hold KV; shared ones more than once.
+        """Return the logical blocks of all tasks that hold KV; shared ones repeatedly.
 
-        With those of ended tasks that the step under way still writes into.
+        Includes blocks of ended tasks that the in-flight step still writes.
         """
         held = self._manager.req_to_blocks
         return self._still_written() + [
@@ -201,16 +201,16 @@ class ModeScheduler(Scheduler):
 
     @property
     def frees_behind(self) -> bool:
-        """Blocks are free when the step under way is over."""
+        """Whether the end of the in-flight step frees blocks."""
         return bool(self.deferred_frees)
 
     def withdraw(self) -> npt.NDArray[np.int64]:
-        """Park: returns the lease indices that the tasks which stay still hold."""
+        """Park; return the lease indices that the remaining tasks still hold."""
         self._finished_chains.clear()
         return self.grants.withdraw(self.held_blocks())
 
     def movable(self, cached_blocks_max: int) -> tuple[list[RunningState], list[CachedChain]]:
-        """What another group could go on with: running tasks, and chains that can be hit."""
+        """Return what another group could continue: running tasks, and chains that can be hit."""
         states = [
             running_state(self.requests[name], self._blocks_of(name), self.block_size)
             for name in self.holding()
@@ -220,7 +220,7 @@ class ModeScheduler(Scheduler):
         return states, self._finished_chains.cached(pool, cached_blocks_max)
 
     def written_blocks(self) -> npt.NDArray[np.int64]:
-        """The logical blocks that the step under way writes into, those of ended tasks included."""
+        """Return the logical blocks that the in-flight step writes, also of ended tasks."""
         blocks = self._still_written()
         for name in self.holding():
             request = self.requests[name]
@@ -230,7 +230,7 @@ class ModeScheduler(Scheduler):
         return np.array(blocks, dtype=np.int64)
 
     def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
-        """The tokens of these tasks that came since they were told, but of those that ended."""
+        """Return the tokens that these tasks got since publication; ended tasks are absent."""
         return {
             state.task: self.requests[state.task]._output_token_ids[state.count :]
             for state in states
@@ -238,7 +238,7 @@ class ModeScheduler(Scheduler):
         }
 
     def forget_steps(self) -> None:
-        """No step is under way: what was planned last will never be finished."""
+        """Forget in-flight steps: the last planned one will never be finished."""
         self.processed_step_seq = self.sched_step_seq
         self._drain_deferred_frees()
 
@@ -250,11 +250,11 @@ class ModeScheduler(Scheduler):
         indices: npt.NDArray[np.int64],
         known: Mapping[str, Tokens] | None = None,
     ) -> None:
-        """Go on with restored tasks and their (m,) blocks, and let carried chains be hit.
+        """Continue restored tasks with their (m,) blocks, and let carried chains be hit.
 
-        The blocks are among those of the lease indices `granted`, free, and their KV is there.
-        `chains` are oldest first; `indices` are those of a wide group that the move has filled.
-        `known` are the tasks' tokens as followers get them, but for those that came since.
+        The blocks belong to the lease indices `granted`, are free and hold the KV. `chains` are
+        oldest first; `indices` are those of a wide group that the migration has filled. `known` are
+        the tasks' tokens as followers get them, without those that came since.
         """
         self._known |= known or {}
         self.tidy()
@@ -282,7 +282,7 @@ class ModeScheduler(Scheduler):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        # What has moved is forgotten behind a switch, where there is no time to hash it.
+        # A migrated task is removed after a switch, when there is no time to hash its prompt.
         if request.block_hashes and request.request_id not in self._gone:
             prefixes = prefix_hashes(request.prompt_token_ids or ())
             self._finished_chains.remember(request.block_hashes, prefixes)
@@ -297,12 +297,12 @@ class ModeScheduler(Scheduler):
         return only
 
     def grant(self, indices: npt.NDArray[np.int64]) -> None:
-        """Bind: the pages of these lease indices are there to allocate from."""
+        """Bind: allow allocation from the pages of these lease indices."""
         self.tidy()
         self.grants.grant(indices)
 
     def holders_of(self, indices: npt.NDArray[np.int64]) -> list[str]:
-        """Tasks of the parked mode with a block in one of these lease indices."""
+        """Return tasks of the parked mode with a block in one of these lease indices."""
         slots = self.grants.slots_per_page
         named = np.zeros(self.grants.indices, dtype=np.bool_)
         named[indices] = True
@@ -318,27 +318,27 @@ class ModeScheduler(Scheduler):
         return [block.block_id for block in self._manager.req_to_blocks.get(request_id, ())]
 
     def not_holding(self) -> list[str]:
-        """Tasks that hold no KV: waiting, or preempted by vLLM."""
+        """Return tasks that hold no KV: waiting, or preempted by vLLM."""
         held = set(self.holding())
         return [each for each in self.requests if each not in held and each not in self._gone]
 
     def not_movable(self) -> list[str]:
-        """Tasks that hold KV with which another group could not go on."""
+        """Return tasks whose KV another group could not continue with."""
         return [name for name in self.holding() if not can_move(self.requests[name])]
 
     def leave_to_others(self, request_ids: Iterable[str]) -> None:
-        """Forget tasks that go on elsewhere: at once for us, for vLLM when there is time."""
+        """Forget tasks that continue elsewhere: here at once, in vLLM at the next `tidy`."""
         self._gone.update(each for each in request_ids if each in self.requests)
 
     def tidy(self) -> None:
-        """Free what is left of tasks that have gone: some 30 microseconds for each."""
+        """Free what is left of tasks that have gone: about 30 µs each."""
         if self._gone:
             self.take_back(self._gone)
             self._gone.clear()
             self._finished_chains.clear()
 
     def take_back(self, request_ids: Iterable[str]) -> dict[str, list[int]]:
-        """Remove tasks, free their blocks and return the tokens each has generated so far."""
+        """Remove tasks, free their blocks and return the tokens that each has generated."""
         found = {i: self.requests[i] for i in request_ids if i in self.requests}
         generated = {i: list(request.output_token_ids) for i, request in found.items()}
         self.finish_requests(list(found), RequestStatus.FINISHED_ABORTED)

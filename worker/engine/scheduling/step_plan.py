@@ -13,19 +13,19 @@ from comm_pool.layout import Mode, StepMode
 
 Tokens = npt.NDArray[np.int32]
 TokenIds = list[int] | Tokens
-"""As vLLM has them, or as followers get them."""
+"""Token ids as vLLM has them, or as followers get them."""
 
 
 _Sizes = tuple[int, int, int]
-"""Of the prompt, of what was generated and of prefill_token_ids; -1 is None."""
+"""Sizes of the prompt, the generated tokens and prefill_token_ids; -1 is None."""
 
 _WHOLE = -2
-"""As the last of these: they are the prompt and what was generated."""
+"""As the last size: prefill_token_ids are the prompt and the generated tokens."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One scheduled step, as sent to followers: logical block ids, tokens that new tasks have."""
+    """One scheduled step as sent to followers: logical block ids, tokens of new tasks."""
 
     output: SchedulerOutput
     grammar: GrammarOutput | None
@@ -33,35 +33,36 @@ class StepPlan:
     mode: StepMode = Mode.DP
     """How the group computes this step; its leader decides, and every member obeys."""
     known: Mapping[str, Tokens] = field(default_factory=dict)
-    """All token ids of new tasks that a move has brought: to make an array takes as long as to send
-    it."""
+    """All token ids of migrated tasks that are new in this step.
+
+    Making an array takes as long as sending it, so it is kept.
+    """
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed in it."""
+        """Tokens that the step computes."""
         return int(self.output.total_num_scheduled_tokens)
 
     @property
     def context(self) -> int:
-        """Tokens before those, whose KV is read."""
+        """Tokens before those, whose KV the step reads."""
         new = sum(each.num_computed_tokens for each in self.output.scheduled_new_reqs)
         return int(new + sum(self.output.scheduled_cached_reqs.num_computed_tokens))
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is computed in it."""
+        """Whether the step computes nothing."""
         return not self.tokens
 
     @property
     def reads_prompts(self) -> bool:
-        """Some task computes more than its last token, so its first one may come out."""
+        """Whether some task computes more than its last token, so its first one may come out."""
         return self.tokens > len(self.output.num_scheduled_tokens)
 
     def __reduce__(self) -> Any:
-        """Followers read token ids as one array: new tasks may bring a hundred thousand at once.
+        """Pack token ids into one array: new tasks may bring a hundred thousand at once.
 
-        Objects cost more than bytes here: 200 tasks that a move has brought take 5 ms less so, at
-        either end.
+        Objects cost more than bytes: this saves 5 ms at either end for 200 migrated tasks.
         """
         pieces: list[Tokens] = []
         sizes = [self._pack(each, pieces) for each in self.output.scheduled_new_reqs]
@@ -72,13 +73,13 @@ class StepPlan:
         return _unpacked, (output, tokens, sizes, self.grammar, self.mode)
 
     def _pack(self, request: NewRequestData, pieces: list[Tokens]) -> _Sizes:
-        """Add a task's token ids to the pieces: its prompt, what was generated, and the rest."""
+        """Add a task's token ids to the pieces: prompt, generated tokens, and prefill_token_ids."""
         asked, given = request.prompt_token_ids, request.prefill_token_ids
         generated = self.resuming.get(request.req_id)
         sizes = [-1 if ids is None else len(ids) for ids in (asked, generated, given)]
         whole, known = sum(map(len, (asked or (), generated or ()))), self.known.get(request.req_id)
         if asked is not None and given is not None and len(given) == whole:
-            # vLLM's tokens to read are the prompt, and what was generated.
+            # prefill_token_ids are just the prompt and the generated tokens.
             given, sizes[2] = None, _WHOLE
         if known is not None and known.size == whole:
             asked, generated = None, known
@@ -89,7 +90,7 @@ class StepPlan:
 
 
 def give_lists(step: SchedulerOutput) -> None:
-    """Let new tasks have their token ids as vLLM wants them."""
+    """Convert the token ids of new tasks to lists, which vLLM expects."""
     for each in step.scheduled_new_reqs:
         if each.prompt_token_ids is not None:
             each.prompt_token_ids = listed(each.prompt_token_ids)
@@ -98,7 +99,7 @@ def give_lists(step: SchedulerOutput) -> None:
 
 
 def give_arrays(step: SchedulerOutput, known: Mapping[str, Tokens]) -> None:
-    """Let new tasks that this rank has planned have their tokens as followers get them."""
+    """Give new tasks that this rank planned their tokens as arrays, as followers get them."""
     for each in step.scheduled_new_reqs:
         whole = known.get(each.req_id)
         given = each.prefill_token_ids
@@ -107,7 +108,7 @@ def give_arrays(step: SchedulerOutput, known: Mapping[str, Tokens]) -> None:
 
 
 def listed(ids: TokenIds) -> list[int]:
-    """The same as a list."""
+    """Return the ids as a list."""
     return ids.tolist() if isinstance(ids, np.ndarray) else ids
 
 
@@ -124,7 +125,7 @@ def _unpacked(
     grammar: GrammarOutput | None,
     mode: StepMode,
 ) -> StepPlan:
-    """What `StepPlan.__reduce__` was made from."""
+    """Rebuild the plan that `StepPlan.__reduce__` packed."""
     resuming: dict[str, TokenIds] = {}
     at = 0
 

@@ -1,9 +1,9 @@
-"""vLLM adapter: token ids of many new tasks reach model runner V2 as arrays, one row each.
+"""vLLM adapter: writes token ids of many new tasks into model runner V2 as arrays, one row each.
 
-vLLM collects the ids of new tasks in one list and makes an array of it, which the device copies to
-their rows: 5 ms for 200 tasks that a move has brought. Where rows lie in the host's memory, which
-the device reads (vLLM's choice for so large a tensor), an array can be written to its row at once.
-That is in no order with what the device does, so nobody may do it while a step is under way.
+vLLM collects the ids of new tasks in one list and converts that to an array, which the device
+copies to rows: 5 ms for 200 migrated tasks. If the rows lie in host memory that the device reads
+(vLLM's choice for so large a tensor), an array can be written to its row directly. Such a write is
+not ordered with device work, so it must not happen while a step is in flight.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from worker.engine.scheduling.step_plan import Tokens
 
 
 def take_arrays(tokens: Any) -> bool:
-    """Let a `StagedWriteTensor` of rows take arrays beside lists; False where it cannot."""
+    """Let a `StagedWriteTensor` of rows accept arrays besides lists; return False if it cannot."""
     buffer = getattr(tokens, "_uva_buf", None)
-    # On platforms without pinned memory the host's side is copied to the device's now and then.
+    # Without pinned memory the host's copy reaches the device only at intervals.
     if buffer is None or buffer.uva().data_ptr() != tokens.gpu.data_ptr():
         return False
     rows, stage_write = buffer.np, tokens.stage_write

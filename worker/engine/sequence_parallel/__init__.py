@@ -1,1 +1,1 @@
-"""Module trees of groups that share out tokens, and their exchange around attention."""
+"""Module trees of groups that divide a step's tokens, and their exchange around attention."""

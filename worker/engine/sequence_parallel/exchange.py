@@ -1,9 +1,10 @@
-"""vLLM adapter: what the ranks of an sp group send each other around attention, and its proof.
+"""vLLM adapter: the exchange of an sp group around attention, and its proof.
 
-Tokens for heads in front of attention, heads for tokens behind it: one even all-to-all each. Over a
-slow link these take as long as the products beside them, so a large step can exchange in parts: a
-part is on its way on a stream of its own while the device computes the product of the next (in
-front of attention) or of the one that came before (behind it). How many parts pay is measured.
+Before attention the ranks exchange tokens for heads, after it heads for tokens: one even all-to-all
+each. Over a slow link these take as long as the adjacent matrix products, so a large step can
+exchange in parts. A part travels on its own stream while the device computes the product of the
+next part (before attention) or of the previous one (after it). The best number of parts is
+measured.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,27 +18,27 @@ from comm_pool.pool import all_to_all
 from worker.engine.weights.layers import ViewError
 
 PARTS_FROM_TOKENS = 2_048
-"""Smaller steps exchange at once: their parts would be launched later than they are computed."""
+"""Smaller steps exchange at once: launching their parts would take longer than computing them."""
 
 PART_ALIGNMENT = 64
-"""Large parts are a multiple of so many tokens, as kernels' tiles are."""
+"""Large parts are a multiple of this many tokens, as kernels' tiles are."""
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-"""A product of the rows it is given, row by row."""
+"""A matrix product that treats each row on its own."""
 
 
 class Beside:
-    """Work beside the device's current stream; on CPU in its place."""
+    """Runs work beside the device's current stream; on CPU inline."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # Ahead of the next product, whose blocks would leave the collective no room to start.
+            # High priority: the next product's blocks would leave the collective no room to start.
             self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Work inside starts behind what the current stream has been given so far."""
+        """Start the work inside after what the current stream has queued so far."""
         if self._stream is None:
             yield
             return
@@ -46,36 +47,36 @@ class Beside:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """A mark behind all work so far, for `wait`."""
+        """Return a mark after all work so far, for `wait`."""
         return None if self._stream is None else self._stream.record_event()
 
     @staticmethod
     def wait(mark: torch.cuda.Event | None) -> None:
-        """Let the current stream go on behind the mark."""
+        """Let the current stream continue only after the mark."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
 
 class Exchange:
-    """The collectives of one sp tree; `tokens` are those of the step under way, unpadded."""
+    """The collectives of one sp tree; `tokens` are those of the current step, unpadded."""
 
     def __init__(self, plan: HeadExchange, group: GroupCoordinator) -> None:
         self.plan = plan
         self.tokens = 0
         self.parts_from: tuple[tuple[int, int], ...] = ()
-        """(tokens, parts), ascending: steps from so many tokens on exchange in so many parts.
+        """(tokens, parts), ascending: steps of at least `tokens` exchange in `parts` parts.
 
         Equal in all ranks of the group, whose all-to-alls would not match otherwise.
         """
         self.parts_tried: tuple[int, ...] = (1,)
-        """What may be chosen from."""
+        """The numbers of parts to choose from."""
         self.group = group
         self.member = int(group.rank_in_group)
         """This rank's place in the group."""
         self._beside: Beside | None = None
 
     def own_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """(T, ...) -> (share, ...): what this rank computes, zeros where the step ends."""
+        """(T, ...) -> (share, ...): this rank's tokens, zero-padded at the end of the step."""
         mine = self.plan.tokens_of(self.member, self.tokens)
         return _padded(rows, self.plan.share(self.tokens) * self.plan.width)[mine.start : mine.stop]
 
@@ -85,15 +86,15 @@ class Exchange:
         return gathered[: self.tokens]
 
     def computed_to_heads(self, compute: Compute, rows: torch.Tensor) -> torch.Tensor:
-        """(share, hidden), which `compute` makes (share, k·w) of, -> (T, w): all tokens of mine.
+        """(share, hidden) -> (T, w): `compute` each token, then all tokens of this rank's columns.
 
-        Column range j of what is computed is rank j's.
+        `compute` returns (share, k·w); its column range j goes to rank j.
         """
         ranges = self._ranges(rows.shape[0])
         if len(ranges) == 1:
             return self.to_heads(compute(rows))
         beside = self._stream_of(rows.device)
-        # What was sent must stay as it is until it is there.
+        # Sent tensors must stay unchanged until they have arrived.
         sent: list[torch.Tensor] = []
         received: torch.Tensor | None = None
         for part in ranges:
@@ -108,14 +109,14 @@ class Exchange:
         return received.flatten(0, 1)[: self.tokens]
 
     def computed_on_tokens(self, compute: Compute, rows: torch.Tensor) -> torch.Tensor:
-        """(T, w) -> what `compute` makes of (share, k·w): this rank's tokens of all columns."""
+        """(T, w) -> `compute` of (share, k·w): this rank's tokens with all columns."""
         share = self.plan.share(self.tokens)
         ranges = self._ranges(share)
         if len(ranges) == 1:
             return compute(self.to_tokens(rows))
         beside = self._stream_of(rows.device)
         by_target = self._by_token(rows)
-        # All are sent before any is computed, so that no product is waited for to send the next.
+        # Send all before computing any, so that no send waits for a product.
         sent = [by_target[:, part.start : part.stop].contiguous() for part in ranges]
         came: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         for each in sent:
@@ -125,7 +126,7 @@ class Exchange:
         made = []
         for here, mark in came:
             beside.wait(mark)
-            # The other stream takes this memory again only behind what this one has been given.
+            # The other stream reuses this memory only after this one's queued work.
             made.append(compute(here))
         return torch.cat(made)
 
@@ -140,7 +141,7 @@ class Exchange:
 
     @property
     def parts(self) -> int:
-        """In how many parts the step under way exchanges."""
+        """The number of parts in which the current step exchanges."""
         fitting = [parts for start, parts in self.parts_from if self.tokens >= start]
         return fitting[-1] if fitting else 1
 
@@ -171,11 +172,11 @@ def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def prove_exchange(exchange: Exchange, device: torch.device) -> None:
-    """Prove against the plan that numbered rows arrive where they must; a collective of the group.
+    """Prove against the plan that numbered rows arrive where they must; a group collective.
 
-    Every value tells its token and head, and goes in one part and in all others that are tried.
-    Raises `ViewError` where another arrives, behind the last collective, so that no rank waits for
-    one that has found a fault.
+    Every value encodes its token and head, and travels with each number of parts that is tried.
+    Raises `ViewError` if a wrong value arrives, but only after the last collective, so that no rank
+    waits for one that has found a fault.
     """
     width = exchange.plan.width
     sizes = [1, width, 2 * width + 1]

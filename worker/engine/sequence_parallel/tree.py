@@ -1,13 +1,11 @@
-"""vLLM adapter: the tree that a rank of a wide group computes a step with in sp.
+"""vLLM adapter: the tree with which a rank of a wide group computes a step in sp.
 
 Ulysses sequence parallelism (Shift Parallelism, section 3.2): each rank computes its share of the
-step's tokens with the replica's full weights, and around attention the ranks exchange tokens for
-heads. Nothing is built for it: the tree is made of shallow copies ("shells") of the modules on the
-way to the attention layers, the replica's own modules everywhere else, and the tp tree's attention
-with its KV. Shard-major rows make the part of each rank a plain range of columns.
-
-Mixed with tp (section 3.3.1) it is the same over a tree of one part of the weights, in a group of
-those ranks that have this part; what is reduced, is reduced by those that have the same tokens.
+tokens with the replica's full weights; around attention the ranks exchange tokens for heads. The
+tree consists of shallow copies ("shells") of the modules above attention, the replica's modules
+elsewhere, and the tp tree's attention with its KV. Each rank's part of shard-major rows is a plain
+column range. A mixed tree (section 3.3.1) does the same over one part of the weights, in the group
+of ranks with this part; ranks with the same tokens reduce.
 """
 
 import copy
@@ -31,13 +29,13 @@ from worker.engine.weights.moe import experts_shell
 
 
 class ExchangedQKV(nn.Module):
-    """All heads of the weights at hand on this rank's tokens, then all tokens of its heads."""
+    """Computes all heads of the weights on this rank's tokens, then exchanges them."""
 
     def __init__(self, full: ShardMajorQKV, own: ShardMajorQKV, exchange: Exchange) -> None:
-        """`own` is the tp tree's layer: it says in which order attention wants the heads."""
+        """`own` is the tp tree's layer: it knows the order in which attention expects the heads."""
         super().__init__()
         self.full = full
-        # In a tuple, so that views are not registered as parameters of this tree too.
+        # In a tuple, so that its views are not registered as parameters of this tree too.
         self._own = (own,)
         self._exchange = exchange
 
@@ -48,7 +46,7 @@ class ExchangedQKV(nn.Module):
 
 
 class ExchangedOutput(nn.Module):
-    """All heads of this rank's tokens, then o_proj; of all weights there is nothing to reduce."""
+    """Gets all heads of this rank's tokens, then runs o_proj; full weights need no reduction."""
 
     def __init__(self, full: ViewedRow, exchange: Exchange) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class ExchangedOutput(nn.Module):
 
 
 class SequenceParallel(nn.Module):
-    """Takes the place of a group's tp tree for one step: same inputs, same outputs."""
+    """Replaces a group's tp tree for one step: same inputs, same outputs."""
 
     def __init__(self, shells: nn.Module, tp_tree: nn.Module, exchange: Exchange) -> None:
         super().__init__()
@@ -80,7 +78,7 @@ class SequenceParallel(nn.Module):
     ) -> torch.Tensor:
         """Token ids and positions (T,) -> hidden states (T, hidden) of all tokens.
 
-        Positions are needed for all tokens where RoPE is, behind the exchange.
+        RoPE follows the exchange, so it needs the positions of all tokens.
         """
         assert intermediate_tensors is None, "there are no pipeline stages."
         given = positions if input_ids is None else input_ids
@@ -95,7 +93,7 @@ class SequenceParallel(nn.Module):
         return exchange.all_tokens(hidden)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """All ranks have the rows, so each computes its part of the vocabulary, as in tp."""
+        """Compute this rank's part of the vocabulary, as in tp: all ranks have the rows."""
         logits: torch.Tensor | None = self._tp[0].compute_logits(hidden_states)
         return logits
 
@@ -106,9 +104,9 @@ class SequenceParallel(nn.Module):
 
 
 class MixedParallel(SequenceParallel):
-    """The same over a part of the weights: layers sum up over the ranks that have these tokens.
+    """An sp tree over a part of the weights: ranks that have the same tokens reduce.
 
-    vLLM's layers ask for their group while they run, so it is replaced as long as they do.
+    vLLM's layers look up their group while they run, so it is replaced during the step.
     """
 
     def __init__(
@@ -124,10 +122,10 @@ class MixedParallel(SequenceParallel):
         self._whole = whole
 
     def capturing(self) -> AbstractContextManager[None]:
-        """To be entered by all members around what captures graphs of this tree.
+        """Return the context in which all members capture graphs of this tree.
 
-        A custom all-reduce in a graph reads its peers' addresses from a table, which is filled when
-        this ends; vLLM does so for the active group alone.
+        A custom all-reduce in a graph reads its peers' addresses from a table that is filled when
+        the context ends; vLLM does so for the active group alone.
         """
         custom = getattr(self._reducing.group.device_communicator, "ca_comm", None)
         if custom is None or custom.disabled:
@@ -151,13 +149,13 @@ class MixedParallel(SequenceParallel):
 
 
 def exchange_of(trees: Mapping[StepMode, nn.Module]) -> Exchange | None:
-    """The exchange of the sp tree among these, if there is one."""
+    """Return the exchange of the sp tree among these, if there is one."""
     tree = trees.get(Mode.SP)
     return tree.exchange if isinstance(tree, SequenceParallel) else None
 
 
 def capturing(tree: nn.Module) -> AbstractContextManager[None]:
-    """What is to be entered around the capture of a tree's graphs, by all ranks of its group."""
+    """Return the context in which all ranks of the group capture a tree's graphs."""
     return tree.capturing() if isinstance(tree, MixedParallel) else nullcontext()
 
 
@@ -168,10 +166,10 @@ def build_sp_tree(
     group: GroupCoordinator,
     config: VllmConfig,
 ) -> SequenceParallel:
-    """The sp tree beside a tp tree of the same width; it owns no tensor.
+    """Build the sp tree beside a tp tree of the same width; it owns no tensor.
 
-    `config` is the tp tree's, in which vLLM looks up what is called by name during a step. Raises
-    `ViewError` for attention layers that do not go from one qkv layer to one o_proj.
+    `config` is the tp tree's; vLLM looks modules up in it by name during a step. Raises `ViewError`
+    for attention layers that do not go from one qkv layer to one o_proj.
     """
     exchange = Exchange(plan, group)
     shells = _shells(replica, tp_tree, exchange, config, Mode.SP)
@@ -189,10 +187,10 @@ def build_mixed_tree(
     reducing: Communicator,
     whole: Communicator,
 ) -> MixedParallel:
-    """The same of a mixed shape `name` over the tree of a part of the weights.
+    """Build the tree of a mixed shape `name` over the tree of a part of the weights.
 
-    `plan` and `group` are those of the ranks that have this part, `reducing` of those that have the
-    same tokens, `whole` of all.
+    `plan` and `group` belong to the ranks that have this part, `reducing` to those that have the
+    same tokens, `whole` to all.
     """
     exchange = Exchange(plan, group)
     shells = _shells(part, tp_tree, exchange, config, name)
@@ -202,7 +200,7 @@ def build_mixed_tree(
 def _shells(
     root: nn.Module, tp_tree: nn.Module, exchange: Exchange, config: VllmConfig, mode: str
 ) -> nn.Module:
-    """Shells of all modules of `root` on the way to attention, for this mode of a step."""
+    """Return shells of all modules of `root` above attention, for this mode of a step."""
     context = config.compilation_config.static_forward_context
     made: dict[int, nn.Module] = {}
 
@@ -226,19 +224,19 @@ def _shells(
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """A shallow copy whose children can be replaced without touching the original's."""
+    """Return a shallow copy whose children can be replaced without changing the original's."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     return shell
 
 
 def _is_on_the_way(module: nn.Module) -> bool:
-    """Whether something in it is called in another way than in the replica."""
+    """Return whether the module contains one that is called differently than in the replica."""
     return any(isinstance(each, (Attention, MoERunner)) for each in module.modules())
 
 
 def _attention_shell(full: nn.Module, own: nn.Module, exchange: Exchange) -> nn.Module:
-    """The tp tree's attention layer, which has this rank's heads and KV, between the exchanges."""
+    """Put the tp tree's attention layer, with this rank's heads and KV, between the exchanges."""
     shell = _shell(own)
     kinds: list[tuple[type[LinearBase], Callable[[str], nn.Module]]] = [
         (

@@ -1,11 +1,11 @@
 """vLLM adapter: fp8 weights with per-tensor or per-channel scales, viewed per rank like any other.
 
-After vLLM's post-processing an fp8 weight is (K, N) with strides (1, K): in and out features. The
-out features of a column-parallel share stay one contiguous range, which vLLM's kernels take as it
-is. A row-parallel share (o_proj, down_proj) is a range of K, and vLLM's CUTLASS kernel computes
-garbage from it in silence, because it assumes packed strides. Those layers of a tp tree multiply
-few tokens with a kernel of our own on Hopper GPUs (vllm_fp8_kernel.py), and otherwise with
-`torch._scaled_mm`, which honours strides; a replica keeps vLLM's own kernels everywhere.
+After vLLM's post-processing an fp8 weight is (K, N) with strides (1, K): in and out features. A
+column-parallel share is a contiguous range of N, which vLLM's kernels accept. A row-parallel share
+(o_proj, down_proj) is a range of K. From it vLLM's CUTLASS kernel silently computes garbage,
+because it assumes packed strides. On Hopper GPUs those layers of a tp tree use our own kernel for
+few tokens (fp8_kernel.py), otherwise `torch._scaled_mm`, which honours strides. A replica keeps
+vLLM's own kernels.
 """
 
 from collections.abc import Callable
@@ -39,26 +39,33 @@ UNPACKED_KERNELS = (
     PerTensorTorchFP8ScaledMMLinearKernel,
     ChannelWiseTorchFP8ScaledMMLinearKernel,
 )
-"""vLLM kernels that leave an fp8 weight as it was loaded, a plain matrix."""
+"""vLLM kernels that keep an fp8 weight as loaded, a plain matrix."""
 
 ALIGNMENT = 16
-"""Elements (bytes) that fp8 tensor cores want K and N of every operand to be a multiple of."""
+"""fp8 tensor cores need K and N of every operand to be a multiple of this many bytes."""
 
 FEW_TOKENS = 256
-"""Up to here a GEMM is a stream of its weight: a kernel of our own reads it where it can run, and
-elsewhere scales are applied to an fp32 result, which is small beside the weight."""
+"""Up to here reading the weight dominates a GEMM.
+
+Our own kernel reads it where it can run; elsewhere scales are applied to an fp32 result, which is
+small compared with the weight.
+"""
 
 MANY_TOKENS = 1024
-"""From here on another pass over the result costs more than torch's row-wise kernel: 239 against
-169 us for 4,096 tokens and an H200 (CUTLASS on packed weights: 161)."""
+"""From here on another pass over the result costs more than torch's row-wise kernel.
+
+It takes 239 instead of 169 us for 4,096 tokens on an H200 (CUTLASS on packed weights: 161).
+"""
 
 PROOF_TOKENS = (8, 17, 40, 100, 256, 512, 1024)
-"""Numbers of tokens with which the self-test sees every path there is on Hopper GPUs: each bucket
-of our kernel, which it compiles thereby, and both ways for many."""
+"""Numbers of tokens with which the self-test covers every path on Hopper GPUs.
+
+They cover each bucket of our kernel, which this compiles, and both paths for many tokens.
+"""
 
 
 def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
-    """The fp8 kernel that a linear layer computes with; None if it has none that we know."""
+    """Return the fp8 kernel of a linear layer; None if it has none that we know."""
     for owner in (getattr(layer, "quant_method", None), getattr(layer, "scheme", None)):
         kernel = getattr(owner, "fp8_linear", None)
         if isinstance(kernel, FP8ScaledMMLinearKernel):
@@ -67,7 +74,7 @@ def kernel_of(layer: nn.Module) -> FP8ScaledMMLinearKernel | None:
 
 
 def is_quantized(layer: nn.Module) -> bool:
-    """Whether a layer is a linear layer with anything but plain weights."""
+    """Return whether a layer is a linear layer with anything but plain weights."""
     return isinstance(layer, LinearBase) and not isinstance(
         layer.quant_method, UnquantizedLinearMethod
     )
@@ -94,7 +101,7 @@ def check_quantized(name: str, layer: LinearBase) -> None:
             f"layer {name} has a {weight.dtype} weight of shape {tuple(weight.shape)} and strides "
             f"{weight.stride()}, not a plain fp8 matrix of shape {shape}: {instead}"
         )
-    # A fused silu-and-quantize would hand over its result in a form that has no shape to undo.
+    # A fused silu-and-quantize would pass its result in a form whose shape cannot be undone.
     layer.requires_unquantized_input = isinstance(layer, RowParallelLinear)
 
 
@@ -136,12 +143,12 @@ def strided_scaled_mm(
         raw.mul_(scale_b.view(1, -1))
     if raw_dtype is out_dtype:
         return raw.mul_(scale_a)
-    # One pass scales and rounds: a kernel more per layer is 2 % of a decode step.
+    # One pass scales and rounds: one more kernel per layer is 2 % of a decode step.
     return torch.mul(raw, scale_a, out=torch.empty_like(raw, dtype=out_dtype))
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is of compute capability 9, the only one that our kernel was made for."""
+    """Return whether a device has compute capability 9, for which our kernel was made."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -164,7 +171,7 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
         self.prepare(device)
 
     def prepare(self, device: torch.device) -> None:
-        """Choose the product of up to `FEW_TOKENS` tokens, and make its workspace."""
+        """Choose the product for at most `FEW_TOKENS` tokens, and make its workspace."""
         self.few_tokens: Callable[..., torch.Tensor] | None = None
         self.proof_tokens: tuple[int, ...] = ()
         if is_hopper(device):
@@ -178,12 +185,12 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
         cls,
         compute_capability: int | None = None,  # noqa: ARG003 -- vLLM's signature
     ) -> tuple[bool, str | None]:
-        """Wherever torch has scaled fp8 GEMMs; the self-test finds out."""
+        """Support any platform where torch has scaled fp8 GEMMs; the self-test verifies it."""
         return True, None
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        """Per-tensor and per-channel weights; static, per-tensor and per-token activations."""
+        """Support per-tensor and per-channel weights; static, per-tensor, per-token activations."""
         scales = (c.weight_quant_key.scale, c.activation_quant_key.scale)
         if any(scale.group_shape.is_per_group() for scale in scales):
             return False, "takes no block scales"
@@ -210,7 +217,7 @@ class StridedFp8Kernel(FP8ScaledMMLinearKernel):
 
 
 class ViewedFp8Method(LinearMethodBase):
-    """A tp tree's linear method over weights that the replica's own method has processed."""
+    """A tp tree's linear method over weights that the replica's method has processed."""
 
     def __init__(self, kernel: FP8ScaledMMLinearKernel) -> None:
         self.fp8_linear = kernel
@@ -230,10 +237,11 @@ class ViewedFp8Method(LinearMethodBase):
 
 
 def adopt_methods(tree: nn.Module, replica: nn.Module) -> None:
-    """Make a tree on meta compute with processed weights; before vLLM post-processes the tree.
+    """Make a tree on meta compute with processed weights; call it before post-processing.
 
-    Left alone, vLLM's post-processing would quantize meta tensors, and all-reduce their ranges.
-    Attention layers of a quantized model lose the scale parameters that the replica's have spent.
+    Otherwise vLLM's post-processing would quantize meta tensors and all-reduce their ranges.
+    Attention layers of a quantized model lose the scale parameters, which the replica's layers have
+    consumed.
     """
     sources = dict(replica.named_modules(remove_duplicate=False))
     for name, module in tree.named_modules(remove_duplicate=False):
@@ -246,7 +254,7 @@ def adopt_methods(tree: nn.Module, replica: nn.Module) -> None:
         elif isinstance(module, Attention):
             for spent in [each for each in module._parameters if each not in source._parameters]:
                 del module._parameters[spent]
-            module.quant_method = None  # It would ask for the spent ones; only loading uses it.
+            module.quant_method = None  # It would read the consumed ones; only loading uses it.
             for scale in (
                 "_q_scale_float",
                 "_k_scale_float",
@@ -258,7 +266,7 @@ def adopt_methods(tree: nn.Module, replica: nn.Module) -> None:
 
 
 def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> FP8ScaledMMLinearKernel:
-    """The kernel for a share: vLLM's for a range of N, ours for a range of K."""
+    """Return the kernel for a share: vLLM's for a range of N, ours for a range of K."""
     chosen, whole = kernel_of(module), kernel_of(source)
     assert whole is not None, "check_quantized has seen the replica's kernel."
     if isinstance(module, RowParallelLinear):
@@ -269,7 +277,7 @@ def _view_kernel(name: str, module: LinearBase, source: LinearBase) -> FP8Scaled
             f"with {type(whole).__name__}: choose one with --linear-backend, such as cutlass."
         )
     if hasattr(chosen, "logical_output_size"):
-        # Set where the weight is processed, which a view's is not.
+        # Processing sets it, but a view's weight is not processed.
         chosen.logical_output_size = module.output_size_per_partition
     return chosen
 
@@ -280,7 +288,7 @@ def bind_quantized(
     """Give a tree's layer its share of the replica's processed parameters, as views.
 
     Raises:
-        ViewError: where a share would need padding.
+        ViewError: if a share would need padding.
     """
     shape = (module.input_size_per_partition, module.output_size_per_partition)
     if any(size % ALIGNMENT for size in shape):
@@ -296,7 +304,7 @@ def bind_quantized(
         module._parameters[each] = share
     assert tuple(module.weight.shape) == shape, f"{name} has a share of {module.weight.shape}."
     for each, value in vars(source).items():
-        # Such as `input_scale = None`, which post-processing leaves behind.
+        # Such as `input_scale = None`, set by post-processing.
         if not hasattr(module, each):
             setattr(module, each, value)
 
@@ -304,10 +312,10 @@ def bind_quantized(
 def share_of(
     module: LinearBase, name: str, full: torch.Tensor, width: int, rank: int
 ) -> torch.Tensor:
-    """One rank's share of a processed parameter of the replica, or of the part that it is in.
+    """Return a rank's share of a processed parameter of the replica, or of its part.
 
     Column-parallel: a range of N of the weight (K, N), and the same of a bias (N,) and of channel
-    scales (N, 1). Row-parallel: a range of K of the weight. Per-tensor scales are everybody's.
+    scales (N, 1). Row-parallel: a range of K of the weight. All ranks share per-tensor scales.
     """
     column = isinstance(module, ColumnParallelLinear)
     if name == "weight" and not column:

@@ -1,15 +1,13 @@
 """vLLM adapter: the fp8 GEMM of few tokens whose weight is a column range of a wider matrix.
 
-At up to 256 tokens a GEMM is a stream of its weight. `few_tokens_mm` reads each row of the range
-where it lies, W (N, K) with any distance between rows, against all tokens at once, and applies both
-scales and the bias to the fp32 sums before they are rounded once, in the order of vLLM's CUTLASS
-epilogue; like CUTLASS it leaves the adding of products to the tensor cores (fast accumulation).
+Up to 256 tokens, reading the weight dominates a GEMM. `few_tokens_mm` reads the rows of W (N, K) in
+place, with any row stride, for all tokens at once. It applies both scales and the bias to the fp32
+sums and rounds once, in the order of vLLM's CUTLASS epilogue, with fast accumulation like CUTLASS.
 
-W's rows are the M side of the matrix instruction: Hopper's wgmma takes 64 rows at least, and tokens
-are padded to 16 only. Where that gives too few programs for the GPU, K is split: each program of a
-tile leaves its fp32 sums in a workspace, and the one that arrives last adds all of them up in the
-order of K, so the same input gives the same bits. A token's bits do not depend on the other tokens
-of its batch, only on how many they are (`BUCKETS`).
+W's rows are the M side of wgmma, which takes at least 64 rows, so tokens are padded to 16 only. If
+that gives too few programs, K is split: each program stores its fp32 sums in a workspace and the
+last one adds them in the order of K, so equal input gives equal bits. A token's bits depend on the
+number of tokens (`BUCKETS`), not on the other tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -21,23 +19,23 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 BUCKETS = (16, 32, 64, 128, 256)
-"""Numbers of tokens up to which one tiling, and one compiled kernel, serves a weight."""
+"""Token counts up to which one tiling, and one compiled kernel, serves a weight."""
 
 TOKENS_MAX = BUCKETS[-1]
 
 PROGRAMS_WANTED = 128
-"""Programs that keep an H100 or H200 (132 SMs) streaming; fewer split K."""
+"""Programs that keep an H100 or H200 (132 SMs) streaming; with fewer, K is split."""
 
 SPLIT_MAX = 8
 
 STEPS_PER_PART = 4
-"""Steps through K that a part has at least, so that its loads have something to overlap with."""
+"""Minimum steps through K per part, so that its loads overlap with something."""
 
 PARTIAL_ELEMENTS = 4 << 20
-"""fp32 sums that a workspace holds (16 MiB): 256 tokens, 8192 outputs, K in two."""
+"""Number of fp32 sums that a workspace holds (16 MiB): 256 tokens, 8192 outputs, K in two."""
 
 ARRIVAL_COUNTERS = 4096
-"""Tiles whose programs a workspace can count."""
+"""Maximum tiles whose programs a workspace can count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +64,11 @@ class Tiling:
     early: bool = False
 
     def programs(self, tokens: int, outputs: int) -> tuple[int, int, int]:
-        """The grid: tiles of tokens, tiles of outputs, parts of K."""
+        """Return the grid: tiles of tokens, tiles of outputs, parts of K."""
         return (triton.cdiv(tokens, self.block_m), triton.cdiv(outputs, self.block_n), self.split)
 
     def fits(self, tokens: int, outputs: int) -> bool:
-        """Whether a workspace can hold the sums of all parts."""
+        """Return whether a workspace can hold the sums of all parts."""
         tiles = triton.cdiv(tokens, self.block_m) * triton.cdiv(outputs, self.block_n)
         elements = tiles * self.split * self.block_m * self.block_n
         return self.split == 1 or (elements <= PARTIAL_ELEMENTS and tiles <= ARRIVAL_COUNTERS)
@@ -142,26 +140,26 @@ TUNED: dict[tuple[int, int, int], Tiling] = {
 
 
 def bucket_of(tokens: int) -> int:
-    """The bucket of 1 to `TOKENS_MAX` tokens."""
+    """Return the bucket of 1 to `TOKENS_MAX` tokens."""
     return next(each for each in BUCKETS if tokens <= each)
 
 
 @lru_cache(maxsize=1024)
 def tiling_for(tokens: int, outputs: int, inputs: int) -> Tiling:
-    """The tuned tiling of a weight (N, K) = (outputs, inputs), or the default one."""
+    """Return the tuned tiling of a weight (N, K) = (outputs, inputs), or the default one."""
     bucket = bucket_of(tokens)
     tuned = TUNED.get((bucket, outputs, inputs))
     return tuned if tuned is not None else default_tiling(bucket, outputs, inputs)
 
 
 def default_tiling(bucket: int, outputs: int, inputs: int) -> Tiling:
-    """A tiling for shapes that nobody has tuned.
+    """Return a tiling for untuned shapes.
 
-    Up to 64 tokens a program takes 64 rows of W, the fewest that wgmma multiplies. Beyond, reading
-    the tokens again for every 64 rows would cost as much as the rows, so a program takes 128, and
-    two warpgroups hold its sums. About 100 KiB of loads are under way in each. K is split where
-    there would be less than two thirds of the programs wanted, but not into parts of less than
-    `STEPS_PER_PART` steps, nor into more than the workspace holds.
+    Up to 64 tokens a program takes 64 rows of W, the minimum of wgmma. Beyond, reading the tokens
+    again for every 64 rows would cost as much as the rows, so a program takes 128, and two
+    warpgroups hold its sums. About 100 KiB of loads are in flight in each. K is split if there
+    would be less than two thirds of the wanted programs, but not into parts of less than
+    `STEPS_PER_PART` steps, nor beyond the workspace.
     """
     if bucket <= 32:
         shape = Tiling(bucket, 64, 256, 1, 5, 4, True)
@@ -180,7 +178,7 @@ def default_tiling(bucket: int, outputs: int, inputs: int) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Where the parts of a split GEMM meet; its launches must follow each other on one stream.
+    """Memory in which the parts of a split GEMM meet; its launches share one stream.
 
     Args:
         partials: fp32, (elements,), the sums of parts; never read before they are written.
@@ -193,7 +191,7 @@ class Workspace:
 
 @lru_cache(maxsize=16)
 def workspace_of(device: torch.device) -> Workspace:
-    """The workspace of all GEMMs of this process on a device, made by the first call.
+    """Return the workspace of all GEMMs of this process on a device, made by the first call.
 
     Make it before CUDA graphs are captured: they keep its address.
     """
@@ -222,12 +220,12 @@ def _sums(  # type: ignore[no-untyped-def]
     even: tl.constexpr,
     bulk: tl.constexpr,
 ):
-    """fp32 (block_n, block_m): rows `n` of W times tokens `m`, over a range of steps through K."""
+    """Return fp32 (block_n, block_m): rows `n` of W times tokens `m`, over a range of K steps."""
     k = tl.arange(0, block_k)
     total = tl.zeros((block_n, block_m), dtype=tl.float32)
     for step in range(first_step, last_step):
         first_k = step * block_k
-        if bulk:  # The copy engine fills with zeros what lies outside.
+        if bulk:  # The copy engine fills what lies outside with zeros.
             rows = w.load([tl.program_id(1) * block_n, first_k])
             seen = a.load([tl.program_id(0) * block_m, first_k])
         else:
@@ -268,7 +266,7 @@ def _store_scaled(  # type: ignore[no-untyped-def]
     tl.store(at, total.to(out.dtype.element_ty), mask=mask)
 
 
-# Numbers of tokens, and where scales begin, must not make another kernel while serving.
+# New token counts or scale addresses must not compile another kernel while serving.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["tokens", "scale_a_step", "scale_w_step", "split"],
     do_not_specialize_on_alignment=["scale_a", "scale_w", "bias"],
@@ -303,13 +301,13 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     m = tl.program_id(0) * block_m + tl.arange(0, block_m)
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     part = tl.program_id(2)
-    # Loaded here, so that nobody waits for them after the last step.
+    # Loaded here, so that no program waits for them after the last step.
     by_row = tl.load(scale_w + n * scale_w_step, mask=n < outputs, other=0.0)
     shift = by_row
     if has_bias:
         shift = tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
     if early:
-        # Weights are everybody's and constant; all that follows is of the kernels before.
+        # Weights are constant; all that follows depends on earlier kernels.
         tl.extra.cuda.gdc_wait()
     by_token = tl.load(scale_a + m * scale_a_step, mask=m < tokens, other=0.0)
     steps = tl.cdiv(inputs, block_k)
@@ -325,7 +323,7 @@ def _few_tokens(  # type: ignore[no-untyped-def]
         inner = tl.arange(0, block_n)[:, None] * block_m + tl.arange(0, block_m)[None, :]
         base = partials + tile.to(tl.int64) * split * size + inner
         tl.store(base + part * size, total)
-        # All threads have stored before one of them says so, for all of them.
+        # All threads must have stored before one of them signals it.
         tl.debug_barrier()
         before = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
         if before == split - 1:

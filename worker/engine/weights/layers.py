@@ -1,11 +1,11 @@
 """vLLM adapter: shard-major fused linear layers, plugged in through vLLM's own layer registry.
 
 A replica stores qkv as `[q0 k0 v0 | q1 k1 v1 | …]` and gate_up as `[g0 u0 | g1 u1 | …]` for S
-shards, so that the rows of any narrower or equal tp rank are one contiguous range (Flying Serving's
-Model Weights Manager, with one storage order instead of one GEMM per slice). A tree that holds
-n = S/k shards gives natural order back: qkv by one reorder of its output, gate_up by a free view,
-because silu-and-mul is row-wise on (tokens·n, 2I/n). Where there are fewer KV heads than shards,
-neighbouring shards hold copies of one, because each rank's rows must be one range (docs/adr/0016).
+shards, so the rows of any tp rank up to width S are one contiguous range (Flying Serving's Model
+Weights Manager, with one storage order instead of one GEMM per slice). A tree with n = S/k shards
+restores natural order: qkv by one reorder of its output, gate_up by a free view, because
+silu-and-mul is row-wise on (tokens·n, 2I/n). With fewer KV heads than shards, neighbouring shards
+hold copies of one, because each rank's rows must be one range (docs/adr/0016).
 """
 
 import inspect
@@ -31,14 +31,15 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 
 
 class ViewError(ValueError):
-    """A model whose weights cannot be viewed per rank; the message says why."""
+    """Raised for a model whose weights cannot be viewed per rank; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How a tree that is being built is stored: S shards in all, of which it holds S / width.
+    """Storage of a tree under construction: S shards in all, of which it holds S / width.
 
-    `loads`: it is filled from a checkpoint. Others are built on meta and take what was loaded.
+    `loads`: it is filled from a checkpoint. Other trees are built on meta and take the loaded
+    weights.
     """
 
     shards: int
@@ -57,7 +58,7 @@ _NATURAL = ShardPlan(1, 1)
 
 @contextmanager
 def building(plan: ShardPlan) -> Iterator[None]:
-    """Layers built inside are shard-major under `plan`; outside they are vLLM's own."""
+    """Build the layers inside shard-major under `plan`; outside they are vLLM's own."""
     token = _plan.set(plan)
     try:
         yield
@@ -70,7 +71,7 @@ def restore_natural_order(
 ) -> torch.Tensor:
     """(T, held·[q k v]) -> (T, [all q | all k | all v]); `sizes` are one shard's widths.
 
-    Of `copies` neighbouring shards with equal k and v, those of the first are taken.
+    Of `copies` neighbouring shards with equal k and v, it takes those of the first.
     """
     if held == 1:
         return out
@@ -105,9 +106,9 @@ def scatter_shards(
 
 
 def own_shards(loaded: torch.Tensor, plan: ShardPlan, part: int) -> torch.Tensor:
-    """Rows of those shards of a natural tensor that the `part`-th tree of the plan's width holds.
+    """Return the rows of a natural tensor that the `part`-th tree of the plan's width holds.
 
-    A tensor that does not fall into shards is returned as it is, for `scatter_shards` to refuse.
+    A tensor that cannot be divided into shards is returned unchanged; `scatter_shards` refuses it.
     """
     if plan.width == 1 or loaded.shape[0] % plan.shards:
         return loaded
@@ -116,10 +117,10 @@ def own_shards(loaded: torch.Tensor, plan: ShardPlan, part: int) -> torch.Tensor
 
 
 def own_range(full: torch.Tensor, dim: int, width: int, rank: int, size: int) -> torch.Tensor:
-    """View of one of `width` equal ranges of `size`, of a tensor that has all, or an even part.
+    """View one of `width` equal ranges of `size`, of a tensor that is whole or an even part.
 
-    The part is the one that the range is in. What does not fall into such ranges is returned as it
-    is, for its size to be refused.
+    The part contains the range. What cannot be divided so is returned unchanged, and the caller
+    refuses its size.
     """
     held = full.shape[dim] // size if size else 0
     if not held or full.shape[dim] % size or width % held:
@@ -132,7 +133,7 @@ def spread_scales(layer: LinearBase, sizes: tuple[int, ...], held: int) -> None:
 
     vLLM brings q, k and v (gate and up) to one common scale after loading and takes
     `logical_widths` for their rows. Stored shard-major, the layer holds len(sizes)·held such
-    blocks; told so, vLLM rescales each block with the scale that it was quantized with.
+    blocks; with their widths, vLLM rescales each block with the scale that it was quantized with.
     """
     scale = getattr(layer, "weight_scale", None)
     if isinstance(scale, PerTensorScaleParameter):
@@ -143,8 +144,8 @@ def spread_scales(layer: LinearBase, sizes: tuple[int, ...], held: int) -> None:
 def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], count: int) -> None:
     """Write the per-tensor scale of these of the layer's `count` parts, for all of its shards.
 
-    One scale for all parts (fused on disk) goes to the first block alone: vLLM takes blocks left
-    unset as the sign that there is nothing to bring to a common scale.
+    One scale for all parts (fused on disk) goes to the first block alone: unset blocks make vLLM
+    skip the common scale.
     """
     if loaded.numel() == 1 and len(parts) == count:
         param.data[0].copy_(loaded.reshape(()))
@@ -157,8 +158,8 @@ def place_scales(param: Parameter, loaded: torch.Tensor, parts: Sequence[int], c
 class ShardMajorQKV(QKVParallelLinear):
     """qkv stored shard-major; its output is in natural order [q | k | v] of the tree's heads.
 
-    With `reorders` off, the rotary module behind it (worker/engine/weights/rope.py) gives that
-    order instead.
+    With `reorders` off, the rotary module after it (worker/engine/weights/rope.py) restores that
+    order.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -168,11 +169,11 @@ class ShardMajorQKV(QKVParallelLinear):
         given.arguments["total_num_kv_heads"] = max(kv_heads, plan.shards)
         super().__init__(*given.args, **given.kwargs)
         self.stored_copies = max(1, plan.shards // kv_heads)
-        """Neighbouring shards of the replica that hold the same KV head."""
+        """Number of neighbouring shards of the replica that hold the same KV head."""
         self._cpu_skip_gemm_dispatch = True  # vLLM's CPU prepack would empty the weight.
         held = plan.held
         self.kv_copies = min(self.stored_copies, held)
-        """The same of the shards in this tree."""
+        """The same for the shards in this tree."""
         self.shard_sizes = (
             self.num_heads * self.head_size // held,
             self.num_kv_heads * self.head_size // held,
@@ -215,12 +216,12 @@ class ShardMajorQKV(QKVParallelLinear):
         return self.ordered(out), bias
 
     def stored(self, input_: torch.Tensor) -> tuple[torch.Tensor, Parameter | None]:
-        """(T, hidden) -> (T, n·[q k v]): rows as they are stored."""
+        """(T, hidden) -> (T, n·[q k v]): rows in stored order."""
         out: tuple[torch.Tensor, Parameter | None] = super().forward(input_)
         return out
 
     def ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of this tree's shards as they are stored -> as what follows wants them."""
+        """Reorder this tree's stored rows as later layers expect them."""
         if not self.reorders:
             return rows
         return restore_natural_order(rows, self.plan.held, self.shard_sizes, self.kv_copies)
@@ -288,7 +289,7 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
 
 @RowParallelLinear.register_oot
 class ViewedRow(RowParallelLinear):
-    """A row-parallel layer that undoes `ShardMajorGateUp`'s view in front of its GEMM."""
+    """A row-parallel layer that undoes `ShardMajorGateUp`'s view before its GEMM."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -303,7 +304,7 @@ class ViewedRow(RowParallelLinear):
 class WholeEmbedding(VocabParallelEmbedding):
     """A table of which every rank loads all rows: no masked look-up, no all-reduce.
 
-    Trees that load nothing take the table of the one that does.
+    Trees that load nothing share the table of the tree that does.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -314,10 +315,10 @@ class WholeEmbedding(VocabParallelEmbedding):
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether it looks tokens up; an lm_head is a table as well."""
+    """Return whether the module looks tokens up; an lm_head is a table as well."""
     return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
 for _ours in (ShardMajorQKV, ShardMajorGateUp, ViewedRow):
-    # compressed-tensors checkpoints pick layers by whether their class's name contains "Linear".
+    # compressed-tensors checkpoints select layers by whether their class name contains "Linear".
     _ours.__name__ += "Linear"

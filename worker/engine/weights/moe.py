@@ -1,9 +1,9 @@
 """vLLM adapter: experts of Qwen3-MoE and Mixtral, viewed per rank as one range of whole experts.
 
-In tp of width k rank r holds experts r·E/k … (r+1)·E/k - 1 and computes every token's share of
-them; the sum over the ranks is vLLM's own all-reduce. A range of whole experts is one piece of
-memory in whatever order a kernel wants each expert's weights, so nothing is copied; why not a slice
-of every expert is in docs/adr/0016. In dp and in sp a rank computes with all experts.
+In tp of width k, rank r holds experts r·E/k … (r+1)·E/k - 1 and computes their share of every
+token; vLLM's own all-reduce sums over the ranks. A range of whole experts is one piece of memory in
+any kernel's weight order, so nothing is copied (docs/adr/0016 says why not a slice of every
+expert). In dp and in sp a rank computes with all experts.
 """
 
 import copy
@@ -33,7 +33,7 @@ PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-
 
 @RoutedExperts.register_oot
 class RankedExperts(RoutedExperts):
-    """vLLM's experts; on CPU, whose kernel knows no expert map, others' experts weigh nothing."""
+    """vLLM's experts; the CPU kernel knows no expert map, so others' experts get weight zero."""
 
     def forward_modular(
         self,
@@ -52,12 +52,12 @@ class RankedExperts(RoutedExperts):
 
 
 def is_moe(config: VllmConfig) -> bool:
-    """Whether vLLM takes the model for one with experts."""
+    """Return whether vLLM treats the model as one with experts."""
     return bool(config.model_config.is_moe)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, RoutedExperts]]:
-    """Name and experts of each layer that has some."""
+    """Yield name and experts of each layer that has some."""
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             yield name, module
@@ -79,7 +79,7 @@ def check_experts(name: str, experts: RoutedExperts) -> None:
 
 
 def check_expert_count(config: VllmConfig, width: int) -> None:
-    """Refuse a width that does not share the experts out evenly."""
+    """Refuse a width that does not divide the experts evenly."""
     if not is_moe(config):
         return
     experts = config.model_config.get_num_experts()
@@ -90,12 +90,12 @@ def check_expert_count(config: VllmConfig, width: int) -> None:
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Whether a tp tree takes the replica's module itself: a router's gate is not split."""
+    """Return whether a tp tree uses the replica's module itself: a router's gate is not split."""
     return isinstance(module, GateLinear)
 
 
 def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int, rank: int) -> None:
-    """Make a rank's experts views of the replica's, or of those of the part that they are in."""
+    """Make a rank's experts views of the replica's, or of the part that contains them."""
     for param_name, param in list(own._parameters.items()):
         if param is None:
             continue
@@ -107,10 +107,10 @@ def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int,
 
 @contextmanager
 def real_expert_maps(device: torch.device) -> Iterator[None]:
-    """Trees that are built on meta inside get their maps of experts on `device`.
+    """Put expert maps of trees that are built on meta inside onto `device`.
 
-    vLLM 0.32 reads a map while it builds it, which meta tensors refuse, and its factory offers no
-    other way in than the name by which it finds the class.
+    vLLM 0.32 reads a map while it builds it, which meta tensors refuse. Its factory can only be
+    reached through the name by which it finds the class.
     """
     own = layer.ExpertMapManager
 
@@ -126,10 +126,10 @@ def real_expert_maps(device: torch.device) -> Iterator[None]:
 
 
 def experts_shell(full: MoERunner, context: dict[str, nn.Module], mode: str) -> MoERunner:
-    """A tree's experts under a name of their own, that of a mode of a step before theirs.
+    """Return a tree's experts under their own name, prefixed with a mode of a step.
 
-    vLLM looks layers with experts up by name where a step's attention is looked up, and there the
-    name alone is the tp tree's.
+    vLLM looks expert layers up by name in the same context as attention, where the plain name
+    belongs to the tp tree.
     """
     shell = copy.copy(full)
     shell._modules = dict(full._modules)
@@ -141,9 +141,9 @@ def experts_shell(full: MoERunner, context: dict[str, nn.Module], mode: str) -> 
 def prove_experts(
     tree: nn.Module, replica: nn.Module, *, width: int, rank_in_group: int, device: torch.device
 ) -> int:
-    """Prove that a rank's experts give what they give in the replica; returns the layers proved.
+    """Prove that a rank's experts compute the same as in the replica; return the layers proved.
 
-    Equal layers run the same code on the same shapes, so the first and the last are run, with
+    Equal layers run the same code on the same shapes, so only the first and the last run, with
     random tokens and experts. Raises `ViewError` with the layer and its error.
     """
     sources = dict(experts_of(replica))

@@ -1,7 +1,7 @@
-"""vLLM adapter: one Triton kernel that gives a shard-major qkv output its natural order back.
+"""vLLM adapter: one Triton kernel that restores the natural order of a shard-major qkv output.
 
-Three strided copies cost five times as much on an H200 (+0.2 ms TPOT instead of +0.04 ms on the
-8B shape), because each launch reads and writes the whole row again in small pieces.
+Three strided copies cost five times as much on an H200 (+0.2 ms TPOT instead of +0.04 ms on the 8B
+shape), because each launch reads and writes the whole row again in small pieces.
 """
 
 import torch

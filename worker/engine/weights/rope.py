@@ -1,10 +1,10 @@
 """vLLM adapter: folds the reorder of a shard-major qkv output into the RoPE that follows it.
 
-`fuse_rope` rewires the attention layers of one tree that holds n > 1 shards: qkv hands out its rows
-as they are stored, QK-norms pass through, and the rotary module runs one kernel over whole rows
-that reorders, normalizes and rotates in place, so attention gets the views that plain vLLM gives
-it. Only layers whose modules are known to meet in exactly this way are touched; every other layer
-keeps the separate reorder (docs/adr/0013).
+`fuse_rope` rewires the attention layers of one tree that holds n > 1 shards. qkv returns its rows
+in stored order and QK-norms pass through. The rotary module runs one kernel over whole rows that
+reorders, normalizes and rotates in place, so attention gets the same views as in plain vLLM. Only
+layers whose modules are known to work together in exactly this way change; every other layer keeps
+the separate reorder (docs/adr/0013).
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,20 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from worker.engine.weights.layers import ShardMajorQKV
 
 KNOWN_ATTENTION = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
-"""Their forward splits qkv, norms q and k if at all, rotates both and looks at v only after that.
-Exact classes: a subclass may do something in between."""
+"""Attention classes whose forward splits qkv, norms q and k if at all, rotates both, then uses v.
+
+Exact classes: a subclass may do something in between.
+"""
 
 HEAD_DIMS = (32, 64, 128, 256)
 """The kernel's tiles are powers of two, and so are the lanes whose order its norm repeats."""
 
 NORM_KERNEL = "vllm_c"
-"""vLLM's name of the rms_norm whose rounding ours repeats."""
+"""vLLM's name of the rms_norm whose rounding our kernel repeats."""
 
 
 class DeferredNorm(nn.Module):
-    """Stands for a QK-norm that the fused kernel applies: has its name and weight, does nothing."""
+    """Replaces a QK-norm that the fused kernel applies: has its name and weight, does nothing."""
 
     def __init__(self, norm: RMSNorm) -> None:
         super().__init__()
@@ -43,13 +45,13 @@ class DeferredNorm(nn.Module):
         self.variance_epsilon = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(T, heads, head_dim) unchanged, and without a copy: it must stay a view of the row."""
+        """Return (T, heads, head_dim) unchanged, without a copy: it must stay a view of the row."""
         return x
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What a row of a tree's qkv output holds: n shards of so many heads each."""
+    """The layout of a row of a tree's qkv output: n shards with the same number of heads."""
 
     shards: int
     q_heads: int
@@ -65,8 +67,8 @@ class RowShape:
 class FusedRope(nn.Module):
     """A layer's rotary module that takes shard-major rows; same call as vLLM's.
 
-    vLLM shares one rotary module between the layers and trees that `get_rope` makes alike, so the
-    original stays as it is and is only read here.
+    vLLM shares one rotary module between layers and trees for which `get_rope` gets equal
+    arguments, so the original is only read here.
     """
 
     def __init__(
@@ -83,14 +85,14 @@ class FusedRope(nn.Module):
         # In tuples, so that they are not registered a second time under this module's name.
         self._shared = (rope,)
         self._norms = norms
-        # A tp tree looks its rotary module's children and buffers up here, by name.
+        # A tp tree looks up its rotary module's children and buffers here, by name.
         self._modules = rope._modules
         self._buffers = rope._buffers
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rewrite the rows that begin with `query` (T, q width) and go on with `key`, and v."""
+        """Rewrite the rows that begin with `query` (T, q width) and continue with `key` and v."""
         shape = self.shape
         assert key.storage_offset() == query.storage_offset() + shape.q_width, "not one qkv row"
         norm = None
@@ -112,7 +114,7 @@ class FusedRope(nn.Module):
 def fuse_rope(tree: nn.Module, config: VllmConfig, device_type: str = "cuda") -> int:
     """Fuse every attention layer of `tree` that allows it; `config` is the tree's own.
 
-    The weights must be in place. Returns the number of fused layers: 0 on another device than
+    The weights must be in place. Returns the number of fused layers. It is 0 on devices other than
     `device_type` (tests run the kernel's interpreter on cpu), under torch.compile, which must see
     what a kernel overwrites, and for trees of one shard. Calling it again changes nothing.
     """
@@ -143,7 +145,7 @@ def _fuse(layer: nn.Module, config: VllmConfig) -> bool:
 
 
 def _row_shape(qkv: nn.Module) -> RowShape | None:
-    """The shape of `qkv`'s rows; None where there is nothing to reorder or tiles do not fit."""
+    """Return the shape of `qkv`'s rows; None if nothing needs reordering or tiles do not fit."""
     if not isinstance(qkv, ShardMajorQKV) or qkv.plan.held == 1 or qkv.kv_copies > 1:
         return None
     head_dim = qkv.head_size
@@ -154,7 +156,7 @@ def _row_shape(qkv: nn.Module) -> RowShape | None:
 
 
 def _is_plain_rope(rope: nn.Module, head_dim: int) -> bool:
-    """Whether vLLM rotates with its base kernel; scaled variants only fill the cache otherwise."""
+    """Return whether vLLM rotates with its base kernel; scaled variants differ in the cache."""
     if not isinstance(rope, RotaryEmbedding):
         return False
     kind = type(rope)
@@ -171,7 +173,7 @@ def _is_plain_rope(rope: nn.Module, head_dim: int) -> bool:
 
 
 def _can_defer(norms: list[nn.Module], head_dim: int, config: VllmConfig) -> bool:
-    """Whether vLLM would norm q and k, head by head, with the kernel that ours repeats."""
+    """Return whether vLLM would norm q and k per head with the kernel that ours repeats."""
     first = config.kernel_config.ir_op_priority.rms_norm[:1]
     return (
         all(

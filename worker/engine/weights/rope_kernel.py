@@ -1,11 +1,11 @@
 """vLLM adapter: one Triton kernel that reorders a shard-major qkv row, normalizes and rotates it.
 
-The row has to be read and written for RoPE anyway, so the reorder costs only v's bytes and no
-launch of its own (docs/adr/0013). Results are bit-identical to vLLM 0.32.0's CUDA kernels for bf16
-and fp16: `rotary_embedding` multiplies and adds in fp32 and rounds once, where the products of two
-16-bit numbers are exact, so it does not matter which of them is contracted; `rms_norm` sums the
-squares of one 16-byte vector in order, the vectors by cub's shuffle tree (neighbours first), and
-rounds once, after the weight. fp32 may differ in the last bit, where contraction is free.
+RoPE reads and writes the row anyway, so the reorder costs only v's bytes and no launch
+(docs/adr/0013). Results are bit-identical to vLLM 0.32.0's CUDA kernels for bf16 and fp16.
+`rotary_embedding` multiplies and adds in fp32 and rounds once; products of two 16-bit numbers are
+exact, so contraction does not matter. `rms_norm` sums the squares of one 16-byte vector in order,
+the vectors by cub's shuffle tree (neighbours first), and rounds once, after the weight. fp32 may
+differ in the last bit, where contraction is free.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 FEW_WARPS_UP_TO = 8192
-"""Elements of a row that 4 warps hold in registers; wider rows take 8."""
+"""Maximum elements of a row that 4 warps hold in registers; wider rows take 8."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -23,7 +23,7 @@ def _sum_of_squares(  # type: ignore[no-untyped-def]
     half: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """(heads, half) of fp32 -> (heads,), added in the order of vLLM's rms_norm."""
+    """Sum fp32 (heads, half) to (heads,) in the order of vLLM's rms_norm."""
     lanes: tl.constexpr = half // vector
     even, odd = tl.split(tl.reshape(x, (heads, lanes, vector // 2, 2)))
     x0, x2 = tl.split(tl.reshape(even, (heads, lanes, vector // 4, 2)))
@@ -49,7 +49,7 @@ def _sum_of_squares(  # type: ignore[no-untyped-def]
         total = tl.math.fma(x1, x1, total)
         total = tl.math.fma(x2, x2, total)
         total = tl.math.fma(x3, x3, total)
-    # A sum over an axis of two has one order only, whatever the compiler makes of it.
+    # A sum over an axis of two has one order only, however it is compiled.
     if lanes >= 32:
         total = tl.sum(tl.reshape(total, (heads, lanes // 2, 2)), 2)
     if lanes >= 16:
@@ -71,10 +71,10 @@ def _normalized(  # type: ignore[no-untyped-def]
     half: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """RMSNorm of heads given as two halves; rounded to the row's type, then fp32 again."""
+    """Apply RMSNorm to heads given as two halves; round to the row's type, then return fp32."""
     x, y = low.to(tl.float32), high.to(tl.float32)
     total = _sum_of_squares(x, heads, half, vector) + _sum_of_squares(y, heads, half, vector)
-    # head_dim is a power of two, so this product is the quotient that vLLM takes.
+    # head_dim is a power of two, so this product equals vLLM's quotient.
     scale = tl.math.rsqrt(total * (0.5 / half) + epsilon)[:, None]
     column = tl.arange(0, half)
     low_weight = tl.load(weight + column).to(tl.float32)[None, :]
@@ -84,7 +84,7 @@ def _normalized(  # type: ignore[no-untyped-def]
     return x, y
 
 
-# Positions are read one by one: where they begin must not make another kernel while serving.
+# Positions are read one by one: their alignment must not compile another kernel while serving.
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # type: ignore[untyped-decorator]
 def _rotate_shards(  # type: ignore[no-untyped-def]
     qkv,

@@ -1,9 +1,9 @@
-"""vLLM adapter: proof at start-up that a module tree computes what a copy of its weights would.
+"""vLLM adapter: proves at start-up that a module tree computes what a copy of its weights would.
 
 A GEMM kernel that ignores strides, a share of the wrong rank or a wrong shard order gives fluent
-garbage and no error. So one layer of each kind runs on random input, the way it will serve but
-without its all-reduce, and is compared with an fp32 product of a contiguous copy of the rows and
-columns that the rank must hold, counted out here once more, apart from the code that made the view.
+garbage and no error. So one layer of each kind runs on random input, as in service but without its
+all-reduce. The result is compared with an fp32 product of a contiguous copy of the rank's rows and
+columns, selected by code that is independent of the code that made the view.
 """
 
 import math
@@ -20,17 +20,19 @@ from worker.engine.weights.moe import is_shared, prove_experts
 
 DECODE_TOKENS = 8
 PREFILL_TOKENS = 512
-"""Tokens of the two test inputs: kernels differ between few and many. A kernel of ours with more
-paths than two names its own numbers (`proof_tokens`)."""
+"""Tokens of the two test inputs: kernels differ between few and many.
+
+A kernel of ours with more paths than two names its own numbers (`proof_tokens`).
+"""
 
 ERROR_MAX = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Largest relative error of any output column by the type of the output.
+"""Largest relative error of any output column, by the type of the output.
 
 Rounding stays ten times below (fp32 allows for TF32); a column of another row is off by 1.4.
 """
 
 COLUMN_FLOOR = 0.1
-"""Part of the typical column norm that is added to each, so that a small one is not all noise."""
+"""Share of the typical column norm that is added to each, so that small ones are not all noise."""
 
 COPY_ELEMENTS = 1 << 24
 """Largest contiguous copy at a time, 64 MiB in fp32; larger layers are compared in pieces."""
@@ -48,17 +50,15 @@ def prove_tree(
 ) -> int:
     """Prove a tree of a width against the replica's weights; the replica itself is of width 1.
 
-    Where a rank holds one of several `parts` of the weights, that stands for the replica, and is
-    itself of that width.
-
-    Call it on the rank's device, with the tree's configuration as vLLM's current one. It needs no
-    group: nothing is communicated.
+    If a rank holds one of several `parts` of the weights, the part serves as the replica and has
+    that width. Call it on the rank's device, with the tree's configuration as vLLM's current one.
+    It communicates nothing, so it needs no group.
 
     Returns:
         The number of layers proved, one of each kind.
 
     Raises:
-        ViewError: names the layer, its error and what to do.
+        ViewError: names the layer, its error and a remedy.
     """
     sources = dict(replica.named_modules(remove_duplicate=False))
     proved: set[tuple[object, ...]] = set()
@@ -71,7 +71,7 @@ def prove_tree(
                 continue
             source = sources[name]
             if isinstance(source, ParallelLMHead):
-                # By rows: one that is tied to the embeddings is whole wherever it is.
+                # By rows: a layer tied to the embeddings is whole in every rank.
                 held = len(source.weight) // len(layer.weight)
                 inside = held, rank_in_group % held, shards
             else:
@@ -87,7 +87,7 @@ def prove_tree(
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Layers of equal kind run the same code on the same shapes."""
+    """Return the kind of a layer: equal kinds run the same code on the same shapes."""
     kernel = kernel_of(layer)
     return (
         type(layer),
@@ -119,7 +119,7 @@ def _prove_layer(
         )
         out = _run(layer, x, shards // width)
         if not getattr(layer, "reorders", True):
-            # Stored order, on purpose: whatever follows the layer reorders. Rows name the order.
+            # Stored order on purpose: a later module reorders. `rows` names the order.
             out = out[:, (rows - rank * len(rows)).to(device)]
         if tuple(out.shape) != (tokens, len(rows)):
             raise _refusal(name, width, rank, f"gives {tuple(out.shape)} for {tokens} tokens")
@@ -151,7 +151,7 @@ def _refusal(name: str, width: int, rank: int, what: str) -> ViewError:
 
 
 def column_error(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest relative error of any column of (T, N); infinite where anything is not finite.
+    """Return the largest relative error of any column of (T, N); infinite if not all finite.
 
     One wrong row among thousands would vanish in the error of the whole.
     """
@@ -168,7 +168,7 @@ def _run(layer: nn.Module, x: torch.Tensor, held: int) -> torch.Tensor:
         result = layer(x)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         if isinstance(layer, ShardMajorGateUp):
-            # (T·n, [gate | up] of one shard) is what its activation wants.
+            # (T·n, [gate | up] of one shard), as its activation expects.
             parts = len(layer.output_sizes)
             out = out.reshape(x.shape[0], held, parts, -1).transpose(1, 2).reshape(x.shape[0], -1)
         return out
@@ -176,7 +176,7 @@ def _run(layer: nn.Module, x: torch.Tensor, held: int) -> torch.Tensor:
 
 
 def _as_computed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The input in fp32 as the layer's GEMM sees it: rounded to fp8 where it computes in fp8."""
+    """Return the fp32 input as the layer's GEMM sees it: rounded to fp8 if that computes in fp8."""
     kernel = kernel_of(layer)
     if kernel is None:
         return x.float()
@@ -186,7 +186,7 @@ def _as_computed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Tensor:
-    """Rows of the replica's stored weight (N, K) that are this rank's outputs, in natural order."""
+    """Return rows of the replica's stored weight (N, K), as this rank's natural outputs."""
     if isinstance(source, RowParallelLinear):
         return torch.arange(source.output_size)
     if isinstance(source, ShardMajorQKV):
@@ -200,11 +200,11 @@ def _rows_of(source: nn.Module, width: int, rank: int, shards: int) -> torch.Ten
 def stored_rows(
     parts: list[int], shards: int, width: int, rank: int, copies: int = 1
 ) -> torch.Tensor:
-    """Where [q | k | v] (or [gate | up]) rows of one rank lie in a shard-major weight.
+    """Return where [q | k | v] (or [gate | up]) rows of one rank lie in a shard-major weight.
 
     Row i of a part with `size` rows is in shard i·shards // size; a shard has its piece of each
-    part, in order. Behind q, `copies` neighbouring shards hold the same piece, which a rank's
-    output has once.
+    part, in order. After q, `copies` neighbouring shards hold the same piece, which a rank's output
+    has once.
     """
     found, start = [], 0
     stride = sum(parts) // shards
@@ -219,7 +219,7 @@ def stored_rows(
 
 
 def _columns_of(source: nn.Module, width: int, rank: int) -> torch.Tensor:
-    """Columns of the replica's weight (N, K) that multiply this rank's inputs."""
+    """Return columns of the replica's weight (N, K) that multiply this rank's inputs."""
     if not isinstance(source, RowParallelLinear):
         return torch.arange(
             source.input_size if isinstance(source, LinearBase) else source.weight.shape[1]
@@ -231,10 +231,10 @@ def _columns_of(source: nn.Module, width: int, rank: int) -> torch.Tensor:
 def _copies(
     source: nn.Module, rows: torch.Tensor, columns: torch.Tensor, device: torch.device
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, fp32 copy of these rows and columns) in pieces, one alive at a time."""
+    """Yield (first row, fp32 copy of these rows and columns) in pieces, one alive at a time."""
     weight, scale = source.weight.data, None
     if is_quantized(source):
-        # Bytes, because not every device gathers fp8.
+        # As bytes, because not every device gathers fp8.
         weight, scale = weight.t().view(torch.uint8), source.weight_scale.data
     first, last = int(columns[0]), int(columns[-1]) + 1
     step = max(1, COPY_ELEMENTS // len(columns))
@@ -250,7 +250,7 @@ def _copies(
 
 
 def _bias_of(source: nn.Module, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    """fp32 bias of these rows, for the layers that `_run` runs with theirs."""
+    """Return the fp32 bias of these rows, for the layers that `_run` runs with their bias."""
     if not isinstance(source, (ShardMajorQKV, ShardMajorGateUp)) or source.bias is None:
         return None
     return source.bias.data.float().index_select(0, rows.to(device))

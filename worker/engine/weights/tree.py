@@ -1,9 +1,9 @@
 """vLLM adapter: the full replica, and module trees of the same model class made of views of it.
 
-A tp tree is built on the meta device, so it allocates nothing, and its parameters are then replaced
-by views: row ranges for column-parallel layers, strided column ranges for row-parallel ones (Flying
-Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of it, and
-`worker.engine.weights.selftest` that it computes what a copy of its share would.
+A tp tree is built on the meta device, so it allocates nothing. Its parameters are then replaced by
+views: row ranges for column-parallel layers, strided column ranges for row-parallel ones (Flying
+Serving, Model Weights Manager). `foreign_bytes` proves that a tree owns no byte outside of the
+replica, and `worker.engine.weights.selftest` that it computes what a copy of its share would.
 """
 
 from collections.abc import Iterator
@@ -60,8 +60,9 @@ VIEWABLE_LINEARS = (ShardMajorQKV, ShardMajorGateUp, ViewedRow)
 def load_replica(config: VllmConfig, shards: int, parts: int = 1) -> nn.Module:
     """Load the whole model through vLLM's loader, its fused layers shard-major for `shards`.
 
-    Of several `parts` the one that is this rank's by its place in vLLM's active tp group, which has
-    as many members: heads, inner features, experts and output vocabulary; token embeddings whole.
+    With several `parts`, load this rank's part: its place in vLLM's active tp group, which has
+    `parts` members. The part covers heads, inner features, experts and output vocabulary; token
+    embeddings are whole.
     """
     check_widths(config, shards)
     with building(ShardPlan(shards, parts, loads=True)):
@@ -89,14 +90,14 @@ def check_widths(config: VllmConfig, width: int) -> None:
 
 
 def _keep_plain_head(model: nn.Module) -> None:
-    """vLLM's CPU backend packs a second copy of the lm_head; the view trees could not share it."""
+    """Keep vLLM's CPU backend from packing a copy of the lm_head that views could not share."""
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             module.cpu_linear = nn.functional.linear
 
 
 def check_viewable(model: nn.Module) -> None:
-    """Refuse layers whose memory is packed, transposed or unknown to us."""
+    """Refuse layers whose memory is packed, transposed or unknown."""
     for name, module in model.named_modules():
         if isinstance(module, RoutedExperts):
             check_experts(name, module)
@@ -127,7 +128,7 @@ def check_viewable(model: nn.Module) -> None:
 def build_tp_tree(
     config: VllmConfig, replica: nn.Module, *, shards: int, width: int, rank_in_group: int
 ) -> nn.Module:
-    """One more tree of the model class for a tp rank; its group must be vLLM's active tp group."""
+    """Build one more tree of the model class for a tp rank of vLLM's active tp group."""
     model_config = config.model_config
     with (
         building(ShardPlan(shards, width)),
@@ -137,7 +138,7 @@ def build_tp_tree(
     ):
         tree = initialize_model(vllm_config=config, model_config=model_config)
     adopt_methods(tree, replica)
-    # Experts were brought into their kernel's order in the replica.
+    # The replica already holds experts in their kernel's order.
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
@@ -151,7 +152,7 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
     sources = dict(replica.named_modules(remove_duplicate=False))
     for name, module in list(tree.named_modules(remove_duplicate=False)):
         if is_embedding(module) or is_shared(module):
-            continue  # Its parent has taken the replica's instead.
+            continue  # Its parent uses the replica's module instead.
         source = sources[name]
         for child_name, child in module._modules.items():
             if child is not None and (is_embedding(child) or is_shared(child)):
@@ -179,7 +180,7 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
 def _shard(
     module: nn.Module, param_name: str, source: nn.Module, width: int, rank: int
 ) -> torch.Tensor:
-    """A rank's share of what a source holds: all of the model, or the part that the share is in."""
+    """Return a rank's share of a source, which holds all of the model or a part of it."""
     full: torch.Tensor = source._parameters[param_name].data
     if isinstance(module, ParallelLMHead):
         return own_range(full, 0, width, rank, module.num_embeddings_per_partition)
@@ -191,7 +192,7 @@ def _shard(
 
 
 def _adopt_meta(module: nn.Module, source: nn.Module) -> None:
-    """Buffers and plain tensor attributes that were made on meta become the replica's own."""
+    """Replace buffers and plain tensor attributes made on meta with the replica's."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = source._buffers[name]
@@ -206,7 +207,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _storages(model: nn.Module) -> dict[int, int]:
-    """Address -> bytes of every storage that the model's parameters and buffers lie in."""
+    """Map the address of each storage with parameters or buffers of the model to its bytes."""
     return {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for _, tensor in _tensors(model)
@@ -215,12 +216,12 @@ def _storages(model: nn.Module) -> dict[int, int]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all distinct storages of a model."""
+    """Return the bytes of all distinct storages of a model."""
     return sum(_storages(model).values())
 
 
 def foreign_bytes(tree: nn.Module, replica: nn.Module) -> int:
-    """Bytes that `tree` owns outside of `replica`'s storages; must be 0 for a view tree.
+    """Return the bytes that `tree` owns outside of `replica`'s storages; 0 for a view tree.
 
     A rank's map of its experts, some bytes per layer, is no weight and does not count.
     """

@@ -1,12 +1,10 @@
-"""The copies of a planned move on one rank: what is copied when, and what is waited for.
+"""The copies of a planned migration on one rank: in what order they run, and what they wait for.
 
-Steps that were under way when their groups were left go on meanwhile. What they do not write is
-copied at once, beside them; the rest, a block per task, when every rank has settled. Rounds behind
-the first, and a first one that writes where old KV lies or is sent through a process group, wait.
-
-Where each copy stays within a wide group, the move is reported with its copies under way: it is
-committed, and the group joined, beside them. What writes to pages waits for all members' copies. A
-rank that cannot finish its own ends, and its group is lost with it.
+Blocks that no in-flight step writes are copied at once, beside those steps; the rest, one block per
+task, once every rank is quiesced. Everything waits if round 1 overwrites old KV or uses a process
+group, and so do later rounds. If every copy stays within one wide group, the migration is reported
+with its copies in flight, and commit and join overlap with them. Writes to those pages wait for all
+members' copies. A rank that cannot finish its copies exits, which loses its group.
 """
 
 import time
@@ -31,26 +29,28 @@ from worker.rank.migration.manifest import Bools, Ints, MigrationPlan, TaskSnaps
 log = structlog.get_logger()
 
 PEER_WAIT_LIMIT_S = 20.0
-"""How long a rank waits for what a peer has to tell or copy before the move is given up."""
+"""Maximum wait for a peer's manifest or copies before the migration is given up."""
 
 PEER_POLL_S = 0.0001
 
 COPIES_LIMIT_S = 1.0
-"""How long a rank waits for the copies of others behind a commit: many times what copies take, and
-one that is lost has none that count."""
+"""Maximum wait for peers' copies after a commit.
+
+Copies take a fraction of it; those of a lost peer do not count.
+"""
 
 
 class OvertakenError(Exception):
-    """Another layout is wanted by now: the move is left as it is."""
+    """Another layout is wanted by now; the migration stays undecided."""
 
 
 class MoveFailedError(Exception):
-    """The move cannot be carried out; its tasks are computed again."""
+    """The migration cannot be carried out; its tasks are recomputed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoredTask:
-    """A task that this rank will lead: what was told of it, the request, its blocks, its tokens."""
+    """A task that this rank will lead: its snapshot, rebuilt request, blocks and tokens."""
 
     cargo: TaskSnapshot
     request: Any
@@ -60,19 +60,19 @@ class RestoredTask:
 
 @dataclass(frozen=True, slots=True)
 class MigrationCallbacks:
-    """What the main loop does during a move."""
+    """What the main loop does during a migration."""
 
     restore: Callable[[], None]
-    """Called once, while the first copies are made."""
+    """Called once, while the first copies run."""
     go_on: Callable[[], None]
-    """Called then, when all ranks have settled."""
+    """Called once after that, when all ranks are quiesced."""
     overtaken: Callable[[], bool]
-    """Whether another layout is wanted by now."""
+    """Returns whether another layout is wanted by now."""
 
 
 @dataclass(slots=True)
 class PreparedMigration:
-    """A move whose copies are made here, until it is known whether it counts."""
+    """A migration copied on this rank whose commit is undecided."""
 
     epoch: int
     move: MigrationPlan
@@ -80,13 +80,13 @@ class PreparedMigration:
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
     ends_late: bool = False
-    """Its copies may be under way."""
+    """Whether its copies may be in flight when it is reported."""
 
     @property
     def may_be_spoiled(self) -> bool:
-        """Whether a rank may have overwritten what lay there before the move.
+        """Whether a rank may have overwritten old KV.
 
-        Nobody could begin a round that does before this rank had finished the one before it.
+        No rank can begin a spoiling round before this rank has finished the round before it.
         """
         first = self.move.spoils_from
         return first is not None and self.rounds_done + 1 >= first
@@ -95,7 +95,7 @@ class PreparedMigration:
 def split(
     copies: Iterable[UnitCopies], written: Mapping[int, Bools]
 ) -> tuple[list[UnitCopies], list[UnitCopies]]:
-    """Tell copies that old steps do not touch from those that wait for them."""
+    """Separate copies that in-flight steps do not touch from those that must wait for them."""
     early: list[UnitCopies] = []
     late: list[UnitCopies] = []
     for each in copies:
@@ -120,7 +120,7 @@ def _of(copies: UnitCopies, mask: Bools) -> UnitCopies:
 
 
 class CopyRounds:
-    """Carries out the copies of one rank; used by its main loop alone."""
+    """Runs the copies of one rank; used by its main loop alone."""
 
     def __init__(
         self,
@@ -129,14 +129,14 @@ class CopyRounds:
         rank: Rank,
         look: Callable[[], None],
     ) -> None:
-        """`look` is called all the while: it takes what this rank's last step has brought."""
+        """`look` is called in every wait: it collects results of this rank's last step."""
         self._engine = engine
         self._mailboxes = mailboxes
         self._rank = rank
         self._look = look
         self._copies = CopyThread(engine)
         self._open: PreparedMigration | None = None
-        """The last move that was reported with copies under way, until nothing can meet them."""
+        """The last migration reported with copies in flight, until nothing can meet them."""
         self._epoch = 0
         self._stats = MoveStats(0, 0, 0.0)
         self._copied: tuple[int, MoveStats] | None = None
@@ -146,7 +146,7 @@ class CopyRounds:
     ) -> None:
         """Return when the condition holds.
 
-        Raises `OvertakenError`, or `MoveFailedError` with the complaint when it takes too long.
+        Raises `OvertakenError`, or `MoveFailedError` with the complaint after `PEER_WAIT_LIMIT_S`.
         """
         deadline = time.monotonic() + PEER_WAIT_LIMIT_S
         while not condition():
@@ -162,7 +162,7 @@ class CopyRounds:
         self.take_copied()
         self._epoch, self._stats = pending.epoch, MoveStats(0, 0, 0.0)
         plan, own = pending.move.plan, self._mailboxes[self._rank]
-        own.finish_round(1)  # Ready for round 1; round i is finished with i + 1.
+        own.finish_round(1)  # Ready for round 1; i + 1 means that round i is finished.
         rounds = [
             [each for each in plan.copies if each.round == number]
             for number in range(1, plan.rounds + 1)
@@ -172,7 +172,7 @@ class CopyRounds:
         else:
             self._behind_steps(pending, rounds[0] if rounds else [], meanwhile)
         if pending.ends_late:
-            pending.rounds_done = 1  # Its only one, whose end is told when it comes.
+            pending.rounds_done = 1  # Its only round; the thread publishes the end.
             return
         for number, copies in enumerate(rounds, 1):
             if number > 1:
@@ -189,7 +189,7 @@ class CopyRounds:
         copies: Sequence[UnitCopies],
         meanwhile: MigrationCallbacks,
     ) -> None:
-        """Make the copies of round 1 while old steps are under way, where these write nothing."""
+        """Run round 1 beside in-flight steps, as far as these do not write the blocks."""
         early, late = split(copies, pending.move.written)
         units, own = pending.move.plan.units, self._mailboxes[self._rank]
         self._begin(early, units)
@@ -197,7 +197,7 @@ class CopyRounds:
             meanwhile.restore()
             self._meet_settled(pending, meanwhile.overtaken)
             if late:
-                # They follow the first ones by themselves.
+                # They queue after the first ones.
                 self._begin(late, units, is_next=True)
             meanwhile.go_on()
             self._copies.check()
@@ -217,13 +217,13 @@ class CopyRounds:
         copies: Sequence[UnitCopies],
         meanwhile: MigrationCallbacks,
     ) -> None:
-        """Make the copies of round 1 when old steps are over."""
+        """Run round 1 after the old steps are over."""
         self._meet_settled(pending, meanwhile.overtaken)
         if not pending.move.plan.rounds:
             meanwhile.restore()
             meanwhile.go_on()
             return
-        # What this rank leads may be lost from now on, and it knows.
+        # From now on the KV of this rank's tasks may be overwritten: see `may_be_spoiled`.
         self._meet(pending, 1, meanwhile.overtaken)
         with self._copying(copies, pending.move.plan.units):
             meanwhile.restore()
@@ -231,7 +231,7 @@ class CopyRounds:
 
     @contextmanager
     def _copying(self, copies: Sequence[UnitCopies], units: int) -> Iterator[None]:
-        """Copy beside the block, and wait for it behind."""
+        """Copy while the block runs, then wait for the copies."""
         self._begin(copies, units)
         try:
             yield
@@ -239,7 +239,7 @@ class CopyRounds:
             self._conclude()
 
     def _begin(self, copies: Sequence[UnitCopies], units: int, *, is_next: bool = False) -> None:
-        """Start copies; `is_next`: others are being made."""
+        """Start copies; `is_next`: others are running already."""
         first = self._engine.spec.first
         by_rank = {
             each.dst_rank - first: by_source(each.src_ranks - first, each.src_units, each.dst_units)
@@ -247,22 +247,22 @@ class CopyRounds:
         }
         launched = self._copies.begin(by_rank, units)
         if not is_next:
-            # Building requests takes the CPU as long as copying takes the link, and would take it
-            # from what has to be done before the link is at work.
+            # Building requests takes the CPU as long as copying takes the link, and would delay the
+            # launch of the copies.
             launched.wait()
 
     def _conclude(self) -> None:
-        """Wait for copies: whatever becomes of the move, none may write behind its back."""
+        """Wait for copies: none may still write after the migration has ended, however it ends."""
         self._copies.conclude(lambda: None)
         self.end()
         self._stats = self._stats.plus(self._copies.take())
 
-    # ------------------------------------------------------------------ behind a commit
+    # ------------------------------------------------------------------ after a commit
 
     def take_copied(self) -> tuple[int, MoveStats] | None:
-        """Return the epoch of the last move and what it has brought here, once, when all is there.
+        """Return the last migration's epoch and copy statistics, once, when all copies are done.
 
-        Raises what went wrong with copies that were under way when it was reported.
+        Raises the error of copies that were in flight when the migration was reported.
         """
         if self._copies.has_news:
             self._copied = self._epoch, self._copies.take()
@@ -270,19 +270,19 @@ class CopyRounds:
         return copied
 
     def go_before(self) -> None:
-        """What this rank's device is told next comes behind its copies."""
+        """Queue this rank's next device work after its copies."""
         if self._open is not None:
             self._open = None
             self._copies.go_before()
 
     def end(self) -> None:
-        """Wait until this rank's copies are over, which may be under way behind a commit."""
+        """Wait until this rank's copies are over; they may be in flight after a commit."""
         while not self._copies.is_over:
             self._look()
             time.sleep(PEER_POLL_S)
 
     def end_all(self) -> None:
-        """Wait until no copy of the last move reads or writes this rank's pages any more."""
+        """Wait until no copy of the last migration reads or writes this rank's pages."""
         pending, self._open = self._open, None
         if pending is None:
             return

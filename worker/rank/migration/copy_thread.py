@@ -1,7 +1,7 @@
-"""A rank's copies of a move: a thread of their own launches them, and waits until they are over.
+"""The copies of one migration on a rank: a thread launches them and waits until they are over.
 
-What the device does next can be put behind them without waiting for them. On CPU, where copies and
-steps need the same cores, they are made at once: to wake a thread takes longer than most copies.
+The device's next work can queue after them without a host wait. On CPU, where copies and steps need
+the same cores, they run inline: waking a thread takes longer than most copies.
 """
 
 import threading
@@ -16,7 +16,7 @@ _Start = tuple[Finish, Callable[[], None]]
 
 
 class _AtOnce(Executor):
-    """Does what it is given before it returns."""
+    """Runs a submitted call before `submit` returns."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -28,7 +28,7 @@ class _AtOnce(Executor):
 
 
 class CopyThread:
-    """The copies of one move at a time; used by the rank's main loop alone."""
+    """Runs the copies of one migration at a time; used by the rank's main loop alone."""
 
     def __init__(self, engine: RankEngine) -> None:
         self._engine = engine
@@ -42,9 +42,9 @@ class CopyThread:
         self._end: Future[MoveStats] | None = None
 
     def begin(self, copies: Round, units: int) -> threading.Event:
-        """Start these copies behind those before them.
+        """Start these copies after those before them.
 
-        The event is set when the rest is up to the device, or at once where it is not.
+        The event is set once the device has all of the work, or the start has failed.
         """
         launched = threading.Event()
         start = self._thread.submit(self._start, copies, units, launched.set)
@@ -57,13 +57,13 @@ class CopyThread:
         return finish, self._engine.mark()
 
     def check(self) -> None:
-        """Raise what is known to have gone wrong with copies that were to be started."""
+        """Raise known errors of copies that were to be started."""
         for start in self._starts:
             if start.done():
                 start.result()
 
     def conclude(self, then: Callable[[], None]) -> None:
-        """Nothing is added; when all is there, the thread calls `then`."""
+        """Close the migration to further copies; the thread calls `then` when all are done."""
         starts, self._starts = self._starts, []
 
         def end() -> MoveStats:
@@ -78,21 +78,21 @@ class CopyThread:
 
     @property
     def is_over(self) -> bool:
-        """Whether all is there, or there was nothing."""
+        """Whether all copies are done, or there were none."""
         return self._end is None or self._end.done()
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to `take`."""
+        """Whether `take` would return something."""
         return self._end is not None and self._end.done()
 
     def take(self) -> MoveStats:
-        """What was copied, once it is over; raises what went wrong."""
+        """Return the statistics of the finished copies; raises their error."""
         assert self._end is not None and not self._starts
         end, self._end = self._end, None
         return end.result()
 
     def go_before(self) -> None:
-        """Let what the device is told next come behind the copies."""
+        """Queue the device's next work after the copies."""
         for start in self._concluded:
             start.result()[1]()

@@ -1,8 +1,8 @@
-"""What every rank tells before a move, and the plan that all of them derive from it.
+"""What every rank publishes before a migration, and the plan that all of them derive from it.
 
 Pure: the same manifests give the same plan on every rank. A group takes part with its tasks only if
-all its members are there and left the same formation; what cannot move stays out of the plan, and
-its leader has it computed again.
+all its members are present and left the same formation. Tasks that cannot migrate stay out of the
+plan, and their leader has them recomputed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskSnapshot:
-    """A running task with all that its next leader needs; `emitted` tokens have gone out."""
+    """A running task with all that its next leader needs; `emitted` tokens have been sent."""
 
     header: TaskHeader
     attempt: int
@@ -45,11 +45,11 @@ class TaskSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateTokens:
-    """What a task's step brought that was under way when its leader told of it."""
+    """Tokens from the step that was in flight when the leader published the task."""
 
     tokens: tuple[int, ...]
     emitted: int
-    """Tokens that have gone out since the task began."""
+    """Tokens sent since the task began."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +58,8 @@ class Manifest:
 
     `pages` are all pages that this rank gave the group, `slots` the slot of each logical block on
     this rank (wide groups; int32). `indices` are the lease indices in use, by group. Only the
-    leader fills the rest. `written` are the logical blocks that the step under way writes into, of
-    tasks that go on and of those that have ended.
+    leader fills the rest. `written` are the logical blocks that the in-flight step writes, of
+    running and of ended tasks.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Manifest:
     written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __reduce__(self) -> Any:
-        """The blocks of all tasks travel as one array: 200 small ones cost 2 ms at each end."""
+        """Pack the blocks of all tasks into one array: 200 small ones cost 2 ms at each end."""
         bare = tuple(_without_blocks(each) for each in self.cargo)
         blocks = [each.state.blocks for each in self.cargo]
         sizes = [each.size for each in blocks]
@@ -115,7 +115,7 @@ def _unpacked(
     chains: tuple[CachedChain, ...],
     written: Ints,
 ) -> Manifest:
-    """What `Manifest.__reduce__` was made from."""
+    """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
         TaskSnapshot(*told, RunningState(*before, own, *behind))
         for (told, before, behind), own in zip(bare, pieces(blocks, sizes), strict=True)
@@ -133,26 +133,26 @@ class MigrationPlan:
     indices: tuple[Ints, ...]
     """Lease indices of each wide group's new pages, in order of the plan's 1..n; empty in dp."""
     cargo: Mapping[str, tuple[int, TaskSnapshot]]
-    """Task -> its old leader and what it told."""
+    """Task -> its old leader and its snapshot."""
     chains: Mapping[str, CachedChain]
     left: tuple[Ranks, ...]
     """The old groups that take part."""
     spoils_from: int | None
-    """The first round that writes where KV of the old groups lies, if one does."""
+    """The first round that overwrites KV of the old groups; None if no round does."""
     written: Mapping[int, Bools]
-    """Rank -> which of its units steps under way write into; ranks without one are left out."""
+    """Rank -> mask of its units that in-flight steps write; ranks without any are absent."""
 
     @property
     def may_begin_early(self) -> bool:
-        """Whether round 1 may begin while old steps are under way, where these write nothing."""
+        """Whether round 1 may begin beside in-flight steps, where these do not write."""
         return self.spoils_from != 1
 
     @property
     def may_end_late(self) -> bool:
-        """Whether copies may be under way when the move is committed and its groups are joined.
+        """Whether copies may be in flight at the commit and the joins that follow.
 
-        Each must stay within a wide group: there, what writes to pages comes behind a collective
-        that waits for the copies of all members, and the group is lost with whoever cannot finish.
+        Each copy must stay within one wide group. There, writes to pages follow a collective that
+        waits for all members' copies, and a member that cannot finish takes the group down with it.
         """
         wide = [set(each.group.ranks) for each in self.bindings if each.group.width > 1]
         stay = all(
@@ -162,13 +162,13 @@ class MigrationPlan:
         return self.plan.rounds == 1 and self.spoils_from is None and stay
 
     def pages_taken(self, rank: int) -> int:
-        """How many pages of a rank are its new group's behind the move."""
+        """Return how many pages of a rank belong to its new group after the migration."""
         groups = zip(self.plan.groups, self.bindings, strict=True)
         mine = ((each.group.ranks, lease.pages) for lease, each in groups)
         return sum(len(pages[ranks.index(rank)]) for ranks, pages in mine if rank in ranks)
 
     def blocks(self, carried: Carried) -> Ints:
-        """The logical blocks of a carried chain as the new group numbers them."""
+        """Return the logical blocks of a carried chain as the new group numbers them."""
         return renumbered(carried.blocks, self.bindings[carried.group], self.indices[carried.group])
 
 
@@ -178,7 +178,7 @@ def _ranks_in(ranks: Ints) -> list[int]:
 
 
 def renumbered(blocks: Ints, binding: Binding, indices: Ints) -> Ints:
-    """The plan numbers leases from 1; the group may have leased pages under other indices."""
+    """Map plan blocks to lease indices: the plan counts from 1, the group may use other indices."""
     width = binding.group.width
     if width == 1:
         return blocks
@@ -192,9 +192,9 @@ def plan_move(
     geometry: PageGeometry,
     num_pages: int,
 ) -> MigrationPlan:
-    """Plan the move of the component that `rank` is in; nothing moves if it has no new group.
+    """Plan the migration of the component that contains `rank`; without a new group nothing moves.
 
-    A rank that joined before a move was wanted takes no part, and so its group cannot either.
+    A rank that joined before a migration was wanted takes no part, so its group takes none either.
     """
     whole = _whole_groups(manifests)
     newest = _newest_attempts(manifests[group[0]] for group in whole)
@@ -224,7 +224,7 @@ def plan_move(
         _fresh_indices(
             lease.ranks,
             lease.indices if lease.width > 1 else 0,
-            # What a group that is left has leased is given up before the new lease is taken.
+            # A group that is left gives up its lease before the new lease is taken.
             {} if lease.ranks in groups else manifests,
             num_pages,
         )
@@ -252,7 +252,7 @@ def _written(
 
 
 def _slots_of_written(group: Ranks, manifests: Mapping[int, Manifest]) -> list[Ints]:
-    """(k, m): the slots on each member that the group's step under way writes into."""
+    """Return (k, m): the slots on each member that the group's in-flight step writes."""
     blocks = manifests[group[0]].written
     if len(group) == 1:
         return [blocks]
@@ -260,7 +260,7 @@ def _slots_of_written(group: Ranks, manifests: Mapping[int, Manifest]) -> list[I
 
 
 def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
-    """See `MigrationPlan`. Blocks that stay, or that lie in several places, may be overwritten."""
+    """See `MigrationPlan`. Blocks that stay, or that have several copies, may be overwritten."""
     held: dict[int, npt.NDArray[np.bool_]] = {}
     for group in given.old:
         share = plan.units // len(group.ranks)
@@ -273,7 +273,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
 
 
 def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
-    """The groups all of whose members left the same formation."""
+    """Return the groups all of whose members left the same formation."""
     groups = {each.ranks for each in manifests.values() if each.ranks}
     return sorted(
         group
@@ -288,7 +288,7 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
 
 
 def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
-    """A rank that was cut out and has not heard may tell of a task that went on elsewhere."""
+    """Return each task's newest attempt: a rank cut out unaware may list an older one."""
     newest: dict[str, int] = {}
     for each in (cargo for leader in leaders for cargo in leader.cargo):
         newest[each.state.task] = max(each.attempt, newest.get(each.state.task, 0))
@@ -296,7 +296,7 @@ def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
 
 
 def _component(rank: int, groups: Iterable[Ranks]) -> Ranks:
-    """The ranks that share groups, directly or not; aligned groups nest, so the widest counts."""
+    """Return the ranks linked by shared groups; aligned groups nest, so the widest has all."""
     own = [group for group in groups if rank in group]
     return max(own, key=len) if own else (rank,)
 
@@ -319,7 +319,7 @@ def _old_group(
     made: list[Chain] = []
     for each in running:
         cargo[each.state.task] = (leader.rank, each)
-        # A block that is not full will be written to, so it is nobody else's.
+        # A block that is not full will be written to, so it cannot be shared.
         full = each.state.hashes[: each.state.computed // block_tokens]
         keys = (*full, *((None,) * (each.state.blocks.size - len(full)))) if full else ()
         tier = int(each.header.tier)
@@ -336,9 +336,9 @@ def _old_group(
 def _free(
     manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup], num_pages: int
 ) -> Ints:
-    """Pages that a move may use on this rank: nobody's, or the left group's without a chain.
+    """Return pages that a migration may use on this rank: free ones, or the left group's unused.
 
-    Nor may a step write there that is under way.
+    Pages that an in-flight step writes are excluded.
     """
     manifest = manifests[rank]
     for group in old:
@@ -355,7 +355,7 @@ def _free(
 def _fresh_indices(
     group: Ranks, count: int, manifests: Mapping[int, Manifest], num_pages: int
 ) -> Ints:
-    """The lowest lease indices that no member of the group has in use."""
+    """Return the lowest lease indices that no member of the group uses."""
     if not count:
         return np.zeros(0, dtype=np.int64)
     used = [manifests[member].indices.get(group) for member in group if member in manifests]

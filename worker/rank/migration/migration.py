@@ -1,9 +1,8 @@
-"""A rank's part in moving KV at a switch: tell, plan, copy, and then give up and take over.
+"""A rank's migration at a switch: publish a manifest, plan, copy, then hand over on commit.
 
-Nothing is given up before the coordinator has committed the move, so that a switch which is
-overtaken, or a rank that fails, leaves every task where it was. A later round of copies writes
-where an earlier one has read: once that has begun and no commit follows, the tasks have lost their
-KV and are computed again.
+Nothing is given up before the coordinator has committed the migration, so an overtaken switch or a
+failed rank leaves every task where it was. A later copy round may overwrite what an earlier one has
+read: if that has begun and no commit follows, the tasks have lost their KV and are recomputed.
 """
 
 import pickle
@@ -44,7 +43,7 @@ log = structlog.get_logger()
 
 
 class Migration:
-    """The moves of one rank; used by its main loop alone, at safe points."""
+    """The migrations of one rank; used by its main loop alone, at safe points."""
 
     def __init__(self, runtime: Runtime, mailboxes: Mapping[Rank, RankMailbox], rank: Rank) -> None:
         self._runtime = runtime
@@ -53,35 +52,35 @@ class Migration:
         self._group: Group | None = None
         self._formation = -1
         self._is_told = False
-        """Peers count on what this rank has of the group, until the move is decided."""
+        """Whether peers rely on this rank's state of the group until the migration is decided."""
         self._pending: PreparedMigration | None = None
         self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on)
         self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
         self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
-        """What was told of tasks, and whose they are, until the last step is over."""
+        """The published tasks and their scheduler, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
-        """Tasks that this rank leads if the move is committed."""
+        """Tasks that this rank leads if the migration is committed."""
         self.cached: tuple[int, ...] = ()
-        """Hashes of prompts' blocks that the last move brought, until they are reported."""
+        """Hashes of prompts' blocks that the last migration brought, until they are reported."""
         self.has_failed = False
         self._lost_in = 0
-        """The epoch for which something was told that is not true any more; 0 is none."""
+        """The epoch whose published manifest has become stale; 0 is none."""
         self._meets_in: Ranks = ()
-        """The group whose members have copies under way when it is joined."""
+        """The group whose members have copies in flight when it is joined."""
 
     def take_copied(self) -> tuple[int, float, int] | None:
-        """Return (epoch, seconds, bytes over the link) of a move, once, when all is there."""
+        """Return (epoch, seconds, bytes over the link) of a migration, once, when all is copied."""
         copied = self._rounds.take_copied()
         return copied and (copied[0], copied[1].seconds, copied[1].link_bytes)
 
     @property
     def epoch(self) -> int:
-        """The epoch whose move was carried out here and is not decided yet; 0 is none."""
+        """The epoch of the migration that this rank carried out, while undecided; 0 is none."""
         return self._pending.epoch if self._pending is not None else 0
 
     @property
     def free_pages_after_commit(self) -> int:
-        """Pages that are free when the move that was carried out here is committed."""
+        """Pages that are free once the migration that this rank carried out is committed."""
         if self._pending is None:
             return 0
         pool, move, group = self._runtime.engine.pages, self._pending.move, self._group
@@ -93,44 +92,44 @@ class Migration:
     # ------------------------------------------------------------------ before
 
     def joined(self) -> None:
-        """The rank has joined a group: nothing waits for a move any more."""
+        """Note that the rank joined a group: no task waits for a migration any more."""
         self._group = None
 
     def left(self, binding: Binding) -> None:
-        """The rank left this group, and its tasks may move: they and their pages stay as is."""
+        """Note that the rank left this group; its tasks may migrate, so their pages stay."""
         self._group = binding.group
         self._formation = binding.formation
         self._is_told = True
 
     def gave_up(self, ranks: Ranks) -> None:
-        """Pages of a group were given up: without its share here its tasks cannot move."""
+        """Note that pages of a group were given up: without this share its tasks cannot migrate."""
         if self._group is not None and self._group.ranks == ranks:
             self._group = None
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """The group whose tasks are waiting for a move; empty if there is none."""
+        """The group whose tasks wait for a migration; empty if there is none."""
         return self._group.ranks if self._group is not None else ()
 
     @property
     def told_ranks(self) -> tuple[Rank, ...]:
-        """The same, if what this rank has of it must stay true until the move is decided."""
+        """`ranks`, if the published state of that group must stay true until the decision."""
         return self.ranks if self._is_told else ()
 
     @property
     def goal(self) -> tuple[Rank, ...]:
-        """The group that this rank joins, maybe, if the move that it made is committed.
+        """The group that this rank may join if the migration it carried out is committed.
 
-        Its leader may begin with all that is leased to it before this rank has heard.
+        Its leader may use the whole lease before this rank hears of the commit.
         """
         bindings = self._pending.move.bindings if self._pending is not None else ()
         return next((each.group.ranks for each in bindings if self._rank in each.group.ranks), ())
 
     def tell(self, epoch: int) -> None:
-        """Publish this rank's manifest for the move of `epoch`; its last step may be under way."""
+        """Publish this rank's manifest for migration `epoch`; its last step may be in flight."""
         self.adopted = ()
         self._is_told = True
-        # Whoever has read it can copy from and to these pages.
+        # A peer that has read the new manifest may copy from and to these pages.
         self._rounds.end()
         manifest = manifest_of(self._runtime, self._rank, self._group, self._formation)
         try:
@@ -145,11 +144,11 @@ class Migration:
 
     @property
     def is_settling(self) -> bool:
-        """Peers wait, or will, to hear that the last step is over."""
+        """Whether peers wait, or will wait, for the end of the last step."""
         return self._told is not None
 
     def look(self) -> None:
-        """Tell what the last step has brought, as soon as it is there."""
+        """Publish the tokens of the last step, as soon as they are there."""
         steps = self._runtime.steps
         steps.settle_if_ready()
         if self._told is None or steps.has_inflight or steps.behind is not None:
@@ -169,9 +168,9 @@ class Migration:
             mailbox.finish_round(GAVE_UP)
 
     def prepare(self, wanted: Directive | None) -> bool:
-        """Plan the move of this directive, if there is one; returns whether others are awaited.
+        """Plan the migration of this directive, if any; return whether other ranks are awaited.
 
-        A step that is held is computed when that is done, or has taken too long.
+        Runs a deferred step once that is done or has taken too long.
         """
         steps = self._runtime.steps
         is_awaited = steps.is_held if wanted is None else self.planning.foresee(wanted)
@@ -180,24 +179,21 @@ class Migration:
         return is_awaited
 
     def _press_on(self) -> None:
-        """Let others wait for nothing that is to be done here."""
+        """Finish local work that peers may be blocked on."""
         self._runtime.steps.catch_up()
         self.look()
 
     def lose(self) -> None:
-        """What was told of tasks is not true: the move that is planned from it cannot be made."""
+        """Mark the published manifest as stale: the migration planned from it must fail."""
         self._told = None
         own = self._mailboxes[self._rank]
         self._lost_in = own.epoch
         own.finish_round(GAVE_UP)
 
-    # ------------------------------------------------------------------ the move
+    # ------------------------------------------------------------------ the migration
 
     def move(self, directive: Directive, overtaken: Callable[[], bool]) -> None:
-        """Copy this rank's share; returns when it is there, or `has_failed` is set.
-
-        Raises `OvertakenError` when `overtaken` says so meanwhile.
-        """
+        """Copy this rank's share; on return all is copied or in flight, or `has_failed` is set."""
         epoch = directive.stage.epoch
         self.has_failed = False
         self.adopted = ()
@@ -222,7 +218,7 @@ class Migration:
             log.warning("move_failed", epoch=epoch, reason=str(error))
             self._fail()
         except Exception:
-            # Whatever it was, every rank must hear of it, and no task is lost.
+            # Whatever failed, every rank must hear of it, and no task may be lost.
             log.exception("move_failed", epoch=epoch)
             self._fail()
 
@@ -236,7 +232,7 @@ class Migration:
         self._rounds.wait(lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} tells nothing")
 
     def _restore(self, pending: PreparedMigration) -> None:
-        """Build what this rank goes on with as a leader."""
+        """Build what this rank will continue as a leader."""
         move = pending.move
         for carried in move.plan.carried:
             if move.bindings[carried.group].group.leader != self._rank:
@@ -253,7 +249,7 @@ class Migration:
             self.look()
 
     def _go_on(self, pending: PreparedMigration) -> None:
-        """Add what the last steps brought; tasks that ended with them are not gone on with."""
+        """Add the tokens of the last steps, and drop tasks that ended in them."""
         brought: dict[str, LateTokens] = {}
         for rank in {leader for leader, _ in pending.move.cargo.values()}:
             message = self._mailboxes[Rank(rank)].settled_message
@@ -274,14 +270,14 @@ class Migration:
     # ------------------------------------------------------------------ afterwards
 
     def meets_in(self, group: Group) -> bool:
-        """Say whether the members of a group that this rank leads have to meet when it begins."""
+        """Return, once, whether the group's members must meet at its begin; for its leader."""
         ranks, self._meets_in = self._meets_in, ()
         return ranks == group.ranks
 
     def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
-        """Let nothing be written to pages that copies of the last move still need.
+        """Keep new writes away from pages that copies of the last migration still need.
 
-        Where members meet, it is their devices that wait.
+        If members meet, their devices wait for the copies; otherwise the host does.
         """
         if meets:
             self._rounds.go_before()
@@ -290,7 +286,7 @@ class Migration:
             self._rounds.end_all()
 
     def resolve(self, resolve: Resolve) -> None:
-        """Go on with what was taken over, or with what was left."""
+        """On commit continue with the adopted tasks; else keep the old ones or apply the plan."""
         pending, self._pending = self._pending, None
         self._told, self._is_told = None, False
         self.adopted = ()
@@ -300,7 +296,7 @@ class Migration:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
             if resolve.is_joined:
-                return  # The new group is joined next.
+                return  # The rank joins the new group next.
             self._runtime.not_joined()
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if is_spoiled:
@@ -332,7 +328,7 @@ class Migration:
                 self._adopt(binding, pending, move.indices[number])
 
     def _hand_over(self, move: MigrationPlan) -> None:
-        """Give up the left group: its tasks lead on elsewhere, or are computed again."""
+        """Give up the left group: other leaders continue its tasks, or they are recomputed."""
         group = self._group
         if group is None:
             return
@@ -347,13 +343,13 @@ class Migration:
             self._runtime.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
             self._runtime.withdraw(group)
         if group.mode is Mode.DP or not self._gives_up(move, group):
-            return  # A leader that did not take part says what its tasks still hold.
+            return  # A leader that did not take part publishes what its tasks still hold.
         assert mode.table is not None
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())
 
     def _gives_up(self, move: MigrationPlan, group: Group) -> bool:
-        """Say whether nothing of the group that was left is kept behind the move."""
+        """Return whether the migration leaves nothing of the group that was left."""
         return group.leader == self._rank or group.ranks in move.left
 
     def _take_pages(self, move: MigrationPlan, number: int) -> None:
@@ -368,7 +364,7 @@ class Migration:
         pool.lease_these(group.ranks, indices, pages)
         table = self._runtime.mode_of(group).table
         assert table is not None
-        # The plan's blocks cover each slot of these pages once, in an order of their own.
+        # The plan's blocks cover each slot of these pages once, in their own order.
         blocks = np.arange(group.width, group.width * (indices.size + 1))
         renumbered = group.width * indices[blocks // group.width - 1] + blocks % group.width
         table.assign(renumbered, lease.table[place][blocks])
@@ -385,7 +381,7 @@ class Migration:
             runtime.book.open(LedTask(*what))
         tasks = [(each.request, each.blocks) for each in pending.restored]
         known = {each.cargo.state.task: each.tokens for each in pending.restored}
-        # The newest chain is registered last, so that it is reused last.
+        # Register the newest chain last, so that it is reused last.
         chains = list(reversed(pending.chains))
         scheduler.adopt(tasks, chains, granted, indices, known)
         self.cached = prefixes_of(chains)

@@ -1,4 +1,4 @@
-"""What a rank tells of itself when it has left a group for a move."""
+"""Builds the manifest of a rank that has left a group for a migration."""
 
 import numpy as np
 
@@ -16,12 +16,12 @@ _NO_SLOTS = np.zeros(0, dtype=np.int32)
 
 
 def nothing_of(manifest: Manifest) -> Manifest:
-    """Return the same without a group and its tasks."""
+    """Return the same manifest without a group and its tasks."""
     return Manifest(manifest.rank, (), -1, _NO_PAGES, _NO_SLOTS, manifest.free, manifest.indices)
 
 
 def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: int) -> Manifest:
-    """Return what stands for this rank and the group that it has left, if there is one."""
+    """Return the manifest of this rank and of the group that it has left, if any."""
     pool = runtime.engine.pages
     free = pool.free_pages()
     indices = {ranks: pool.lease_indices(ranks) for ranks in pool.groups()}

@@ -1,8 +1,8 @@
-"""Plans a rank's share of a move, where possible while the coordinator hears of the last leave.
+"""Plans a rank's share of a migration, if possible before the coordinator asks for it.
 
-What a move is planned from stands on boards as soon as the last rank has left its group. The round
-that asks for the move takes as long as the plan does, so both run side by side. Used by the rank's
-main loop alone.
+The mailboxes hold all that a plan needs as soon as the last rank has left its group. The
+coordinator's round trip takes as long as planning does, so both overlap. Used by the rank's main
+loop alone.
 """
 
 import pickle
@@ -27,13 +27,13 @@ class _PlannedAhead:
     epoch: int
     target: Target
     ranks: frozenset[Rank]
-    """Whose manifests it was planned from."""
+    """The ranks whose manifests it was planned from."""
     move: MigrationPlan | None
-    """None if it could not be planned."""
+    """None if planning failed."""
 
 
 class MigrationPlanner:
-    """The plan of the next move."""
+    """Plans the next migration."""
 
     def __init__(
         self, engine: RankEngine, mailboxes: Mapping[Rank, RankMailbox], rank: Rank
@@ -44,9 +44,9 @@ class MigrationPlanner:
         self._foreseen: _PlannedAhead | None = None
 
     def foresee(self, wanted: Directive | None) -> bool:
-        """Plan the move that will be asked for, if all ranks of its target have told.
+        """Plan the expected migration once all ranks of its target have published.
 
-        Returns whether they are still awaited.
+        Returns whether some have not yet.
         """
         if wanted is None or (wanted.stage.phase, wanted.carry) != (Phase.PARK, Carry.RESHARD):
             return False
@@ -60,13 +60,13 @@ class MigrationPlanner:
         try:
             move = self._plan(present, target)
         except Exception:
-            # The move itself will meet it too, and tells everybody.
+            # The migration itself will fail likewise and report it.
             log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
         self._foreseen = _PlannedAhead(epoch, target, present, move)
         return False
 
     def plan(self, directive: Directive) -> MigrationPlan:
-        """Plan the move of all movers that are peers, whose boards are of its epoch.
+        """Plan the migration of all movers that are peers; their mailboxes must be of its epoch.
 
         Raises `ReshardError`.
         """
@@ -79,10 +79,10 @@ class MigrationPlanner:
         return self._plan(present, directive.target)
 
     def peers(self, directive: Directive, ranks: Iterable[Rank]) -> frozenset[Rank]:
-        """Return those of the ranks whose boards can be read; others share no group with this one.
+        """Return the ranks whose mailboxes can be read; the others share no group with this one.
 
-        In shared memory whoever takes a rank's place has its board. Elsewhere a process that was
-        started since has one of its own, and nobody writes on the board that is known here.
+        In shared memory a restarted rank takes over its predecessor's mailbox. Elsewhere a
+        restarted process has a mailbox of its own, and nobody writes to the one mapped here.
         """
         known = (rank for rank in ranks if rank in self._mailboxes)
         spec = self._engine.spec
@@ -101,7 +101,7 @@ class MigrationPlanner:
 
 
 def tell_of_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
-    """Log how a component, by its lowest rank, got along where pages were scarce."""
+    """Log, once per component (its lowest rank), how the migration coped with scarce pages."""
     plan = move.plan
     if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
         return
