@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.assign import Share, recency, share_out, touchable_pages, urgency
+from kvadaptor.reshard.assign import Share, recency, share_out, urgency
 from kvadaptor.reshard.blocks import Blocks, Bools, joined, pieces, read_blocks
 from kvadaptor.reshard.schedule import Need, Outcome, Placed, place
 from kvadaptor.reshard.terms import (
@@ -120,20 +120,12 @@ class _Search:
         return self._add_cached(bare, max(cheap, bare.outcome.rounds))
 
     def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
-        """Place all tasks but `late`; those that get no group may leave others less room."""
+        """Place all tasks but `late`; None if that takes more rounds than the limit."""
         given, blocks = self._given, self._blocks
-        refused: dict[int, FallbackCause] = {}
-        while True:
-            staying = late.union(refused)
-            touchable = touchable_pages(given, blocks, staying)
-            tasks = [task for task in self._tasks if task not in staying]
-            share = share_out(given, blocks, touchable, tasks, cached)
-            refused |= share.refused
-            if not given.pause_fallbacks or not share.refused:
-                break
-        share.refused = refused
+        tasks = [task for task in self._tasks if task not in late]
+        share = share_out(given, blocks, tasks, cached)
         needs = _needs(given, blocks, share)
-        outcome = place(blocks, needs, touchable, limit)
+        outcome = place(blocks, needs, limit)
         return None if outcome is None else _Trial(share, needs, outcome)
 
     def _leave_out(self) -> _Trial:

@@ -65,10 +65,9 @@ class OldGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group after the switch; it takes at most `tasks_max` running tasks (None: any number)."""
+    """A group after the switch."""
 
     ranks: tuple[int, ...]
-    tasks_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +77,9 @@ class ReshardInput:
     `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
     its width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of a rank with
     page 0 (of the rank with most). `free` is, per rank, the pages that are nobody's or hold no
-    chain's slot. `locked`, per rank, are pages that hold chains' slots and yet must not be
-    written or leased (they may be read). A page in neither `free` nor a chain is never touched.
-    With `pause_fallbacks`, pages that hold a slot of a task in the plan's fallbacks stay as they
-    are; without, their room is used. Cached chains are carried only as far as this keeps the
-    plan within `cached_rounds_max` rounds, or as many as tasks need without them.
+    chain's slot. A page in neither `free` nor a chain is never touched. The room of tasks in the
+    plan's fallbacks is used. Cached chains are carried only as far as this keeps the plan within
+    `cached_rounds_max` rounds, or as many as tasks need without them.
     """
 
     num_kv_heads: int
@@ -90,23 +87,20 @@ class ReshardInput:
     old: tuple[OldGroup, ...]
     new: tuple[NewGroup, ...]
     free: Mapping[int, Ints]
-    locked: Mapping[int, Ints]
     rounds_max: int = ROUNDS_MAX
     cached_rounds_max: int = CACHED_ROUNDS_MAX
-    pause_fallbacks: bool = False
 
 
 class FallbackCause(StrEnum):
     """Why a task is not carried."""
 
-    TASKS = "tasks"  # the new groups it could go to take no more tasks
-    PAGES = "pages"  # they have too few pages
+    PAGES = "pages"  # the new groups it could go to have too few pages
     ROUNDS = "rounds"  # there are pages, but not enough free ones to get there in `rounds_max`
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A task that keeps no KV; its caller recomputes or pauses it."""
+    """A task that keeps no KV; its caller recomputes it."""
 
     id: str
     cause: FallbackCause

@@ -38,9 +38,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         fill=draw(st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0])),
         spare=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
         keyed=draw(st.booleans()),
-        tasks_max=draw(st.sampled_from([None, None, 2, 5])),
         rounds_max=draw(st.sampled_from([1, 2, 8])),
-        pause_fallbacks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32)),
     )
 

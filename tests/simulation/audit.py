@@ -83,7 +83,6 @@ def check_real_plan(manifests: Mapping[Rank, Manifest], target: Target, num_page
             old=tuple(sorted(old, key=lambda group: group.ranks)),
             new=tuple(NewGroup(ranks) for ranks in news_here),
             free={rank: _free(manifests[rank], old) for rank in component},
-            locked={rank: np.zeros(0, dtype=np.int64) for rank in component},
         )
         plan = plan_reshard(given)
         check_plan(given, plan, random.Random(0))

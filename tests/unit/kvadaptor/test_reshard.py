@@ -35,17 +35,14 @@ def asked(
     old: Sequence[OldGroup],
     new: Sequence[Sequence[int]],
     free: Mapping[int, Sequence[int]],
-    *,
-    tasks_max: int | None = None,
     **more: Any,
 ) -> ReshardInput:
     given = ReshardInput(
         num_kv_heads=8,
         num_pages=64,
         old=tuple(old),
-        new=tuple(NewGroup(tuple(ranks), tasks_max) for ranks in new),
+        new=tuple(NewGroup(tuple(ranks)) for ranks in new),
         free={rank: np.array(pages, dtype=np.int64) for rank, pages in free.items()},
-        locked={},
     )
     return dataclasses.replace(given, **more)
 
@@ -151,8 +148,6 @@ def test_memory_that_is_full_cannot_change_places() -> None:
     given = asked([dp(0, chain("a", [1, 2])), dp(1, chain("b", [1, 2]))], [(0, 1)], {})
     plan = planned(given)
     assert [(each.id, each.cause) for each in plan.fallbacks] == [("b", FallbackCause.ROUNDS)]
-    kept = planned(dataclasses.replace(given, pause_fallbacks=True))
-    assert {each.id for each in kept.fallbacks} == {"a", "b"}, "b's pages are not to be had"
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -228,16 +223,6 @@ def test_large_and_less_urgent_tasks_fall_back_first() -> None:
     assert [(each.id, each.cause) for each in plan.fallbacks] == [("large", FallbackCause.PAGES)]
     tight = planned(asked([old, dp(1)], [(0, 1)], {1: [9]}))
     assert [each.id for each in tight.fallbacks] == ["late", "large", "small"]
-
-
-def test_a_group_takes_no_more_tasks_than_it_may() -> None:
-    tasks = [chain(f"t{n}", [10 + n], [10 + n], tier=n % 2) for n in range(6)]
-    given = asked([tp2(*tasks)], [(0,), (1,)], {0: range(20, 30), 1: range(20, 30)}, tasks_max=2)
-    plan = planned(given)
-    assert [(each.id, each.cause) for each in plan.fallbacks] == [
-        ("t3", FallbackCause.TASKS),
-        ("t5", FallbackCause.TASKS),
-    ]
 
 
 def test_bytes_by_pair_of_ranks() -> None:

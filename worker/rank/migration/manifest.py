@@ -217,7 +217,6 @@ def plan_move(
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
         free={each: _free(manifests, each, old, num_pages) for each in ranks},
-        locked={each: np.zeros(0, dtype=np.int64) for each in ranks},
     )
     plan = plan_reshard(given)
     indices = tuple(
