@@ -169,21 +169,6 @@ class UnitCopies:
     src_units: Ints
     dst_units: Ints
 
-    def runs(self) -> Ints:
-        """Return (4, r): source rank, first source and destination unit, units of each run."""
-        if not self.src_ranks.size:
-            return np.empty((4, 0), dtype=np.int64)
-        going_on = (
-            (np.diff(self.src_ranks) == 0)
-            & (np.diff(self.src_units) == 1)
-            & (np.diff(self.dst_units) == 1)
-        )
-        first = np.flatnonzero(np.concatenate(([True], ~going_on)))
-        count = np.diff(np.append(first, self.src_ranks.size))
-        return np.stack(
-            (self.src_ranks[first], self.src_units[first], self.dst_units[first], count)
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardPlan:
@@ -205,16 +190,3 @@ class ReshardPlan:
     fallbacks: tuple[Fallback, ...]
     dropped: tuple[str, ...]
     in_place_units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a plan copies; `pairs` is by (source, destination rank), local copies included.
-
-    `total` counts all pairs, `remote` those between two ranks, `in_place` what was not copied.
-    """
-
-    pairs: Mapping[tuple[int, int], int]
-    total: int
-    remote: int
-    in_place: int

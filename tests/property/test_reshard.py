@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.plan import ReshardPlan, bytes_moved, plan_reshard
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import ReshardPlan
 from tests.harness.kv.reshard_inputs import Shape, Tiling, draw_input
 from tests.harness.kv.reshard_model import check_plan
 
@@ -64,21 +64,6 @@ def test_many_plans_keep_their_promises(shape: Shape, order: random.Random) -> N
 
 @given(shapes())
 @settings(max_examples=50, deadline=None)
-def test_equal_inputs_give_equal_plans_and_bytes_add_up(shape: Shape) -> None:
+def test_equal_inputs_give_equal_plans(shape: Shape) -> None:
     plan, again = plan_reshard(draw_input(shape)), plan_reshard(draw_input(shape))
     assert same(plan, again)
-    geometry = PageGeometry(3, shape.num_heads, 8, 8, 2, 16)
-    traffic = bytes_moved(plan, geometry)
-    unit = geometry.page_bytes // plan.units
-    assert traffic.total == unit * sum(each.dst_units.size for each in plan.copies)
-    assert traffic.total == sum(traffic.pairs.values())
-    assert traffic.in_place == unit * plan.in_place_units
-    for each in plan.copies:
-        merged = each.runs()
-        rows = [
-            (rank, source + step, target + step)
-            for rank, source, target, count in merged.T.tolist()
-            for step in range(count)
-        ]
-        expected = zip(each.src_ranks, each.src_units, each.dst_units, strict=True)
-        assert rows == [tuple(map(int, row)) for row in expected]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvadaptor.reshard.plan import Chain, NewGroup, OldGroup, ReshardInput
+from kvadaptor.reshard.terms import Chain, NewGroup, OldGroup, ReshardInput
 
 Tiling = tuple[tuple[int, ...], ...]
 

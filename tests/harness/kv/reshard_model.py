@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     FallbackCause,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import (
     Chain,
     FallbackCause,
     NewGroup,
@@ -18,8 +18,6 @@ from kvadaptor.reshard.plan import (
     ReshardInput,
     ReshardPlan,
     UnitCopies,
-    bytes_moved,
-    plan_reshard,
 )
 from tests.harness.kv.reshard_model import check_plan
 
@@ -223,15 +221,6 @@ def test_large_and_less_urgent_tasks_fall_back_first() -> None:
     assert [(each.id, each.cause) for each in plan.fallbacks] == [("large", FallbackCause.PAGES)]
     tight = planned(asked([old, dp(1)], [(0, 1)], {1: [9]}))
     assert [each.id for each in tight.fallbacks] == ["late", "large", "small"]
-
-
-def test_bytes_by_pair_of_ranks() -> None:
-    geometry = PageGeometry(2, 8, 4, 4, 2, 16)
-    plan = planned(asked(REPLICAS, [(0, 1)], {0: [9], 1: [8, 10]}))
-    unit = geometry.page_bytes // 2
-    traffic = bytes_moved(plan, geometry)
-    assert dict(traffic.pairs) == {(0, 1): 2 * unit, (1, 0): unit}
-    assert (traffic.total, traffic.remote, traffic.in_place) == (3 * unit, 3 * unit, 3 * unit)
 
 
 GOOD = chain("a", [3])

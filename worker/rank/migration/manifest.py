@@ -16,14 +16,14 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard.blocks import joined, pieces
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     NewGroup,
     OldGroup,
     ReshardInput,
     ReshardPlan,
-    plan_reshard,
 )
 from worker.engine.scheduling.handover import CachedChain, RunningState
 
