@@ -50,18 +50,9 @@ class Mixed:
         """Members of a group."""
         return self.sp * self.tp
 
-    def part_of(self, member: int) -> int:
-        """Which part of the weights a member computes with, 0..tp-1."""
-        return member // self.sp
-
     def share_of(self, member: int) -> int:
         """Which share of a step's tokens a member computes, 0..sp-1."""
         return member % self.sp
-
-    def exchanging_with(self, member: int) -> range:
-        """The members of the same part: they exchange tokens for heads. An aligned group."""
-        first = self.part_of(member) * self.sp
-        return range(first, first + self.sp)
 
     def reducing_with(self, member: int) -> range:
         """The members with the same tokens, by part: they sum up what their parts give."""
