@@ -169,10 +169,6 @@ class Layout:
                 return group
         raise AbsentRankError(f"rank {rank} is in no group of layout '{self}'.")
 
-    def covers(self, world: int) -> bool:
-        """Return whether the layout holds exactly the ranks 0..world-1."""
-        return self.ranks == tuple(range(world))
-
     def without(self, ranks: Collection[Rank]) -> "Layout":
         """Return the layout after losing `ranks`; absent ones are ignored.
 
@@ -203,11 +199,12 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
 
     Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
     `shiftK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N ranks, in
-    which M exchange heads, so M must be a supported width too; `offN` leaves N ranks out (lost, or
-    not to be used). So `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is
-    four ranks without rank 2. A caller that must include every rank asks `Layout.covers`. Every
-    other text raises `LayoutError`, one sentence with the mistake and what is supported. Costs
-    O(world) for any text.
+    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out (lost, or not
+    to be used). So
+    `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without
+    rank 2. A caller that must not leave a rank out looks at `Layout.ranks`. Every other text raises
+    `LayoutError`, one sentence that says what is wrong and what is supported. Costs O(world),
+    whatever the text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")

@@ -47,18 +47,9 @@ class Mixed:
         """Members of a group."""
         return self.sp * self.tp
 
-    def part_of(self, member: int) -> int:
-        """Return the part of the weights that a member computes with, 0..tp-1."""
-        return member // self.sp
-
     def share_of(self, member: int) -> int:
         """Return the share of a step's tokens that a member computes, 0..sp-1."""
         return member % self.sp
-
-    def exchanging_with(self, member: int) -> range:
-        """Return the members of the same part, an aligned group: they exchange tokens for heads."""
-        first = self.part_of(member) * self.sp
-        return range(first, first + self.sp)
 
     def reducing_with(self, member: int) -> range:
         """Return the members with the same tokens, by part: they sum the results of their parts."""

@@ -54,11 +54,6 @@ def normalise_widths(world: int, widths: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted({1, *widths}))
 
 
-def groups_of(rank: Rank, plan: CommunicatorPlan) -> CommunicatorPlan:
-    """Return the planned groups that hold `rank`, narrow before wide; none for an unknown rank."""
-    return tuple(ranks for ranks in plan if rank in ranks)
-
-
 def by_width(plan: CommunicatorPlan) -> dict[int, list[list[int]]]:
     """Return width -> all groups of that width, both in the order of the plan.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 
 class GeometryError(ValueError):
-    """Sizes that do not fit together, or an index out of range; the message is one sentence."""
+    """Sizes that do not go together, or a negative amount; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,54 +79,9 @@ class PageGeometry:
         """Return how many KV heads each rank of the group holds, at least one."""
         return self.num_kv_heads // self.slots_per_page(k)
 
-    def replication(self, k: int) -> int:
-        """Return how many neighbouring ranks hold the same KV head.
-
-        1 unless k > H, where heads are replicated (Shift Parallelism, algorithm 1).
-        """
-        return k // self.slots_per_page(k)
-
-    def head_range(self, rank_in_group: int, k: int) -> range:
-        """Return the KV heads that member `rank_in_group` (0..k-1, the leader is 0) holds.
-
-        With replication neighbours share a head, as vLLM's `QKVParallelLinear` loads them. In a
-        dp page these heads are slot `head_range(r, k).start // heads_per_rank(k)`.
-        """
-        heads = self.heads_per_rank(k)
-        _check_index("rank_in_group", rank_in_group, k)
-        first = rank_in_group // self.replication(k) * heads
-        return range(first, first + heads)
-
-    def slot_bytes(self, k: int) -> int:
-        """Return the bytes of one slot in one layer; the slots of a page fill it exactly."""
-        return self.heads_per_rank(k) * self._head_bytes
-
     def page_tokens(self, k: int) -> int:
         """Return the tokens that a page of each member holds in all: b per slot."""
         return self.tokens_per_slot * self.slots_per_page(k)
-
-    def slot_index(self, page: int, slot: int, k: int) -> int:
-        """Return the number of a slot among all slots of a layer's region, in width k.
-
-        It is the block id that the attention kernel of that mode sees.
-        """
-        slots = self.slots_per_page(k)
-        _check_index("slot", slot, slots)
-        if page < 0:
-            raise GeometryError(f"page must not be negative, but is {page}.")
-        return page * slots + slot
-
-    def slot_byte_range(self, layer: int, page: int, slot: int, k: int, num_pages: int) -> range:
-        """Return the bytes of a slot within the rank's whole KV buffer of `num_pages` pages.
-
-        Regions follow each other by layer, so `num_pages` (page 0 included) sets their distance.
-        Raises `GeometryError` for a layer, page or slot out of range.
-        """
-        _check_index("layer", layer, self.num_layers)
-        _check_index("page", page, num_pages)
-        region = layer * num_pages * self.layer_page_bytes
-        first = region + self.slot_index(page, slot, k) * self.slot_bytes(k)
-        return range(first, first + self.slot_bytes(k))
 
     def pages_for_tokens(self, tokens: int, k: int) -> int:
         """Return how many pages of each member hold `tokens` tokens of one request."""
@@ -139,17 +94,3 @@ class PageGeometry:
         if memory_bytes < 0:
             raise GeometryError(f"memory_bytes must not be negative, but is {memory_bytes}.")
         return memory_bytes // self.page_bytes
-
-    def capacity_tokens(self, num_pages: int, k: int) -> int:
-        """Return the tokens that `num_pages` pages of each member hold in all.
-
-        All given pages count: a caller that starts from `num_pages()` subtracts page 0 itself.
-        """
-        if num_pages < 0:
-            raise GeometryError(f"num_pages must not be negative, but is {num_pages}.")
-        return num_pages * self.page_tokens(k)
-
-
-def _check_index(name: str, index: int, size: int) -> None:
-    if not 0 <= index < size:
-        raise GeometryError(f"{name} {index} is not in 0..{size - 1}.")

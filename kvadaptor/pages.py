@@ -64,15 +64,11 @@ class PagePool:
         # Group -> table of pages by lease index; 0 marks an unused index.
         self._leases: dict[GroupKey, Pages] = {}
 
-    def grant_own(self, n: int) -> tuple[int, ...]:
+    def grant_own_pages(self, n: int) -> Pages:
         """Move the n lowest free pages to the rank's own scheduler and return them, ascending.
 
         Raises `PageError` if fewer are free.
         """
-        return tuple(self.grant_own_pages(n).tolist())
-
-    def grant_own_pages(self, n: int) -> Pages:
-        """Do what `grant_own` does; return the pages as an array."""
         self._check_free(n)
         pages = self._take(n, _OWNED)
         self._owned += n
@@ -97,17 +93,12 @@ class PagePool:
         self._release(returned)
         self.integrity()
 
-    def lease(self, group: GroupKey, n: int) -> tuple[tuple[int, int], ...]:
-        """Move the n lowest free pages to a group's lease; return (lease index, page) pairs.
+    def lease_pages(self, group: GroupKey, n: int) -> tuple[Pages, Pages]:
+        """Move the n lowest free pages to a group's lease; return the lease indices and the pages.
 
         The indices are the n lowest not in use, both ascend. Raises `PageError` if fewer than n
         pages are free.
         """
-        indices, pages = self.lease_pages(group, n)
-        return tuple(zip(indices.tolist(), pages.tolist(), strict=True))
-
-    def lease_pages(self, group: GroupKey, n: int) -> tuple[Pages, Pages]:
-        """Do what `lease` does; return the lease indices and the pages as two arrays."""
         if not group:
             raise PageError("a lease is for a group of at least one rank.")
         self._check_free(n)
@@ -191,25 +182,6 @@ class PagePool:
         """Return the lease indices in use, without index 0."""
         return np.flatnonzero(self._leases.get(group, np.zeros(1, dtype=np.int64)))
 
-    def lease_table(self, group: GroupKey) -> Mapping[int, int]:
-        """Return a copy of lease index -> page, without index 0; empty for an unknown group."""
-        indices = self.lease_indices(group)
-        pages = self._leases[group][indices] if indices.size else indices
-        return MappingProxyType(dict(zip(indices.tolist(), pages.tolist(), strict=True)))
-
-    def slot_of(self, group: GroupKey, logical_block: int, k_slots: int) -> int:
-        """Translate a group's logical block to this rank's slot number.
-
-        Block j lies in the page of lease index j // k_slots, in its slot j % k_slots, where
-        `k_slots` is the geometry's slots per page; so blocks 0..k_slots-1 are the null page. Raises
-        `PageError` if the lease index is not in use.
-        """
-        if k_slots < 1 or logical_block < 0:
-            raise PageError(f"there is no logical block {logical_block} at {k_slots} slots a page.")
-        index, slot = divmod(logical_block, k_slots)
-        page = NULL_PAGE if index == 0 else self._page_at(group, index)
-        return page * k_slots + slot
-
     def counts(self) -> PageCounts:
         """Return the number of pages in each place."""
         leased = {group: self.lease_indices(group).size for group in sorted(self._leases)}
@@ -277,12 +249,6 @@ class PagePool:
     def _release(self, pages: Pages) -> None:
         self._place[pages] = _FREE
         self._free += pages.size
-
-    def _page_at(self, group: GroupKey, index: int) -> int:
-        table = self._leases.get(group)
-        if table is None or index >= table.size or not table[index]:
-            raise PageError(f"lease index {index} of group {group} is not in use.")
-        return int(table[index])
 
 
 def distinct(numbers: npt.NDArray[np.int64], below: int) -> Pages:

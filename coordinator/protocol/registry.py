@@ -1,4 +1,4 @@
-"""Where cells say that they are there, and gateways find them: leases, in memory or in Redis.
+"""Where cells say that they are there, and gateways find them: leases in Redis.
 
 A cell repeats its announcement before its lease runs out; whoever does not is found no more. No
 clock is shared: Redis counts each lease down itself. Called by coordinators and gateways.
@@ -41,33 +41,6 @@ class CellRegistry(Protocol):
 
     async def close(self) -> None:
         """Close what is open."""
-
-
-class MemoryRegistry:
-    """The registry of one process."""
-
-    def __init__(self, clock: Callable[[], float], lease_ms: int) -> None:
-        """`clock` gives seconds."""
-        self._clock = clock
-        self._lease_s = lease_ms / 1_000
-        self._until_s: dict[str, tuple[str, float]] = {}
-
-    async def announce(self, name: str, address: str) -> None:
-        """Say that a cell is there."""
-        self._until_s[name] = (address, self._clock() + self._lease_s)
-
-    async def withdraw(self, name: str, address: str) -> None:
-        """Say that a cell is not there any more."""
-        if self._until_s.get(name, ("", 0.0))[0] == address:
-            del self._until_s[name]
-
-    async def cells(self) -> set[str]:
-        """Return the addresses of all cells whose leases last."""
-        now_s = self._clock()
-        return {address for address, until_s in self._until_s.values() if until_s > now_s}
-
-    async def close(self) -> None:
-        """There is nothing to close."""
 
 
 class RedisRegistry:

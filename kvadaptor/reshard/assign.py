@@ -6,12 +6,12 @@ least loaded with it. Blocks that a group already has cost nothing, so tasks wit
 stay together until that would unbalance the groups. Terms: `reshard.terms`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvadaptor.reshard.blocks import Blocks, Bools, joined
+from kvadaptor.reshard.blocks import Blocks, joined
 from kvadaptor.reshard.terms import FallbackCause, Ints, ReshardInput
 
 
@@ -36,36 +36,13 @@ def recency(blocks: Blocks) -> list[int]:
     return sorted(cached, key=lambda each: -blocks.chains[each].recency)
 
 
-def touchable_pages(given: ReshardInput, blocks: Blocks, stay: Collection[int]) -> Bools:
-    """Return (U, P): pages that may be written and leased if the chains `stay` fall back."""
-    usable = (blocks.used | blocks.free) & ~blocks.locked
-    if given.pause_fallbacks and stay:
-        locked = np.zeros_like(usable)
-        for chain in stay:
-            blocks.lock(chain, locked)
-        usable &= ~locked
-    return usable
-
-
 def share_out(
-    given: ReshardInput,
-    blocks: Blocks,
-    touchable: Bools,
-    tasks: Sequence[int],
-    cached: Sequence[int],
+    given: ReshardInput, blocks: Blocks, tasks: Sequence[int], cached: Sequence[int]
 ) -> Share:
     """Give each chain a new group; `tasks` in order of urgency, `cached` in order of recency."""
     share = Share()
-    limits = [group.tasks_max for group in given.new]
-    if None not in limits:
-        most = sum(limit for limit in limits if limit is not None)
-        share.refused.update((task, FallbackCause.TASKS) for task in tasks[most:])
-        tasks = tasks[:most]
-    if len(given.new) == 1:
-        wanted = dict.fromkeys(tasks, 0)
-    else:
-        wanted = _balance(given, blocks, touchable, tasks)
-    book = _Book(given, blocks, touchable)
+    wanted = dict.fromkeys(tasks, 0) if len(given.new) == 1 else _balance(given, blocks, tasks)
+    book = _Book(given, blocks)
     for task in () if book.admit_all(wanted) else tasks:
         if not (
             book.admit(task, wanted[task])
@@ -84,14 +61,10 @@ def share_out(
 class _Book:
     """The blocks that every new group holds, and how many more it can hold."""
 
-    def __init__(self, given: ReshardInput, blocks: Blocks, touchable: Bools) -> None:
+    def __init__(self, given: ReshardInput, blocks: Blocks) -> None:
         self._blocks = blocks
         self._widths = [len(group.ranks) for group in given.new]
-        self._tasks_left = [
-            len(blocks.chains) if group.tasks_max is None else group.tasks_max
-            for group in given.new
-        ]
-        room = touchable.sum(axis=1)
+        room = blocks.touchable.sum(axis=1)
         self.room = []
         for group, width in zip(given.new, self._widths, strict=True):
             lead = group.ranks[0] - blocks.first
@@ -110,12 +83,11 @@ class _Book:
         return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
 
     def admit_all(self, wanted: Mapping[int, int]) -> bool:
-        """Give every group its wanted tasks if there is ample room for all; return whether so."""
-        places, room = self._tasks_left.copy(), self.room.copy()
+        """Let every group have the tasks that it is to have, if there is ample room for all."""
+        room = self.room.copy()
         for task, group in wanted.items():
-            places[group] -= 1
             room[group] -= self._blocks.chains[task].size
-        if min(*places, *room) < 0:
+        if min(room) < 0:
             return False
         self.group_of = dict(wanted)
         for group, holds in enumerate(self._holds):
@@ -125,14 +97,11 @@ class _Book:
         return True
 
     def admit(self, task: int, group: int) -> bool:
-        """Give the group the task if it has a place and pages for it; return whether it did."""
+        """Let the group have the task if it has the pages."""
         numbers = self._blocks.numbers[task]
-        if not self._tasks_left[group] or task in self.group_of:
-            return False
         more = numbers.size - int(np.count_nonzero(self._holds[group, numbers]))
         if self.count[group] + more > self.room[group]:
             return False
-        self._tasks_left[group] -= 1
         self._take(group, numbers, more)
         self.group_of[task] = group
         return True
@@ -158,16 +127,14 @@ class _Book:
         self.count[group] += more
 
 
-def _balance(
-    given: ReshardInput, blocks: Blocks, touchable: Bools, tasks: Sequence[int]
-) -> dict[int, int]:
-    """Spread tasks over the groups, largest first, each where the busiest rank then has least.
+def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[int, int]:
+    """Spread tasks over the groups, largest first, where the busiest rank then has least.
 
-    Blocks that only another group has count twice, as they would exist twice. Groups without a
-    place or enough pages come last. Among equal groups, the one where more of the task already lies
-    in place wins.
+    Blocks that only another group has count twice, as they would be there twice. A group whose
+    pages would not do comes last; of equal ones that is preferred where more of the task lies right
+    already.
     """
-    book = _Book(given, blocks, touchable)
+    book = _Book(given, blocks)
     sizes = [blocks.chains[task].size for task in tasks]
     numbers_of_all = joined(blocks.numbers[task] for task in tasks)
     uses = np.bincount(numbers_of_all, minlength=blocks.source.shape[1])
@@ -175,7 +142,6 @@ def _balance(
     compact = np.cumsum(uses > 1) - 1
     holds = np.zeros((len(given.new), shared_total), dtype=np.bool_)
     in_place = _in_place(given, blocks, numbers_of_all, sizes)
-    places = [group.tasks_max for group in given.new]
     wanted: dict[int, int] = {}
     groups = range(len(given.new))
     for at in sorted(range(len(tasks)), key=lambda at: -sizes[at]):
@@ -191,7 +157,6 @@ def _balance(
         for group in groups:
             more = sizes[at] - held[group]
             key = (
-                places[group] == 0,
                 book.count[group] + more > book.room[group],
                 book.load(group, more + somewhere - held[group]),
                 -in_place[group][at],
@@ -202,8 +167,6 @@ def _balance(
         book.count[best] += sizes[at] - held[best]
         if shared.size:
             holds[best, shared] = True
-        left = places[best]
-        places[best] = None if left is None else max(0, left - 1)
     return wanted
 
 

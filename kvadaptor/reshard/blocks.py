@@ -23,48 +23,38 @@ _NOTHING: Ints = np.zeros(0, dtype=np.int64)
 class Blocks:
     """All distinct blocks of a component, numbered 0..N-1 by old group and its leader's slot.
 
-    `chains` are all chains in input order, `old_of` and `numbers` their old group and (size,) block
-    numbers; blocks of equal content have the same number. `source` is (U, N): the flat unit `(rank
-    - first)·P·U + unit` from which unit-head h of a block is best read. `used`, `free` and `locked`
-    are (U, P): the pages per rank that hold a chain's slot, are free, are locked. `starts` is the
-    first block number of each old group.
+    `chains` are all chains in input order, `numbers` their (size,) block numbers; blocks of equal
+    content have the same number. `source` is (U, N): the flat unit `(rank - first)·P·U + unit`
+    from which unit-head h of a block is best read. `used` and `touchable` are (U, P): the pages
+    per rank that hold a chain's slot, and those and the free ones, which may be written and
+    leased. `starts` is the first block number of each old group.
     """
 
     units: int
     first: int
     chains: tuple[Chain, ...]
-    old_of: tuple[int, ...]
     numbers: tuple[Ints, ...]
     source: Ints
     used: Bools
-    free: Bools
-    locked: Bools
+    touchable: Bools
     starts: Ints
-    old_ranks: tuple[tuple[int, ...], ...]
 
     @property
     def num_pages(self) -> int:
         """P, page 0 included."""
         return int(self.used.shape[1])
 
-    def lock(self, chain: int, locked: Bools) -> None:
-        """Mark the pages that hold a slot of this chain in a (U, P) mask."""
-        ranks = self.old_ranks[self.old_of[chain]]
-        for rank, slots in zip(ranks, self.chains[chain].slots, strict=True):
-            locked[rank - self.first, slots // len(ranks)] = True
-
 
 def read_blocks(given: ReshardInput) -> Blocks:
     """Check the input and number its blocks; raises `ReshardError`."""
     units, first = _check_groups(given)
     size = (units, given.num_pages)
-    free, locked, used = (np.zeros(size, dtype=np.bool_) for _ in range(3))
-    for mask, pages_of in ((free, given.free), (locked, given.locked)):
-        for rank, pages in pages_of.items():
-            if not first <= rank < first + units:
-                raise ReshardError(f"rank {rank} is not in the component.")
-            _check_range(pages, given.num_pages, f"a page of rank {rank}")
-            mask[rank - first, pages] = True
+    free, used = (np.zeros(size, dtype=np.bool_) for _ in range(2))
+    for rank, pages in given.free.items():
+        if not first <= rank < first + units:
+            raise ReshardError(f"rank {rank} is not in the component.")
+        _check_range(pages, given.num_pages, f"a page of rank {rank}")
+        free[rank - first, pages] = True
     sources: list[Ints] = []
     numbers: list[Ints] = []
     total = 0
@@ -88,14 +78,11 @@ def read_blocks(given: ReshardInput) -> Blocks:
         units=units,
         first=first,
         chains=chains,
-        old_of=tuple(old for old, group in enumerate(given.old) for _ in group.chains),
         numbers=tuple(numbers),
         source=source,
         used=used,
-        free=free & ~locked,
-        locked=locked,
+        touchable=used | free,
         starts=np.cumsum([0, *(each.shape[1] for each in sources[:-1])]),
-        old_ranks=tuple(group.ranks for group in given.old),
     )
 
 

@@ -1,10 +1,10 @@
 """Plans a live KV re-shard: which unit of which rank goes where, in which round.
 
-Pure and deterministic, so every rank computes the same plan from the same input. `terms` defines
-the terms and shapes, which are re-exported here. Invariant of a plan: no round writes a unit that
-is kept, or that this or a later round reads. Called by the worker between PARK and SERVE. Sources:
-Flying Serving, section 4.2 (KV cache adaptor); Seesaw (re-sharding KV between parallelisms instead
-of recomputing it).
+Pure and deterministic, so every rank computes the same plan from the same input. The words and
+shapes are in `terms`. Invariant of a plan: within a round no unit is written that this or a later
+round reads or that is kept. Called by the worker between PARK and SERVE. Sources: Flying Serving,
+section 4.2 (KV cache adaptor); Seesaw (re-sharding KV between parallelisms instead of recomputing
+it).
 """
 
 from collections.abc import Collection, Sequence
@@ -12,42 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.assign import Share, recency, share_out, touchable_pages, urgency
+from kvadaptor.reshard.assign import Share, recency, share_out, urgency
 from kvadaptor.reshard.blocks import Blocks, Bools, joined, pieces, read_blocks
 from kvadaptor.reshard.schedule import Need, Outcome, Placed, place
 from kvadaptor.reshard.terms import (
     Carried,
-    Chain,
     Fallback,
     FallbackCause,
     GroupLease,
     Ints,
-    NewGroup,
-    OldGroup,
-    ReshardError,
     ReshardInput,
     ReshardPlan,
-    Traffic,
-    UnitCopies,
 )
-
-__all__ = [
-    "Carried",
-    "Chain",
-    "Fallback",
-    "FallbackCause",
-    "GroupLease",
-    "NewGroup",
-    "OldGroup",
-    "ReshardError",
-    "ReshardInput",
-    "ReshardPlan",
-    "Traffic",
-    "UnitCopies",
-    "bytes_moved",
-    "plan_reshard",
-]
 
 TRIALS_MAX = 10
 """Maximum placements tried to find the tasks that fit into the rounds; the rest falls back."""
@@ -69,23 +45,6 @@ def plan_reshard(given: ReshardInput) -> ReshardPlan:
     search = _Search(given, blocks)
     best = search.run()
     return _plan(blocks, best, search.late)
-
-
-def bytes_moved(plan: ReshardPlan, geometry: PageGeometry) -> Traffic:
-    """Return the bytes that the plan copies, over all layers."""
-    unit = geometry.page_bytes // plan.units
-    pairs: dict[tuple[int, int], int] = {}
-    for copies in plan.copies:
-        ranks, counts = np.unique(copies.src_ranks, return_counts=True)
-        for rank, count in zip(ranks.tolist(), counts.tolist(), strict=True):
-            pair = (rank, copies.dst_rank)
-            pairs[pair] = pairs.get(pair, 0) + count * unit
-    return Traffic(
-        pairs=dict(sorted(pairs.items())),
-        total=sum(pairs.values()),
-        remote=sum(moved for (src, dst), moved in pairs.items() if src != dst),
-        in_place=plan.in_place_units * unit,
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,20 +79,12 @@ class _Search:
         return self._add_cached(bare, max(cheap, bare.outcome.rounds))
 
     def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
-        """Place all tasks but `late`; tasks that get no group may leave others less room."""
+        """Place all tasks but `late`; None if that takes more rounds than the limit."""
         given, blocks = self._given, self._blocks
-        refused: dict[int, FallbackCause] = {}
-        while True:
-            staying = late.union(refused)
-            touchable = touchable_pages(given, blocks, staying)
-            tasks = [task for task in self._tasks if task not in staying]
-            share = share_out(given, blocks, touchable, tasks, cached)
-            refused |= share.refused
-            if not given.pause_fallbacks or not share.refused:
-                break
-        share.refused = refused
+        tasks = [task for task in self._tasks if task not in late]
+        share = share_out(given, blocks, tasks, cached)
         needs = _needs(given, blocks, share)
-        outcome = place(blocks, needs, touchable, limit)
+        outcome = place(blocks, needs, limit)
         return None if outcome is None else _Trial(share, needs, outcome)
 
     def _leave_out(self) -> _Trial:

@@ -150,19 +150,14 @@ class _Member:
         return numbers
 
 
-def place(
-    blocks: Blocks, needs: Sequence[Need], touchable: Bools, rounds_max: int
-) -> Outcome | None:
-    """Place every block of every new group; None if that exceeds the allowed rounds or pages.
-
-    `touchable` is (U, P): the pages per rank that may be written and leased.
-    """
+def place(blocks: Blocks, needs: Sequence[Need], rounds_max: int) -> Outcome | None:
+    """Place every block of every new group; None if there are too few rounds or pages."""
     size = (blocks.units, blocks.num_pages, blocks.units)
     reads: Counts = np.zeros(size, dtype=np.int16)
     flat_reads = reads.reshape(-1)
     groups: list[list[_Member]] = []
     for need in needs:
-        members = _members(blocks, need, touchable)
+        members = _members(blocks, need)
         if members is None:
             return None
         groups.append(members)
@@ -188,32 +183,28 @@ def place(
             copies += sorted(this_round, key=lambda each: each.dst_rank)
         if rounds > rounds_max:
             return None
-    placed = [_settle(blocks, group, touchable) for group in groups]
+    placed = [_settle(blocks, group) for group in groups]
     return Outcome(tuple(placed), tuple(copies), rounds, in_place)
 
 
-def _members(blocks: Blocks, need: Need, touchable: Bools) -> list[_Member] | None:
+def _members(blocks: Blocks, need: Need) -> list[_Member] | None:
     width, per_slot = len(need.ranks), blocks.units // len(need.ranks)
     lead = need.ranks[0] - blocks.first
-    budget = int(touchable[lead : lead + width].sum(axis=1).min())
+    budget = int(blocks.touchable[lead : lead + width].sum(axis=1).min())
     enough = -(-need.blocks.size // width)
     if enough > budget:
         return None
     return [
-        _member(blocks, need, touchable, (place, width, per_slot, budget, enough))
-        for place in range(width)
+        _member(blocks, need, (place, width, per_slot, budget, enough)) for place in range(width)
     ]
 
 
-def _member(
-    blocks: Blocks, need: Need, touchable: Bools, at: tuple[int, int, int, int, int]
-) -> _Member:
+def _member(blocks: Blocks, need: Need, at: tuple[int, int, int, int, int]) -> _Member:
     place, width, per_slot, budget, enough = at
     rank = need.ranks[place] - blocks.first
-    usable = touchable[rank]
-    # Free pages beyond what the blocks fill are useless here, and memory may be large.
-    free = np.flatnonzero(usable & ~blocks.used[rank])[:enough]
-    candidate = usable & blocks.used[rank]
+    # More free pages than the blocks fill are of no use here, and memory may be large.
+    free = np.flatnonzero(blocks.touchable[rank] & ~blocks.used[rank])[:enough]
+    candidate = blocks.used[rank].copy()
     candidate[free] = True
     pages = np.flatnonzero(candidate)
     index_of = np.full(blocks.num_pages, -1, dtype=np.int64)
@@ -271,7 +262,7 @@ def _copies(
     ), stays.size - flat_source.size
 
 
-def _settle(blocks: Blocks, group: Sequence[_Member], touchable: Bools) -> Placed:
+def _settle(blocks: Blocks, group: Sequence[_Member]) -> Placed:
     """Give all members equally many pages: the touched ones, then free ones, then vacated ones."""
     count = max(int(np.count_nonzero(member.touched)) for member in group)
     pages = []
@@ -280,7 +271,7 @@ def _settle(blocks: Blocks, group: Sequence[_Member], touchable: Bools) -> Place
         own[member.pages[member.touched]] = True
         used, missing = blocks.used[member.rank], count - int(np.count_nonzero(member.touched))
         for kind in (~used, used) if missing else ():
-            spare = np.flatnonzero(touchable[member.rank] & kind & ~own)[:missing]
+            spare = np.flatnonzero(blocks.touchable[member.rank] & kind & ~own)[:missing]
             own[spare] = True
             missing -= spare.size
         pages.append(np.flatnonzero(own))

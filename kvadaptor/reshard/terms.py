@@ -64,24 +64,21 @@ class OldGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group after the switch; it takes at most `tasks_max` running tasks (None: any number)."""
+    """A group after the switch."""
 
     ranks: tuple[int, ...]
-    tasks_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardInput:
     """One component: the smallest aligned span that contains every old and new affected group.
 
-    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so its
-    width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of the rank with the
-    most, page 0 included. `free` is, per rank, the pages that are free or hold no chain's slot.
-    `locked`, per rank, are pages that hold chains' slots and must not be written or leased (they
-    may be read). A page in neither `free` nor a chain is never touched. With `pause_fallbacks`,
-    pages that hold a slot of a fallback task stay as they are; without, their room is used. Cached
-    chains are carried only as far as this keeps the plan within `cached_rounds_max` rounds, or as
-    many as tasks need without them.
+    `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
+    its width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of a rank with
+    page 0 (of the rank with most). `free` is, per rank, the pages that are nobody's or hold no
+    chain's slot. A page in neither `free` nor a chain is never touched. The room of tasks in the
+    plan's fallbacks is used. Cached chains are carried only as far as this keeps the plan within
+    `cached_rounds_max` rounds, or as many as tasks need without them.
     """
 
     num_kv_heads: int
@@ -89,23 +86,20 @@ class ReshardInput:
     old: tuple[OldGroup, ...]
     new: tuple[NewGroup, ...]
     free: Mapping[int, Ints]
-    locked: Mapping[int, Ints]
     rounds_max: int = ROUNDS_MAX
     cached_rounds_max: int = CACHED_ROUNDS_MAX
-    pause_fallbacks: bool = False
 
 
 class FallbackCause(StrEnum):
     """Why a task is not carried."""
 
-    TASKS = "tasks"  # the possible new groups take no more tasks
-    PAGES = "pages"  # they have too few pages
-    ROUNDS = "rounds"  # enough pages, but too few free ones to get there in `rounds_max`
+    PAGES = "pages"  # the new groups it could go to have too few pages
+    ROUNDS = "rounds"  # there are pages, but not enough free ones to get there in `rounds_max`
 
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A task that keeps no KV; its caller recomputes or pauses it."""
+    """A task that keeps no KV; its caller recomputes it."""
 
     id: str
     cause: FallbackCause
@@ -174,21 +168,6 @@ class UnitCopies:
     src_units: Ints
     dst_units: Ints
 
-    def runs(self) -> Ints:
-        """Return (4, r): source rank, first source and destination unit, units of each run."""
-        if not self.src_ranks.size:
-            return np.empty((4, 0), dtype=np.int64)
-        going_on = (
-            (np.diff(self.src_ranks) == 0)
-            & (np.diff(self.src_units) == 1)
-            & (np.diff(self.dst_units) == 1)
-        )
-        first = np.flatnonzero(np.concatenate(([True], ~going_on)))
-        count = np.diff(np.append(first, self.src_ranks.size))
-        return np.stack(
-            (self.src_ranks[first], self.src_units[first], self.dst_units[first], count)
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardPlan:
@@ -210,16 +189,3 @@ class ReshardPlan:
     fallbacks: tuple[Fallback, ...]
     dropped: tuple[str, ...]
     in_place_units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a plan copies; `pairs` is by (source, destination rank), local copies included.
-
-    `total` sums all pairs, `remote` those between two ranks, `in_place` what was not copied.
-    """
-
-    pairs: Mapping[tuple[int, int], int]
-    total: int
-    remote: int
-    in_place: int

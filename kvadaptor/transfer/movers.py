@@ -64,11 +64,6 @@ class MoveStats:
             self.seconds + other.seconds,
         )
 
-    @property
-    def gb_per_s(self) -> float:
-        """Gigabytes (1e9) per second from other ranks."""
-        return self.link_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
-
 
 class Mover(Protocol):
     """Moves units between ranks, numbered in the mover's group; U is given as `units`."""

@@ -38,6 +38,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
 
 from kvadaptor.translate import SlotTable, translate  # noqa: E402
 from kvadaptor.views import KVBuffer  # noqa: E402
+from tests.harness.kv.slots import slot_byte_range, slot_index  # noqa: E402
 from worker.engine.config import thinned  # noqa: E402
 from worker.engine.runners.cpu import PositionGenerator, position_seed  # noqa: E402
 from worker.engine.scheduling.grants import BlockGrants  # noqa: E402
@@ -190,10 +191,10 @@ def test_a_slot_is_the_bytes_that_the_geometry_says(buffer: KVBuffer, k: int) ->
     slots = buffer.geometry.slots_per_page(k)
     for slot in range(slots):
         buffer.raw.zero_()
-        block = buffer.geometry.slot_index(page, slot, k)
+        block = slot_index(buffer.geometry, page, slot, k)
         buffer.views(k)[f"layer{layer}"][block].fill_(1.0)
         touched = (buffer.raw.view(torch.float32) != 0).nonzero().flatten() * 4
-        expected = buffer.geometry.slot_byte_range(layer, page, slot, k, buffer.num_pages)
+        expected = slot_byte_range(buffer.geometry, layer, page, slot, k, buffer.num_pages)
         assert (int(touched.min()), int(touched.max()) + 4) == (expected.start, expected.stop)
 
 
@@ -204,7 +205,7 @@ def test_a_slot_holds_what_the_dp_page_holds_for_its_heads(buffer: KVBuffer, k: 
     per_rank = buffer.geometry.heads_per_rank(k)
     narrow = buffer.views(k)["layer2"]
     for slot in range(k):
-        block = buffer.geometry.slot_index(3, slot, k)
+        block = slot_index(buffer.geometry, 3, slot, k)
         assert torch.equal(narrow[block], dp[3, slot * per_rank : (slot + 1) * per_rank])
     assert narrow.untyped_storage().data_ptr() == buffer.raw.untyped_storage().data_ptr()
 

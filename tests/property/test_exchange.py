@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from kvadaptor.geometry import PageGeometry
+from tests.harness.kv.slots import head_range
 
 WIDTHS = st.sampled_from([1, 2, 4, 8, 16])
 TOKENS = st.integers(1, 70)
@@ -73,9 +74,9 @@ def test_tokens_are_padded_as_little_as_possible(plan: HeadExchange, tokens: int
 def test_members_hold_the_heads_that_tp_pages_hold(plan: HeadExchange) -> None:
     pages = PageGeometry(1, plan.kv_heads, 8, 8, 2, 16)
     group_size = plan.heads // plan.kv_heads
-    assert plan.replication == pages.replication(plan.width)
+    assert plan.replication == plan.width // pages.slots_per_page(plan.width)
     for member in range(plan.width):
-        assert plan.kv_heads_of(member) == pages.head_range(member, plan.width)
+        assert plan.kv_heads_of(member) == head_range(pages, member, plan.width)
         # Each query head meets its own KV head, at the place where attention looks for it.
         kv_heads = plan.kv_heads_of(member)
         local_group = plan.heads_each // plan.kv_heads_each

@@ -12,9 +12,21 @@ from comm_pool.layout import Rank
 from comm_pool.mixed import Mixed, MixedError, read_mixed, reducing_groups
 from comm_pool.plan import communicator_plan
 from kvadaptor.geometry import PageGeometry
+from tests.harness.kv.slots import head_range
 
 SHAPES = [Mixed(sp, tp) for sp in (2, 4, 8) for tp in (2, 4, 8) if sp * tp <= 16]
 HEADS_MAX = 48
+
+
+def part_of(mixed: Mixed, member: int) -> int:
+    """Which part of the weights a member computes with, 0..tp-1."""
+    return member // mixed.sp
+
+
+def exchanging_with(mixed: Mixed, member: int) -> range:
+    """The members of the same part: they exchange tokens for heads. An aligned group."""
+    first = part_of(mixed, member) * mixed.sp
+    return range(first, first + mixed.sp)
 
 
 def exchanges(mixed: Mixed) -> Iterator[HeadExchange]:
@@ -35,12 +47,12 @@ def test_heads_and_pages_are_those_of_full_tp_for_all_numbers_of_heads(mixed: Mi
         pages = PageGeometry(1, full.kv_heads, 8, 8, 2, 16)
         assert inside.width == mixed.sp
         for member in range(mixed.width):
-            part, share = mixed.part_of(member), mixed.share_of(member)
+            part, share = part_of(mixed, member), mixed.share_of(member)
             first = part * full.heads // mixed.tp
             first_kv = part * full.kv_heads // mixed.tp
             assert [first + head for head in inside.heads_of(share)] == [*full.heads_of(member)]
             held = [first_kv + head for head in inside.kv_heads_of(share)]
-            assert held == [*full.kv_heads_of(member)] == [*pages.head_range(member, mixed.width)]
+            assert held == [*full.kv_heads_of(member)] == [*head_range(pages, member, mixed.width)]
         checked += 1
     assert checked >= HEADS_MAX // mixed.width
 
@@ -58,8 +70,8 @@ def test_members_together_compute_each_head_of_each_token_once(
     inside = full.part(mixed.tp)
     got: list[Counter[tuple[int, int]]] = [Counter() for _ in range(mixed.width)]
     for member in range(mixed.width):
-        first = mixed.part_of(member) * full.heads // mixed.tp
-        peers = mixed.exchanging_with(member)
+        first = part_of(mixed, member) * full.heads // mixed.tp
+        peers = exchanging_with(mixed, member)
         for chunk in inside.before(tokens):
             if chunk.source == mixed.share_of(member):
                 got[peers[chunk.target]].update(
@@ -76,12 +88,12 @@ def test_members_together_compute_each_head_of_each_token_once(
 @settings(deadline=None)
 def test_what_is_reduced_has_the_same_tokens_and_every_part_once(mixed: Mixed) -> None:
     for member in range(mixed.width):
-        peers, same_part = mixed.reducing_with(member), mixed.exchanging_with(member)
+        peers, same_part = mixed.reducing_with(member), exchanging_with(mixed, member)
         assert {*peers} & {*same_part} == {member}
-        assert [mixed.part_of(each) for each in peers] == [*range(mixed.tp)]
+        assert [part_of(mixed, each) for each in peers] == [*range(mixed.tp)]
         assert {mixed.share_of(each) for each in peers} == {mixed.share_of(member)}
         assert [mixed.share_of(each) for each in same_part] == [*range(mixed.sp)]
-        assert {mixed.part_of(each) for each in same_part} == {mixed.part_of(member)}
+        assert {part_of(mixed, each) for each in same_part} == {part_of(mixed, member)}
 
 
 @given(st.sampled_from([16, 32]), st.lists(shapes, max_size=4))
@@ -102,14 +114,13 @@ def test_strided_groups_hold_every_rank_once_and_the_others_are_planned(
                 member = rank - first
                 assert [first + each for each in mixed.reducing_with(member)] == ranks
                 # vLLM takes a rank's place in its group for the number of its part.
-                assert ranks.index(rank) == mixed.part_of(member)
-                peers = tuple(Rank(first + each) for each in mixed.exchanging_with(member))
+                assert ranks.index(rank) == part_of(mixed, member)
+                peers = tuple(Rank(first + each) for each in exchanging_with(mixed, member))
                 assert peers in planned
 
 
-def test_four_ranks_are_two_pairs_side_by_side_and_two_across() -> None:
+def test_of_eight_ranks_each_reduces_with_the_one_across() -> None:
     mixed = read_mixed("sp2tp2")
-    assert [mixed.exchanging_with(member) for member in (0, 3)] == [range(2), range(2, 4)]
     assert reducing_groups(8, [mixed]) == {mixed: [[0, 2], [1, 3], [4, 6], [5, 7]]}
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvadaptor.pages import PageError, PagePool
+from tests.harness.kv.page_leases import lease, lease_table
 
 NUM_PAGES = 24
 GROUPS = ((0, 1), (2, 3), (0, 1, 2, 3))
@@ -34,11 +35,11 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def grant(self, n: int) -> None:
         free = self.free()
         try:
-            pages = self.pool.grant_own(n)
+            pages = self.pool.grant_own_pages(n).tolist()
         except PageError:
             assert n > len(free)
         else:
-            assert list(pages) == free[:n]
+            assert pages == free[:n]
             assert len(pages) == n
             self.owned |= set(pages)
 
@@ -57,15 +58,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     @rule(group=groups, n=amounts)
     def lease(self, group: tuple[int, ...], n: int) -> None:
-        free, lease = self.free(), self.leases[group]
+        free, leased = self.free(), self.leases[group]
         try:
-            added = self.pool.lease(group, n)
+            added = lease(self.pool, group, n)
         except PageError:
             assert n > len(free)
             return
-        unused = [index for index in range(1, NUM_PAGES + n) if index not in lease][:n]
+        unused = [index for index in range(1, NUM_PAGES + n) if index not in leased][:n]
         assert added == tuple(zip(unused, free[:n], strict=True))
-        lease.update(added)
+        leased.update(added)
 
     @rule(data=st.data())
     def own_named(self, data: st.DataObject) -> None:
@@ -116,16 +117,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.keep_only(group, kept)
         self.leases[group] = {index: lease[index] for index in kept}
 
-    @rule(group=groups, block=st.integers(0, 40), k_slots=st.sampled_from([1, 2, 4]))
-    def translate(self, group: tuple[int, ...], block: int, k_slots: int) -> None:
-        table = {0: 0, **self.leases[group]}
-        try:
-            slot = self.pool.slot_of(group, block, k_slots)
-        except PageError:
-            assert block // k_slots not in table
-        else:
-            assert slot == table[block // k_slots] * k_slots + block % k_slots
-
     @invariant()
     def agrees_with_the_model(self) -> None:
         self.pool.integrity(full=True)
@@ -133,10 +124,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert (counts.total, counts.reserved) == (NUM_PAGES, 1)
         assert (counts.free, counts.owned) == (len(self.free()), len(self.owned))
         assert counts.leased == {group: len(lease) for group, lease in self.leases.items() if lease}
-        for group, lease in self.leases.items():
-            assert self.pool.lease_table(group) == lease
-            indices, pages = self.pool.lease_of(group)
-            assert dict(zip(indices.tolist(), pages.tolist(), strict=True)) == lease
+        for group, leased in self.leases.items():
+            assert lease_table(self.pool, group) == leased
         assert set(self.pool.groups()) == {group for group in GROUPS if self.leases[group]}
         assert self.pool.free_pages().tolist() == self.free()
         assert self.pool.own_pages().tolist() == sorted(self.owned)
@@ -153,7 +142,7 @@ class TwoMembers(RuleBasedStateMachine):
     @rule(member=st.sampled_from([0, 1]), n=amounts)
     def own_work(self, member: int, n: int) -> None:
         pool, owned = self.members[member], self.owned[member]
-        owned += pool.grant_own(min(n, pool.counts().free))
+        owned += pool.grant_own_pages(min(n, pool.counts().free)).tolist()
 
     @rule(member=st.sampled_from([0, 1]), data=st.data())
     def own_work_ends(self, member: int, data: st.DataObject) -> None:
@@ -165,12 +154,12 @@ class TwoMembers(RuleBasedStateMachine):
     @rule(group=groups, n=amounts)
     def lease(self, group: tuple[int, ...], n: int) -> None:
         granted = min(n, *(pool.counts().free for pool in self.members))
-        first, second = (pool.lease(group, granted) for pool in self.members)
+        first, second = (lease(pool, group, granted) for pool in self.members)
         assert [index for index, _ in first] == [index for index, _ in second]
 
     @rule(group=groups, data=st.data())
     def keep(self, group: tuple[int, ...], data: st.DataObject) -> None:
-        indices = self.members[0].lease_table(group)
+        indices = lease_table(self.members[0], group)
         kept = {index for index in indices if data.draw(st.booleans())}
         for pool in self.members:
             pool.keep_only(group, kept)
@@ -180,7 +169,7 @@ class TwoMembers(RuleBasedStateMachine):
         for pool in self.members:
             pool.integrity(full=True)
         for group in GROUPS:
-            first, second = (pool.lease_table(group) for pool in self.members)
+            first, second = (lease_table(pool, group) for pool in self.members)
             assert set(first) == set(second)
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.plan import ReshardPlan, bytes_moved, plan_reshard
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import ReshardPlan
 from tests.harness.kv.reshard_inputs import Shape, Tiling, draw_input
 from tests.harness.kv.reshard_model import check_plan
 
@@ -38,9 +38,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         fill=draw(st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0])),
         spare=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
         keyed=draw(st.booleans()),
-        tasks_max=draw(st.sampled_from([None, None, 2, 5])),
         rounds_max=draw(st.sampled_from([1, 2, 8])),
-        pause_fallbacks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32)),
     )
 
@@ -66,21 +64,6 @@ def test_many_plans_keep_their_promises(shape: Shape, order: random.Random) -> N
 
 @given(shapes())
 @settings(max_examples=50, deadline=None)
-def test_equal_inputs_give_equal_plans_and_bytes_add_up(shape: Shape) -> None:
+def test_equal_inputs_give_equal_plans(shape: Shape) -> None:
     plan, again = plan_reshard(draw_input(shape)), plan_reshard(draw_input(shape))
     assert same(plan, again)
-    geometry = PageGeometry(3, shape.num_heads, 8, 8, 2, 16)
-    traffic = bytes_moved(plan, geometry)
-    unit = geometry.page_bytes // plan.units
-    assert traffic.total == unit * sum(each.dst_units.size for each in plan.copies)
-    assert traffic.total == sum(traffic.pairs.values())
-    assert traffic.in_place == unit * plan.in_place_units
-    for each in plan.copies:
-        merged = each.runs()
-        rows = [
-            (rank, source + step, target + step)
-            for rank, source, target, count in merged.T.tolist()
-            for step in range(count)
-        ]
-        expected = zip(each.src_ranks, each.src_units, each.dst_units, strict=True)
-        assert rows == [tuple(map(int, row)) for row in expected]

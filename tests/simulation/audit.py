@@ -19,8 +19,8 @@ from coordinator.core.core import Core
 from coordinator.model.settings import QueueBounds
 from coordinator.protocol.messages.gateway import Submit
 from coordinator.protocol.terms import Target, Tier
-from kvadaptor.reshard.plan import Chain, NewGroup, OldGroup, ReshardInput, plan_reshard
-from kvadaptor.reshard.terms import Ints
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import Chain, Ints, NewGroup, OldGroup, ReshardInput
 from tests.harness.kv.reshard_model import check_plan
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import slots_of
@@ -83,7 +83,6 @@ def check_real_plan(manifests: Mapping[Rank, Manifest], target: Target, num_page
             old=tuple(sorted(old, key=lambda group: group.ranks)),
             new=tuple(NewGroup(ranks) for ranks in news_here),
             free={rank: _free(manifests[rank], old) for rank in component},
-            locked={rank: np.zeros(0, dtype=np.int64) for rank in component},
         )
         plan = plan_reshard(given)
         check_plan(given, plan, random.Random(0))

@@ -14,6 +14,7 @@ from coordinator.protocol.messages.tasks import TaskEnded, TaskReturned
 from coordinator.protocol.switch_participant import KEEPING
 from coordinator.protocol.terms import Binding, Carry, EndCause, ReturnCause, TaskId
 from kvadaptor.pages import PagePool
+from tests.harness.kv.page_leases import lease_table
 from tests.simulation.checkers import check
 from tests.simulation.sim_engine import SimEngine, SimTask, slots_of
 from tests.simulation.sim_memory import Memory
@@ -63,7 +64,7 @@ class Holdings:
         return self._members[ranks]
 
     def table(self, ranks: Ranks) -> frozenset[int]:
-        return frozenset(self.pages.lease_table(ranks))
+        return frozenset(lease_table(self.pages, ranks))
 
     def begin(self, binding: Binding, begin: Begin) -> None:
         """Lease pages for a wide group: first what is kept, then the grant on top."""
@@ -75,7 +76,7 @@ class Holdings:
         # What a lost member had a share in may become known only now.
         self._return_paused(ranks, frozenset(kept))
         self.pages.keep_only(ranks, kept)
-        self.pages.lease(ranks, self.grant_of(begin))
+        self.pages.lease_pages(ranks, self.grant_of(begin))
         self._applied[ranks] = (binding.formation, begin.version)
         self.kept.pop(ranks, None)
 
@@ -98,7 +99,7 @@ class Holdings:
         """Lead a group whose pages are there (dp: own them now) and resume what paused in it."""
         ranks = binding.group.ranks
         if len(ranks) == 1:
-            self._own.update(self.pages.grant_own(grant_pages))
+            self._own.update(self.pages.grant_own_pages(grant_pages).tolist())
         indices = frozenset(self._own) if len(ranks) == 1 else self.table(ranks)
         self.engine = SimEngine(binding, indices)
         for task in self.paused.pop(ranks, {}).values():
@@ -167,7 +168,7 @@ class Holdings:
         """Find the KV that the step relies on, and make what it makes."""
         width = step.binding.group.width
         slots = slots_of(width)
-        lease = self.pages.lease_table(step.binding.group.ranks) if width > 1 else None
+        lease = lease_table(self.pages, step.binding.group.ranks) if width > 1 else None
         for block, mark in step.found:
             index, slot = divmod(block, slots)
             there = self.memory.read(lease[index] if lease else index, slots, slot)
@@ -186,7 +187,7 @@ class Holdings:
         if group is None:
             return Manifest(self.rank, self.incarnation, (), -1, {}, free, indices)
         alone = len(group) == 1
-        pages = {page: page for page in self._own} if alone else self.pages.lease_table(group)
+        pages = {page: page for page in self._own} if alone else lease_table(self.pages, group)
         cargo = tuple(
             Cargo(
                 task.header,

@@ -54,10 +54,6 @@ class LedTasks:
         """Forget a task and return it; `_why` is for subclasses that trace tasks."""
         return self._tasks.pop(task, None)
 
-    def of_group(self, group: Group) -> list[LedTask]:
-        """Return the tasks of one group."""
-        return [task for task in self._tasks.values() if task.group == group]
-
     def emit(self, task: TaskId, count: int, *, finished: bool) -> TokenSpan:
         """Advance a task's stream by `count` tokens and describe them."""
         led = self._tasks[task]

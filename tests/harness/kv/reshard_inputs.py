@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvadaptor.reshard.plan import Chain, NewGroup, OldGroup, ReshardInput
+from kvadaptor.reshard.terms import Chain, NewGroup, OldGroup, ReshardInput
 
 Tiling = tuple[tuple[int, ...], ...]
 
@@ -23,15 +23,13 @@ class Shape:
     fill: float
     spare: float
     keyed: bool
-    tasks_max: int | None
     rounds_max: int
-    pause_fallbacks: bool
     seed: int
 
 
 def draw_input(shape: Shape) -> ReshardInput:
     draw = random.Random(shape.seed)
-    old, free, locked = [], {}, {}
+    old, free = [], {}
     for number, ranks in enumerate(shape.old):
         count = round((shape.num_pages - 1) * shape.fill * draw.random())
         slots_of, pages = [], []
@@ -45,7 +43,6 @@ def draw_input(shape: Shape) -> ReshardInput:
             pages.append(mine)
             # The rest belongs to paused tasks.
             free[rank] = others[: round(len(others) * shape.spare)]
-            locked[rank] = draw.sample(mine, 1) if mine and draw.random() < 0.1 else []
         table = np.array(slots_of, dtype=np.int64).reshape(len(ranks), -1)
         chains = _draw_chains(draw, shape, number, table)
         old.append(OldGroup(ranks, chains))
@@ -60,11 +57,9 @@ def draw_input(shape: Shape) -> ReshardInput:
         num_kv_heads=shape.num_heads,
         num_pages=shape.num_pages,
         old=tuple(old),
-        new=tuple(NewGroup(ranks, shape.tasks_max) for ranks in shape.new),
+        new=tuple(NewGroup(ranks) for ranks in shape.new),
         free={rank: np.array(sorted(pages), dtype=np.int64) for rank, pages in free.items()},
-        locked={rank: np.array(pages, dtype=np.int64) for rank, pages in locked.items()},
         rounds_max=shape.rounds_max,
-        pause_fallbacks=shape.pause_fallbacks,
     )
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     FallbackCause,
@@ -95,16 +95,12 @@ class Model:
             for slot in row
         }
 
-    def touchable(self, staying: set[str]) -> set[tuple[int, int]]:
-        """(rank, page) that may be written; `staying` are tasks whose pages may not."""
+    def touchable(self) -> set[tuple[int, int]]:
+        """(rank, page) that may be written."""
         free = {(rank, int(page)) for rank, pages in self.given.free.items() for page in pages}
-        kept = {(rank, int(page)) for rank, pages in self.given.locked.items() for page in pages}
         for number, chain in self.chains.values():
-            pages = self.pages(self.given.old[number], chain)
-            free |= pages
-            if chain.id in staying:
-                kept |= pages
-        return free - kept
+            free |= self.pages(self.given.old[number], chain)
+        return free
 
 
 def copies_of(plan: ReshardPlan) -> list[list[Copy]]:
@@ -176,15 +172,11 @@ def check_lists(model: Model, plan: ReshardPlan) -> None:
         assert old <= new or new <= old
         assert (carried.size, carried.cached) == (chain.size, chain.cached)
         assert carried.blocks.size <= chain.size
-    for number, group in enumerate(model.given.new):
-        tasks = sum(each.group == number and not each.cached for each in plan.carried)
-        assert group.tasks_max is None or tasks <= group.tasks_max
 
 
 def check_leases(model: Model, plan: ReshardPlan) -> None:
     """Members lease equally many pages that they may have, and tables are bijections onto them."""
-    staying = {each.id for each in plan.fallbacks} if model.given.pause_fallbacks else set()
-    allowed = model.touchable(staying)
+    allowed = model.touchable()
     assert [lease.ranks for lease in plan.groups] == [each.ranks for each in model.given.new]
     for lease in plan.groups:
         k, n = lease.width, lease.indices
@@ -266,29 +258,20 @@ def check_fallbacks(model: Model, plan: ReshardPlan) -> None:
     given, chains = model.given, model.chains
     tasks = [each for each in chains if not chains[each][1].cached]
     tasks.sort(key=lambda each: (chains[each][1].tier, chains[each][1].size))
-    limits = [group.tasks_max for group in given.new]
-    places = None if None in limits else sum(limit for limit in limits if limit is not None)
     causes = {each.id: each.cause for each in plan.fallbacks}
-    late = [] if places is None else tasks[places:]
-    allowed = Counter(rank for rank, _ in model.touchable(set()))
+    allowed = Counter(rank for rank, _ in model.touchable())
     group_of = {each.id: each.group for each in plan.carried}
     for at, task in enumerate(tasks):
-        if causes.get(task) is FallbackCause.TASKS:
-            assert task in late
-        elif causes.get(task) is FallbackCause.PAGES and not given.pause_fallbacks:
+        if causes.get(task) is FallbackCause.PAGES:
             for number, new in enumerate(given.new):
                 ahead = [each for each in tasks[:at] if group_of.get(each) == number]
-                full = new.tasks_max is not None and len(ahead) >= new.tasks_max
                 contents = {content for each in (*ahead, task) for content in model.contents(each)}
                 room = len(new.ranks) * min(allowed[rank] for rank in new.ranks)
-                assert full or len(contents) > room, "a task would have had room"
-    free = {
-        rank: len({*map(int, pages)} - {*map(int, given.locked.get(rank, ()))})
-        for rank, pages in given.free.items()
-    }
+                assert len(contents) > room, "a task would have had room"
+    free = {rank: len({*map(int, pages)}) for rank, pages in given.free.items()}
     total = sum(chain.size for _, chain in chains.values())
     if all(free.get(rank, 0) * len(new.ranks) >= total for new in given.new for rank in new.ranks):
-        assert set(causes) <= set(late), "there was room for all"
+        assert not causes, "there was room for all"
         assert not plan.dropped
         assert all(each.blocks.size == each.size for each in plan.carried)
         assert plan.rounds <= 1

@@ -182,7 +182,7 @@ def test_notation_refuses_a_cell_without_ranks() -> None:
 
 
 def test_width_one_needs_no_mention() -> None:
-    assert parse_layout("dp2", 2, ()).covers(2)
+    assert parse_layout("dp2", 2, ()).ranks == (0, 1)
 
 
 def test_str_leaves_out_what_only_the_world_tells() -> None:
@@ -216,14 +216,6 @@ def test_group_of_finds_the_group_or_says_what_is_missing() -> None:
         layout.group_of(Rank(2))
     assert isinstance(caught.value, AbsentRankError)
     assert str(caught.value) == "rank 2 is in no group of layout 'tp2+off1+dp1'."
-
-
-def test_covers_means_exactly_the_ranks_of_the_world() -> None:
-    assert read("tp2+dp2").covers(4)
-    assert not read("tp2+dp2").covers(3)
-    assert not read("tp2+dp2").covers(5)
-    assert not read("tp2+off1+dp1").covers(4)
-    assert not read("off1+dp3").covers(3)
 
 
 def test_ranks_and_widths() -> None:
@@ -280,7 +272,7 @@ def test_supported_layouts_do_not_follow_the_order_of_the_arguments() -> None:
 def test_supported_layouts_are_all_and_each_once(world: int, count: int) -> None:
     found = supported_layouts(world, (1, 2, 4, 8), MODES)
     assert len(found) == len(set(found)) == count
-    assert all(each.covers(world) for each in found)
+    assert {each.ranks for each in found} == {tuple(range(world))}
 
 
 def test_supported_layouts_with_mixed_groups() -> None:

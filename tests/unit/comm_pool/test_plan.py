@@ -2,8 +2,8 @@
 
 import pytest
 
-from comm_pool.layout import Mode, Rank, supported_layouts
-from comm_pool.plan import PlanError, by_width, communicator_plan, groups_of, normalise_widths
+from comm_pool.layout import Mode, supported_layouts
+from comm_pool.plan import PlanError, by_width, communicator_plan, normalise_widths
 
 
 def test_plan_is_ordered_by_width_then_first_rank() -> None:
@@ -36,12 +36,6 @@ def test_plan_holds_every_wide_group_of_every_layout_and_no_other(world: int) ->
         if group.width > 1
     }
     assert set(communicator_plan(world, widths)) == wanted
-
-
-def test_groups_of_a_rank_are_narrow_before_wide() -> None:
-    plan = communicator_plan(8, (2, 4, 8))
-    assert groups_of(Rank(5), plan) == ((4, 5), (4, 5, 6, 7), tuple(range(8)))
-    assert groups_of(Rank(8), plan) == ()
 
 
 def test_by_width_gives_what_one_collective_call_per_width_takes() -> None:

@@ -1,4 +1,4 @@
-"""What the registry of cells promises, in memory and in a real Redis: leases that run out."""
+"""What the registry of cells promises, in a real Redis: leases that run out."""
 
 import asyncio
 import shutil
@@ -7,34 +7,27 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.protocol.registry import (
-    CellRegistry,
-    MemoryRegistry,
-    RedisRegistry,
-    RegistryAwayError,
-)
+from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from tests.harness.redis.redis_server import Redis
 
 LEASE_MS = 300
 SEEN_S = 30.0
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def registry(request: pytest.FixtureRequest, redis: Redis) -> AsyncIterator[CellRegistry]:
-    made: CellRegistry = MemoryRegistry(time.monotonic, LEASE_MS)
-    if request.param == "redis":
-        made = RedisRegistry(redis.url, request.node.name, LEASE_MS)
+@pytest.fixture
+async def registry(request: pytest.FixtureRequest, redis: Redis) -> AsyncIterator[RedisRegistry]:
+    made = RedisRegistry(redis.url, request.node.name, LEASE_MS)
     yield made
     await made.close()
 
 
-async def until(registry: CellRegistry, cells: set[str]) -> None:
+async def until(registry: RedisRegistry, cells: set[str]) -> None:
     async with asyncio.timeout(SEEN_S):
         while await registry.cells() != cells:
             await asyncio.sleep(0.02)
 
 
-async def test_cells_are_found_until_their_leases_run_out(registry: CellRegistry) -> None:
+async def test_cells_are_found_until_their_leases_run_out(registry: RedisRegistry) -> None:
     assert await registry.cells() == set()
     await registry.announce("cell-0", "host-0:8002")
     await registry.announce("cell-1", "host-1:8002")
@@ -45,7 +38,7 @@ async def test_cells_are_found_until_their_leases_run_out(registry: CellRegistry
     await until(registry, {"host-1:8002"})
 
 
-async def test_a_lease_lasts_as_long_as_it_is_repeated(registry: CellRegistry) -> None:
+async def test_a_lease_lasts_as_long_as_it_is_repeated(registry: RedisRegistry) -> None:
     is_over = False
 
     async def repeat() -> None:
@@ -67,7 +60,7 @@ async def test_a_lease_lasts_as_long_as_it_is_repeated(registry: CellRegistry) -
         await asyncio.wait({work}, timeout=SEEN_S)
 
 
-async def test_who_announces_can_be_stopped_at_any_moment(registry: CellRegistry) -> None:
+async def test_who_announces_can_be_stopped_at_any_moment(registry: RedisRegistry) -> None:
     async def repeat() -> None:
         while True:
             await registry.announce("cell-0", "host-0:8002")
@@ -82,20 +75,16 @@ async def test_who_announces_can_be_stopped_at_any_moment(registry: CellRegistry
         assert work.cancelled()
 
 
-async def test_a_cell_takes_its_name_to_a_new_address_and_leaves(registry: CellRegistry) -> None:
-    patient: CellRegistry = registry
-    if isinstance(registry, MemoryRegistry):
-        patient = MemoryRegistry(time.monotonic, 60_000)
-    elif isinstance(registry, RedisRegistry):
-        registry._lease_ms = 60_000
-    await patient.announce("cell-0", "old:8002")
-    await patient.announce("cell-0", "new:8002")
-    assert await patient.cells() == {"new:8002"}
-    await patient.withdraw("cell-0", "old:8002")
-    assert await patient.cells() == {"new:8002"}
-    await patient.withdraw("cell-0", "new:8002")
-    await patient.withdraw("cell-0", "new:8002")
-    assert await patient.cells() == set()
+async def test_a_cell_takes_its_name_to_a_new_address_and_leaves(registry: RedisRegistry) -> None:
+    registry._lease_ms = 60_000
+    await registry.announce("cell-0", "old:8002")
+    await registry.announce("cell-0", "new:8002")
+    assert await registry.cells() == {"new:8002"}
+    await registry.withdraw("cell-0", "old:8002")
+    assert await registry.cells() == {"new:8002"}
+    await registry.withdraw("cell-0", "new:8002")
+    await registry.withdraw("cell-0", "new:8002")
+    assert await registry.cells() == set()
 
 
 async def test_models_do_not_see_each_others_cells(redis: Redis) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvadaptor.pages import PageCounts, PageError, PagePool
+from tests.harness.kv.page_leases import lease, lease_table
 
 PAIR, QUAD = (0, 1), (0, 1, 2, 3)
 
@@ -12,9 +13,9 @@ PAIR, QUAD = (0, 1), (0, 1, 2, 3)
 def busy_pool() -> PagePool:
     """Ten pages: 1, 2 owned; 3, 4, 5 leased to PAIR as 1, 2, 3; 6 leased to QUAD; 7-9 free."""
     pool = PagePool(10)
-    assert pool.grant_own(2) == (1, 2)
-    assert pool.lease(PAIR, 3) == ((1, 3), (2, 4), (3, 5))
-    assert pool.lease(QUAD, 1) == ((1, 6),)
+    assert pool.grant_own_pages(2).tolist() == [1, 2]
+    assert lease(pool, PAIR, 3) == ((1, 3), (2, 4), (3, 5))
+    assert lease(pool, QUAD, 1) == ((1, 6),)
     return pool
 
 
@@ -33,39 +34,39 @@ def test_counts_say_where_pages_are() -> None:
 
 def test_returned_pages_are_granted_again_lowest_first() -> None:
     pool = PagePool(10)
-    pool.grant_own(6)
+    pool.grant_own_pages(6)
     pool.return_own([5, 2])
-    assert pool.grant_own(3) == (2, 5, 7)
+    assert pool.grant_own_pages(3).tolist() == [2, 5, 7]
     pool.integrity(full=True)
 
 
 def test_all_pages_can_be_handed_out_and_no_more() -> None:
     pool = PagePool(10)
-    assert pool.grant_own(9) == tuple(range(1, 10))
-    assert pool.grant_own(0) == ()
+    assert pool.grant_own_pages(9).tolist() == [*range(1, 10)]
+    assert pool.grant_own_pages(0).tolist() == []
     with pytest.raises(PageError, match="1 pages are asked for, but only 0 are free"):
-        pool.lease(PAIR, 1)
+        lease(pool, PAIR, 1)
     pool.return_own(range(1, 10))
     assert pool.counts().free == 9
 
 
 def test_members_with_other_pages_agree_on_lease_indices() -> None:
     one, other = PagePool(20), PagePool(20)
-    other.grant_own(4)
+    other.grant_own_pages(4)
     for pool in (one, other):
-        pool.lease(PAIR, 5)
+        lease(pool, PAIR, 5)
         pool.keep_only(PAIR, [2, 5])
-        pool.lease(PAIR, 4)
-    assert set(one.lease_table(PAIR)) == set(other.lease_table(PAIR)) == {1, 2, 3, 4, 5, 6}
-    assert one.lease_table(PAIR) != other.lease_table(PAIR)
+        lease(pool, PAIR, 4)
+    assert set(lease_table(one, PAIR)) == set(lease_table(other, PAIR)) == {1, 2, 3, 4, 5, 6}
+    assert lease_table(one, PAIR) != lease_table(other, PAIR)
 
 
 def test_leases_refill_the_lowest_indices_and_keep_the_kept_pages() -> None:
     pool = busy_pool()
     pool.keep_only(PAIR, [2])
-    assert dict(pool.lease_table(PAIR)) == {2: 4}
-    assert pool.lease(PAIR, 3) == ((1, 3), (3, 5), (4, 7))
-    assert dict(pool.lease_table(PAIR)) == {2: 4, 1: 3, 3: 5, 4: 7}
+    assert lease_table(pool, PAIR) == {2: 4}
+    assert lease(pool, PAIR, 3) == ((1, 3), (3, 5), (4, 7))
+    assert lease_table(pool, PAIR) == {2: 4, 1: 3, 3: 5, 4: 7}
     pool.integrity(full=True)
 
 
@@ -77,42 +78,25 @@ def test_keep_only_is_idempotent_and_can_end_a_lease() -> None:
     pool.keep_only(PAIR, ())
     pool.keep_only(PAIR, ())
     assert pool.counts() == PageCounts(10, 1, 6, 2, {QUAD: 1})
-    assert pool.lease(PAIR, 1) == ((1, 3),)
+    assert lease(pool, PAIR, 1) == ((1, 3),)
 
 
 def test_an_empty_lease_leaves_no_trace() -> None:
     pool = PagePool(4)
-    assert pool.lease(PAIR, 0) == ()
+    assert lease(pool, PAIR, 0) == ()
     assert pool.counts().leased == {}
-    assert pool.lease_table(PAIR) == {}
-
-
-def test_lease_table_does_not_follow_later_changes() -> None:
-    pool = busy_pool()
-    table = pool.lease_table(PAIR)
-    pool.keep_only(PAIR, ())
-    assert dict(table) == {1: 3, 2: 4, 3: 5}
-
-
-def test_slot_of_translates_blocks_and_reserves_the_null_page() -> None:
-    pool = busy_pool()
-    slots = [pool.slot_of(PAIR, block, 2) for block in range(8)]
-    assert slots == [0, 1, 6, 7, 8, 9, 10, 11]
-    assert pool.slot_of(QUAD, 7, 4) == 6 * 4 + 3
-    assert pool.slot_of((2, 3), 1, 2) == 1
-    pool.keep_only(PAIR, [3])
-    assert pool.slot_of(PAIR, 6, 2) == 10
+    assert lease_table(pool, PAIR) == {}
 
 
 @pytest.mark.parametrize(
     ("operation", "reason"),
     [
-        (lambda pool: pool.grant_own(4), "4 pages are asked for, but only 3 are free"),
-        (lambda pool: pool.grant_own(-1), "not negative"),
-        (lambda pool: pool.lease(PAIR, 4), "only 3 are free"),
-        (lambda pool: pool.lease((2, 3), 4), "only 3 are free"),
-        (lambda pool: pool.lease(PAIR, -1), "not negative"),
-        (lambda pool: pool.lease((), 1), "at least one rank"),
+        (lambda pool: pool.grant_own_pages(4), "4 pages are asked for, but only 3 are free"),
+        (lambda pool: pool.grant_own_pages(-1), "not negative"),
+        (lambda pool: lease(pool, PAIR, 4), "only 3 are free"),
+        (lambda pool: lease(pool, (2, 3), 4), "only 3 are free"),
+        (lambda pool: lease(pool, PAIR, -1), "not negative"),
+        (lambda pool: lease(pool, (), 1), "at least one rank"),
         (lambda pool: pool.return_own([1, 7]), "page 7 is returned, but is not owned"),
         (lambda pool: pool.return_own([1, 3]), "page 3 is returned"),
         (lambda pool: pool.return_own([1, 0]), "page 0 is returned"),
@@ -122,10 +106,6 @@ def test_slot_of_translates_blocks_and_reserves_the_null_page() -> None:
         (lambda pool: pool.keep_only(PAIR, [1, 4]), "lease index 4 of group .0, 1. is not in use"),
         (lambda pool: pool.keep_only(PAIR, [-1]), "lease index -1"),
         (lambda pool: pool.keep_only((2, 3), [1]), "lease index 1 of group .2, 3."),
-        (lambda pool: pool.slot_of(PAIR, 8, 2), "lease index 4"),
-        (lambda pool: pool.slot_of((2, 3), 2, 2), "lease index 1"),
-        (lambda pool: pool.slot_of(PAIR, -1, 2), "no logical block -1"),
-        (lambda pool: pool.slot_of(PAIR, 1, 0), "at 0 slots"),
     ],
 )
 def test_a_refused_operation_changes_nothing(
@@ -137,8 +117,8 @@ def test_a_refused_operation_changes_nothing(
     pool.integrity(full=True)
     assert pool.counts() == untouched.counts()
     for group in (PAIR, QUAD, (2, 3)):
-        assert pool.lease_table(group) == untouched.lease_table(group)
-    assert pool.lease((2, 3), 3) == untouched.lease((2, 3), 3)
+        assert lease_table(pool, group) == lease_table(untouched, group)
+    assert lease(pool, (2, 3), 3) == lease(untouched, (2, 3), 3)
     pool.return_own([1, 2])
 
 
@@ -207,9 +187,9 @@ def test_full_integrity_sees_misplaced_pages(
 
 def test_a_large_pool_is_handed_out_in_one_piece_and_returned() -> None:
     pool = PagePool(100_000)
-    pages = pool.grant_own(60_000)
-    leased = pool.lease(PAIR, 39_999)
-    assert (pages[-1], leased[-1]) == (60_000, (39_999, 99_999))
+    pages = pool.grant_own_pages(60_000)
+    _, leased = pool.lease_pages(PAIR, 39_999)
+    assert (pages[-1], leased[-1], leased.size) == (60_000, 99_999, 39_999)
     pool.keep_only(PAIR, range(39_990, 40_000))
     pool.return_own(pages)
     assert pool.counts() == PageCounts(100_000, 1, 99_989, 0, {PAIR: 10})

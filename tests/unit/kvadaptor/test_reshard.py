@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvadaptor.geometry import PageGeometry
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import (
     Chain,
     FallbackCause,
     NewGroup,
@@ -18,8 +18,6 @@ from kvadaptor.reshard.plan import (
     ReshardInput,
     ReshardPlan,
     UnitCopies,
-    bytes_moved,
-    plan_reshard,
 )
 from tests.harness.kv.reshard_model import check_plan
 
@@ -35,17 +33,14 @@ def asked(
     old: Sequence[OldGroup],
     new: Sequence[Sequence[int]],
     free: Mapping[int, Sequence[int]],
-    *,
-    tasks_max: int | None = None,
     **more: Any,
 ) -> ReshardInput:
     given = ReshardInput(
         num_kv_heads=8,
         num_pages=64,
         old=tuple(old),
-        new=tuple(NewGroup(tuple(ranks), tasks_max) for ranks in new),
+        new=tuple(NewGroup(tuple(ranks)) for ranks in new),
         free={rank: np.array(pages, dtype=np.int64) for rank, pages in free.items()},
-        locked={},
     )
     return dataclasses.replace(given, **more)
 
@@ -151,8 +146,6 @@ def test_memory_that_is_full_cannot_change_places() -> None:
     given = asked([dp(0, chain("a", [1, 2])), dp(1, chain("b", [1, 2]))], [(0, 1)], {})
     plan = planned(given)
     assert [(each.id, each.cause) for each in plan.fallbacks] == [("b", FallbackCause.ROUNDS)]
-    kept = planned(dataclasses.replace(given, pause_fallbacks=True))
-    assert {each.id for each in kept.fallbacks} == {"a", "b"}, "b's pages are not to be had"
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -228,25 +221,6 @@ def test_large_and_less_urgent_tasks_fall_back_first() -> None:
     assert [(each.id, each.cause) for each in plan.fallbacks] == [("large", FallbackCause.PAGES)]
     tight = planned(asked([old, dp(1)], [(0, 1)], {1: [9]}))
     assert [each.id for each in tight.fallbacks] == ["late", "large", "small"]
-
-
-def test_a_group_takes_no_more_tasks_than_it_may() -> None:
-    tasks = [chain(f"t{n}", [10 + n], [10 + n], tier=n % 2) for n in range(6)]
-    given = asked([tp2(*tasks)], [(0,), (1,)], {0: range(20, 30), 1: range(20, 30)}, tasks_max=2)
-    plan = planned(given)
-    assert [(each.id, each.cause) for each in plan.fallbacks] == [
-        ("t3", FallbackCause.TASKS),
-        ("t5", FallbackCause.TASKS),
-    ]
-
-
-def test_bytes_by_pair_of_ranks() -> None:
-    geometry = PageGeometry(2, 8, 4, 4, 2, 16)
-    plan = planned(asked(REPLICAS, [(0, 1)], {0: [9], 1: [8, 10]}))
-    unit = geometry.page_bytes // 2
-    traffic = bytes_moved(plan, geometry)
-    assert dict(traffic.pairs) == {(0, 1): 2 * unit, (1, 0): unit}
-    assert (traffic.total, traffic.remote, traffic.in_place) == (3 * unit, 3 * unit, 3 * unit)
 
 
 GOOD = chain("a", [3])

@@ -27,7 +27,7 @@ def task(name: str, attempt: int) -> LedTask:
 def hello(*deferred: Drop) -> RankHello:
     """Of a rank with two tasks, and pages in the lease of a pair."""
     pages = PagePool(9)
-    pages.lease(PAIR, 3)
+    pages.lease_pages(PAIR, 3)
     scheduling = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64)
     engine = SimpleNamespace(
         spec=SimpleNamespace(rank=Rank(0), cohort=0, parts=1, widths=(1, 2), widest=2),

@@ -34,7 +34,7 @@ class Table:
 def runtime() -> GroupRuntime:
     """A follower that has leased all its pages to a group."""
     pages = PagePool(9)
-    pages.lease(RANKS, 8)
+    pages.lease_pages(RANKS, 8)
     mode = SimpleNamespace(
         communicator=SimpleNamespace(ranks=RANKS), table=Table(), scheduler=None, key=None
     )

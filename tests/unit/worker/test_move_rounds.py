@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP
-from kvadaptor.reshard.plan import UnitCopies
+from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.movers import Finish, MoveStats, PeerMover
 from kvadaptor.transfer.unit_copy import MoveError
 from worker.rank.migration.copy_rounds import (

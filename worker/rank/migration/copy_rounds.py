@@ -19,7 +19,7 @@ import structlog
 
 from comm_pool.layout import Rank
 from comm_pool.mailbox import GAVE_UP, RankMailbox
-from kvadaptor.reshard.plan import UnitCopies
+from kvadaptor.reshard.terms import UnitCopies
 from kvadaptor.transfer.movers import MoveStats, PeerMover, by_source
 from worker.engine.rank_engine import RankEngine
 from worker.engine.scheduling.handover import CachedChain

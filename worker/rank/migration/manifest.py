@@ -16,14 +16,14 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import Binding, Target
 from kvadaptor.geometry import PageGeometry
 from kvadaptor.reshard.blocks import joined, pieces
-from kvadaptor.reshard.plan import (
+from kvadaptor.reshard.plan import plan_reshard
+from kvadaptor.reshard.terms import (
     Carried,
     Chain,
     NewGroup,
     OldGroup,
     ReshardInput,
     ReshardPlan,
-    plan_reshard,
 )
 from worker.engine.scheduling.handover import CachedChain, RunningState
 
@@ -217,7 +217,6 @@ def plan_move(
         old=tuple(sorted(old, key=lambda group: group.ranks)),
         new=tuple(NewGroup(tuple(each.group.ranks)) for each in mine),
         free={each: _free(manifests, each, old, num_pages) for each in ranks},
-        locked={each: np.zeros(0, dtype=np.int64) for each in ranks},
     )
     plan = plan_reshard(given)
     indices = tuple(

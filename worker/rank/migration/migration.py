@@ -19,7 +19,7 @@ from coordinator.protocol.messages.rank import Directive
 from coordinator.protocol.messages.tasks import Adopted
 from coordinator.protocol.switch_actions import Resolve
 from coordinator.protocol.terms import Binding, Carry, ReturnCause, TaskId
-from kvadaptor.reshard.plan import ReshardError
+from kvadaptor.reshard.terms import ReshardError
 from worker.engine.scheduling.handover import RunningState, go_on, prefixes_of, tokens_of
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (
