@@ -2,11 +2,8 @@
 
 Before attention a member holds all heads of its share of a step's tokens and needs its own heads of
 all tokens: an all-to-all, reversed afterwards (Ulysses; Shift Parallelism, section 3.2). Members
-hold the same heads, hence the same KV, as in tp of that width. With fewer KV heads than members,
-all members that share a KV head get it (algorithm 1): instead of the paper's exchange and gather,
-one even all-to-all sends as many bytes, (k - 1)/k of the tokens to each member, and saves a
-collective per layer. Pure. Invariant: every member gets each of its heads of each token exactly
-once.
+hold the same heads, hence the same KV, as in tp of that width. Pure. Invariant: every member gets
+each of its heads of each token exactly once.
 """
 
 from collections.abc import Iterator
@@ -38,6 +35,10 @@ class HeadExchange:
     `heads` are query heads, `kv_heads` KV heads of the whole model, as config.json counts them.
     Members are numbered by their place in the group, 0..width-1. Raises `ExchangeError` if members
     would hold unequal shares of the heads.
+
+    With fewer KV heads than members, all members that share a KV head get it (Shift Parallelism,
+    algorithm 1). Instead of the paper's exchange and gather, one even all-to-all sends as many
+    bytes, (k - 1)/k of the tokens to each member, and saves a collective per layer.
     """
 
     heads: int

@@ -3,13 +3,8 @@
 vLLM's own spin forever when a member has died, and Gloo fails only for ranks connected to it. Here
 each member writes its part and then a word with its progress, and waits for the others' words. A
 member that learns of a loss aborts the formation, and all its members raise `PeerLostError`. Sums
-follow the order of the members, so all get the same bits.
-
-A part has two halves, used in turn: before a member writes a half, it has met everyone in the
-collective after the half's last use, so nobody reads it any more. Each formation counts from 1
-again, so a member that was aborted anywhere in an earlier one starts level with the others. A
-member that comes too late finds words of another formation, and discards what it read. The memory
-outlives its members (`cell_memory`): a successor starts at 0, before all its formations.
+follow the order of the members, so all get the same bits. The memory outlives its members
+(`cell_memory`): a successor starts at 0, before all its formations.
 """
 
 import mmap
@@ -47,6 +42,11 @@ class SharedPlane:
     vLLM passes its process group, and the receiver of `gather`, in arguments that are ignored here.
     Every method is collective: all members call it in the same order with equal shapes. Each raises
     `PeerLostError` if the formation is aborted meanwhile.
+
+    A part has two halves, used in turn: before a member writes a half, it has met everyone in the
+    collective after the half's last use, so nobody reads it any more. Each formation counts from 1
+    again, so a member that was aborted anywhere in an earlier one starts level with the others. A
+    member that comes too late finds words of another formation, and discards what it read.
     """
 
     def __init__(

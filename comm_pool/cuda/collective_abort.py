@@ -1,12 +1,10 @@
 """vLLM adapter: gets a rank out of CUDA collectives with a lost peer, alive.
 
-Two things wait forever there. vLLM's custom all-reduce spins on counters in the rank's own memory,
-also inside CUDA graphs. These are *drained*: another stream repeatedly sets the counters to the
-expected values, so all blocks pass one barrier after the other. NCCL's kernels wait for their
-peer's data. These are *closed*: NCCL lets its kernels end when their communicator is aborted,
-vLLM's or, if its binding does not load, that of torch's process group. The results of such a step
-are invalid, so its formation must have been marked as aborted before. Neither can be undone: these
-processes never form the group again.
+Custom all-reduce spins on counters in the rank's memory, also inside CUDA graphs. They are
+*drained*: another stream sets them to the expected values, so all blocks pass every barrier. NCCL's
+kernels wait for their peer's data. They are *closed*: they end when their communicator, vLLM's or
+that of torch's process group, is aborted. Results of such a step are invalid, so its formation must
+be marked as aborted before. These processes never form the group again.
 """
 
 import functools

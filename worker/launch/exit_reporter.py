@@ -1,4 +1,4 @@
-"""Reports ended ranks to the coordinator, and tells the launcher which ranks to restart.
+"""Reports ended ranks to the coordinator, and passes its restart orders to the launcher.
 
 The launcher forks ranks repeatedly, so it must not have the threads of a gRPC client. It writes
 what it saw into a pipe. This process holds the session and repeats the whole status in each new

@@ -1,4 +1,4 @@
-"""One rank's process: builds the engine, runs the loop, and leaves nothing behind.
+"""One rank's process: builds the engine, runs the loop, and cleans up.
 
 Started by `worker.launch.launcher` in a fork that has already imported vLLM.
 """

@@ -1,7 +1,7 @@
 """Sums over the steps that a leader served, for a fit of their times. Pure.
 
 A step lasts from its launch, or from the end of the step before it if that is later, to its end. A
-step that takes several times the median of its size is left out: it met something else, such as a
+step that takes several times the median of its size is left out: it hit something else, such as a
 page fault or a compile.
 """
 

@@ -3,11 +3,7 @@
 Up to 256 tokens, reading the weight dominates a GEMM. `few_tokens_mm` reads the rows of W (N, K) in
 place, with any row stride, for all tokens at once. It applies both scales and the bias to the fp32
 sums and rounds once, in the order of vLLM's CUTLASS epilogue, with fast accumulation like CUTLASS.
-
-W's rows are the M side of wgmma, which takes at least 64 rows, so tokens are padded to 16 only. If
-that gives too few programs, K is split: each program stores its fp32 sums in a workspace and the
-last one adds them in the order of K, so equal input gives equal bits. A token's bits depend on the
-number of tokens (`BUCKETS`), not on the other tokens.
+A token's bits depend on the number of tokens (`BUCKETS`), not on the other tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -348,6 +344,10 @@ def few_tokens_mm(
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """(M, K) · (K, N) -> (M, N) of scaled fp8 matrices, for up to `TOKENS_MAX` tokens.
+
+    W's rows are the M side of wgmma, which takes at least 64 rows, so tokens are padded to 16 only.
+    If that gives too few programs, K is split: each program stores its fp32 sums in a workspace and
+    the last one adds them in the order of K, so equal input gives equal bits.
 
     Args:
         a: fp8, K contiguous, M of 1 to `TOKENS_MAX`.

@@ -162,7 +162,7 @@ def rotate_shards(
 
     Args:
         q: (T, held q width) view at the start of rows [q0 k0 v0 | q1 k1 v1 | …] whose last
-            dimension is contiguous; the whole rows behind it are rewritten as [q | k | v].
+            dimension is contiguous; the whole rows it begins are rewritten as [q | k | v].
         positions: (T,) integers.
         cos_sin: (max position, head_dim) of q's type, [cos | sin], for neox pairs (d, d + half).
         shards: n, shards in a row.

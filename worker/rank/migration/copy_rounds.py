@@ -136,7 +136,7 @@ class CopyRounds:
         self._look = look
         self._copies = CopyThread(engine)
         self._open: PreparedMigration | None = None
-        """The last migration reported with copies in flight, until nothing can meet them."""
+        """The last migration reported with copies in flight, until all are known to be over."""
         self._epoch = 0
         self._stats = MoveStats(0, 0, 0.0)
         self._copied: tuple[int, MoveStats] | None = None

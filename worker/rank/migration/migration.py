@@ -270,14 +270,14 @@ class Migration:
     # ------------------------------------------------------------------ afterwards
 
     def meets_in(self, group: Group) -> bool:
-        """Return, once, whether the group's members must meet at its begin; for its leader."""
+        """Return, once, whether the members of this led group must synchronize when it begins."""
         ranks, self._meets_in = self._meets_in, ()
         return ranks == group.ranks
 
     def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
         """Keep new writes away from pages that copies of the last migration still need.
 
-        If members meet, their devices wait for the copies; otherwise the host does.
+        If members synchronize (`meets`), their devices wait for the copies; otherwise the host.
         """
         if meets:
             self._rounds.go_before()
