@@ -32,10 +32,10 @@ from tests.harness.cells.busy_client import CHAT, BusyClients, post
 from tests.harness.cells.dashboards import (
     ROOT,
     RULES,
+    common_queries,
     filled,
     names_in,
     queries,
-    readme_queries,
     rules,
     variables,
 )
@@ -276,8 +276,8 @@ def test_every_query_names_metrics_that_exist(cell: Product) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     wanted = {rule["record" if "record" in rule else "alert"]: rule["expr"] for rule in rules()}
     assert len(queries()) >= 60
-    assert len(readme_queries()) >= 8
-    for where, text in [*queries(), *readme_queries(), *wanted.items()]:
+    assert len(common_queries()) >= 8
+    for where, text in [*queries(), *common_queries(), *wanted.items()]:
         names = names_in(promql_parser.parse(text))
         assert names, f"{where}: {text} names no metric"
         known = live | recorded | {"up"}
@@ -304,7 +304,7 @@ def test_every_panel_has_data_in_a_real_prometheus(cell: Product, tmp_path: Path
         assert chosen["namespace"] == "chat"
         assert chosen["cell"] == rf"127\\.0\\.0\\.1:{cell.admin_port}"
         assert set(chosen["tier"].split("|")) == TIERS
-        asked = [*queries(chosen), *readme_queries()]
+        asked = [*queries(chosen), *common_queries()]
         missing = {text: panel for panel, text in asked if "changes(" not in text}
         for layout in itertools.cycle(("tp2", "dp2")):
             assert time.monotonic() < deadline, missing

@@ -1,4 +1,4 @@
-"""What Grafana and Prometheus ask a cell: the queries of dashboards, rules and the README."""
+"""What Grafana and Prometheus ask a cell: the queries of dashboards, rules and docs/metrics.md."""
 
 import json
 import re
@@ -48,9 +48,9 @@ def variables() -> Iterator[tuple[str, str, str, str]]:
                 yield file.stem, each["name"], asked[1], asked[2]
 
 
-def readme_queries() -> list[tuple[str, str]]:
-    """(question, expression) pairs of the README's table."""
-    rows = (ROOT / "README.md").read_text().partition("| question | query |")[2]
+def common_queries() -> list[tuple[str, str]]:
+    """(question, expression) pairs of the common questions in docs/metrics.md."""
+    rows = (ROOT / "docs" / "metrics.md").read_text().partition("| question | query |")[2]
     return re.findall(r"^\| (.+?) \| `(.+)` \|$", rows.partition("\n\n")[0], re.MULTILINE)
 
 
