@@ -113,7 +113,7 @@ def decide(
         return Verdict(here, reason, changes=False), state
     judged = _judge(seen, here, space, costs, settings, demands)
     if pinned:
-        # Report the candidates anyway: whoever adds cells needs them.
+        # Report the candidates anyway: the decision to add cells needs them.
         told = Verdict(here, pinned, changes=False)
         return replace(told, candidates=tuple(judged), demands=tuple(demands)), state
     now = next(each for each in judged if each.arrangement == here)

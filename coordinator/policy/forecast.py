@@ -1,8 +1,8 @@
 """The policy's forecast for the serving layout, in numbers that can be compared later. Pure.
 
 Each decision predicts all candidates; this is the part about the layout that stays. It also exists
-when nothing was decided because an operator chose: a wrong prediction reveals wrong step times,
-whoever chooses.
+when nothing was decided because an operator chose: a wrong prediction reveals wrong step times in
+either case.
 """
 
 from collections.abc import Iterable

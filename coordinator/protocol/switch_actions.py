@@ -40,9 +40,9 @@ class Reshard:
 class Resolve:
     """The migration of `epoch` is decided: continue the adopted tasks on commit, else the old ones.
 
-    With `is_joined` the prepared group is joined next. If not, as another layout is wanted by now,
-    the tasks stay where they are as long as the next move may take them (`is_kept`); otherwise the
-    plan of `directive` is applied to them now.
+    With `is_joined` the rank joins the prepared group next. Otherwise another layout is wanted by
+    now: the tasks stay where they are while the next migration may take them (`is_kept`), or else
+    the rank applies the plan of `directive` to them now.
     """
 
     epoch: int
