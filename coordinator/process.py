@@ -1,9 +1,8 @@
-"""A coordinator process from start to end: core, owner, gRPC server and admin port on one loop.
+"""A coordinator process: core, actor, gRPC server and admin port on one event loop.
 
-Sessions are served first: after a crash they are what ranks and gateways wait for.
-
-SIGTERM or SIGINT ends the sessions and the process; ranks go on serving under their leases, and the
-next coordinator learns everything from their hellos.
+Sessions are served first: after a crash, ranks and gateways wait for them. SIGTERM or SIGINT ends
+the sessions and the process; ranks serve on under their leases, and the next coordinator learns
+everything from their hellos.
 """
 
 import asyncio
@@ -45,7 +44,7 @@ log = structlog.get_logger()
 
 
 def admin_key(host: str) -> str:
-    """Return the admin key of the environment, checked against the address; may be empty."""
+    """Return the environment's admin key, checked against the address; may be empty."""
     key = os.environ.get(ADMIN_KEY_ENV, "")
     require_key(host, key)
     return key
@@ -72,7 +71,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     ).write
 
     def admin() -> "AdminPort":
-        # Its modules take as long as all others together, and no session waits for them.
+        # Its modules take as long to import as all others together, and no session needs them.
         from coordinator.admin.port import AdminPort
 
         return AdminPort(core, owner, server, observers, config, coordinator_id, key)
@@ -91,7 +90,7 @@ Leave = Callable[[], Awaitable[None]]
 
 
 def _leaving(core: Core, owner: CoreActor, config: Config, grpc_port: int) -> Leave | None:
-    """Say that the cell is there, and return how it leaves; None if it is alone."""
+    """Announce the cell, and return the function by which it leaves; None without a fleet."""
     if not config.fleet.is_on:
         return None
     announcer = announcer_of(config, grpc_port)
@@ -116,7 +115,7 @@ async def _run(
     listener: socket.socket,
     leave_fleet: Leave | None,
 ) -> None:
-    """Serve until a signal; a broken core ends everything, so that a fresh one takes over."""
+    """Serve until a signal; an error of the core ends the process: a fresh one takes over."""
     leaving: list[asyncio.Future[None]] = []
     stopping = asyncio.Event()
 
@@ -147,7 +146,7 @@ async def _run(
 async def _serve_admin(
     make: Callable[[], "AdminPort"], listener: socket.socket, stopping: asyncio.Event
 ) -> None:
-    """Answer on the admin port; who asks before it is made waits in the listener's queue."""
+    """Create the admin port and serve it; earlier callers wait in the listener's queue."""
     admin = await asyncio.to_thread(make)
     gc.collect()
     gc.freeze()
@@ -168,7 +167,7 @@ def _listener(host: str, port: int) -> Generator[socket.socket, None, None]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            # From here on callers are kept waiting, not refused, until the server accepts them.
+            # From here on callers wait, instead of being refused, until the server accepts them.
             listener.listen(ADMIN_BACKLOG)
         except OSError as error:
             raise ListenError(

@@ -1,1 +1,1 @@
-"""What a checkout has beside the product, and the wheel does not."""
+"""Parts of a checkout that are not in the wheel."""

@@ -1,8 +1,8 @@
-"""Set up `.venv` with everything locked, on a machine with only Python, pip and a C compiler.
+"""Sets up `.venv` with the locked packages; needs only Python, pip and a C compiler.
 
-Run by path with the system's Python before any dependency exists (`make setup`), so it imports the
-standard library only. Idempotent: a stamp holds the hash of what was installed, and an unfinished
-set-up is taken up again. Whatever is missing is said in one sentence, with exit status 2.
+`make setup` runs it by path with the system's Python before any dependency exists, so it imports
+the standard library only. Idempotent: a stamp holds the hash of the installed inputs, and the same
+command resumes an unfinished set-up. A missing requirement gives one sentence and exit status 2.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ STAMP = VENV / ".ready"
 LOG = VENV / "setup.log"
 
 PYTHONS = ((3, 11), (3, 12))
-"""Versions that the locked packages exist for, best first."""
+"""Versions for which the locked packages exist, best first."""
 TORCH_INDEX_ENV = "AILERON_TORCH_INDEX"
-"""Package index that has torch's CPU build, where pip does not find it by itself."""
+"""Environment variable with a package index for torch's CPU build, if pip cannot find it."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 LOG_TAIL_LINES = 12
 PACKAGE_LINES = ("Collecting", "Processing", "Requirement already satisfied")
-"""How pip starts the line that it prints first about each package."""
+"""How the first line that pip prints about each package starts."""
 
 
 class SetupError(Exception):
-    """Set-up cannot go on; the message is one sentence that says what to do."""
+    """Set-up cannot continue; the message is one sentence that says what to do."""
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +82,7 @@ def _set_up(lock: Path, device: str) -> None:
     if device == "cpu":
         _check_cpu_torch(_pinned(lock, "torch"))
     _step(4, "aileron itself")
-    # Without isolation: the build backend is locked and installed already, so nothing is fetched.
+    # Without isolation: the build backend is locked and installed, so pip fetches nothing.
     _pip(
         ["--no-deps", "--no-build-isolation", "-e", str(ROOT)],
         "pip could not install this checkout: see the lines above.",
@@ -130,7 +130,7 @@ def _create_venv() -> None:
 
 
 def _find_python() -> str:
-    """Return a Python that the locks exist for: this one, else one on PATH."""
+    """Return a Python for which the locks exist: this one, else one on PATH."""
     if sys.version_info[:2] in PYTHONS:
         return sys.executable
     for major, minor in PYTHONS:
@@ -153,12 +153,12 @@ def _version_of(python: str) -> tuple[int, int] | None:
 def _install_cpu_torch(requirement: str) -> None:
     """Install torch's CPU build and nothing else; its dependencies are in the lock file.
 
-    Without a hash: who builds it for which index is not ours to know (docs/security.md).
+    Without a hash: builds differ between indexes, so none can be pinned (docs/security.md).
     """
     index = os.environ.get(TORCH_INDEX_ENV, "")
     options = ["--no-deps", *(["--index-url", index] if index else [])]
-    # The local version names the CPU build, so that no CUDA build is fetched to be thrown away.
-    # Only x86_64 Linux has both; elsewhere the plain version is the CPU build.
+    # The local version selects the CPU build, so that pip does not fetch a CUDA build in vain. Only
+    # x86_64 Linux has both; elsewhere the plain version is the CPU build.
     both = platform.machine() in ("x86_64", "AMD64")
     _pip([*options, f"{requirement}+cpu" if both else requirement], _torch_advice(requirement))
 

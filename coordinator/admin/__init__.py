@@ -1,1 +1,1 @@
-"""The admin port: its API, who may use it, and the live page."""
+"""The admin port: its API, its access control, and the live page."""

@@ -1,7 +1,7 @@
-"""Who may use the admin port: checked before a request reaches the API.
+"""Access control of the admin port: checked before a request reaches the API.
 
-Loopback needs no key, but then refuses what a web page in a browser could send; anything else
-needs the key of the environment. Bodies are small and their length is told in advance.
+Without a key, which only loopback allows, requests that a foreign web page could send are refused;
+otherwise the environment's key is required. Bodies are small and need a Content-Length.
 """
 
 import hmac
@@ -16,7 +16,7 @@ from coordinator.protocol.addresses import is_loopback
 
 BODY_BYTES_MAX = 64 * 1024
 OPEN_PATHS = frozenset({"/health", "/"})
-"""Answered without a key: for liveness probes, and the live page, which holds no data."""
+"""Served without a key: for liveness probes, and the live page, which holds no data."""
 
 
 def error_answer(status: int, code: str, message: str, param: str | None = None) -> JSONResponse:
@@ -36,7 +36,7 @@ class AdminGuard:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer why not."""
+        """Pass the request on, or answer with the reason for refusing it."""
         if scope["type"] != "http":
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
@@ -70,10 +70,10 @@ class AdminGuard:
 
 
 def _is_own(headers: Mapping[bytes, bytes]) -> bool:
-    """Say whether a request without a key cannot come from another site's page.
+    """Return whether a request without a key comes from this machine's programs or our page.
 
-    A page of ours names the origin that it asks. One whose name was made to point here, to get
-    around the browser's same-origin rule, is seen by that name in `Host`.
+    Our page sends the origin that it asks. A foreign page whose name was made to resolve to this
+    address, to bypass the browser's same-origin rule, shows that name in `Host`.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     if host and not is_loopback(_host_name(host)):
@@ -84,7 +84,7 @@ def _is_own(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a `Host` without its port; "" for one that is none."""
+    """Return a `Host` without its port; "" if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,7 +1,7 @@
-"""The admin API: what the cell is doing, and the order to change its layout.
+"""The admin API: the state of the cell, and the request to change its layout.
 
-Answers come from the core's views; a wanted layout is checked, handed to the core's owner and, if
-asked for, waited for. Errors have OpenAI's shape. Runs on the owner's event loop.
+Answers come from the core's views. A wanted layout is checked, posted to the core actor and, on
+request, awaited. Errors have OpenAI's shape. Runs on the actor's event loop.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ WAIT_LIMIT_S = 120.0
 """How long `?wait=1` waits for a layout to serve."""
 WAIT_POLL_S = 0.005
 HISTORY_MAX = 1_000
-"""Most switches or decisions in one answer."""
+"""Switches or decisions in one answer, at most."""
 LIVE_SWITCHES = 100
 """Switches that the live page shows."""
 
@@ -44,7 +44,7 @@ Last = Annotated[int, Query(ge=1, le=HISTORY_MAX)]
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
-    """What the API answers from; `facts` are shown in `/admin/status` as they are."""
+    """The sources of the API's answers; `/admin/status` shows `facts` as they are."""
 
     core: Core
     owner: CoreActor
@@ -67,7 +67,7 @@ class SwitchBody(BaseModel):
 
 
 class RenewBody(BaseModel):
-    """Body of `POST /admin/renew`; without ranks all are meant."""
+    """Body of `POST /admin/renew`; no ranks means all ranks."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -174,7 +174,7 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
 
 
 def batches_view(owner: CoreActor) -> list[dict[str, Any]]:
-    """Return the batches that run, with the gateway that runs each."""
+    """Return the running batches, each with the gateway that runs it."""
     return [
         {"gateway": gateway, **msgspec.to_builtins(batch)}
         for gateway, batches in owner.batches.items()
@@ -262,7 +262,7 @@ async def _until_serving(core: Core, wanted: str) -> None:
             epoch = core.epoch
             while not core.is_serving:
                 await asyncio.sleep(WAIT_POLL_S)
-                if core.epoch != epoch:  # While a switch is made, looking must cost little.
+                if core.epoch != epoch:  # Polling must be cheap.
                     _require_target(core, wanted)
                     epoch = core.epoch
     except TimeoutError:
@@ -277,7 +277,7 @@ async def _until_serving(core: Core, wanted: str) -> None:
 def _of_day(
     views: list[dict[str, Any]], name: str, now_ms: int, new_name: str = ""
 ) -> list[dict[str, Any]]:
-    """Replace times of the monotonic clock by times of day, which is what people read."""
+    """Replace times of the monotonic clock by times of day, for people."""
     now_s = time.time()
     shown = []
     for view in views:

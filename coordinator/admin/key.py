@@ -1,4 +1,4 @@
-"""The admin port's key: whether it may be opened with the one that the environment has."""
+"""The admin key, and the check whether an address may be opened with it."""
 
 from coordinator.protocol.addresses import is_loopback
 
@@ -7,11 +7,11 @@ ADMIN_KEY_CHARS_MIN = 16
 
 
 class AdminKeyError(ValueError):
-    """The admin port must not be opened so; the message is one sentence that says what to do."""
+    """The admin port must not open like this; the message is one sentence that says what to do."""
 
 
 def require_key(host: str, key: str) -> None:
-    """Raise unless an admin port on `host` may be opened with `key` (empty: none)."""
+    """Raise `AdminKeyError` unless an admin port on `host` may open with `key` (empty: none)."""
     if key and len(key) < ADMIN_KEY_CHARS_MIN:
         raise AdminKeyError(f"{ADMIN_KEY_ENV} must have at least {ADMIN_KEY_CHARS_MIN} characters.")
     if not key and not is_loopback(host):

@@ -1,7 +1,7 @@
 """The live page at `/` of the admin port: one HTML file that loads nothing else.
 
-It holds no data, so it is served without a key; what it shows it asks the admin API for, with the
-key that is typed into it. Its policy lets it run its own script alone and keeps it out of frames.
+The page holds no data, so it needs no key; it gets its data from the admin API with the key that
+the user types in. Its content security policy allows only its own script and forbids frames.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The admin port of a coordinator process: API, metrics, history and the server of all that.
+"""The admin port of a coordinator process: API, metrics, history and their HTTP server.
 
-Made while sessions are served already; see `coordinator.process`.
+Created while sessions are served already; see `coordinator.process`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class AdminPort:
-    """What answers operators and Prometheus; made in any thread, served on the owner's loop."""
+    """Answers operators and Prometheus; created in any thread, served on the actor's loop."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class AdminPort:
         self._server.should_exit = True
 
     async def _sample(self) -> None:
-        """Keep what the live page shows of the last minutes."""
+        """Take samples for the live page's history."""
         core = self._core
         while True:
             try:
@@ -99,7 +99,7 @@ class AdminPort:
                 views = core.layout_view(), ranks, core.queue_view()
                 self._history.take(*views, now_ms=now_ms, wall_s=time.time())
             except Exception:
-                # What only looks on must not end a coordinator that works.
+                # An observer must not end a working coordinator.
                 log.exception("sample_failed")
             await asyncio.sleep(INTERVAL_S)
 

@@ -1,7 +1,7 @@
 """The `aileron` command: one module per command, imported only when it is used.
 
-Starts fast because nothing here imports torch or vLLM, nor anything a command does not need. Errors
-that users cause are `CliError`s: one sentence on stderr and a non-zero exit status.
+It starts fast because nothing here imports torch or vLLM, nor anything that a command does not
+need. Errors that users cause are `CliError`s: one sentence on stderr and a non-zero exit status.
 """
 
 import sys
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output, such as `head`, left: that is its right.
+        # The reader of our output, such as `head`, has closed the pipe, as it may.
         sys.stderr.close()
         return 0
     return status

@@ -1,4 +1,4 @@
-"""Lets `python -m coordinator.cli` stand in for `aileron` where nothing is installed."""
+"""Makes `python -m coordinator.cli` work as `aileron` where nothing is installed."""
 
 import sys
 

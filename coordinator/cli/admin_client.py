@@ -11,7 +11,7 @@ from coordinator.cli.errors import CliError
 ADMIN_KEY_ENV = "AILERON_ADMIN_KEY"
 ANSWER_LIMIT_S = 10.0
 SWITCH_LIMIT_S = 180.0
-"""Longer than the coordinator itself waits for a switch, so that its reason is heard."""
+"""Longer than the coordinator waits for a switch, so that its reason arrives."""
 
 
 class AdminClient:
@@ -20,15 +20,15 @@ class AdminClient:
     def __init__(self, url: str) -> None:
         self._url = url
         self._key = os.environ.get(ADMIN_KEY_ENV, "")
-        # Not through a proxy: the admin port is local or inside the cluster.
+        # No proxy: the admin port is local or inside the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> dict[str, Any]:
-        """Answer of GET `path`."""
+        """Return the answer of GET `path`."""
         return self._ask(urllib.request.Request(self._url + path), ANSWER_LIMIT_S)  # noqa: S310
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Answer of POST `path`, which may take as long as a switch."""
+        """Return the answer of POST `path`, which may take as long as a switch."""
         request = urllib.request.Request(  # noqa: S310
             self._url + path,
             data=json.dumps(body).encode(),
@@ -58,7 +58,7 @@ class AdminClient:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """Return the sentence in OpenAI's error shape, else the status itself."""
+    """Return the sentence in OpenAI's error shape, or else the status."""
     try:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):

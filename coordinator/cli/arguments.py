@@ -1,6 +1,6 @@
 """The command line of `aileron`: every command with its options, and nothing else.
 
-A command is a function of the parsed options; its module is imported when it is the one to run.
+A command is a function of the parsed options; its module is imported only when it runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises one sentence instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong."""
+        """Raise the error as a `CliError`."""
         raise CliError(f"{message} (see `{self.prog} --help`).", USAGE_STATUS)
 
 

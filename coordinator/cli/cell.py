@@ -1,7 +1,7 @@
-"""The children of `aileron up` while they run: started together, watched, stopped in order.
+"""The running children of `aileron up`: started together, watched, stopped in order.
 
-The worker launcher holds the model and every running task, so its end is the end. Coordinator and
-gateway keep nothing that is not repaired when they come back, so they are started again.
+The worker launcher holds the model and every running task, so its end ends the run. Coordinator and
+gateways hold no state that their return does not repair, so they are restarted.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ PROBE_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class CellProcess:
-    """A child, whether it is started again when it dies, and how long its orderly end may take."""
+    """A child, whether it is restarted when it dies, and how long its orderly end may take."""
 
     child: Child
     restarts: bool
@@ -31,7 +31,7 @@ class CellProcess:
 
 
 class Cell:
-    """Runs `members`, which are given in the order in which they are to be stopped."""
+    """Runs `members`, which are in the order in which they are to be stopped."""
 
     def __init__(self, members: Sequence[CellProcess], screen: Screen) -> None:
         self._members = tuple(members)
@@ -45,11 +45,11 @@ class Cell:
     ) -> int:
         """Run until a signal or a failure; returns the exit status.
 
-        `serves` is asked repeatedly until it says yes; then `on_serving` is called once.
+        `serves` is polled until it returns True; then `on_serving` is called once.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Under nohup the terminal may go: the signal is ignored already and stays so.
+            # Under nohup the terminal may disappear: SIGHUP is ignored already and stays so.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal)
         watchers = [asyncio.create_task(self._watch(member)) for member in self._members]

@@ -1,6 +1,6 @@
-"""One child process: started to die with its parent, its output kept in a log, stopped in order.
+"""One child process: it dies with its parent, logs its output, and is stopped in order.
 
-Invariant: a started child is always waited for, and ended by its own pid only.
+Invariant: a started child is always waited for, and ended only by its own pid.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from typing import Any, Self
 
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 1024 * 1024
-"""A longer line is cut into several."""
+"""A longer line is split."""
 LOG_BYTES_MAX = 64 * 1024 * 1024
-"""A fuller log becomes `<name>.log.1`, of which there is one."""
+"""A log above this size becomes `<name>.log.1`; only one such file is kept."""
 TAIL_LINES = 20
-"""Last lines that are shown when a child dies."""
+"""Number of last lines shown when a child dies."""
 DRAIN_LIMIT_S = 1.0
 """How long output is read after a child's end; grandchildren may hold the pipe open."""
 
@@ -36,7 +36,7 @@ LineSink = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run, and where its output goes."""
+    """The command to run, and the log of its output."""
 
     name: str
     command: Sequence[str]
@@ -45,7 +45,7 @@ class ChildSpec:
 
 
 class Child:
-    """One process at a time; `run` may be called again after it ended."""
+    """One process at a time; `run` may be called again after it has ended."""
 
     def __init__(self, spec: ChildSpec, on_event: EventSink, on_line: LineSink | None) -> None:
         self.name = spec.name
@@ -62,7 +62,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """The running process, if there is one."""
+        """The pid of the running process, or None."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def run(self) -> int:
@@ -74,9 +74,10 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=dict(self._spec.env),
-            # Of its own process group: the terminal's Ctrl-C must reach the parent only, which
-            # stops the children in order. Not of its own session: Linux shares the cores out by
-            # session (autogroups), and a gateway beside busy ranks then waits for one for seconds.
+            # A process group of its own: the terminal's Ctrl-C must reach only the parent, which
+            # stops the children in order. No session of its own: Linux shares the cores out by
+            # session (autogroups), and a gateway beside busy ranks would wait for a core for
+            # seconds.
             process_group=0,
             preexec_fn=lambda: _die_with(parent),
         )
@@ -90,7 +91,7 @@ class Child:
                     await pump
 
     async def stop(self, limit_s: float) -> bool:
-        """End the process; False if it had to be killed because it took longer than `limit_s`."""
+        """End the process; False if it took longer than `limit_s` and was killed."""
         process = self._process
         if process is None or process.returncode is not None:
             return True
@@ -106,7 +107,7 @@ class Child:
         return True
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process at once."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -158,7 +159,7 @@ class _Log:
 
 
 def _die_with(parent: int) -> None:
-    """Run in the child before exec: be killed when the parent dies, however it dies."""
+    """Run in the child before exec: have the kernel kill the child when its parent dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,4 @@
-"""`aileron doctor`: what this machine can run, and one sentence for each thing that is missing."""
+"""`aileron doctor`: what this machine can run, and one sentence per missing requirement."""
 
 import argparse
 import contextlib
@@ -53,7 +53,7 @@ class Check:
 def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
     """Print every check; the status is 1 if something needed is missing.
 
-    `parse` reads the command line that the engine's check starts a cell with.
+    `parse` reads the command line with which the engine's check starts a cell.
     """
     healthy = True
     for check in _checks():
@@ -177,7 +177,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _engine_status(parse: Callable[[list[str]], argparse.Namespace]) -> int:
-    """Let the worker build the demo model's ranks, which only it may: it imports vLLM."""
+    """Let the worker build the demo model's ranks; only the worker may import vLLM."""
     if importlib.util.find_spec("vllm") is None:
         return 1
     with tempfile.TemporaryDirectory(prefix="aileron-doctor-") as folder:
@@ -213,7 +213,7 @@ def _engine_status(parse: Callable[[list[str]], argparse.Namespace]) -> int:
 
 
 def _memory_words(fields: dict[str, Any]) -> str:
-    """What a probed rank holds; the views of a width must own 0 MiB outside of the weights."""
+    """The memory of a probed rank; a width's views must own 0 MiB outside the weights."""
     sizes = [f"{what} {size / MIB:.1f} MiB" for what, size in fields.get("memory", {}).items()]
     times = [f"{what} {ms} ms" for what, ms in fields.get("communicator_ms", {}).items()]
     return ", ".join([*sizes, *times])

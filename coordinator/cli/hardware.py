@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch."""
+"""The hardware of this machine, detected without torch."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""`aileron key`: make an API key, print it once, and write its hash into the key file."""
+"""`aileron key`: makes an API key, prints it once, and writes its hash into the key file."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of, load_
 
 
 def run_key(options: argparse.Namespace) -> int:
-    """Make a key; raises `CliError` with one sentence for what the user must change."""
+    """Make a key; raises `CliError` with one sentence that says what to change."""
     secret = new_secret()
     try:
         key = ApiKey(
@@ -41,7 +41,7 @@ def _default_tier(max_tier: TierName) -> TierName:
 
 
 def _append(path: Path, key: ApiKey) -> None:
-    """Add an entry; the file is replaced as a whole, so that no reader sees half of it."""
+    """Add an entry; the file is replaced as a whole, so no reader sees half of it."""
     try:
         if path.exists():
             load_keys(path)

@@ -1,6 +1,6 @@
-"""Where the last `aileron up` of this user can be reached, for the commands that talk to it.
+"""The address of this user's last `aileron up`, for the commands that talk to it.
 
-A convenience, never needed: every command takes `--admin-url`. The file holds no secret.
+A convenience only: every command takes `--admin-url`. The file holds no secret.
 """
 
 import json
@@ -22,7 +22,7 @@ class LastRun:
 
 
 def record_path() -> Path:
-    """Return the file of this user: in the runtime folder, else in the home folder."""
+    """Return the record file of this user: in the runtime folder, else in the home folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "aileron" / "last-run.json"
@@ -30,13 +30,13 @@ def record_path() -> Path:
 
 
 def state_folder() -> Path:
-    """Return this user's folder for what outlives a run, such as files and batches."""
+    """Return this user's folder for data that outlives a run, such as files and batches."""
     state = os.environ.get("XDG_STATE_HOME", "")
     return Path(state) / "aileron" if state else Path.home() / ".aileron"
 
 
 def write_record(run: LastRun) -> None:
-    """Remember `run`; a folder that cannot be written is no reason not to serve."""
+    """Record `run`; an unwritable folder does not stop it from serving."""
     path = record_path()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,14 +58,14 @@ def read_record() -> LastRun | None:
 
 
 def remove_record(pid: int) -> None:
-    """Forget the run of `pid`; a later run's record stays."""
+    """Delete the record of `pid`; a later run's record stays."""
     run = read_record()
     if run is not None and run.pid == pid:
         record_path().unlink(missing_ok=True)
 
 
 def find_admin_url(given: str | None) -> str:
-    """Return the URL to use: the given one, else the last run's, else the default port."""
+    """Return the given URL, else the last run's, else the default port's."""
     if given:
         return given.rstrip("/")
     run = read_record()

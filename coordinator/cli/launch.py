@@ -1,7 +1,7 @@
-"""From the options of `aileron up` to one checked configuration.
+"""Turns the options of `aileron up` into one checked configuration.
 
-Decides only: hardware and free ports are arguments. A file given with `--config` is the base,
-options override it, and what neither says gets the defaults of this machine.
+Decides only: hardware and free ports are arguments. A `--config` file is the base, options override
+it, and this machine's defaults fill the rest.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DEMO_ENGINE_ARGS = (
 )
 """vLLM options that let the bundled model answer with tools and with short JSON."""
 CPU_RANKS = 2
-"""Ranks on a machine without GPUs, where more of them only share the same cores."""
+"""Ranks on a machine without GPUs; more would only share the same cores."""
 
 OWN_OPTIONS = {
     "--model": "--model before the --",
@@ -43,14 +43,14 @@ OWN_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the options are completed with."""
+    """The machine's values that complete the options."""
 
     gpus: int
     free_ports: tuple[int, int, int, int]
-    """For gRPC, torch's rendezvous, and serving and admin where 0 asks for any free one."""
+    """For gRPC, for torch's rendezvous, and for serving and admin if they ask for any free port."""
     run_dir: str
     state_dir: str
-    """Folder of this user for what outlives a run."""
+    """This user's folder for data that outlives a run."""
 
 
 def build_config(options: argparse.Namespace, machine: Machine) -> Config:
@@ -73,7 +73,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
 def _with_data_dir(config: Config, state_dir: str) -> Config:
     if config.batches.data_dir:
         return config
-    # By model, because a batch can only be run by a cell that serves its model.
+    # By model, because only a cell that serves its model can run a batch.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", config.served_model_name)
     batches = config.batches.model_copy(
         update={"data_dir": str(Path(state_dir) / "batches" / name)}
@@ -146,7 +146,7 @@ def _set_cell(
 def _set_groups(
     cell: dict[str, Any], options: argparse.Namespace, ranks: int, *, changed: bool
 ) -> None:
-    """Set which groups there may be; those of a file hold for its number of ranks."""
+    """Set the possible groups; those of a file hold only for its number of ranks."""
     if options.widths is not None:
         cell["widths"] = _read_widths(options.widths, ranks)
     elif changed:
@@ -164,7 +164,7 @@ def _set_groups(
 
 
 def _first_layout(cell: Mapping[str, Any], ranks: int) -> str:
-    """Every rank alone; where each holds a part of the weights, in groups that have all."""
+    """Every rank alone; if each holds a part of the weights, groups that hold all parts."""
     parts, widest = cell.get("weight_parts", 1), max(cell["widths"])
     if parts <= 1 or widest % parts:
         return f"dp{ranks}"

@@ -29,7 +29,7 @@ SWITCH_COLUMNS = (
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show what the cell is doing: on a terminal until Ctrl-C, else once."""
+    """Show the state of the cell: on a terminal until Ctrl-C, else once."""
     client = AdminClient(find_admin_url(options.admin_url))
     if sys.stdout.isatty() and not (options.json or options.once):
         from coordinator.cli.watch import watch
@@ -55,7 +55,7 @@ def run_status(options: argparse.Namespace) -> int:
 
 
 def run_switch(options: argparse.Namespace) -> int:
-    """Change the layout and show how it went."""
+    """Change the layout and show the switch."""
     client = AdminClient(find_admin_url(options.admin_url))
     body = {"layout": options.layout}
     if options.carry is not None:
@@ -76,7 +76,7 @@ def run_switch(options: argparse.Namespace) -> int:
 
 
 def run_put_back(options: argparse.Namespace) -> int:
-    """Let a mode serve again that the numerical guard took out of service."""
+    """Reinstate a mode that the coordinator quarantined."""
     client = AdminClient(find_admin_url(options.admin_url))
     answer = client.post("/admin/put-back", {"mode": options.mode})
     if options.json:
@@ -86,7 +86,7 @@ def run_put_back(options: argparse.Namespace) -> int:
 
 
 def run_renew(options: argparse.Namespace) -> int:
-    """Start ranks again together: all of them, or those of a group while the others serve."""
+    """Restart ranks together: all of them, or those of a group while the others serve."""
     client = AdminClient(find_admin_url(options.admin_url))
     answer = client.post("/admin/renew", {"ranks": options.ranks})
     if options.json:
@@ -119,7 +119,7 @@ def run_explain(options: argparse.Namespace) -> int:
 
 
 def decision_text(decision: dict[str, Any]) -> str:
-    """Return one decision: what, why, from what, and what else there was."""
+    """Return one decision: choice, reason, inputs and candidates."""
     kept = "" if decision.get("changes", True) else "  kept"
     lines = [
         f"{decision['time']}  {decision['choice']}  ({decision['carry']}){kept}",
@@ -146,7 +146,7 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
 
 
 def step_times_text(times: dict[str, Any]) -> str:
-    """Return the measured steps of one width, and what a shift group makes of them."""
+    """Return the measured steps of one width, and from which size on a shift group uses sp."""
     width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
     sizes = [point["tokens"] for point in next(iter(curves.values()))]
     names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
@@ -229,7 +229,7 @@ def _ranks_table(ranks: list[dict[str, Any]]) -> str:
 def _phase_of(rank: dict[str, Any]) -> str:
     if not rank.get("available"):
         return f"{rank['phase']}, not available"
-    # It was started without its neighbours: `aileron renew` starts all of them.
+    # It was started without its neighbours; `aileron renew` restarts all of them.
     return f"{rank['phase']}, only dp" if rank.get("degraded") else str(rank["phase"])
 
 
@@ -250,7 +250,7 @@ def _batches_table(batches: list[dict[str, Any]]) -> str:
 
 
 def switches_table(switches: list[dict[str, Any]]) -> str:
-    """Return what each switch did; also shown by the demo."""
+    """Return a table of switches; the demo shows it too."""
     return format_table(
         [header for header, _ in SWITCH_COLUMNS],
         [[_shown(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],

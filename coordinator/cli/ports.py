@@ -1,4 +1,4 @@
-"""Ports: is one free, and which ones may be used."""
+"""Ports: checks that one is free, and finds free ones."""
 
 import errno
 import socket
@@ -25,7 +25,7 @@ def require_free(host: str, port: int, option: str) -> None:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Return different loopback ports that nothing listens on now."""
+    """Return distinct loopback ports on which nothing listens now."""
     try:
         return ports.free_ports(count)
     except ports.NoFreePortError as error:

@@ -1,6 +1,6 @@
-"""`aileron gateway | coordinator | rank`: become one process of a cell, as containers start them.
+"""`aileron gateway | coordinator | rank`: becomes one process of a cell, for containers.
 
-The other packages are started by name, never imported: the coordinator must not pull in vLLM.
+The other packages are started by name, never imported: the coordinator must not import vLLM.
 """
 
 import os
@@ -14,7 +14,7 @@ PACKAGES = {"gateway": "gateway", "coordinator": "coordinator", "rank": "worker"
 
 def command_of(name: str, config: Path) -> list[str]:
     """Return the command line of one process of a cell."""
-    # -P: a folder named `worker` or `gateway` where the user stands must not be taken for ours.
+    # -P: a folder named `worker` or `gateway` in the current directory must not shadow ours.
     return [sys.executable, "-P", "-m", PACKAGES[name], "--config", str(config)]
 
 

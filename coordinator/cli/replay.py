@@ -1,4 +1,4 @@
-"""`aileron replay`: a log of observations, run again offline."""
+"""`aileron replay`: runs an observation log again, offline."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ SETTINGS = ("stay_ms", "settle_ms", "caution_ms", "horizon_ms", "switches_per_mi
 
 
 def run_replay(options: argparse.Namespace) -> int:
-    """Print what would have been chosen, and what requests would have seen."""
+    """Print the replayed choices, and the predicted results for requests."""
     changed = {
         name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None
     }

@@ -1,4 +1,4 @@
-"""What `aileron up` shows: bars while ranks load on a terminal, plain lines elsewhere."""
+"""The display of `aileron up`: bars while ranks load on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -18,12 +18,12 @@ STAGE_WORDS = {
     "warm": "warming up",
     "ready": "ready",
 }
-"""Stage that a rank reports -> words for it; an unknown stage is shown as it is."""
+"""Stage that a rank reports -> its text; an unknown stage is shown as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """How far one rank has loaded; `total` is 0 where the amount is unknown."""
+    """How far one rank has loaded; `total` is 0 if the amount is unknown."""
 
     rank: int
     stage: str
@@ -37,7 +37,7 @@ class RankProgress:
 
 
 def read_rank_progress(fields: Mapping[str, Any]) -> RankProgress | None:
-    """Return the progress that a child's JSON line tells; None for any other line."""
+    """Return the progress in a child's JSON line; None for any other line."""
     if fields.get("event") != "rank_progress":
         return None
     rank, stage = fields.get("rank"), fields.get("stage")
@@ -50,7 +50,7 @@ def read_rank_progress(fields: Mapping[str, Any]) -> RankProgress | None:
 
 
 class Screen(Protocol):
-    """Where `up` shows what happens; used as a context while it loads."""
+    """The display of `up`; a context manager while the cell loads."""
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *args: object) -> None: ...
@@ -59,14 +59,14 @@ class Screen(Protocol):
         """Show one line."""
 
     def rank(self, progress: RankProgress) -> None:
-        """Show how far a rank is."""
+        """Show the progress of a rank."""
 
     def loaded(self) -> None:
-        """Take the bars away: everything serves."""
+        """Remove the bars: everything serves."""
 
 
 class PlainScreen:
-    """Lines with the elapsed seconds; a line per stage, not per step."""
+    """Lines with the elapsed seconds; one line per stage, not per step."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -79,7 +79,7 @@ class PlainScreen:
         return
 
     def say(self, text: str) -> None:
-        """Print `text` behind the elapsed seconds."""
+        """Print `text` after the elapsed seconds."""
         print(f"[{time.monotonic() - self._started:6.1f} s] {text}", flush=True)
 
     def rank(self, progress: RankProgress) -> None:
@@ -89,7 +89,7 @@ class PlainScreen:
             self.say(f"rank {progress.rank}: {progress.words}")
 
     def loaded(self) -> None:
-        """Nothing to take away."""
+        """Do nothing: there are no bars."""
 
 
 class BarScreen:

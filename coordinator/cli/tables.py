@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return `rows` under `headers`, numbers to the right, two blanks between columns."""
+    """Return `rows` under `headers`, numbers right-aligned, two blanks between columns."""
     cells = [[str(value) for value in row] for row in rows]
     widths = [
         max(len(header), *(len(row[column]) for row in cells)) if cells else len(header)

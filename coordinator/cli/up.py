@@ -28,8 +28,8 @@ from coordinator.cli.screen import Screen, open_screen, read_rank_progress
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
 
 STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
-"""Processes in the order in which they are stopped, and how long each may take; the gateway lets
-streams in flight finish first."""
+"""Processes in stop order, and how long each may take; the gateway lets streams in flight
+finish."""
 LOG_NAMES = {"gateway": "gateway", "rank": "worker", "coordinator": "coordinator"}
 PROBE_LIMIT_S = 2.0
 TOKEN_BYTES = 32
@@ -49,7 +49,7 @@ def run_up(options: argparse.Namespace) -> int:
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         status = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
     finally:
-        # After a failure the logs are what is needed; a run that was asked to stop leaves nothing.
+        # Keep the logs after a failure; a run that was asked to stop leaves nothing.
         if status == 0 or not any(run_dir.iterdir()):
             shutil.rmtree(run_dir, ignore_errors=True)
     if status:
@@ -120,7 +120,7 @@ def _members(
 
 
 def _words_for(fields: Mapping[str, Any]) -> str | None:
-    """Return what to say about an event of a child, if anything."""
+    """Return the text to show for an event of a child, or None."""
     match fields:
         case {"event": "coordinator_ready"}:
             return "coordinator is up"
@@ -136,7 +136,7 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
 
 
 def _token() -> str:
-    """Return the secret that the user set, else a fresh one."""
+    """Return the user's secret, or a fresh one."""
     if TOKEN_ENV not in os.environ:
         return secrets.token_urlsafe(TOKEN_BYTES)
     try:
@@ -178,7 +178,7 @@ def _record(config: Config) -> LastRun:
 
 
 def _own_command() -> str:
-    """Return how this user runs `aileron` here."""
+    """Return the command with which this user runs `aileron`."""
     if shutil.which("aileron"):
         return "aileron"
     own = Path(sys.argv[0])

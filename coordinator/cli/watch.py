@@ -1,7 +1,7 @@
-"""`aileron status` on a terminal: what the live page shows, as text that refreshes.
+"""`aileron status` on a terminal: the live page as text that refreshes.
 
-Asks the admin API for what is new once per second and redraws in place until Ctrl-C. `render` is
-given what was answered and the terminal's size, so it can be tested without one.
+It asks the admin API for news once per second and redraws in place until Ctrl-C. `render` gets the
+answers and the terminal's size as arguments, so tests need no terminal.
 """
 
 import signal
@@ -23,7 +23,7 @@ POLL_S = 1.0
 SAMPLES_MAX = 900
 SWITCHES_SHOWN = 5
 ROWS_BESIDE_RANKS = 24
-"""Lines that everything but the ranks takes."""
+"""Lines of everything but the ranks."""
 MODE_STYLES = {"dp": "blue", "tp": "yellow", "sp": "green", "shift": "magenta"}
 MODE_LETTERS = {"dp": "d", "tp": "t", "sp": "s", "shift": "h"}
 BARS = " ▁▂▃▄▅▆▇█"
@@ -31,11 +31,11 @@ TIERS = ("interactive", "standard", "batch")
 
 
 def watch(client: AdminClient) -> int:
-    """Show the cell until Ctrl-C; an admin API that is away is waited for."""
+    """Show the cell until Ctrl-C; wait while the admin API is unreachable."""
     samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_MAX)
     answer = _ask(client, samples)
     console = Console()
-    # Set here, because whoever starts this in the background may have it ignored.
+    # Set explicitly: a process started in the background may have SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         problem = ""
@@ -68,7 +68,7 @@ def _ask(client: AdminClient, samples: deque[dict[str, Any]]) -> dict[str, Any]:
 def render(
     answer: dict[str, Any], samples: Sequence[dict[str, Any]], width: int, height: int
 ) -> RenderableType:
-    """Return what is shown on a terminal of this many columns and rows."""
+    """Return the display for a terminal of `width` columns and `height` rows."""
     parts: list[RenderableType] = [_head(answer)]
     if samples:
         parts += [_curves(samples, width), _tiers(answer, samples[-1])]
@@ -171,7 +171,7 @@ def _lane(rank: int, samples: Iterable[dict[str, Any]]) -> Text:
 
 
 def mode_of(layout: str, rank: int) -> str:
-    """Return the mode of a rank in a layout's text, such as `tp2+dp2`."""
+    """Return the mode of a rank in a layout's notation, such as `tp2+dp2`."""
     first = 0
     for part in layout.split("+"):
         mode = part.rstrip("0123456789")
@@ -182,7 +182,7 @@ def mode_of(layout: str, rank: int) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one character per value, as high as the value is beside the largest."""
+    """Return one character per value, scaled to the largest value."""
     most = max(values, default=0) or 1
     return "".join(BARS[round((len(BARS) - 1) * max(0, value) / most)] for value in values)
 

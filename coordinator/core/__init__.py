@@ -1,1 +1,1 @@
-"""What a cell is decided by: the core, and what it shows of itself and of its gateways. Pure."""
+"""The core that decides for a cell, its views, and the state of its gateways. Pure."""

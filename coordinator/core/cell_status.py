@@ -1,4 +1,4 @@
-"""What gateways are told of their cell, and when; called by the core. Pure."""
+"""What a cell publishes to its gateways about itself, and when. Pure; called by the core."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from coordinator.tasks.task_pool import TaskPool
 
 
 class CellStatusPublisher:
-    """Remembers what gateways were told last, and says when there is news.
+    """Remembers the state last published to gateways, and returns the news.
 
-    How busy the cell is and which prompts it has seen is for gateways that know other cells.
+    The load of the cell and the prompts that it has seen are for gateways that know other cells.
     """
 
     __slots__ = ("_fresh", "_in_fleet", "_made_of", "_seen", "_world", "is_draining", "told")
@@ -30,10 +30,10 @@ class CellStatusPublisher:
         self.is_draining = False
         """The cell is about to end."""
         self._made_of = (-1, False, False)
-        """What `told` was made of, as far as it does not wait for a tick."""
+        """The inputs of `told` that do not wait for a tick."""
 
     def came(self, prefixes: Sequence[int]) -> None:
-        """A task with such a prompt came."""
+        """Record the prompt of a new task."""
         if self._in_fleet:
             self._seen.came(prefixes)
             for each in prefixes:
@@ -41,7 +41,7 @@ class CellStatusPublisher:
                 self._fresh[each] = None
 
     def greeting(self) -> list[CellState | PrefixesHeld]:
-        """Return what a gateway is told at first."""
+        """Return the first messages to a gateway."""
         greeting: list[CellState | PrefixesHeld] = [self.told] if self.told is not None else []
         return [*greeting, PrefixesHeld(tuple(self._seen))] if self._seen else greeting
 
@@ -54,9 +54,9 @@ class CellStatusPublisher:
         *,
         is_tick: bool,
     ) -> list[CellState | PrefixesHeld]:
-        """Return what changed; how busy the cell is, is told only now and then.
+        """Return what has changed; the load is published at ticks only.
 
-        `groups` are those that take tasks now; None leaves the load as it was told.
+        `groups` are those that take tasks now; None repeats the load published last.
         """
         known = (switcher.version, bool(switcher.served_layout.groups), self.is_draining)
         if self.told is not None and not is_tick and known == self._made_of:

@@ -1,8 +1,8 @@
-"""The coordinator's core: every event goes in here, and what is to be done comes out.
+"""The coordinator's core: it takes every event and returns the effects to carry out.
 
-It joins the switcher and the task pool: what ranks report moves switches on, what the switcher
-decides opens and closes groups for tasks, and a lost rank's tasks go back to the pool. Pure: the
-shell gives it events with its clock's time, one at a time, and carries out the effects in order.
+It joins the switcher and the task pool: reports of ranks advance switches, the switcher opens and
+closes groups for tasks, and a lost rank's tasks go back to the pool. Pure: the shell passes in
+events with its clock's time, one at a time, and carries out the effects in order.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ from coordinator.tasks.placement import (
 from coordinator.tasks.task_pool import TaskPool
 
 OPERATOR = "operator"
-"""The cause of a switch that an operator asked for."""
+"""Cause of a switch that an operator asked for."""
 
 
 class Core(CoreViews):
@@ -120,10 +120,10 @@ class Core(CoreViews):
         )
         self._teller = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
-        """The version of the directives that were sent last."""
+        """The version of the directives sent last."""
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
-        """Decide what follows from an event."""
+        """Return the effects of an event."""
         match event:
             case RankOpened(hello):
                 self._answers.opened(hello.rank)
@@ -153,7 +153,7 @@ class Core(CoreViews):
         return [*effects, *self._follow_up(event, now_ms)]
 
     def why_unreachable(self, layout: Layout) -> str | None:
-        """Return why a switch to `layout` cannot be, in one sentence, or None."""
+        """Return why a switch to `layout` is impossible, in one sentence, or None."""
         if self._switcher.recovering:
             return "the coordinator is still collecting the ranks' reports: try again in a moment."
         return why_unreachable(layout, self._roster, self._switcher.alive)
@@ -178,7 +178,7 @@ class Core(CoreViews):
             self._steering.on_hello(hello)
         has_moved = self._switcher.has_moved(hello.adopted_in)
         effects += self._pool.reconcile(hello, now_ms, has_moved=has_moved)
-        # If it has not heard of a commit, it may not have heard what became of the tasks either.
+        # A rank that has not heard of a commit may not have heard the fate of its tasks either.
         for adopted in hello.adopted if has_moved else ():
             effects += self._pool.adopted(hello.rank, adopted, now_ms)
         return effects
@@ -302,7 +302,7 @@ class Core(CoreViews):
         return [*effects, *self._restore(now_ms)]
 
     def _restore(self, now_ms: int) -> list[Effect]:
-        """Have again what was lost, as far as it has come back."""
+        """Restore the layout or the communicators that a loss took, if its ranks are back."""
         layout = self._restoring.layout_due(self._switcher, self._roster, now_ms)
         if layout is not None:
             carry = self._settings.default_carry
@@ -313,7 +313,7 @@ class Core(CoreViews):
         return renewal(self._roster, due, "idle" if is_idle else "busy") if due else []
 
     def _steer(self, steering: PolicyController, now_ms: int) -> list[Effect]:
-        """Ask the policy, and carry out what it says."""
+        """Evaluate the policy and carry out its verdict."""
         looked = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
         if looked is None:
             return []
@@ -334,7 +334,7 @@ class Core(CoreViews):
         return effects
 
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
-        """What any event may lead to."""
+        """Do what may follow from any event."""
         effects = self._leave_drifted(now_ms)
         if self._switcher.is_speculating and self._stragglers.are_done:
             self._switcher.end_wait(now_ms)
@@ -362,7 +362,7 @@ class Core(CoreViews):
         return effects
 
     def _leave_drifted(self, now_ms: int) -> list[Effect]:
-        """Go on without modes that compute something else."""
+        """Continue without modes that have drifted."""
         fallen = fall_back(self._switcher, self._roster, now_ms)
         effects = [*fallen.notes]
         for rank in fallen.left_out:
@@ -391,13 +391,13 @@ class Core(CoreViews):
         before = self._pool.context_tokens_max
         longest = max_context_tokens(self._roster, self._switcher.alive)
         if not longest:
-            # Nobody is there; what may come back is likely to be as large as before.
+            # No rank is there; those that come back are likely to be as large as before.
             return []
         self._pool.context_tokens_max = longest
         return self._pool.recheck_context() if longest < before else []
 
     def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
-        """Tell gateways what changed."""
+        """Publish the cell's news to gateways."""
         groups = self._open_groups() if is_tick and self._settings.in_fleet else None
         news = self._teller.news(self._switcher, self._pool, self._roster, groups, is_tick=is_tick)
         return [ToGateway(name, each) for name in self._gateways.present() for each in news]

@@ -1,4 +1,4 @@
-"""Which gateways were heard, and since when each is away; called by the core. Pure."""
+"""Which gateways are present, and since when the others are away. Pure; the core calls it."""
 
 
 class Gateways:
@@ -10,19 +10,19 @@ class Gateways:
         self._closed_ms: dict[str, int | None] = {}
 
     def heard(self, gateway: str) -> None:
-        """Take note that a gateway is there, whatever was believed."""
+        """Record that a gateway is present, whatever its state was."""
         self._closed_ms[gateway] = None
 
     def closed(self, gateway: str, now_ms: int) -> None:
-        """Take note that its session ended."""
+        """Record that its session ended."""
         self._closed_ms[gateway] = now_ms
 
     def present(self) -> list[str]:
-        """Return those whose session lasts."""
+        """Return the gateways with a session."""
         return [name for name, closed_ms in self._closed_ms.items() if closed_ms is None]
 
     def take_gone(self, now_ms: int, limit_ms: int) -> list[str]:
-        """Forget those that are away for longer than `limit_ms`, and return them."""
+        """Forget and return gateways that have been away for longer than `limit_ms`."""
         gone = [
             name
             for name, closed_ms in self._closed_ms.items()

@@ -1,4 +1,4 @@
-"""What a core shows of itself, as the admin API and metrics ask for it; the core inherits it."""
+"""The read model of a core, for the admin API and metrics; the core inherits it."""
 
 from comm_pool.layout import Rank, format_layout
 from coordinator.core import views
@@ -10,7 +10,7 @@ from coordinator.tasks.task_pool import TaskPool
 
 
 class CoreViews:
-    """The views of a core's parts; looking changes nothing."""
+    """Views of a core's parts; reading them changes nothing."""
 
     __slots__ = ("_decisions", "_pool", "_roster", "_settings", "_switcher")
 
@@ -27,7 +27,7 @@ class CoreViews:
 
     @property
     def target_name(self) -> str:
-        """The layout that is wanted, as people write it."""
+        """The wanted layout, in its notation."""
         return format_layout(self._switcher.target.layout, self._roster.world)
 
     @property
@@ -42,11 +42,11 @@ class CoreViews:
 
     @property
     def modes_out(self) -> frozenset[str]:
-        """The modes that are out of service somewhere, such as `tp2`."""
+        """The modes that are quarantined somewhere, such as `tp2`."""
         return self._roster.guard.modes_out()
 
     def is_available(self, rank: Rank) -> bool:
-        """Say whether the rank is in the target, that is not cut out."""
+        """Return whether the rank is in the target, and so not cut out."""
         return rank in self._switcher.alive
 
     def layout_view(self) -> views.View:
@@ -66,7 +66,7 @@ class CoreViews:
         return {"decisions": [views.decision_view(each) for each in self._decisions.last(last)]}
 
     def step_times_view(self) -> views.View:
-        """Answer the part of `GET /admin/decisions` that was measured at start-up."""
+        """Return the start-up measurements within `GET /admin/decisions`."""
         return views.step_times_view(self._roster)
 
     def queue_view(self) -> views.View:

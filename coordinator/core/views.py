@@ -1,6 +1,6 @@
-"""What the core shows to operators, shaped as the admin API answers it.
+"""The core's views for operators, in the shape in which the admin API returns them.
 
-Plain dictionaries of numbers, texts and lists; looking changes nothing. Called by the core.
+Plain dictionaries of numbers, texts and lists; reading changes nothing. The core calls this module.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ View = dict[str, object]
 
 
 def layout_view(switcher: Switcher, roster: Roster) -> View:
-    """Return the layout that serves, the one that is wanted, and its groups."""
+    """Return the served layout, the wanted layout, and its groups."""
     return {
         "layout": format_layout(switcher.served_layout, roster.world),
         "epoch": switcher.epoch,
@@ -31,7 +31,7 @@ def layout_view(switcher: Switcher, roster: Roster) -> View:
 
 
 def ranks_view(switcher: Switcher, roster: Roster, lease_ms: int, now_ms: int) -> View:
-    """Return what is known of each rank; ranks that were never heard have only their number."""
+    """Return the state of each rank; a rank that was never heard has only its number."""
     ranks = []
     for rank in map(Rank, range(roster.world)):
         if rank in roster:
@@ -86,7 +86,7 @@ def decision_view(decision: Decision) -> View:
 
 
 def step_times_view(roster: Roster) -> View:
-    """Return how long steps take by width and mode, as measured by the lowest rank there is."""
+    """Return step times by width and mode, as measured by the lowest rank that has any."""
     seen = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
     return {
         "step_times": [
@@ -105,7 +105,7 @@ def step_times_view(roster: Roster) -> View:
 
 
 def queue_view(tasks: TaskTable) -> View:
-    """Return the unfinished tasks by state and by tier; `oldest_ms` is when the oldest came."""
+    """Return the unfinished tasks by state and tier; `oldest_ms` is when the oldest arrived."""
     states: Counter[State] = Counter()
     held: Counter[Tier] = Counter()
     queued: dict[Tier, list[Task]] = {tier: [] for tier in Tier}

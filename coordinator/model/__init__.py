@@ -1,1 +1,1 @@
-"""What the core is made of: events and effects, records of switches, settings."""
+"""The values of the core: events and effects, records of switches, settings, costs."""

@@ -1,8 +1,8 @@
-"""What a group of each width costs: its step times, what it holds, and what a switch takes.
+"""The cost of a group per width and mode: step times and capacity; and the cost of a switch.
 
-Built from the curves that ranks measured at start-up and kept up to date from served steps; the
-measured curves stay in it as a fixed number of steps, so that a load of one shape does not make it
-forget the others. Called by `predict`, and by the simulator in place of a GPU.
+Built from the curves that ranks measured at start-up, and updated from served steps. The measured
+curves stay in it as a fixed number of steps, so that a load of one shape cannot displace the
+others. `predict` calls this module, and the simulator in place of a GPU.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,18 +13,18 @@ from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
-"""How many served steps one point that was measured at start-up weighs."""
+"""Number of served steps that one start-up measurement weighs as much as."""
 
 STEPS_REMEMBERED = 2_000.0
-"""Served steps count less and less; so many newest ones weigh half of all."""
+"""Served steps fade: after this many newer steps, one counts half."""
 
 CHUNK_TOKENS = 8_192
-"""Most tokens of a step, where nothing is measured that says otherwise."""
+"""Most tokens of a step, unless a measurement says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """A group of one width and mode: step times in seconds, KV in tokens.
+    """The cost of a group of one width and mode: step times in seconds, KV in tokens.
 
     `prefill` differs from `decode` in shift groups, which compute large steps in sp.
     """
@@ -36,7 +36,7 @@ class GroupCost:
     chunk_tokens: int = CHUNK_TOKENS
 
     def step_s(self, tokens: float, context: float) -> float:
-        """Seconds of a step, in the mode that is sooner done."""
+        """Seconds of a step, in the faster mode."""
         decode = self.decode.seconds(tokens, context)
         if self.prefill is self.decode:
             return decode
@@ -45,7 +45,7 @@ class GroupCost:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCost:
-    """What a switch takes: a pause, and the KV of running tasks over the links."""
+    """The cost of a switch: a pause, and moving the KV of running tasks over the links."""
 
     pause_s: float = 0.05
     kv_bytes_per_token: float = 0.0
@@ -64,12 +64,12 @@ class CostModel:
     switch: SwitchCost = field(default_factory=SwitchCost)
 
     def of(self, mode: Mode, width: int) -> GroupCost | None:
-        """Return the cost of a group, if it is known."""
+        """Return the cost of a group, or None if it is unknown."""
         return self.groups.get(f"{mode}{width}")
 
 
 class StepFits:
-    """Lines by (mode, width), fitted to what was measured at start-up and served since."""
+    """Lines by (mode, width), fitted to start-up measurements and served steps."""
 
     __slots__ = ("_lines", "_priors", "_served")
 
@@ -84,14 +84,14 @@ class StepFits:
         return not self._lines
 
     def line(self, mode: Mode, width: int) -> StepLine | None:
-        """Return the line of a mode and width, if anything is known of it."""
+        """Return the line of a mode and width, or None if it is unknown."""
         return self._lines.get((mode, width))
 
     def measured(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
-        """Take the curves of a start-up.
+        """Add the curves of a start-up.
 
-        They are measured without context, so the first guess of what it costs is given: reading a
-        token's KV takes `context_share` of reading all weights, which is most of a short step.
+        They are measured without context, so the caller gives a first estimate: reading a token's
+        KV takes `context_share` of reading all weights, which is most of a short step.
         """
         for each in times:
             for name, points in each.curves:
@@ -104,7 +104,7 @@ class StepFits:
                 for tokens, us in points:
                     seconds = us * 1e-6
                     steps.append((tokens, 0.0, seconds))
-                    # As much context as makes the step half as long again.
+                    # Enough context to make the step half as long again.
                     if per_million_s > 0:
                         context = 0.5 * seconds / per_million_s * 1e6
                         steps.append((tokens, context, 1.5 * seconds))
@@ -112,7 +112,7 @@ class StepFits:
                 self._refit(mode, each.width)
 
     def served(self, steps: Iterable[ServedSteps]) -> None:
-        """Take what a leader served since its last report."""
+        """Add the steps that a leader served since its last report."""
         for each in steps:
             key = each.mode, each.width
             before = self._served.get(key, StepSums())

@@ -1,8 +1,8 @@
-"""Everything that can happen to the coordinator's core, and everything that it can ask for.
+"""All events that the coordinator's core handles, and all effects that it can ask for.
 
-The shell turns sessions, timers and admin calls into events, gives them to `Core.handle` with its
-clock, and carries out the effects in order. An effect for a peer whose session is not open is
-dropped: the peer's next hello repairs it.
+The shell turns sessions, timers and admin calls into events, passes them to `Core.handle` with its
+clock, and carries out the effects in order. It drops an effect for a peer without an open session:
+the peer's next hello repairs the gap.
 """
 
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from coordinator.protocol.terms import Carry
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What requests of a tier are to see over the horizon.
+    """The forecast for requests of a tier over the horizon.
 
-    Mean times in seconds; `attainment` is the part of requests that meet the tier's goals.
+    Mean times in seconds; `attainment` is the share of requests that meet the tier's goals.
     """
 
     tier: str
@@ -39,7 +39,7 @@ class RankOpened:
 
 @dataclass(frozen=True, slots=True)
 class RankSaid:
-    """A report came in over the rank's current session."""
+    """A report arrived over the rank's current session."""
 
     rank: Rank
     report: Report
@@ -69,7 +69,7 @@ class GatewayOpened:
 
 @dataclass(frozen=True, slots=True)
 class GatewaySaid:
-    """A message came in over the gateway's current session."""
+    """A message arrived over the gateway's current session."""
 
     gateway: str
     message: GatewayToCore
@@ -84,7 +84,7 @@ class GatewayClosed:
 
 @dataclass(frozen=True, slots=True)
 class SwitchWanted:
-    """An operator or the policy wants a layout; `asked_ms` is when it was asked for, if known."""
+    """An operator or the policy wants a layout; `asked_ms` is the time of the request, if known."""
 
     layout: Layout
     carry: Carry
@@ -94,21 +94,21 @@ class SwitchWanted:
 
 @dataclass(frozen=True, slots=True)
 class ReinstateMode:
-    """An operator wants a mode that was taken out of service, such as `tp2`, to serve again."""
+    """An operator reinstates a quarantined mode, such as `tp2`."""
 
     mode: str
 
 
 @dataclass(frozen=True, slots=True)
 class RenewalWanted:
-    """An operator wants these ranks to be started again, together; none means all."""
+    """An operator wants these ranks to restart together; an empty tuple means all."""
 
     ranks: tuple[Rank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CellDrains:
-    """The cell is about to end: gateways are to take their tasks elsewhere."""
+    """The cell is about to end: gateways have to take their tasks elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ Event = (
 
 
 class Level(Enum):
-    """How loudly a note is to be logged."""
+    """The log level of a note."""
 
     INFO = "info"
     WARNING = "warning"
@@ -157,21 +157,21 @@ class ToGateway:
 
 @dataclass(frozen=True, slots=True)
 class ToLauncher:
-    """Send a message to whoever starts the ranks."""
+    """Send a message to the launcher of the ranks."""
 
     message: RenewRanks
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchRecorded:
-    """A switch ended, one way or the other."""
+    """A switch ended: it was served or superseded."""
 
     record: SwitchRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something for the log: a noun phrase and its fields."""
+    """A log entry: a noun phrase and its fields."""
 
     level: Level
     event: str
@@ -180,14 +180,14 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A line for the observation log, if one is kept."""
+    """A line for the observation log, if there is one."""
 
     line: Line
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastMade:
-    """What tiers are to see over the horizon if the layout of `epoch` goes on to serve."""
+    """The forecast of each tier over the horizon, if the layout of `epoch` keeps serving."""
 
     epoch: int
     horizon_ms: int
@@ -198,10 +198,10 @@ Effect = ToRank | ToGateway | ToLauncher | SwitchRecorded | Observed | ForecastM
 
 
 def note(event: str, **fields: object) -> Note:
-    """Return a note of how things go."""
+    """Return a note of normal operation."""
     return Note(Level.INFO, event, fields)
 
 
 def warning(event: str, **fields: object) -> Note:
-    """Return a note of what should not be."""
+    """Return a note of a problem."""
     return Note(Level.WARNING, event, fields)

@@ -1,6 +1,6 @@
-"""What the policy sees: everything that a decision depends on, small enough to be logged.
+"""The policy's input: everything that a decision depends on, small enough to be logged.
 
-One JSON object per line makes an observation log, which `aileron replay` runs again. Times are
+An observation log has one JSON object per line; `aileron replay` runs it again. Times are
 milliseconds of the coordinator's clock, rates are per second, lengths in tokens. Pure values.
 """
 
@@ -8,20 +8,20 @@ import msgspec
 
 
 class TierSeen(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The tasks of a tier: unstarted ones have no token yet, whether they are placed or not."""
+    """The tasks of a tier; unstarted ones have no token yet, whether placed or not."""
 
     tier: int
     unstarted: int = 0
     unstarted_tokens: int = 0
-    """Prompt tokens (and tokens to compute again) of the unstarted."""
+    """Prompt tokens, and tokens to recompute, of the unstarted tasks."""
     oldest_wait_ms: int = 0
     running: int = 0
     context_tokens: int = 0
-    """Tokens whose KV the running ones hold."""
+    """Tokens whose KV the running tasks hold."""
     to_come_tokens: float = 0.0
-    """What the running ones are likely to generate yet, at most what they may."""
+    """Tokens that the running tasks are likely to generate yet, at most their limits."""
     longest_tokens: int = 0
-    """The longest context that any of them may come to."""
+    """The longest context that any of them may reach."""
     rate_short: float = 0.0
     rate_long: float = 0.0
     """Arrivals per second over a short and a long window."""
@@ -43,7 +43,7 @@ class GroupSeen(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SwitchSeen(msgspec.Struct, frozen=True):
-    """A switch of the last minute: how long ago it was wanted, and from what to what."""
+    """A switch of the last minute: its age since it was wanted, its layouts and its cause."""
 
     ago_ms: int
     from_layout: str
@@ -52,11 +52,11 @@ class SwitchSeen(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True, omit_defaults=True, tag="observation"):
-    """One look at the cell."""
+    """One observation of the cell."""
 
     time_ms: int
     layout: str
-    """The layout that is wanted; it serves unless `is_switching`."""
+    """The wanted layout; it serves unless `is_switching`."""
     epoch: int
     is_switching: bool
     tiers: tuple[TierSeen, ...]
@@ -64,8 +64,8 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, tag="observat
     switches: tuple[SwitchSeen, ...] = ()
     """Newest last."""
     pinned_ms: int = 0
-    """For how long an operator's layout is to be left alone yet."""
+    """How long an operator's layout stays pinned."""
     reserved: tuple[int, ...] = ()
-    """Leaders of the groups that take only the most urgent tiers."""
+    """Leaders of the groups reserved for the most urgent tiers."""
     reserved_tiers: int = 0
-    """How many tiers, from interactive down, those groups take."""
+    """The number of tiers, from interactive down, that those groups take."""

@@ -1,4 +1,4 @@
-"""The lines of an observation log: observations, and now and then what steps cost.
+"""The lines of an observation log: observations, and at intervals the cost model.
 
 `aileron replay` reads them back. Pure values; the coordinator's process writes them.
 """
@@ -43,7 +43,7 @@ class GoalSeen(msgspec.Struct, frozen=True):
 
 
 class CostsSeen(msgspec.Struct, frozen=True, tag="costs"):
-    """What layouts there are and what they cost, as of a time."""
+    """The layouts that exist and what they cost, as of a time."""
 
     time_ms: int
     world: int
@@ -88,7 +88,7 @@ def costs_seen(
     costs: CostModel,
     settings: PolicySettings,
 ) -> CostsSeen:
-    """Return what to log of the costs."""
+    """Return the log line of the cost model."""
     switch = costs.switch
     return CostsSeen(
         time_ms=now_ms,
@@ -112,7 +112,7 @@ def costs_seen(
 
 
 def costs_of(seen: CostsSeen) -> CostModel:
-    """Return the cost model that was logged."""
+    """Return the cost model of a log line."""
     groups = {}
     for name, each in seen.groups.items():
         decode_line = _line_of(each.decode)
@@ -129,7 +129,7 @@ def costs_of(seen: CostsSeen) -> CostModel:
 
 
 def settings_of(seen: CostsSeen, changed: Mapping[str, float]) -> PolicySettings:
-    """Return the settings that were logged, with some of them changed."""
+    """Return the settings of a log line, with some of them changed."""
     goals = {
         Tier[name.upper()]: TierGoal(
             None if goal.ttft_ms is None else goal.ttft_ms / 1e3,

@@ -1,4 +1,4 @@
-"""What the policy is to reach and how soon it may change its mind; see `PolicyConfig`."""
+"""Goals of the policy, and limits on how soon it may change its mind; see `PolicyConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from coordinator.protocol.terms import Tier
 
 @dataclass(frozen=True, slots=True)
 class TierGoal:
-    """What a request of a tier is to see; None is no goal, then throughput counts.
+    """Goals for a request of a tier; None is no goal, then throughput counts.
 
-    `ttft_s` is the time to the first token, `tpot_s` the mean time per token behind it. `weight` is
-    what one request that sees both is worth. Where `width_min` is more than 1, a layout without
-    such a group is not wanted while tasks of the tier are there.
+    `ttft_s` is the time to the first token, `tpot_s` the mean time per token after it. `weight` is
+    the worth of one request that meets both. With `width_min` above 1, a layout without such a
+    group is refused while the tier has tasks.
     """
 
     ttft_s: float | None = None
@@ -32,31 +32,31 @@ DEFAULT_GOALS = {
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """Times in milliseconds; shares are parts of what is compared."""
+    """Times in milliseconds; shares are relative to the compared value."""
 
     goals: Mapping[Tier, TierGoal] = field(default_factory=lambda: dict(DEFAULT_GOALS))
     decide_every_ms: int = 250
     stay_ms: int = 3_000
-    """A layout is kept for at least so long, and not left for the one before it sooner."""
+    """Least time before a layout is left, and before the previous one may return."""
     settle_ms: int = 1_500
-    """A layout that is no better for the goals must look better for so long."""
+    """Least time for which a layout that is no better for the goals must look better."""
     caution_ms: int = 60_000
-    """A layout that was taken for its speed, and had to be left for the goals soon, is not taken
-    for speed again for so long; twice as long after another time, up to ten times."""
+    """Time during which a layout that was chosen for its speed, and soon left for the goals, is not
+    chosen for speed again; doubled at each repetition, at most ten times as long."""
     horizon_ms: int = 8_000
-    """How far ahead is looked."""
+    """The length of the forecast."""
     gain_min: float = 0.04
-    """A switch must raise the predicted goodput by such a part of it, after its own cost."""
+    """Least relative gain in predicted goodput of a switch, net of its cost."""
     latency_gain_min: float = 0.1
-    """Among layouts that are as good for the goals, one must be so much faster."""
+    """Least relative speed-up for a change between layouts that are as good for the goals."""
     switches_per_minute_max: int = 12
     pin_ms: int = 600_000
-    """An operator's layout is left alone for so long; 0 pins nothing."""
+    """How long an operator's layout stays pinned; 0 pins nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStart:
-    """What the policy of a cell is told at its start; `step_times` replace measured ones."""
+    """The start-up input of a cell's policy; `step_times` replace measured ones."""
 
     settings: PolicySettings
     widths: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What each switch did and how long it took, for operators.
+"""Records of what each switch did and how long it took, for operators.
 
-Invariant: one record per epoch, at most one of them unfinished; measurements that ranks and
-gateways send late are still added to it. Called by the switcher and the core.
+Invariant: one record per epoch, at most one of them unfinished; late measurements of ranks and
+gateways are still added. The switcher and the core call this module.
 """
 
 from collections import OrderedDict, deque
@@ -60,7 +60,7 @@ class SwitchRecord:
     def cut_over_ms(self) -> float | None:
         """From the last old step's end to the slowest rank's first new step; None is unknown.
 
-        0 where the device found the new step when it was done with the old one.
+        0 if the new step was queued on the device when the old one ended.
         """
         known = self.old_end_us and self.new_start_us
         return (self.new_start_us - self.old_end_us) / 1000 if known else None
@@ -78,13 +78,13 @@ class Decision:
     candidates: tuple[Mapping[str, object], ...] = ()
     cause: str = "operator"
     changes: bool = True
-    """Something else was wanted from then on than before."""
+    """The decision changed what was wanted before."""
     since_ms: int | None = None
     """When the first of equal decisions was made; `time_ms` is when the last one was."""
 
 
 class DecisionLog:
-    """The last decisions, newest last; one to go on as before replaces an equal one before it."""
+    """The last decisions, newest last; a repeated decision to stay replaces the one before it."""
 
     __slots__ = ("_decisions",)
 
@@ -106,7 +106,7 @@ class DecisionLog:
 
 
 class SwitchLog:
-    """The last switches, newest last; at most `records_max` are remembered."""
+    """The last switches, newest last; at most `records_max` of them."""
 
     __slots__ = ("_finished", "_records", "_records_max", "_under_way")
 
@@ -117,7 +117,7 @@ class SwitchLog:
         self._finished: list[SwitchRecord] = []
 
     def start(self, record: SwitchRecord) -> None:
-        """Open a record; the one under way is superseded by it."""
+        """Open a record; it supersedes the one in progress."""
         self._finish(Outcome.SUPERSEDED, record.started_ms)
         self._records[record.epoch] = record
         self._under_way = record.epoch
@@ -125,11 +125,11 @@ class SwitchLog:
             self._records.popitem(last=False)
 
     def served(self, now_ms: int) -> None:
-        """Close the record under way, if any: its layout serves."""
+        """Close the record in progress, if any: its layout serves."""
         self._finish(Outcome.SERVED, now_ms)
 
     def count(self, carry: Carry, tasks: int = 1) -> None:
-        """Add tasks that the switch under way (or the last one) carried over by this plan."""
+        """Add tasks that the switch in progress (or the last one) carried over by this plan."""
         if self._records:
             epoch = next(reversed(self._records))
             record = self._records[epoch]
@@ -137,7 +137,7 @@ class SwitchLog:
             self._records[epoch] = replace(record, tasks=counts)
 
     def on_times(self, times: SwitchTimes) -> None:
-        """Add what a rank measured."""
+        """Add a rank's measurements."""
         record = self._records.get(times.epoch)
         if record is not None:
             self._records[times.epoch] = replace(
@@ -153,7 +153,7 @@ class SwitchLog:
             )
 
     def on_gap(self, epoch: int, gap_ms: float) -> None:
-        """Add the longest pause that a gateway's streams saw."""
+        """Add the longest pause of a gateway's streams."""
         record = self._records.get(epoch)
         if record is not None:
             gap_ms_max = max(record.gap_ms_max, gap_ms)

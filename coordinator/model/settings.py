@@ -1,6 +1,6 @@
-"""What the core is told at its start: numbers and the layout to begin with.
+"""The core's start-up settings: numbers and the initial layout.
 
-Taken from the cell's configuration once; the core never sees the configuration itself.
+They are derived once from the cell's configuration, which the core never sees.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ LATE_OUT_MS = (5_000, 5_000, 60_000)
 
 @dataclass(frozen=True, slots=True)
 class OutlierSettings:
-    """`stage_limit_ms` is how long a stage of a switch waits; `slow_factor` 0 takes none out.
+    """`stage_limit_ms` limits a stage of a switch; a `slow_factor` of 0 ejects no slow rank.
 
-    `late_out_ms` are the times out of ranks that were late, or had no room: after the first, second
-    … time, and twice as long each behind the last.
+    `late_out_ms` are the ejection times of ranks that were late or out of memory: after the first,
+    second … time, then doubled each time after the last.
     """
 
     stage_limit_ms: int = 10_000
@@ -86,48 +86,48 @@ SETTLED_MS = 3_000
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """Settings of a core; see `CoordinatorConfig` for what they mean."""
+    """Settings of a core; `CoordinatorConfig` explains them."""
 
     world: int
     layout: Layout
     narrowest: int = 1
-    """The narrowest groups that can serve; above 1 where ranks hold parts of the weights, and wait
-    for each other in dp."""
+    """The narrowest groups that can serve; above 1 if ranks hold parts of the weights and wait for
+    each other in dp."""
     lease_ms: int = 10_000
     lost_after_ms: int = 12_000
     recover_ms: int = 12_000
-    """A started coordinator waits so long for ranks' reports; at most `lost_after_ms` counts."""
+    """How long a started coordinator waits for ranks' reports; `lost_after_ms` if that is less."""
     answer_ms: int = 0
-    """A rank that reports more often than that is answered only where the answer is news."""
+    """Least time between two answers to a rank without news."""
     pause_limit_ms: int = 2_000
     drain_limit_ms: int = 60_000
     queue: QueueBounds = QueueBounds(4_096)
     ageing_ms: int = 30_000
     default_carry: Carry = Carry.RESHARD
     history_max: int = 1_000
-    """Most switches and most decisions that are remembered."""
+    """Number of switches and of decisions to remember, at most."""
     claim_ms: int = 5_000
-    """A task that a rank holds is dropped if no gateway asks for it within this time."""
+    """A task that a rank holds is dropped if no gateway claims it within this time."""
     gateway_gone_ms: int = 5_000
     """The tasks of a gateway that is away for longer are cancelled."""
     in_fleet: bool = False
-    """Gateways know other cells too: they are told how busy this one is."""
+    """Gateways know other cells too, so this one publishes its load."""
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
     settled_ms: int = SETTLED_MS
-    """A layout that was left because of a loss is restored when it could have been for so long."""
+    """A layout left because of a loss is restored once it could have been for this long."""
     renew_idle_ms: int = 0
-    """Ranks that cannot form the groups that are wanted are started again after so long without any
-    task; 0 is never."""
+    """All ranks restart if wanted groups lack communicators and the cell has had no task for this
+    long; 0 is never."""
     renew_busy_ms: int = 0
-    """Those of one group are, while the others serve, when it could not be formed for so long; 0 is
-    never."""
+    """The ranks of one group restart, while the others serve, if it could not be formed for this
+    long; 0 is never."""
     health: OutlierSettings = field(default_factory=OutlierSettings)
-    """When living ranks that hold the others up are taken out."""
+    """When living ranks that hold the others up are ejected."""
 
     @property
     def switch(self) -> SwitchSettings:
-        """What the switcher needs of them."""
+        """The settings of the switcher."""
         return SwitchSettings(
             initial=self.layout,
             lease_ms=self.lease_ms,
@@ -150,12 +150,12 @@ def core_settings(config: Config, step_times: Mapping[str, StepLine] | None = No
         world=config.cell.ranks,
         layout=config.initial_layout(),
         narrowest=config.narrowest,
-        # Where nobody serves without the others, there is no reason to wait for more of them.
+        # If no rank serves without the others, waiting for more ranks gains nothing.
         settled_ms=SETTLED_MS if config.narrowest == 1 else 0,
         lease_ms=coordinator.lease_ms,
         lost_after_ms=coordinator.lost_after_ms,
         recover_ms=coordinator.lost_after_ms,
-        # Reports that are due come an interval apart, give or take a step.
+        # Regular reports come one interval apart, give or take a step.
         answer_ms=coordinator.heartbeat_ms // 2,
         pause_limit_ms=coordinator.pause_limit_ms,
         drain_limit_ms=coordinator.drain_limit_ms,

@@ -1,9 +1,8 @@
-"""How long a step takes by its tokens and context: T = A + B·tokens + C·context, fitted.
+"""A fitted line for step times: T = A + B·tokens + C·context.
 
-Least squares of relative errors, so that a decode of 10 ms counts as much as a prefill of a second.
-The sums of the normal equations are all that is kept of a step: leaders send them with their
-reports, and old ones are forgotten by a factor. A, B and C are never negative. Called by the cost
-model.
+Least squares of relative errors, so a decode of 10 ms counts as much as a prefill of a second. Only
+the sums of the normal equations are kept of a step: leaders report them, and a factor fades old
+ones. A, B and C are never negative. The cost model calls this module.
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from coordinator.protocol.messages.steps import StepSums
 
 TOKENS_UNIT = 1_000.0
 CONTEXT_UNIT = 1_000_000.0
-"""Sums are kept in these units, so that the equations are well conditioned."""
+"""Sums are in these units, so that the equations are well conditioned."""
 
 SINGULAR = 1e-9
 
@@ -41,7 +40,7 @@ def sums_of(steps: Iterable[tuple[float, float, float]], weight: float = 1.0) ->
 
 
 def plus(left: StepSums, right: StepSums, keep: float = 1.0) -> StepSums:
-    """Return both together; `left` counts `keep` of what it did."""
+    """Return the sum of both; `left` is weighted by `keep`."""
     return StepSums(
         *(keep * getattr(left, name) + getattr(right, name) for name in StepSums.__struct_fields__)
     )
@@ -68,7 +67,7 @@ def fit(sums: StepSums) -> StepLine | None:
             parts = [0.0, 0.0, 0.0]
             for index, value in zip(used, solved, strict=True):
                 parts[index] = value
-            # Of the squared error only this part depends on the line.
+            # Only this part of the squared error depends on the line.
             error = -sum(target[index] * parts[index] for index in used)
             if best is None or error < best[0] - SINGULAR:
                 best = error, StepLine(parts[0], parts[1] / TOKENS_UNIT, parts[2] / CONTEXT_UNIT)

@@ -1,5 +1,5 @@
-"""The adaptive policy: which layout, from what is measured; pure, with the clock as an argument.
+"""The adaptive policy, which chooses a layout from measurements; pure, the clock is an argument.
 
-`observation` says what is looked at, `cost_model` how long steps take, `predict` what a layout
-would make of the load, `decide` which one is wanted, and why. See ADR 0023.
+`observe` builds its input, `predict` forecasts what a layout makes of the load, `decide` chooses
+one and gives the reason. See ADR 0023.
 """

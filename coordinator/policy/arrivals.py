@@ -1,7 +1,7 @@
-"""How often tasks come and how long they are, by tier; called by `controller` and the simulator.
+"""Arrival rates and lengths of tasks, by tier; `controller` and the simulator call this module.
 
-Rates are exponential windows: an arrival counts 1/window at once, and fades. A window that is not
-yet as long as it is to be is scaled up, so that a first burst is not taken for little.
+Rates are exponential windows: an arrival counts 1/window at once, and fades. A window younger than
+its span is scaled up, so that a first burst is not underrated.
 """
 
 import math
@@ -17,7 +17,7 @@ QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 AGE_MIN_S = 1.0
-"""Of a younger window nothing is concluded beyond what came."""
+"""A younger window is not scaled up any further."""
 
 
 class _Window:
@@ -46,7 +46,7 @@ class _Window:
 
 
 class TierArrivals:
-    """What came of one tier."""
+    """The arrivals of one tier."""
 
     __slots__ = ("_long", "_outputs", "_prompts", "_quantiles", "_short")
 
@@ -65,7 +65,7 @@ class TierArrivals:
         self._quantiles = None
 
     def ended(self, output_tokens: int) -> None:
-        """Take the length of what a finished task generated."""
+        """Record how many tokens a finished task generated."""
         self._outputs.append(output_tokens)
 
     def rates(self, now_ms: int) -> tuple[float, float]:
@@ -74,7 +74,7 @@ class TierArrivals:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """Quantiles of the newest prompts; none before the first."""
+        """Quantiles of the newest prompts' lengths; empty before the first."""
         if self._quantiles is None:
             ordered = sorted(self._prompts)
             last = len(ordered) - 1
@@ -85,12 +85,12 @@ class TierArrivals:
 
     @property
     def output_tokens(self) -> float:
-        """Mean of what the newest finished tasks generated; 0 before the first."""
+        """Mean output of the newest finished tasks; 0 before the first."""
         return sum(self._outputs) / len(self._outputs) if self._outputs else 0.0
 
 
 class Arrivals:
-    """What came of every tier."""
+    """The arrivals of every tier."""
 
     __slots__ = ("_tiers",)
 
@@ -98,5 +98,5 @@ class Arrivals:
         self._tiers = {tier: TierArrivals() for tier in Tier}
 
     def __getitem__(self, tier: Tier) -> TierArrivals:
-        """Return what came of one tier."""
+        """Return the arrivals of one tier."""
         return self._tiers[tier]

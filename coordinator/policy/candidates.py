@@ -1,8 +1,8 @@
-"""Which arrangements the policy chooses from: layouts, and groups kept for urgent tiers.
+"""The arrangements that the policy chooses from: layouts, and groups reserved for urgent tiers.
 
 Layouts that differ only in where equal groups lie are one candidate: the one that changes the
-fewest ranks. An arrangement may keep some groups for the most urgent tiers; then the others take
-the rest. Changing what is kept needs no switch. Called by `decide`.
+fewest ranks. An arrangement may reserve groups for the most urgent tiers; the other groups take the
+rest. Changing reservations needs no switch. `decide` calls this module.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,7 +25,7 @@ Shape = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A layout, and the leaders of groups that take only the `tiers` most urgent tiers."""
+    """A layout, and the leaders of groups reserved for the `tiers` most urgent tiers."""
 
     layout: Layout
     reserved: tuple[Rank, ...] = ()
@@ -33,7 +33,7 @@ class Arrangement:
 
     @property
     def name(self) -> str:
-        """The layout's notation, and what is kept for whom."""
+        """The layout's notation, and the reserved groups."""
         text = format_layout(self.layout)
         if not self.reserved:
             return text
@@ -55,7 +55,7 @@ class LayoutSpace:
         absent: Collection[Rank] = (),
         alone: Collection[Rank] = (),
     ) -> None:
-        """Take the mode of each supported width; `alone` are ranks that serve in dp only."""
+        """`modes`: supported width -> its mode; ranks in `alone` serve in dp only."""
         self._by_shape: dict[Shape, list[Layout]] = {}
         for layout in _layouts(world, sorted(modes)):
             present = _in_modes(layout, modes).without(absent)
@@ -77,12 +77,12 @@ class LayoutSpace:
 
 
 def shape_of(layout: Layout) -> Shape:
-    """Return what a layout can do, wherever its groups lie."""
+    """Return the names of a layout's groups, wherever they lie."""
     return tuple(group.name for group in sorted(layout.groups, key=lambda each: -each.width))
 
 
 def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
-    """Return a layout with no group kept for anyone, and with some, if several tiers are there."""
+    """Return a layout without reservations, and with some if several tiers have tasks."""
     found = [Arrangement(layout)]
     present = sorted(tiers)
     cuts = [cut for cut in (1, 2) if cut - 1 in present and present[-1] >= cut]
@@ -94,7 +94,7 @@ def arrangements(layout: Layout, tiers: Iterable[int]) -> list[Arrangement]:
 
 
 def _reservations(widths: list[int]) -> list[int]:
-    """Return how many of the groups, widest first, may be kept: one or half, or all wide ones."""
+    """Return how many groups, widest first, may be reserved: one or half, or all wide ones."""
     widest = widths.count(widths[0]) if widths else 0
     if len(widths) < 2:
         return []
@@ -104,7 +104,7 @@ def _reservations(widths: list[int]) -> list[int]:
 def _layouts(world: int, widths: list[int]) -> list[Layout]:
     if world <= MAX_ENUMERATED_WORLD:
         return list(supported_layouts(world, widths, (Mode.DP, Mode.TP)))
-    # Of a large cell only those of one width, and those with one wider group.
+    # Of a large cell only layouts of one width, and those with one wider group.
     found = []
     for width in widths:
         tail = [f"tp{width}"] * (world // width) if width > 1 else [f"dp{world}"]

@@ -1,8 +1,8 @@
-"""The adaptive policy of a running cell: looks at it on a clock, and says what is wanted.
+"""The policy controller of a running cell: evaluates it on a clock and returns verdicts.
 
-Owns what the decision needs beyond the cell itself: arrivals, what is known of costs, which groups
-are kept for whom, and for how long an operator's layout is left alone. Called by the core, which
-asks for the switch. Pure: the clock is an argument.
+It owns what a decision needs beyond the cell itself: arrivals, knowledge of costs, reserved groups,
+and how long an operator's layout stays pinned. The core calls it and starts the switches. Pure: the
+clock is an argument.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,14 +27,14 @@ from coordinator.switching.switcher import Switcher
 from coordinator.tasks.task_table import TaskTable
 
 COSTS_EVERY_MS = 30_000
-"""How often the costs are written to the observation log."""
+"""How often the costs go into the observation log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One look: what was seen and what follows; `costs` are there when they are to be logged.
+    """One evaluation: observation and verdict; `costs` are set when they are due for the log.
 
-    `expected` is what tiers are to see if the layout that serves stays.
+    `expected` is the forecast of each tier if the serving layout stays.
     """
 
     seen: Observation
@@ -73,11 +73,11 @@ class PolicyController:
 
     @property
     def horizon_ms(self) -> int:
-        """How far ahead is looked."""
+        """The length of the forecast."""
         return self._start.settings.horizon_ms
 
     def kept(self, layout: Layout) -> dict[Rank, int]:
-        """Return the leaders of groups of `layout` that are kept, each for so many tiers."""
+        """Return `layout`'s reserved groups: leader -> number of the most urgent tiers."""
         return dict.fromkeys(self._reserved, self._tiers) if layout == self._kept_in else {}
 
     def came(self, message: Submit, now_ms: int) -> None:
@@ -86,11 +86,11 @@ class PolicyController:
         self._arrivals[header.tier].came(header.prompt_tokens, now_ms)
 
     def on_hello(self, hello: RankHello) -> None:
-        """Take what a rank measured at its start."""
+        """Add what a rank measured at its start."""
         self._knowledge.on_hello(hello)
 
     def on_report(self, report: Report, tasks: TaskTable) -> None:
-        """Take what a leader served, before the pool forgets the tasks that ended."""
+        """Add what a leader served; call it before the pool forgets the tasks that ended."""
         self._knowledge.on_report(report)
         for ended in report.ended:
             task = tasks.get(ended.task)
@@ -98,7 +98,7 @@ class PolicyController:
                 self._arrivals[task.header.tier].ended(ended.generated)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Take how long a switch took."""
+        """Add how long a switch took."""
         self._knowledge.on_switch(record)
 
     def pin(self, now_ms: int) -> None:
@@ -107,14 +107,14 @@ class PolicyController:
         self._state = State()
 
     def keep(self, verdict: Verdict) -> None:
-        """Keep the groups that the verdict keeps, for whom it says, once its layout serves."""
+        """Reserve the groups of the verdict; it applies once the verdict's layout is the target."""
         choice = verdict.choice
         self._kept_in, self._reserved, self._tiers = choice.layout, choice.reserved, choice.tiers
 
     def look(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
     ) -> Evaluation | None:
-        """Look at the cell, if it is time to; the caller carries the verdict out."""
+        """Evaluate the cell if that is due; the caller carries out the verdict."""
         if now_ms < self._due_ms or switcher.recovering or not switcher.alive:
             return None
         self._due_ms = now_ms + self._start.settings.decide_every_ms

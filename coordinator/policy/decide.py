@@ -1,9 +1,9 @@
-"""The decision: a pure function of an observation, with the reason in words.
+"""The decision: a pure function of an observation, with a reason in words.
 
-An arrangement is left only for one that raises the predicted goodput by more than the switch
-costs, or that is as good for the goals and has looked faster for a while. A layout is kept for a
-minimum stay, never left for the one before it sooner, and switches per minute are bounded. Called
-on a clock by `controller`, and offline by `aileron replay` and the simulator.
+It leaves an arrangement only for one that raises the predicted goodput by more than the switch
+costs, or that is as good for the goals and has looked faster for a while. A layout has a minimum
+stay, before which its predecessor never returns, and switches per minute are bounded. `controller`
+calls this module on a clock; `aileron replay` and the simulator call it offline.
 """
 
 import math
@@ -19,42 +19,42 @@ from coordinator.policy.predict import Demand
 from coordinator.policy.score import Score, score
 
 POLICY = "policy"
-"""The cause of a switch that the policy asked for."""
+"""Cause of a switch that the policy asked for."""
 
 AS_GOOD = 0.99
-"""Arrangements that keep so much of the best goodput are as good for the goals."""
+"""Arrangements with this share of the best goodput are as good for the goals."""
 
 STRESS = 2.0
-"""A layout should also stand a rate that is so many standard deviations higher."""
+"""A layout is also scored at a rate this many standard deviations higher."""
 
 URGENT_GAIN = 0.25
-"""A gain of such a part does not wait for the minimum stay, only for a third of it."""
+"""A relative gain above this waits only for a third of the minimum stay."""
 
 RESERVED_WORTH = 0.94
-"""Groups that are kept for some tiers idle while others wait, more than means can say."""
+"""Discount for reservations: reserved groups idle while others wait, which means do not show."""
 
 STAY_ASSUMED_S = 20.0
-"""A layout that is taken for its speed alone is likely to stay so long, and pays for its switch."""
+"""Assumed stay of a layout chosen for speed alone, in which its switch must pay off."""
 
 IN_QUESTION = 0.7
-"""Only layouts that reach such a part of the best are tried with a busier time as well."""
+"""Only layouts with this share of the best worth are scored under a busier load too."""
 
 MINUTE_MS = 60_000
 
 REGRET_MS = 60_000
-"""A change for speed was a mistake if goals call for another layout within such a time."""
+"""A change for speed was a mistake if goals call for another layout within this time."""
 
 CAUTION_TIMES_MAX = 10
-"""Caution grows to so many times what it is after the first mistake."""
+"""Limit of the caution time, in multiples of its first value."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the policy remembers between decisions: what has looked better, since when.
+    """The policy's memory between decisions: which arrangement has looked better, and since when.
 
-    `faster_ms` is when it last changed for speed alone. If goals have called for another layout
-    soon after that, it changes to none of at most `avoided_groups` groups for speed until
-    `careful_until_ms`, which is `caution_ms` later.
+    `faster_ms` is the time of its last change for speed alone. If goals called for another layout
+    soon after that, it does not change for speed to a layout of at most `avoided_groups` groups
+    until `careful_until_ms`, which is `caution_ms` later.
     """
 
     preferred: str = ""
@@ -67,7 +67,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class ScoredCandidate:
-    """An arrangement with its score; `worth` counts a busier time, `lost_s` is to get there."""
+    """An arrangement and its score; `worth` includes a busier load, `lost_s` its switch."""
 
     arrangement: Arrangement
     score: Score
@@ -75,13 +75,13 @@ class ScoredCandidate:
     lost_s: float = 0.0
 
     def after_switch(self, horizon_ms: int) -> float:
-        """What it is worth over a horizon that begins with the switch."""
+        """Its worth over a horizon that begins with the switch."""
         return self.worth * max(0.0, 1 - self.lost_s * 1000 / horizon_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wanted, and why; `changes` says whether it is something else than what is there."""
+    """The wanted arrangement and the reason; `changes` if it differs from the present one."""
 
     choice: Arrangement
     reason: str
@@ -113,7 +113,7 @@ def decide(
         return Verdict(here, reason, changes=False), state
     judged = _judge(seen, here, space, costs, settings, demands)
     if pinned:
-        # What layouts could do is told all the same: whoever adds cells goes by it.
+        # Report the candidates anyway: the decision to add cells needs them.
         told = Verdict(here, pinned, changes=False)
         return replace(told, candidates=tuple(judged), demands=tuple(demands)), state
     now = next(each for each in judged if each.arrangement == here)
@@ -124,7 +124,7 @@ def decide(
 
 
 def standing(seen: Observation, current: Layout) -> Arrangement:
-    """Return the arrangement that an observation is of; `current` is its layout."""
+    """Return the arrangement that was observed; `current` is its layout."""
     return Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
 
 
@@ -142,7 +142,7 @@ def _judge(
     for layout in space.layouts(here.layout):
         wanted += [each for each in arrangements(layout, tiers) if each != here]
     context = sum(demand.context for demand in demands)
-    # Groups that change wait for the longest step under way.
+    # Groups that change wait for the longest running step.
     first = score(here, seen, demands, costs, settings, here.layout)
     step_s = max((tier.tpot_s for tier in first.tiers), default=0.0)
     world = max(1, len(here.layout.ranks))
@@ -163,17 +163,17 @@ def _judge(
 
 
 def _busier(demand: Demand, horizon_s: float) -> Demand:
-    """Return a demand as high as chance makes it now and then, with the rate that it has."""
+    """Return the demand at a rate that chance reaches now and then."""
     return replace(demand, rate=demand.rate + STRESS * math.sqrt(demand.rate / horizon_s))
 
 
 def _best(
     judged: list[ScoredCandidate], now: ScoredCandidate, settings: PolicySettings
 ) -> ScoredCandidate:
-    """Return what is to be preferred: the most goodput, and among what has as much the fastest.
+    """Return the preferred candidate: the most goodput, and the fastest among equals.
 
-    If nothing has more than what is there, after its switch, then what getting there costs counts
-    for little: the layout would stay.
+    If no candidate beats the present one net of its switch, the cost of the switch is ignored: the
+    layout would stay in place for long.
     """
     possible = [each for each in judged if not each.score.refused] or judged
     after = {id(each): each.after_switch(settings.horizon_ms) for each in possible}
@@ -203,7 +203,7 @@ def _remember(state: State, best: ScoredCandidate, here: Arrangement, now_ms: in
 def _changed(
     state: State, reason: _Reason, now_ms: int, left: Layout, settings: PolicySettings
 ) -> State:
-    """Return what to remember of the layout's being left now."""
+    """Return what to remember when the present layout is left."""
     if reason.is_for_speed:
         return replace(state, faster_ms=now_ms)
     if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
@@ -242,7 +242,7 @@ def _choose(
     if reason.is_for_speed and careful_ms > 0 and len(there.layout.groups) <= state.avoided_groups:
         seconds = -(-careful_ms // 1000)
         return stay(f"so wide a layout was not for long: {there.name} may be tried in {seconds} s")
-    # Even what is urgent is looked at twice: one look in a row of many is off by chance.
+    # Even an urgent change needs two evaluations: one of many is off by chance.
     settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
     if seen.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
@@ -254,7 +254,7 @@ def _choose(
 
 
 def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) -> _Reason | None:
-    """Return why `best` is worth the change, if it is."""
+    """Return the reason why `best` is worth the change, or None."""
     if now.score.refused and not best.score.refused:
         return _Reason(f"{now.arrangement.name} cannot go on: {now.score.refused}", urgent=True)
     gained = best.after_switch(settings.horizon_ms)
@@ -275,7 +275,7 @@ def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) 
 def _held_back(
     seen: Observation, now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings
 ) -> str:
-    """Return why no switch may be made now, or nothing."""
+    """Return why no switch is allowed now, or an empty string."""
     last = seen.switches[-1] if seen.switches else None
     if last is not None and last.ago_ms < settings.stay_ms:
         is_urgent = best.worth > now.worth * (1 + URGENT_GAIN) or bool(now.score.refused)

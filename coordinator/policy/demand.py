@@ -1,4 +1,4 @@
-"""What is to be served over the horizon, from an observation; called by `decide`."""
+"""The demand to serve over the horizon, from an observation; `decide` calls this module."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,21 +12,21 @@ SHORT_WINDOW_S = 2.0
 LONG_WINDOW_S = 15.0
 
 DEVIATIONS = 3.0
-"""The short window is believed where it differs by so many deviations from the long one."""
+"""The short window counts if it differs from the long one by this many standard deviations."""
 
 PROMPTS_ASSUMED = (512,)
 OUTPUT_ASSUMED = 128.0
-"""Of tiers that nothing was heard of yet."""
+"""For tiers without any arrival so far."""
 
 IDLE_RATE = 0.05
-"""An idle cell is laid out for a request that comes alone, one in 20 seconds."""
+"""An idle cell is laid out for single requests, one in 20 seconds."""
 
 
 def expected_rate(short: float, long: float) -> float:
-    """Return the arrivals per second to count on.
+    """Return the arrivals per second to plan for.
 
-    Few arrivals say little: the long window counts, unless the short one says something else that
-    chance does not explain. A rate that falls is believed by half, for the next burst.
+    Few arrivals say little: the long window counts, unless chance cannot explain the short one. A
+    falling rate counts by half, for the next burst.
     """
     deviation = (max(long, 1 / LONG_WINDOW_S) / (2 * SHORT_WINDOW_S)) ** 0.5
     if short > long + DEVIATIONS * deviation:
@@ -37,7 +37,7 @@ def expected_rate(short: float, long: float) -> float:
 
 
 def demands_of(seen: Observation, settings: PolicySettings) -> list[Demand]:
-    """Return the demand of each tier that has any; of an idle cell that of one standard request."""
+    """Return the demand of each tier that has any; for an idle cell, one standard request's."""
     found = [
         _demand(tier, settings)
         for tier in seen.tiers
@@ -70,7 +70,7 @@ def _demand(tier: TierSeen, settings: PolicySettings) -> Demand:
 def foreign_share(
     groups: Iterable[Group], seen: Sequence[GroupSeen], current: Layout, tier: int
 ) -> float:
-    """Return the part of a tier's tasks that the ranks of these groups run now."""
+    """Return the share of a tier's tasks that the ranks of these groups run now."""
     ranks = {rank for group in groups for rank in group.ranks}
     here = total = 0.0
     members: dict[Rank, Group] = {group.leader: group for group in current.groups}

@@ -1,4 +1,4 @@
-"""A verdict as it is recorded: inputs, candidates and scores, rounded for people. Pure."""
+"""A verdict's record: inputs, candidates and scores, rounded for people. Pure."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def recorded(verdict: Verdict, carry: Carry, now_ms: int) -> Decision:
 
 
 def inputs_of(demands: tuple[Demand, ...]) -> Mapping[str, object]:
-    """Return what was to be served, by tier."""
+    """Return the demand of each tier."""
     return {Tier(each.tier).name.lower(): _demand(each) for each in demands}
 
 
@@ -50,7 +50,7 @@ def _candidate(judged: ScoredCandidate) -> Mapping[str, object]:
         "cost": round(score.cost, 3),
         "use": round(score.use, 3),
         "tiers": {
-            # In a layout with several kinds of groups the slowest is shown.
+            # If a layout has several kinds of groups, the slowest is shown.
             Tier(each.tier).name.lower(): {
                 "ttft_ms": round(each.ttft_s * 1e3, 1),
                 "tpot_ms": round(each.tpot_s * 1e3, 2),

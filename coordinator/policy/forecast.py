@@ -1,8 +1,8 @@
-"""What the adaptive policy expects of the layout that serves, in numbers that can come true.
+"""The policy's forecast for the serving layout, in numbers that can be compared later. Pure.
 
-Each decision predicts all candidates; this is the part about the layout that stays. It is there
-also where nothing was to be decided, because an operator chose: a prediction that is wrong says
-that the step times are, whoever chooses. Pure.
+Each decision predicts all candidates; this is the part about the layout that stays. It also exists
+when nothing was decided because an operator chose: a wrong prediction reveals wrong step times in
+either case.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def forecast_of(
     costs: CostModel,
     settings: PolicySettings,
 ) -> tuple[Expected, ...]:
-    """Return what each tier with tasks is to see if `current`, the observation's layout, stays."""
+    """Return what each tier with tasks can expect if `current`, the observed layout, stays."""
     if seen.is_switching:
         return ()
     here = standing(seen, current)
@@ -38,7 +38,7 @@ def forecast_of(
 
 
 def _by_tier(forecasts: Iterable[TierForecast]) -> tuple[Expected, ...]:
-    """Join what several kinds of groups promise to one tier, by how much each is asked for."""
+    """Average the forecasts of several kinds of groups for a tier, weighted by requests."""
     parts: dict[int, list[TierForecast]] = {}
     for each in forecasts:
         if each.asked > 0:

@@ -1,6 +1,7 @@
-"""What the policy knows of its cell: which layouts there are, and what each would cost.
+"""The policy's knowledge of its cell: which layouts exist, and what each would cost.
 
-Made from what ranks told and served, or from a file of step times. Called by `controller`.
+It comes from ranks' hellos, reports and switches, or from a file of step times. `controller` calls
+this module.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,17 +22,17 @@ from coordinator.ranks.roster import Roster
 
 PAUSE_ASSUMED_S = 0.05
 LINK_ASSUMED_BYTES_S = 50e9
-"""Until a switch was measured."""
+"""Assumed until a switch was measured."""
 
 NEWEST_SHARE = 0.3
-"""What the newest switch counts in the mean of them all."""
+"""Weight of the newest switch in the moving average."""
 
 BYTES_MIN = 1 << 20
-"""Moves of less say nothing about the links."""
+"""Migrations of fewer bytes say nothing about the links."""
 
 
 class Knowledge:
-    """Layouts and costs, as far as known."""
+    """The known layouts and costs."""
 
     __slots__ = (
         "_fits",
@@ -53,10 +54,10 @@ class Knowledge:
         self._space: LayoutSpace | None = None
         self._space_of: object = None
         self.version = 0
-        """Grows when what may be chosen from changes."""
+        """Grows when the set of layouts changes."""
 
     def on_hello(self, hello: RankHello) -> None:
-        """Take what a rank measured at its start."""
+        """Add what a rank measured at its start."""
         memory = dict(hello.memory)
         tokens = max(1, hello.pages_total * hello.tokens_per_slot)
         weights = memory.get("weights", 0)
@@ -64,12 +65,12 @@ class Knowledge:
         self._fits.measured(hello.step_times, share)
 
     def on_report(self, report: Report) -> None:
-        """Take what a leader served."""
+        """Add what a leader served."""
         if report.served:
             self._fits.served(report.served)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Take how long a switch took."""
+        """Add how long a switch took."""
         if record.outcome is not Outcome.SERVED or record.stall_ms is None:
             return
         pause_s = max(0.0, record.stall_ms - record.reshard_ms) / 1000
@@ -79,7 +80,7 @@ class Knowledge:
             self._speed += NEWEST_SHARE * (speed - self._speed)
 
     def space(self, roster: Roster, alive: Collection[Rank]) -> LayoutSpace:
-        """Return the layouts of the ranks that are there; the same until they change."""
+        """Return the layouts of the ranks that are alive; the same object until they change."""
         modes = self.modes(roster, alive)
         absent = [Rank(rank) for rank in range(roster.world) if rank not in alive]
         alone = [rank for rank in alive if roster.is_degraded(rank)]
@@ -91,7 +92,7 @@ class Knowledge:
         return self._space
 
     def modes(self, roster: Roster, alive: Collection[Rank]) -> dict[int, Mode]:
-        """Return the mode to serve each width in: shift where sp overtakes tp somewhere."""
+        """Return the serving mode of each width: shift if sp is faster than tp for some steps."""
         found = {1: Mode.DP}
         for width in self._widths[1:]:
             if any(not roster.supports(r, width) for r in alive if not roster.is_degraded(r)):
@@ -105,7 +106,7 @@ class Knowledge:
         return found
 
     def costs(self, roster: Roster, alive: Collection[Rank]) -> CostModel:
-        """Return what groups of these ranks cost; groups whose steps are not known are missing."""
+        """Return what groups of these ranks cost; groups with unknown step times are missing."""
         hellos = [roster[rank].hello for rank in alive if rank in roster]
         if not hellos:
             return CostModel({})

@@ -1,4 +1,4 @@
-"""Makes an observation of the unfinished tasks; called by `controller` and the simulator."""
+"""Observes the unfinished tasks; `controller` and the simulator call this module."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from coordinator.protocol.terms import Tier
 from coordinator.tasks.task import HELD, State, Task
 
 LEFT_MIN_SHARE = 0.25
-"""A task that is longer than most goes on for so much of the mean yet, as far as is known."""
+"""A task longer than the mean is expected to go on for this share of the mean."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Count:
 def observe_tiers(
     tasks: Iterable[Task], arrivals: Arrivals, now_ms: int
 ) -> tuple[tuple[TierSeen, ...], dict[int, list[int]]]:
-    """Return every tier's tasks, and for each leader how many of each tier it has.
+    """Return every tier's tasks, and each leader's number of tasks by tier.
 
     Costs O(tasks).
     """

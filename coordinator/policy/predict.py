@@ -1,11 +1,11 @@
-"""What an arrangement would make of the load: latencies, attainment of goals, throughput.
+"""What an arrangement makes of the load: latencies, attainment of goals, throughput.
 
-A group that batches continuously is a processor that is shared: a step takes A + B·tokens +
-C·context, its tokens are one for each running task and the prompts that came during the step before
-it, and so many tasks run as arrive during one's life (Little's law). The fixed point gives the time
-per token; backlog of the same and more urgent tiers gives the wait; what arrives beyond what the
-group can do lets it grow over the horizon. Goals are met in part around their limits, since
-neither lengths nor arrivals are even. Called by `decide`.
+A group that batches continuously is a shared processor. A step takes A + B·tokens + C·context; its
+tokens are one per running task and the prompts that came during the step before; the running tasks
+are those that arrive during one's life (Little's law). The fixed point gives the time per token.
+Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if more
+arrives than the group can do. Goals are met in part around their limits, as lengths and arrivals
+vary. Called by `decide`.
 """
 
 import math
@@ -16,19 +16,19 @@ from coordinator.model.cost_model import GroupCost
 from coordinator.model.policy_settings import TierGoal
 
 SPREAD = 0.1
-"""By what part requests differ from the mean at least, in what they see."""
+"""Least relative spread of what requests see around the mean."""
 
 THROUGHPUT_WORTH = 0.2
-"""What a request is worth that is served, in parts of one that meets its goals."""
+"""Worth of a request that is served at all, relative to one that meets its goals."""
 
 CERTAIN = 6.0
-"""Logits beyond which nothing is left to chance."""
+"""Logits beyond which the outcome is certain."""
 
 MOMENTS = (0.2, 0.6)
-"""Parts of the horizon at which the queue is looked at."""
+"""Fractions of the horizon at which the queue is evaluated."""
 
 BUSY_MAX = 0.95
-"""Waiting times are not predicted beyond this use: the queue's growth is what counts there."""
+"""Waiting times are capped at this use: above it, the queue's growth is what counts."""
 
 ROUNDS = 3
 """Iterations of the mean step: only the part of lives within the horizon depends on itself."""
@@ -36,7 +36,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one tier brings to a set of equal groups; counts and rates are of the whole set."""
+    """The demand of one tier on a set of equal groups; counts and rates are of the whole set."""
 
     tier: int
     goal: TierGoal
@@ -52,11 +52,11 @@ class Demand:
     """The mean prompt."""
 
     def __post_init__(self) -> None:
-        """Take the mean once."""
+        """Compute the mean prompt once."""
         object.__setattr__(self, "prompt", sum(self.prompts) / len(self.prompts))
 
     def part(self, share: float) -> "Demand":
-        """Return a part of it."""
+        """Return a share of the demand."""
         return Demand(
             self.tier,
             self.goal,
@@ -71,19 +71,19 @@ class Demand:
         )
 
     def under_way(self, share: float) -> "Demand":
-        """Return a part of what runs, without what is to come in."""
+        """Return a share of the running tasks, without arrivals and unstarted ones."""
         part = self.part(share)
         return replace(part, rate=0.0, unstarted=0.0, unstarted_tokens=0.0)
 
     def without_running(self, share: float) -> "Demand":
-        """Return all but a part of what runs."""
+        """Return the demand without a share of the running tasks."""
         part = self.part(1 - share)
         return replace(self, running=part.running, context=part.context, to_come=part.to_come)
 
 
 @dataclass(frozen=True, slots=True)
 class TierForecast:
-    """What a tier is expected to see; `good` and `asked` are requests per second."""
+    """The forecast of a tier; `good` and `asked` are requests per second."""
 
     tier: int
     ttft_s: float
@@ -93,15 +93,15 @@ class TierForecast:
     """`good`, and a little for every request that is served at all."""
     asked: float
     cost: float
-    """Latency in parts of the goals, or use of the groups where there is none; less is better."""
+    """Latency relative to the goals, or the groups' use if there are none; less is better."""
     use: float = 0.0
-    """The part of what its groups can do for which this tier and more urgent ones keep asking."""
+    """The share of its groups' capacity that arrivals of this and more urgent tiers need."""
 
 
 def forecast(
     cost: GroupCost, groups: int, demands: Sequence[Demand], horizon_s: float
 ) -> list[TierForecast]:
-    """Return what each tier sees of `groups` equal groups that share these demands evenly."""
+    """Return the forecast of each tier on `groups` equal groups that share these demands evenly."""
     per_group = [demand.part(1 / groups) for demand in sorted(demands, key=lambda each: each.tier)]
     load = _Load(cost, per_group, horizon_s)
     return [load.forecast(index, groups) for index in range(len(per_group))]
@@ -131,9 +131,9 @@ class _Load:
         self._step_s = self._mean_step_s()
         used = backlog = 0.0
         self._use: list[float] = []
-        """Of what the group can do, the part that this tier and the more urgent ones ask for."""
+        """The share of the group's capacity that this and more urgent tiers need."""
         self._asked: list[float] = []
-        """The same with what waits and runs already, to be done within the horizon."""
+        """The same, with waiting and running work to be done within the horizon."""
         for demand in demands:
             used += demand.rate * self._work_s(demand)
             backlog += self._backlog_s(demand) / horizon_s
@@ -141,14 +141,14 @@ class _Load:
             self._asked.append(used + backlog)
 
     def _token_s(self, demand: Demand) -> float:
-        """Seconds that one decoded token takes of a group that is as full as it can be."""
+        """Seconds of a full group's time per decoded token."""
         cost = self.cost
         context = demand.prompt + demand.output / 2
         base_s = cost.decode.base_s / self._tasks_max
         return base_s + cost.decode.token_s + cost.decode.context_s * context
 
     def _work_s(self, demand: Demand) -> float:
-        """Seconds that one request takes of a full group."""
+        """Seconds of a full group's time per request."""
         prefill_s = self.cost.prefill.token_s * demand.prompt
         return prefill_s + self._token_s(demand) * demand.output
 
@@ -170,8 +170,8 @@ class _Load:
     def _full_step_s(self) -> float:
         """Seconds of a step of a full group.
 
-        It decodes for as many tasks as it holds, and reads the prompts of those that take the place
-        of tasks that end, as far as they go into one step.
+        It decodes for as many tasks as it holds, and reads the prompts of tasks that replace ended
+        ones, as far as they fit into one step.
         """
         cost = self.cost
         mean = self._mean_context
@@ -187,16 +187,16 @@ class _Load:
             return cost.step_s(tasks, tasks * mean)
         chunk = min(float(cost.chunk_tokens), tasks * prompts / max(outputs, 1.0))
         if chunk >= cost.chunk_tokens:
-            # Prompts fill the step before so many tasks run.
+            # Prompts fill the step before that many tasks run.
             tasks = min(tasks, chunk * outputs / max(prompts, 1.0))
         return cost.step_s(tasks + chunk, tasks * mean)
 
     def _mean_step_s(self) -> float:
         """Return seconds per step, averaged over the horizon.
 
-        Tasks that run now go on for what they have to come, arriving ones for a life each, as far
-        as it lies within the horizon. A step is linear in both and in the prompts that came during
-        the one before, so its mean is the solution of a linear equation, at most a full step.
+        Running tasks go on for their remaining tokens, arriving ones for a life each, as far as it
+        lies within the horizon. A step is linear in both and in the prompts that came during the
+        one before, so its mean solves a linear equation; it is at most a full step.
         """
         cost, horizon_s = self.cost, self._horizon_s
         full_s = self._full_step_s()
@@ -217,7 +217,7 @@ class _Load:
         return step_s
 
     def forecast(self, index: int, groups: int) -> TierForecast:
-        """Return what one tier sees."""
+        """Return the forecast of one tier."""
         demand, goal = self._demands[index], self._demands[index].goal
         asked = demand.rate + demand.unstarted / self._horizon_s
         waits, queueing = self._waits(index, groups)
@@ -257,16 +257,16 @@ class _Load:
         )
 
     def _first_s(self, prompt: int) -> float:
-        """Seconds from the first step of a prompt to its last, among what runs."""
+        """Seconds from the first step of a prompt to its last, among running tasks."""
         cost = self.cost
         steps = -(-prompt // cost.chunk_tokens)
         others = max(0.0, self._step_s - cost.decode.base_s)
         return cost.step_s(prompt, 0.0) + (steps - 1) * cost.decode.base_s + min(others, 1.0) / 2
 
     def _unevenness(self, demand: Demand) -> float:
-        """Return by what part the time per token differs between tasks of the same length.
+        """Return the relative spread of the time per token between tasks of the same length.
 
-        Prompts of others come in lumps, as many during a task as chance has it.
+        Prompts of others come in lumps, a random number of them during a task.
         """
         variance = 0.0
         for each in self._demands:
@@ -276,9 +276,9 @@ class _Load:
         return math.sqrt(variance) / self._step_s
 
     def _waits(self, index: int, groups: int) -> tuple[list[float], float]:
-        """Return the wait for the first step at moments of the horizon, and what chance adds.
+        """Return the wait for the first step at `MOMENTS`, and the mean wait that chance adds.
 
-        In seconds; what chance adds is a mean.
+        Both are in seconds.
         """
         demand = self._demands[index]
         ahead = list(self._demands[: index + 1])
@@ -288,7 +288,7 @@ class _Load:
         per_chunk = cost.step_s(cost.chunk_tokens, 0.0) + decode_s
         wait = backlog / cost.chunk_tokens * per_chunk
         use = self._use[index]
-        # Others' prompts are in the way of one that comes at random; several groups are a choice.
+        # A random arrival meets others' prompts; with several groups it can avoid them.
         service = cost.step_s(demand.prompt, 0.0)
         prefill = sum(each.rate * cost.step_s(each.prompt, 0.0) for each in ahead)
         busy = min(prefill, BUSY_MAX)
@@ -300,7 +300,7 @@ class _Load:
 
 
 def _lived(life_s: float, horizon_s: float) -> float:
-    """Return the part of a life that lies within the horizon, for a task that comes within it."""
+    """Return the share of a task's life within the horizon, if the task arrives within it."""
     if life_s >= horizon_s:
         return horizon_s / (2 * life_s)
     return 1 - life_s / (2 * horizon_s)
@@ -309,9 +309,9 @@ def _lived(life_s: float, horizon_s: float) -> float:
 def _mean_attained(
     goal_s: float, waits: Sequence[float], firsts: Sequence[float], queueing_s: float
 ) -> float:
-    """Return the part of requests that have their first token in time.
+    """Return the share of requests that get their first token in time.
 
-    What chance adds to a wait is distributed exponentially.
+    The wait that chance adds is distributed exponentially.
     """
     total = 0.0
     for wait in waits:
@@ -324,7 +324,7 @@ def _mean_attained(
 
 
 def _attained(goal_s: float, seconds: float, spread: float) -> float:
-    """Return the part of requests that meet a goal where the mean is so many seconds.
+    """Return the share of requests that meet a goal if the mean is `seconds`.
 
     Logistic in the logarithm, whose standard deviation is 1.8 over its steepness.
     """

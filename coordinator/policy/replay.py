@@ -1,8 +1,7 @@
-"""Runs an observation log again: what another policy would have chosen, and what of that.
+"""Runs an observation log again under another policy, and compares the choices. Pure.
 
-The load of each observation is as it was logged, the layout is that of the replay. So it shows
-decisions, not the queue that they would have led to: for that there is the simulator. Called by
-`aileron replay`. Pure.
+The load of each observation is as logged, the layout is the replay's. So it shows decisions, not
+the queue that they would have led to; the simulator shows that. `aileron replay` calls this module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from coordinator.policy.score import score
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One observation: what was there and what would have been; parts of requests in goal."""
+    """One observation: the logged and the replayed arrangement; shares of requests in goal."""
 
     time_ms: int
     was: str
@@ -79,7 +78,7 @@ class _Run:
     switches: tuple[tuple[int, str, str], ...] = ()
 
     def step(self, seen: Observation, layout: str | None) -> Replayed:
-        """Take one observation."""
+        """Process one observation."""
         was = self._parse(seen.layout)
         if self.here is None:
             self.here = Arrangement(self._parse(layout) if layout else was)
@@ -128,7 +127,7 @@ class _Run:
 
 
 def summary(found: list[Replayed]) -> dict[str, float]:
-    """Return the part of requests that meet their goals, as it was and as it would have been."""
+    """Return the shares of requests that meet their goals, as logged and as replayed."""
     asked = sum(each.asked for each in found) or 1.0
     return {
         "observations": len(found),

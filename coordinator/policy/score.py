@@ -1,8 +1,7 @@
-"""How good an arrangement is for what is to be served; called by `decide`.
+"""How good an arrangement is for a demand; `decide` calls this module.
 
-First the requests per second that meet their tiers' goals, then, among arrangements that are as
-good for the goals, how soon they answer: latency in parts of the goals, or the use of the groups
-where a tier has none.
+First come the requests per second that meet their tiers' goals. Among arrangements that are as good
+for the goals comes speed: latency relative to the goals, or the groups' use if a tier has none.
 """
 
 from collections import Counter
@@ -21,7 +20,7 @@ from coordinator.protocol.terms import Tier
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`goodput` of `asked`, in requests per second by weight; `refused` says what it cannot do."""
+    """`goodput` of `asked`, in weighted requests per second; `refused` is why it is impossible."""
 
     goodput: float
     worth: float
@@ -32,14 +31,14 @@ class Score:
 
     @property
     def attainment(self) -> float:
-        """The part of the requests that meet their goals."""
+        """The share of requests that meet their goals."""
         return self.goodput / self.asked if self.asked else 1.0
 
     @property
     def use(self) -> float:
-        """The part of what it can do that arriving requests ask for; over 1 it falls behind.
+        """The share of its capacity that arrivals need; above 1 it falls behind.
 
-        Of the groups that are busiest, if there are several kinds.
+        If there are several kinds of groups, that of the busiest.
         """
         return max((each.use for each in self.tiers), default=0.0)
 
@@ -52,7 +51,7 @@ def score(
     settings: PolicySettings,
     current: Layout,
 ) -> Score:
-    """Predict what the arrangement would make of the demands."""
+    """Predict what the arrangement makes of the demands."""
     if reason := _refuse(arrangement, seen, costs, settings):
         return Score(0.0, 0.0, 1.0, 0.0, refused=reason)
     horizon_s = settings.horizon_ms / 1000
@@ -60,7 +59,7 @@ def score(
     others = [g for g in arrangement.layout.groups if g.leader not in arrangement.reserved]
     forecasts: list[TierForecast] = []
     if reserved:
-        # Less urgent tasks stay where they run, even if that is kept for others from now on.
+        # Less urgent tasks stay where they run, even in groups that are reserved from now on.
         urgent = [each for each in demands if each.tier < arrangement.tiers]
         rest = [each for each in demands if each.tier >= arrangement.tiers]
         parts = [foreign_share(reserved, seen.groups, current, each.tier) for each in rest]
@@ -113,7 +112,7 @@ def _refuse(
 
 
 def _narrowest(arrangement: Arrangement, tier: int) -> int:
-    """Return the width of the narrowest group that tasks of a tier may be placed in."""
+    """Return the width of the narrowest group that may take tasks of a tier."""
     is_kept = bool(arrangement.reserved) and tier < arrangement.tiers
     return min(
         group.width

@@ -1,12 +1,8 @@
-"""Step times from a file, in place of those that ranks measure.
+"""Step times from a file, in place of those that ranks measure. Pure: the caller reads it.
 
-A file gives points for each mode and width that the policy may choose, such as::
-
-    dp1: {points: [[1, 21.6], [4096, 468]], context_us: 0.08}
-    tp2: {points: [[1, 14.0], [4096, 295]], context_us: 0.04}
-
-Points are (tokens of a step, milliseconds), `context_us` is what reading the KV of one token adds,
-in microseconds. Pure: the caller reads the file.
+A file maps each mode and width that the policy may choose to points, such as `dp1: {points: [[1,
+21.6], [4096, 468]], context_us: 0.08}`. Points are (tokens of a step, milliseconds); `context_us`
+is the cost of reading one token's KV, in microseconds.
 """
 
 import re

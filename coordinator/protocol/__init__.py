@@ -1,4 +1,4 @@
-"""What the processes of a cell say to each other: messages, the pure rank-side seat, the wire.
+"""The protocol between the processes of a cell: messages, the switch participant, the wire.
 
-The only part of `coordinator` that `gateway` and `worker` may import.
+This is the only part of `coordinator` that `gateway` and `worker` may import.
 """

@@ -1,10 +1,10 @@
-"""Which addresses other machines reach."""
+"""Tells loopback addresses from those that other machines reach."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address."""
+    """Return whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

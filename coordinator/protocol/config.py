@@ -1,8 +1,8 @@
-"""Configuration of a cell: one YAML file, read by every process of it, parsed and checked once.
+"""Configuration of a cell: one YAML file that every process reads, parsed and checked once.
 
-Unknown keys are refused and relations between values are checked here, so that no process starts
-with a configuration that another one would refuse. Secrets come from the environment only.
-Names end in their unit. `helm/values.schema.json` is generated from these models.
+Unknown keys are refused and relations between values are checked here, so no process starts with a
+configuration that another one would refuse. Secrets come from the environment only. Names end in
+their unit. `helm/values.schema.json` is generated from these models and their docstrings.
 """
 
 import os
@@ -19,17 +19,17 @@ from coordinator.protocol.addresses import is_loopback
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
-"""Environment variable with the secret that the processes of a cell share."""
+"""Environment variable with the shared secret of a cell's processes."""
 
 TOKEN_CHARS_MIN = 16
 """Shortest shared secret that is accepted."""
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-"""How the URL of a Redis begins, in redis-py's words; the last one is a socket of this host."""
+"""Schemes of a Redis URL that redis-py accepts; unix:// is a socket of this host."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one sentence that says what to change."""
+    """An unusable configuration; the message is one sentence that says what to change."""
 
 
 class _Frozen(BaseModel):
@@ -310,7 +310,7 @@ class Config(_Frozen):
 
     @staticmethod
     def _check_processes(gateway: GatewayConfig) -> None:
-        """What several processes cannot do without a common place, or at one address."""
+        """Refuse several processes that lack a shared store or would share one address."""
         if gateway.processes == 1:
             return
         if gateway.keys_file and gateway.rate_limit_storage.startswith("memory"):
@@ -325,14 +325,14 @@ class Config(_Frozen):
             )
 
     def initial_layout(self) -> Layout:
-        """The layout to start in; raises ValueError for one that the cell cannot form."""
+        """The layout to start in; raises ValueError if the cell cannot form it."""
         try:
             return parse_layout(self.cell.layout, self.cell.ranks, self.cell.widths)
         except LayoutError as error:
             raise ValueError(f"cell.layout: {error}") from error
 
     def mixed_groups(self) -> tuple[Mixed, ...]:
-        """The mixed shapes that ranks prepare; raises ValueError for one that they cannot."""
+        """The mixed shapes that ranks prepare; raises ValueError if they cannot prepare one."""
         named = {each.mixed for each in self.initial_layout().groups if each.mixed is not None}
         parts, widest = self.cell.weight_parts, max(self.cell.widths, default=1)
         held = shape_of_parts(widest, parts) if parts > 1 else None

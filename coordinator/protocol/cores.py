@@ -1,4 +1,4 @@
-"""How many cores this process may use: in a container, fewer than the machine has."""
+"""The number of cores that this process may use; a container may have fewer than the machine."""
 
 import os
 from pathlib import Path
@@ -8,16 +8,16 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def usable_cores(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Return the cores of this process' affinity, or fewer where a quota of its cgroup says so.
+    """Return the cores of this process's affinity, or the quota of its cgroups if that is lower.
 
-    A quota of 2.5 cores counts as 2. The least is 1.
+    A quota of 2.5 cores counts as 2. The result is at least 1.
     """
     quotas = _quotas(cgroups, own)
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
 
 
 def _quotas(cgroups: Path, own: Path) -> list[float]:
-    """The quotas, in cores, of this process' cgroup and of all that hold it."""
+    """The quotas, in cores, of this process's cgroup and of all its ancestors."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -29,14 +29,14 @@ def _quotas(cgroups: Path, own: Path) -> list[float]:
         for each in (folder, *folder.parents)
         if each.is_relative_to(cgroups)
     ]
-    # The first version has its files in a folder of their own, at whose root a container is.
+    # cgroup v1 keeps CPU files in a folder of its own; a container sees its cgroup as the root.
     first = cgroups / "cpu"
     found.append(_quota(first / "cpu.cfs_quota_us", first / "cpu.cfs_period_us"))
     return [quota for quota in found if quota is not None]
 
 
 def _quota(*files: Path) -> float | None:
-    """Microseconds of processor time by microseconds of the period; None where there is none."""
+    """Processor time per period, both read in microseconds; None if there is no quota."""
     try:
         time_us, period_us = " ".join(file.read_text() for file in files).split()
         quota = int(time_us) / int(period_us)

@@ -1,7 +1,7 @@
-"""API keys: a YAML file that holds their hashes, and what each key may do.
+"""API keys: a YAML file of their hashes and of what each key may do.
 
-Keys are random and long, so one SHA-256 is enough at rest. The gateway reads the file again when it
-changes; `aileron key` writes it. Pure but for reading a path.
+Keys are long and random, so one SHA-256 protects them at rest. `aileron key` writes the file; the
+gateway reads it again when it changes. Pure, except for reading a path.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ TierName = Literal["interactive", "standard", "batch"]
 
 
 class ApiKey(BaseModel):
-    """What is known of one key; limits of 0 are none."""
+    """One key and its limits; a limit of 0 means none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hash: str
     tenant: str
     max_tier: TierName = "interactive"
-    """The most urgent tier that its requests may have."""
+    """The most urgent tier that its requests may use."""
     default_tier: TierName = "standard"
     """The tier of requests that name none."""
     requests_per_minute: int = Field(default=0, ge=0)
@@ -58,7 +58,7 @@ class ApiKey(BaseModel):
 
     @property
     def id(self) -> str:
-        """A short name for logs and limits, from which the key cannot be found."""
+        """A short name for logs and limits that does not reveal the key."""
         return self.hash.removeprefix(HASH_PREFIX)[:16]
 
 
@@ -69,12 +69,12 @@ class _KeyFile(BaseModel):
 
 
 def new_secret() -> str:
-    """Return a new key, to be shown once."""
+    """Return a new key; it is shown once."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def hash_of(secret: str) -> str:
-    """Return what the file holds of a key."""
+    """Return the form of a key that the file stores."""
     return HASH_PREFIX + hashlib.sha256(secret.encode("utf-8", "replace")).hexdigest()
 
 
@@ -88,7 +88,7 @@ def load_keys(path: Path) -> dict[str, ApiKey]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML.") from error
     except ValidationError as error:
-        # Without the values: a key that was pasted in place of its hash must not reach a log.
+        # Leave the values out: a key pasted in place of its hash must not reach a log.
         lines = [
             f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
             for item in error.errors(include_input=False, include_context=False)
@@ -101,6 +101,6 @@ def load_keys(path: Path) -> dict[str, ApiKey]:
 
 
 def dump_key(key: ApiKey) -> str:
-    """Return the YAML of one entry of the list, as it stands in the file."""
+    """Return the YAML of one entry of the file's list."""
     entry = yaml.safe_dump([key.model_dump(exclude_defaults=True)], sort_keys=False)
     return "".join(f"  {line}\n" for line in entry.splitlines())

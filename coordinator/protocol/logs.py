@@ -1,6 +1,6 @@
 """Logging of coordinator and worker processes: one JSON object per line on stderr.
 
-Stacks are logged without local variables, among which there are prompts, tokens and secrets.
+Stacks are logged without local variables, which may hold prompts, tokens and secrets.
 """
 
 import logging
@@ -12,17 +12,17 @@ QUIET_LOGGERS = ("asyncio", "grpc", "uvicorn")
 FAILED_EVENTS = frozenset(
     {"vllm_failed", "request_failed", "request_unreadable", "task_refused", "move_failed"}
 )
-"""Events whose exception may quote a request: its type and place are logged, its text is not."""
+"""Events whose exception may quote a request: only its type and traceback are logged."""
 
 
 class RequestFailure(Exception):  # noqa: N818 -- stands in a log for an error of any name
-    """Stands for an exception whose text is not to be logged."""
+    """Replaces an exception whose text must not be logged."""
 
 
 def without_words(
     _: logging.Logger, __: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Leave of an exception that may quote a request its type and its place."""
+    """Reduce an exception that may quote a request to its type and its traceback."""
     info = event.get("exc_info")
     if event.get("event") in FAILED_EVENTS and info:
         kind, _value, place = sys.exc_info() if info is True else info
@@ -46,7 +46,7 @@ def set_up_logging() -> None:
     ]
     structlog.configure(
         processors=[*shared, *last],
-        # Ranks share a stream: a line and its end must be one write, also where it is not buffered.
+        # Ranks share a stream, so a line and its end must be one write even where it is unbuffered.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

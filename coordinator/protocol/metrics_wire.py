@@ -1,9 +1,8 @@
-"""What is counted and timed, under which name, and how totals travel from gateways.
+"""Names of counters and histograms, and how their totals travel from gateways. Pure.
 
-A gateway tells totals since its start, not what is new: a lost or repeated message does no harm,
-and the coordinator adds up what grew. Labels hold nothing that clients choose. Pure.
-
-TTFT, time per output token and their buckets follow OpenTelemetry's GenAI conventions.
+A gateway publishes totals since its start, not increments: a lost or repeated message does no harm,
+and the coordinator adds the growth. No label holds a value that clients choose. TTFT, time per
+output token and their buckets follow OpenTelemetry's GenAI conventions.
 """
 
 from bisect import bisect_left
@@ -115,16 +114,16 @@ OWN: Final = {
         *(TOKENS, SLO_TOTAL, SLO_GOOD, TIER_CLAMPED, CELL_MOVES, STORAGE_AWAY, REGISTRY_AWAY),
     )
 }
-"""What gateways measure themselves, by name."""
+"""The gateways' own measures, by name."""
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True):
-    """One combination of labels: a count, or a histogram's sum and its count by bucket."""
+    """One combination of labels: a count, or a histogram's sum and its count per bucket."""
 
     labels: tuple[str, ...]
     value: float
     counts: tuple[int, ...] = ()
-    """Not cumulative; the last one is for all above the highest bound."""
+    """Not cumulative; the last one counts values above the highest bound."""
 
 
 class Family(msgspec.Struct, frozen=True, array_like=True):
@@ -138,14 +137,14 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Measures(msgspec.Struct, frozen=True, tag=True):
-    """Totals of a gateway since it opened its first session with this coordinator."""
+    """Totals of a gateway since its first session with this coordinator."""
 
     families: tuple[Family, ...]
 
 
 @dataclass(slots=True)
 class Growing:
-    """A series that is being added to."""
+    """A series that still grows."""
 
     value: float = 0.0
     counts: list[int] = field(default_factory=list)
@@ -192,7 +191,7 @@ class Tally:
         )
 
     def series_of(self, measure: Measure) -> dict[tuple[str, ...], Growing]:
-        """Return the series of a measure by their labels; to be looked at only."""
+        """Return the series of a measure by their labels; callers must not change it."""
         return self._families.get(measure.name, (measure, {}))[1]
 
     def _growing(self, measure: Measure, labels: tuple[str, ...]) -> Growing:
@@ -206,9 +205,9 @@ class Tally:
 
 
 def quantile(bounds: tuple[float, ...], counts: Iterable[int], share: float) -> float | None:
-    """Return the value below which `share` of a histogram lies, None of an empty one.
+    """Return the value below which `share` of a histogram lies; None if it is empty.
 
-    Linear within a bucket, as PromQL's `histogram_quantile`; above the highest bound it is that.
+    Linear within a bucket, as PromQL's `histogram_quantile`; never above the highest bound.
     """
     numbers = list(counts)
     wanted = share * sum(numbers)

@@ -1,4 +1,4 @@
-"""Configuration of objectives and policy: what tiers are to see, how soon layouts may change."""
+"""Configuration of objectives and policy: goals of the tiers, and how soon layouts may change."""
 
 from typing import Literal
 

@@ -1,9 +1,9 @@
-"""What cells have seen of prompts: hashes of their first blocks, and who remembers which.
+"""Hashes of the first blocks of prompts, and a memory of those that a cell has seen.
 
-A block's hash covers every token before it, as in vLLM's prefix cache, but blocks here are of the
-same size in every layout and their hashes go over the network. It is a hint for placing requests,
-after the approximate prefix cache of the Gateway API Inference Extension: that a cell has seen a
-block does not prove that its KV is still there. Called by gateways and the core; pure.
+A block's hash covers every token before it, as in vLLM's prefix cache, but blocks here have the
+same size in every layout and their hashes cross the network. A seen block is a hint for placing
+requests, not proof that its KV is still there. Source: the approximate prefix cache of the Gateway
+API Inference Extension. Gateways and the core call this module. Pure.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
 
 BLOCK_TOKENS = 64
-"""Tokens of a block; a shorter rest has no hash."""
+"""Tokens of a block; a shorter remainder has no hash."""
 
 BLOCKS_MAX = 64
-"""Most blocks of a prompt that are hashed: what requests share is at their beginning."""
+"""Blocks of a prompt that are hashed, at most: requests share their beginnings."""
 
 HASH_BYTES = 8
 
@@ -30,13 +30,13 @@ def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
     for block in range(blocks):
         tokens = token_ids[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
         running.update(array("q", tokens).tobytes())
-        # Positive in msgpack's and everybody else's 64 bits.
+        # Keep it positive as a signed 64-bit integer.
         hashes.append(int.from_bytes(running.digest()) >> 1)
     return tuple(hashes)
 
 
 class SeenPrefixes:
-    """The blocks that came last; two that are told the same in the same order remember the same."""
+    """The blocks seen last; two instances with the same input in the same order are equal."""
 
     __slots__ = ("_hashes", "_most")
 
@@ -45,15 +45,15 @@ class SeenPrefixes:
         self._most = most
 
     def __len__(self) -> int:
-        """Return how many are remembered."""
+        """Return the number of remembered blocks."""
         return len(self._hashes)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate from the one that came longest ago."""
+        """Iterate from the least recently seen block."""
         return iter(self._hashes)
 
     def came(self, hashes: Iterable[int]) -> None:
-        """Remember these as the newest, and forget the oldest if there are too many."""
+        """Remember these blocks as the newest, and forget the oldest above the limit."""
         for each in hashes:
             self._hashes[each] = None
             self._hashes.move_to_end(each)
@@ -61,7 +61,7 @@ class SeenPrefixes:
             self._hashes.popitem(last=False)
 
     def matched(self, hashes: Sequence[int]) -> int:
-        """Return how many of a prompt's blocks, from its first one on, are remembered."""
+        """Return how many of a prompt's leading blocks are remembered."""
         for index, each in enumerate(hashes):
             if each not in self._hashes:
                 return index

@@ -1,7 +1,11 @@
+<<<<<<< HEAD
 """Where cells say that they are there, and gateways find them: leases in Redis.
+=======
+"""The registry where cells announce themselves and gateways find them, in memory or in Redis.
+>>>>>>> 1357841bbce76338173d791cefa5a26a7cdd5105
 
-A cell repeats its announcement before its lease runs out; whoever does not is found no more. No
-clock is shared: Redis counts each lease down itself. Called by coordinators and gateways.
+A cell renews its lease in time, or gateways no longer find it. No clock is shared: Redis counts
+each lease down itself. Coordinators and gateways call this module.
 """
 
 import hashlib
@@ -10,44 +14,73 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import Any, Protocol
 
 ANNOUNCEMENTS_PER_LEASE = 3
-"""How often a cell repeats that it is there in the time in which its lease runs out."""
+"""How often a cell renews within the length of a lease."""
 
 ANSWER_LIMIT_S = 2.0
-"""How long Redis may take to connect and to answer; nobody's request waits for it."""
+"""Limit for Redis to connect and to answer; no request waits for it."""
 
 CLIENT_OPTIONS: dict[str, Any] = {"socket_timeout": None}
-"""Of every asyncio client of Redis: who calls it bounds the time, by asyncio.timeout.
+"""For every asyncio client of Redis: the caller bounds the time with asyncio.timeout.
 
-redis-py would do it by asyncio.wait_for, which in Python 3.11 swallows a cancellation that comes
-with the end of what it waits for: every tenth task that was stopped went on.
-"""
+redis-py would use asyncio.wait_for, which in Python 3.11 swallows a cancellation that coincides
+with the end of the awaited call: one in ten stopped tasks went on."""
 
 
 class RegistryAwayError(Exception):
-    """The registry did not answer in time, or not as it should."""
+    """The registry did not answer in time, or answered with an error."""
 
 
 class CellRegistry(Protocol):
     """The cells that serve one model; each method may raise `RegistryAwayError`."""
 
     async def announce(self, name: str, address: str) -> None:
-        """Say that a cell is there, from now on for the length of a lease."""
+        """Announce a cell for the length of one lease from now."""
 
     async def withdraw(self, name: str, address: str) -> None:
-        """Say that a cell is not there any more, unless another one took its name."""
+        """Withdraw a cell, unless another one has taken its name."""
 
     async def cells(self) -> set[str]:
-        """Return the addresses of all cells whose leases last."""
+        """Return the addresses of all cells whose lease is running."""
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close open connections."""
 
 
+<<<<<<< HEAD
+=======
+class MemoryRegistry:
+    """A registry within one process."""
+
+    def __init__(self, clock: Callable[[], float], lease_ms: int) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._lease_s = lease_ms / 1_000
+        self._until_s: dict[str, tuple[str, float]] = {}
+
+    async def announce(self, name: str, address: str) -> None:
+        """Announce a cell."""
+        self._until_s[name] = (address, self._clock() + self._lease_s)
+
+    async def withdraw(self, name: str, address: str) -> None:
+        """Withdraw a cell."""
+        if self._until_s.get(name, ("", 0.0))[0] == address:
+            del self._until_s[name]
+
+    async def cells(self) -> set[str]:
+        """Return the addresses of all cells whose lease is running."""
+        now_s = self._clock()
+        return {address for address, until_s in self._until_s.values() if until_s > now_s}
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+>>>>>>> 1357841bbce76338173d791cefa5a26a7cdd5105
 class RedisRegistry:
     """The registry that all cells and gateways of a model share.
 
-    Each cell has a key that runs out, and a set names the keys: finding them all is two commands,
-    whatever else is in that Redis.
+    Each cell has a key that expires, and a set names the keys: two commands find all cells, however
+    much else that Redis holds.
     """
 
     def __init__(
@@ -57,11 +90,11 @@ class RedisRegistry:
         lease_ms: int,
         limit: Callable[[float], AbstractAsyncContextManager[Any]] = nullcontext,
     ) -> None:
-        """`url` is a redis:// URL; `model` the served model's name.
+        """`url` is a redis:// URL; `model` is the served model's name.
 
-        `limit` bounds the time of each answer, in seconds: asyncio.timeout, say.
+        `limit` bounds the time of each answer, in seconds, as asyncio.timeout does.
         """
-        # Imported only where Redis is used: redis-py brings OpenTelemetry with it, if installed.
+        # Imported only where Redis is used: redis-py imports OpenTelemetry if that is installed.
         import redis.asyncio
 
         self._redis: Any = redis.asyncio.Redis.from_url(url, **CLIENT_OPTIONS)
@@ -71,21 +104,21 @@ class RedisRegistry:
         self._lease_ms = lease_ms
 
     async def announce(self, name: str, address: str) -> None:
-        """Say that a cell is there."""
+        """Announce a cell."""
         async with self._away(), self._redis.pipeline(transaction=True) as pipe:
             pipe.set(self._key(name), address, px=self._lease_ms)
             pipe.sadd(self._prefix, name)
             await pipe.execute()
 
     async def withdraw(self, name: str, address: str) -> None:
-        """Say that a cell is not there any more."""
+        """Withdraw a cell, unless another one has taken its name."""
         async with self._away():
             if await self._redis.get(self._key(name)) == address.encode():
-                # A cell that takes the name in this moment is back with its next announcement.
+                # A cell that takes the name in between is back with its next announcement.
                 await self._redis.delete(self._key(name))
 
     async def cells(self) -> set[str]:
-        """Return the addresses of all cells whose leases last."""
+        """Return the addresses of all cells whose lease is running."""
         async with self._away():
             return await self._found()
 
@@ -96,7 +129,7 @@ class RedisRegistry:
         addresses = await self._redis.mget([self._key(name) for name in names])
         lapsed = [name for name, address in zip(names, addresses, strict=True) if address is None]
         if lapsed:
-            # Whoever is back meanwhile puts itself in again.
+            # A cell that comes back in between adds its name again.
             await self._redis.srem(self._prefix, *lapsed)
         return {address.decode() for address in addresses if address is not None}
 
@@ -110,7 +143,7 @@ class RedisRegistry:
             async with self._limit(ANSWER_LIMIT_S):
                 yield
         except Exception as error:
-            # Whatever the driver raises, nobody depends on an answer.
+            # Catch every driver error: no caller depends on an answer.
             raise RegistryAwayError(f"{type(error).__name__}: {error}") from error
 
     def _key(self, name: str) -> str:

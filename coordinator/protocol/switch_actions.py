@@ -1,4 +1,4 @@
-"""What a rank's seat tells its shell to do next; `directive` is the one that the move obeys."""
+"""Actions that a rank's switch participant asks its shell for; each obeys its `directive`."""
 
 from dataclasses import dataclass, field
 
@@ -8,11 +8,11 @@ from coordinator.protocol.terms import Binding, Carry, Stage
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Leave the joined group; afterwards PARK is acknowledged.
+    """Leave the joined group, then acknowledge PARK.
 
     A leader sends the leave message (`binding.formation`) and applies the carry plan to its tasks;
     a follower only unbinds. With `group_lost` a member's share of the KV is gone, or the followers
-    may be, so the tasks are returned for recompute whatever the plan.
+    may be, so the leader returns the tasks for recompute under every plan.
     """
 
     binding: Binding
@@ -24,25 +24,25 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Nothing is joined; acknowledge PARK."""
+    """Acknowledge PARK; the rank is joined to nothing."""
 
     directive: Directive = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Copy this rank's share of the parked tasks' KV; nothing is given up before `Resolve`."""
+    """Copy this rank's share of the parked tasks' KV; give nothing up before `Resolve`."""
 
     directive: Directive = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolve:
-    """The move of `epoch` is decided: go on with what was taken over, or with what was left.
+    """The migration of `epoch` is decided: continue the adopted tasks on commit, else the old ones.
 
-    With `is_joined` the prepared group is joined next. If not, as another layout is wanted by now,
-    the tasks stay where they are as long as the next move may take them (`is_kept`); otherwise the
-    plan of `directive` is applied to them now.
+    With `is_joined` the rank joins the prepared group next. Otherwise another layout is wanted by
+    now: the tasks stay where they are while the next migration may take them (`is_kept`), or else
+    the rank applies the plan of `directive` to them now.
     """
 
     epoch: int
@@ -54,7 +54,7 @@ class Resolve:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Select the prepared objects of the group's mode and, as a follower, read its step queue."""
+    """Select the prepared objects of the group's mode; a follower also reads the step queue."""
 
     binding: Binding
     directive: Directive = field(repr=False)
@@ -62,7 +62,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Reduce the group's lease to `kept`, add `grant_pages` pages to it (dp: own them), serve."""
+    """Reduce the group's lease to `kept`, lease (dp: own) `grant_pages` more pages, and serve."""
 
     binding: Binding
     grant_pages: int

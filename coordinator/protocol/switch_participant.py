@@ -1,27 +1,9 @@
 """The rank's side of the switch protocol: when to stop, what to join, when it may step.
 
 Invariant: `stage` never goes back, and a rank leaves a group only when no step of that group can
-still need it: a leader at its own safe point, a follower once the leader's leave message is read
-or the leader is known to be gone. Called by the rank's process, which carries out the moves:
-
-- A leader is at a safe point when every step that it sent is complete, so with a new directive it
-  sends no further one before it has asked. A follower asks between any two steps, but carries out
-  `Leave` only when it has read all that its leader sent.
-- A leader that waits for room in the queue gives up the step when its lease ends.
-- Messages on the step queue carry their formation; those of other formations are dropped.
-- Followers take their lease from the leader's first message of a formation (born, grant, kept),
-  which the leader sends on `Serve`: steps may reach a follower before its own SERVE directive,
-  and that may never come. `Serve` of a follower repeats the message and changes nothing.
-- A rank that is joined to nothing reads and drops what is left on the queues of its groups, so
-  that they never fill; leave messages among it go to `on_leave`.
-- Where nothing is to be moved, a parked rank joins its next group at once: nobody steps before all
-  have, and until then a leave message is not needed. The directive says which formation will never
-  be led (`abandoned_formation`), since a leader that has not heard of it cannot say so.
-- Behind a committed move groups begin at once, so a follower may hear of it when its leader is in a
-  step with it and another layout is wanted. It joins all the same, and leaves as above. What is on
-  the queue was sent to it then, so a rank that waits for the outcome of a move drops nothing.
-- A step that fails because a member died ends the formation: tell every survivor `on_leave`.
-- With `group_lost` the leave message is sent only if the queue has room: nobody may be reading.
+still need it: a leader at its own safe point, a follower after it has read the leader's leave
+message or knows that the leader is gone. The rank's process calls this module and carries out the
+actions.
 """
 
 from collections.abc import Mapping
@@ -42,20 +24,42 @@ from coordinator.protocol.switch_actions import (
 from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
 
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
-"""Plans that end in a move: parked tasks stay where they are, and nothing is joined before it."""
+"""Plans that end in a migration: parked tasks stay where they are, and no rank joins before it."""
 
 Joined = tuple[Binding, Mapping[Rank, int | None]]
-"""A formation and the incarnations that its members had when it was joined."""
+"""A formation and the incarnations that its members had when this rank joined it."""
 
 KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
-"""Plans by which parked tasks keep their KV, so that their last step may end behind the leave."""
+"""Plans under which parked tasks keep their KV, so that their last step may end after the leave."""
 
 
 class SwitchParticipant:
     """One incarnation of one rank in the switch protocol.
 
-    Usage: `on_directive` and `on_leave` as messages arrive; at a safe point call `next_move`, carry
-    the move out, tell `made`, and repeat until there is none. A leader steps while `may_step`.
+    Call `on_directive` and `on_leave` as messages arrive. At a safe point call `next_move`, carry
+    out the action, call `made`, and repeat until there is none. A leader steps while `may_step`.
+
+    - A leader is at a safe point when every step that it sent is complete. With a new directive it
+      asks before it sends another step. A follower asks between any two steps, but carries out
+      `Leave` only after it has read everything that its leader sent.
+    - A leader that waits for room in the step queue gives up the step when its time lease ends.
+    - A message on the step queue carries its formation; readers drop those of other formations.
+    - A follower takes its page lease from the leader's first message of a formation (formation,
+      grant, kept), which the leader sends on `Serve`. Steps may reach a follower before its own
+      SERVE directive, which may never arrive. `Serve` of a follower repeats the message and changes
+      nothing.
+    - A rank that is joined to nothing drops the messages on the queues of its groups, so that the
+      queues never fill, and passes leave messages to `on_leave`. While a migration is undecided it
+      drops nothing: messages may be addressed to the group that it is about to join.
+    - When nothing has to be migrated, a parked rank joins its next group at once: no rank steps
+      before all have joined, and no leave message is needed until then. A directive names a
+      formation that will never be led (`abandoned_formation`): a leader that has not heard of it
+      cannot send the leave message.
+    - After a committed migration, groups begin at once. A follower may hear of the commit when its
+      leader is already in a step with it and another layout is wanted. It still joins, and then
+      leaves as above.
+    - A step that fails because a member died ends the formation: call `on_leave` at every survivor.
+    - With `group_lost` the leave message is sent only if the queue has room: it may have no reader.
     """
 
     __slots__ = (
@@ -80,41 +84,41 @@ class SwitchParticipant:
         self.rank = rank
         self.incarnation = incarnation
         self.stage = Stage(0, Phase.PARK)
-        """The highest stage that was acknowledged."""
+        """The highest acknowledged stage."""
         self.binding: Binding | None = None
-        """What the rank is joined to."""
+        """The group that the rank is joined to, and its formation."""
         self.target: Target | None = None
         """The target of the last acknowledged stage."""
         self.serving = False
-        """SERVE of the binding was acknowledged."""
+        """The rank has acknowledged SERVE of the binding."""
         self.wanted: Directive | None = None
         """The highest directive so far."""
         self.lease_until = -1
         """End of the time lease, on this rank's clock."""
         self._members: dict[Rank, int | None] = {}
-        """Incarnations of the binding's ranks when it was joined."""
+        """Incarnations of the binding's ranks when this rank joined it."""
         self._joined: Joined | None = None
         self._leaves: dict[int, bool] = {}
-        """Formations whose leader has left, and whether it parked its tasks for a move;
-        a rank is in one per epoch."""
+        """Formations whose leader has left -> whether it parked its tasks for a migration. A rank
+        is in at most one formation per epoch."""
         self._migration: int | None = None
-        """The epoch whose move takes, or may take, what this rank parked for it."""
+        """The epoch whose migration takes, or may take, the tasks that this rank parked for it."""
         self._copied: Directive | None = None
-        """The last move that this rank acknowledged."""
+        """The directive of the last migration that this rank acknowledged."""
         self._promised: Binding | None = None
-        """A group whose leader may serve already, and which this follower has to join."""
+        """A group that this follower must join because its leader may already serve."""
 
     @property
     def joined(self) -> Joined | None:
-        """What the rank is joined to, with the incarnations that its members had then.
+        """The formation that the rank is joined to, with its members' incarnations at that time.
 
-        Other threads may ask: both are replaced at once.
+        Other threads may read it: both halves are replaced at once.
         """
         return self._joined
 
     @property
     def is_leader(self) -> bool:
-        """The rank leads the group that it is joined to; true in dp."""
+        """The rank leads the group that it is joined to; always true in dp."""
         return self.binding is not None and self.binding.group.leader == self.rank
 
     @property
@@ -129,29 +133,30 @@ class SwitchParticipant:
 
     @property
     def told(self) -> tuple[int, int]:
-        """The last committed move that this rank was told of, and the epoch of that directive."""
+        """The last committed migration that this rank knows of, and the epoch of that directive."""
         wanted = self.wanted
         return (wanted.moved, wanted.stage.epoch) if wanted is not None else (0, 0)
 
     @property
     def is_moving(self) -> bool:
-        """What this rank parked may still be moved elsewhere."""
+        """A migration may still take the tasks that this rank parked."""
         return self._migration is not None
 
     @property
     def may_drain(self) -> bool:
-        """It is joined to nothing, and waits for no outcome of a move."""
+        """The rank is joined to nothing, and waits for no outcome of a migration."""
         waits = self.is_moving and self.stage.phase is Phase.MOVE
         return self.binding is None and not waits
 
     def may_step(self, now_ms: int) -> bool:
-        """Say whether this rank may start a step of its group."""
+        """Return whether this rank may start a step of its group."""
         return self.is_leader and self.serving and now_ms < self.lease_until
 
     def on_directive(self, directive: Directive) -> None:
-        """Renew the time lease, if nothing speaks against it, and keep the highest directive.
+        """Renew the time lease if that is safe, and keep the highest directive.
 
-        At equal stages the newer one replaces, for its carry, kept leases and members.
+        At equal stages the newer directive replaces the older one, for its carry plan, retained
+        leases and members.
         """
         if directive.incarnation != self.incarnation:
             return
@@ -162,16 +167,16 @@ class SwitchParticipant:
             self.wanted = directive
 
     def on_leave(self, formation: int, *, for_move: bool = False) -> None:
-        """Take note that the leader left `formation`; older formations are ignored.
+        """Record that the leader left `formation`; older formations are ignored.
 
-        A parked rank may hear it before the directive that would make it join; the note then lets
-        it leave again. `for_move`: the leader says that its tasks are parked for a move.
+        A parked rank may receive this before the directive that makes it join; the record then lets
+        it leave again. `for_move`: the leader has parked its tasks for a migration.
         """
         if self.binding is None or formation >= self.binding.formation:
             self._leaves[formation] = for_move or self._leaves.get(formation, False)
 
     def next_move(self, *, idle: bool) -> Move | None:
-        """Return what to do at this safe point, if anything; changes nothing.
+        """Return the action to take at this safe point, or None; changes nothing.
 
         `idle`: the group that this rank leads has no unfinished task, so a drain is over.
         """
@@ -188,7 +193,8 @@ class SwitchParticipant:
         if self.binding is not None:
             return self._stay(wanted, self.binding)
         if to_be is None:
-            # Cut out: nothing to join in any phase, and nobody waits for the acknowledgement.
+            # Cut out: the rank joins nothing in any phase, and no peer waits for its
+            # acknowledgement.
             is_new = wanted.stage.epoch > self.stage.epoch
             return Park(wanted) if is_new else Ack(wanted.stage, wanted)
         match wanted.stage.phase:
@@ -200,7 +206,7 @@ class SwitchParticipant:
                 return Join(to_be, wanted)
 
     def made(self, move: Move) -> None:
-        """Take note that the shell carried out `move`, the last one that `next_move` gave."""
+        """Record that the shell carried out `move`, the last action that `next_move` returned."""
         match move:
             case Leave(directive=directive):
                 if move.carry is Carry.RESHARD and not move.group_lost:
@@ -227,12 +233,12 @@ class SwitchParticipant:
                 assert_never(move)
 
     def _may_renew(self, directive: Directive) -> bool:
-        """Say whether the group that this rank leads can be taken to exist still.
+        """Return whether the group that this rank leads is sure to exist still.
 
-        If the lease had lapsed when the answered report was sent, the rank may have been cut out
-        meanwhile and its followers may be gone, even if it is taken in again by now. Only a target
-        that holds the same formation proves the opposite; a coordinator that has just started has
-        no target and knows nothing.
+        If the time lease had lapsed when the answered report was sent, the coordinator may have cut
+        the rank out and its followers may be gone, even if the rank is back in the target by now.
+        Only a target with the same formation proves the opposite. A coordinator that has just
+        started has no target and knows nothing.
         """
         if self.binding is None or directive.answers_ms < self.lease_until:
             return True
@@ -240,17 +246,17 @@ class SwitchParticipant:
         return directive.stage.epoch > 0 and target.binding_of(self.rank) == self.binding
 
     def _is_due(self, wanted: Directive) -> bool:
-        """Say whether there is anything to do for the directive.
+        """Return whether the directive asks for an action.
 
-        Nothing is done for another layout of an epoch that was acknowledged: only a coordinator
-        that restarted without hearing of that epoch sends one, and it raises its epoch when it
-        reads this rank's report.
+        A different layout of an acknowledged epoch asks for nothing: only a coordinator that
+        restarted without hearing of that epoch sends one, and it raises its epoch when it reads
+        this rank's report.
         """
         is_foreign = wanted.stage.epoch == self.stage.epoch and wanted.target != self.target
         return not is_foreign and (wanted.stage > self.stage or self._may_join_early(wanted))
 
     def _may_join_early(self, wanted: Directive) -> bool:
-        """Say whether this rank is parked, and nothing is to be moved before it joins."""
+        """Return whether this rank is parked and nothing has to be migrated before it joins."""
         is_parked = self.binding is None and self._migration is None
         is_known = wanted.stage == self.stage == Stage(self.stage.epoch, Phase.PARK)
         may_join = wanted.carry not in MOVING and wanted.target.binding_of(self.rank) is not None
@@ -266,24 +272,24 @@ class SwitchParticipant:
         return Resolve(epoch, copied is not None, is_kept, is_joined, wanted)
 
     def _is_awaited(self, copied: Directive, wanted: Directive) -> bool:
-        """Say whether the prepared group is wanted, or its leader may be in a step of it by now."""
+        """Return whether the prepared group is wanted, or its leader may be in a step of it."""
         binding = copied.target.binding_of(self.rank)
         if wanted.stage.epoch == copied.stage.epoch or binding is None:
             return binding is not None
-        # Whoever is in a step with a process that is lost gets out of it in another way.
+        # A leader that is in a step with a lost process gets out of it by other means.
         then, now = dict(copied.members), dict(wanted.members)
         ranks = binding.group.ranks
         return ranks[0] != self.rank and all(now.get(rank) == then.get(rank) for rank in ranks)
 
     def _leave(self, wanted: Directive, binding: Binding, idle: bool) -> Leave | None:
         gone = self._gone(wanted, binding)
-        # After a lapsed lease the group can do no step, so there is nothing to wait for.
+        # After a lapsed time lease the group can run no step, so there is nothing to wait for.
         is_lost = bool(gone) or (self.is_leader and wanted.answers_ms >= self.lease_until)
         is_drained = wanted.carry is Carry.DRAIN and idle
         carry = wanted.carry
         if self.is_leader:
             if not self.serving and not is_drained:
-                # No task ends in a group that never served: its leader does not wait for any.
+                # No task ends in a group that never served, so its leader does not wait for any.
                 carry = PLAN_BEHIND.get(carry, carry)
             may_leave = is_lost or carry not in PLAN_BEHIND or is_drained
         else:
@@ -293,7 +299,7 @@ class SwitchParticipant:
         if not may_leave:
             return None
         if carry in MOVING and self._leaves.get(binding.formation, False):
-            # The leader may have heard before this rank did that others have drained by now.
+            # The leader may have heard before this rank that all other groups have drained.
             carry = Carry.RESHARD
         return Leave(binding, carry, self.is_leader, is_lost, wanted)
 
@@ -302,7 +308,7 @@ class SwitchParticipant:
         return self.is_left or binding.group.leader in gone
 
     def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
-        """Members of the joined group that are cut out, or are new processes."""
+        """Members of the joined group that are cut out, or whose process is a new one."""
         members = dict(wanted.members)
         return frozenset(
             rank

@@ -1,6 +1,6 @@
-"""The words of the protocol: what messages are made of and what both sides decide with.
+"""The values that messages are made of and that both sides of the protocol decide with.
 
-Pure values: identifiers, phases and stages, carry plans, tiers, bindings and targets.
+Identifiers, phases and stages, carry plans, tiers, bindings and targets. Pure.
 """
 
 from enum import IntEnum, StrEnum
@@ -13,24 +13,26 @@ from comm_pool.layout import Group, Layout, Rank
 Epoch = NewType("Epoch", int)
 """The number of a layout; it only grows."""
 TaskId = NewType("TaskId", str)
-"""The engine request id that vLLM's front end gave: unique over gateways."""
+"""The request id of vLLM's front end; unique over gateways."""
 
 
 class Phase(IntEnum):
-    """Where a rank is on its way into an epoch."""
+    """How far a rank is on its way into an epoch."""
 
     PARK = 0
-    """Stopped at a safe point, bound to no group that the layout changes."""
+    """The rank has stopped at a safe point and is bound to no group that the layout changes."""
     MOVE = 1
-    """The KV of parked tasks is copied to ranks that will go on; other plans skip it."""
+    """Ranks copy the KV of parked tasks to the ranks that continue them; only RESHARD has this
+    phase."""
     SWAP = 2
-    """The target group's prepared objects are selected and its followers follow; no steps yet."""
+    """Ranks select the target group's prepared objects and followers read its queue; no steps
+    yet."""
     SERVE = 3
     """The group may step."""
 
 
 class Stage(msgspec.Struct, frozen=True, order=True):
-    """Total order of everything a rank can be told to be; later always wins."""
+    """The total order of all states that a rank can be directed to; the later one always wins."""
 
     epoch: int
     phase: Phase
@@ -44,11 +46,11 @@ class Carry(StrEnum):
     RECOMPUTE = "recompute"
     RESHARD = "reshard"
     SPECULATE = "speculate"
-    """Groups serve on until their old tasks end, idle ones begin new tasks; then `RESHARD`."""
+    """Groups serve until their old tasks end, and idle groups begin new tasks; then `RESHARD`."""
 
 
 PLAN_BEHIND = {Carry.DRAIN: Carry.RECOMPUTE, Carry.SPECULATE: Carry.RESHARD}
-"""Plans that wait for tasks to end, at most `drain_limit_ms`, and what is done to the rest then."""
+"""A plan that waits for tasks to end, at most `drain_limit_ms` -> the plan for the rest then."""
 
 
 class Tier(IntEnum):
@@ -60,9 +62,9 @@ class Tier(IntEnum):
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """A group and the epoch it was formed in; messages of an older formation are stale.
+    """A group and the epoch in which it was formed; messages of an older formation are stale.
 
-    A group that a switch does not change keeps its formation, so it serves through that switch.
+    A group that a switch does not change keeps its formation and serves through that switch.
     """
 
     group: Group
@@ -102,6 +104,6 @@ class ReturnCause(StrEnum):
     NOT_STARTED = "not_started"
     """It held no KV when its group parked."""
     RECOMPUTE = "recompute"
-    """Its KV was dropped on purpose; it restarts its prefill with the tokens it has."""
+    """Its KV was dropped on purpose; its prefill restarts with the tokens that it has."""
     STALE = "stale"
     """It was placed in a group that no longer exists."""

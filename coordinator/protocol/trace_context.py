@@ -1,8 +1,8 @@
-"""W3C trace context: the `traceparent` of a request, and what spans call things. Pure.
+"""W3C trace context: the `traceparent` of a request, and the names of span attributes. Pure.
 
-https://www.w3.org/TR/trace-context/ version 00. `tracestate` is not passed on: it holds what other
-systems say to themselves. Attribute names are OpenTelemetry's where its conventions for HTTP and
-for generative AI have one, else ours.
+Source: https://www.w3.org/TR/trace-context/ version 00. `tracestate` is not passed on: it is
+private to other systems. Attribute names follow OpenTelemetry's conventions for HTTP and generative
+AI where those have one.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Final
 TRACEPARENT_HEADER: Final = "traceparent"
 
 SAMPLED: Final = 1
-"""The one flag of version 00: the caller records its part of the trace."""
+"""The only flag of version 00: the caller records its part of the trace."""
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -33,25 +33,25 @@ HTTP_STATUS: Final = "http.response.status_code"
 URL_SCHEME: Final = "url.scheme"
 
 SWITCH_EVENT: Final = "aileron.switch"
-"""A stream's first tokens of a later epoch: a switch has met it."""
+"""A stream's first tokens of a later epoch: the stream has crossed a switch."""
 FIRST_TOKEN_EVENT: Final = "aileron.first_token"
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Whose child a span is."""
+    """The trace and the parent span of a new span."""
 
     trace_id: int
     span_id: int
     is_sampled: bool = True
 
     def __str__(self) -> str:
-        """Write it as a `traceparent`."""
+        """Format it as a `traceparent`."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{int(self.is_sampled):02x}"
 
 
 def read_traceparent(text: str) -> TraceContext | None:
-    """Return the context in a header's value, None if there is none that can be used."""
+    """Return the context in a header's value, or None if it is missing or unusable."""
     match = _TRACEPARENT.fullmatch(text.strip())
     if match is None:
         return None

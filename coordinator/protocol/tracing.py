@@ -1,11 +1,9 @@
-"""Spans of one process, sent to an OpenTelemetry collector; nothing at all unless configured.
+"""Spans of one process, exported to an OpenTelemetry collector; off unless configured.
 
-Spans are queued, and one thread sends them in batches over OTLP/HTTP. A collector that is away or
-slow costs spans, never a request: the queue is bounded and drops what does not fit. Nothing of
-opentelemetry is imported before tracing is asked for, and its global provider is left alone.
-
-vLLM has tracing of its own (`--otlp-traces-endpoint`): one span per request, when it has ended, of
-another provider. It knows neither queue nor switches, and is not used here.
+One thread sends queued spans in batches over OTLP/HTTP. A slow or absent collector costs spans,
+never a request: the bounded queue drops what does not fit. opentelemetry is imported only when
+tracing is on, and its global provider is left alone. vLLM's own tracing (`--otlp-traces-endpoint`)
+is not used: it makes one span per finished request, by another provider, without queue or switches.
 """
 
 import logging
@@ -31,9 +29,9 @@ if TYPE_CHECKING:
 BATCH_SPANS_MAX = 256
 SEND_EVERY_MS = 1_000
 SEND_LIMIT_S = 5.0
-"""How long a collector may take for a batch, with all tries."""
+"""Limit for sending one batch, retries included."""
 FLUSH_LIMIT_S = 2.0
-"""How long a process that ends waits for its last spans to be taken."""
+"""How long an ending process waits for its last spans to be sent."""
 COMPLAIN_EVERY_S = 60.0
 
 Value = str | bool | int | float | Sequence[str]
@@ -44,12 +42,12 @@ log = structlog.get_logger(__name__)
 
 
 class Span:
-    """A span that is recorded; `traceparent` makes others its children, in any process."""
+    """A recorded span; `traceparent` makes spans in any process its children."""
 
     __slots__ = ("_span", "context", "traceparent")
 
     def __init__(self, span: "OtelSpan") -> None:
-        """Wrap a span of the SDK's."""
+        """Wrap a span of the SDK."""
         self._span = span
         told = span.get_span_context()
         self.context = TraceContext(told.trace_id, told.span_id)
@@ -60,13 +58,13 @@ class Span:
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Note that something happened now."""
+        """Record an event now."""
         self._span.add_event(name, attributes)
 
     def end(self, *, error: str = "", at_ns: int | None = None) -> None:
-        """End it, now or at a time in nanoseconds since 1970, and hand it to the sending thread.
+        """End the span now, or at nanoseconds since 1970, and queue it for export.
 
-        `error` is a code, never a message: those may quote requests.
+        `error` is a code, never a message: messages may quote requests.
         """
         if error:
             from opentelemetry.trace import Status, StatusCode
@@ -80,15 +78,15 @@ class Tracing:
     """Makes the spans of a process."""
 
     def __init__(self, tracer: "Tracer", processor: "BatchSpanProcessor", ratio: float) -> None:
-        """`ratio` of the traces that begin here are recorded."""
+        """Record `ratio` of the traces that begin here."""
         self._tracer = tracer
         self._processor = processor
         self._ratio = ratio
-        # vLLM may seed Python's own generator, in every process alike.
+        # vLLM may seed Python's own generator equally in every process.
         self._random = random.SystemRandom()
 
     def is_sampled(self, parent: TraceContext | None) -> bool:
-        """Say whether a trace is recorded: as its caller says, else by chance."""
+        """Return whether to record a trace: the caller's choice, else by chance."""
         return parent.is_sampled if parent is not None else self._random.random() < self._ratio
 
     def start(
@@ -101,7 +99,7 @@ class Tracing:
         at_ns: int | None = None,
         links: Iterable[TraceContext] = (),
     ) -> Span:
-        """Begin a span, now or at a time in nanoseconds since 1970; without a parent, a trace."""
+        """Begin a span now, or at nanoseconds since 1970; without a parent, begin a trace."""
         from opentelemetry import trace
 
         if isinstance(parent, str):
@@ -120,24 +118,24 @@ class Tracing:
         return Span(span)
 
     def close(self) -> None:
-        """Send what is queued, for `FLUSH_LIMIT_S` at most; blocks."""
+        """Send queued spans, within `FLUSH_LIMIT_S`; blocks."""
         sending = threading.Thread(target=self._processor.shutdown, daemon=True)
         sending.start()
         sending.join(FLUSH_LIMIT_S)
 
 
 def ago_ns(milliseconds: float) -> int:
-    """Return the time so many milliseconds ago, in nanoseconds since 1970."""
+    """Return the time `milliseconds` ago, in nanoseconds since 1970."""
     return time.time_ns() - int(milliseconds * 1e6)
 
 
 def start_tracing(
     config: TracingConfig, role: str, *, version: str = "", instance: str = ""
 ) -> Tracing | None:
-    """Return the tracing of a process, None if none is configured.
+    """Return the tracing of a process, or None if none is configured.
 
-    Must be called after the process's last fork. Environment variables of OpenTelemetry's exporter
-    (`OTEL_EXPORTER_OTLP_HEADERS`, `…_CERTIFICATE`) and `OTEL_RESOURCE_ATTRIBUTES` count.
+    Call it after the process's last fork. The environment variables of OpenTelemetry's exporter
+    (`OTEL_EXPORTER_OTLP_HEADERS`, `…_CERTIFICATE`) and `OTEL_RESOURCE_ATTRIBUTES` apply.
     """
     if not config.endpoint:
         return None
@@ -147,7 +145,7 @@ def start_tracing(
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-    # A line per lost batch is more than an operator can read; `_Sender` tells now and then.
+    # A line per lost batch floods the log; `_sender` logs the losses at intervals.
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     processor = BatchSpanProcessor(
         _sender(OTLPSpanExporter(endpoint=config.traces_url, timeout=SEND_LIMIT_S)),
@@ -158,7 +156,7 @@ def start_tracing(
     about = {"service.name": f"aileron-{role}", "service.namespace": "aileron"}
     optional = {"service.version": version, "service.instance.id": instance}
     provider = TracerProvider(
-        sampler=ALWAYS_ON,  # Only what is sampled is begun.
+        sampler=ALWAYS_ON,  # Only sampled spans are begun.
         resource=Resource.create(about | {key: text for key, text in optional.items() if text}),
         id_generator=_ids(),
         shutdown_on_exit=False,
@@ -178,7 +176,7 @@ def _ids() -> "IdGenerator":
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class OsIds(IdGenerator):
-        """Ids from the operating system: vLLM seeds Python's generator alike in every rank."""
+        """Ids from the operating system: vLLM seeds Python's generator equally in every rank."""
 
         def generate_span_id(self) -> int:
             return secrets.randbits(64) or 1
@@ -193,7 +191,7 @@ def _sender(inner: "SpanExporter") -> "SpanExporter":
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Sender(SpanExporter):
-        """Sends batches, and logs now and then that none gets through."""
+        """Sends batches, and logs at intervals if none gets through."""
 
         def __init__(self) -> None:
             self._lost = 0

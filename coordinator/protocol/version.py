@@ -1,10 +1,10 @@
-"""Which version of this distribution is installed."""
+"""The installed version of this distribution."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def own_version() -> str:
-    """Return the version that is installed."""
+    """Return the installed version."""
     try:
         return version("aileron")
     except PackageNotFoundError:

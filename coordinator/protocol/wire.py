@@ -1,7 +1,7 @@
 """gRPC without generated code: bidirectional streams whose bodies are msgpack structs.
 
-`messages.py` is the schema; msgspec validates types while decoding, so a malformed or foreign
-message is an error at the edge. Both servers and clients take the codecs from here.
+`messages/` is the schema. msgspec validates types while it decodes, so a malformed or foreign
+message is an error at the edge. Servers and clients take their codecs from here.
 """
 
 import msgspec
@@ -23,7 +23,7 @@ TOKEN_METADATA_KEY = "x-aileron-token"
 """Metadata key of the shared secret that every peer of a cell must present."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Largest single message: a task's payload may hold a long prompt or multimodal features."""
+"""Largest single message; a task's payload may hold a long prompt or multimodal features."""
 
 KEEPALIVE_MS = 5_000
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -35,7 +35,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A server takes pings of a quiet session for abuse by default, and ends it.
+    # By default a server treats pings of a quiet session as abuse and ends the session.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 5),
     ("grpc.http2.max_ping_strikes", 0),
 )

@@ -1,1 +1,1 @@
-"""What is known of ranks: the roster, outliers, drifted modes, why a layout is out of reach."""
+"""The state of ranks: roster, outliers, quarantined modes, why a layout is unreachable."""

@@ -1,6 +1,6 @@
-"""Why a wanted switch cannot be: one sentence for an operator, or None.
+"""Why a wanted switch is impossible: one sentence for an operator, or None.
 
-Checked before anything is touched; called by the core for the admin API and the policy.
+The core checks before it changes anything, for the admin API and for the policy.
 """
 
 import itertools
@@ -11,9 +11,9 @@ from coordinator.ranks.roster import Roster
 
 
 def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
-    """Return the reason why `layout` cannot be reached, if there is one."""
+    """Return the reason why `layout` cannot be reached, or None."""
     wide = [group for group in layout.groups if group.width > 1]
-    # One after the other: of a rank that is not available nothing may be known.
+    # Lazily, in order: of an unavailable rank nothing may be known.
     reasons = itertools.chain(
         [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
         (_refuse_group(group, roster) for group in wide),

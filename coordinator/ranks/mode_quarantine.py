@@ -1,11 +1,10 @@
-"""The numerical guard: which modes compute something else than they should, and what is left. Pure.
+"""Quarantine of modes whose numerics drifted, and the layout that is left without them. Pure.
 
-Ranks probe their modes at start and, where that is wanted, behind each switch, and tell the newest
-results again and again; one that has drifted bars the mode for those ranks until an operator puts
-it back or a new process takes the place of one of them. A group whose mode is barred falls back to
-tp, if that is another mode, or to dp; a rank whose dp is barred is left out of all layouts, because
-then its own weights are wrong. One rank serves on even so: a doubtful answer beats none, and the
-alert is out. Kept by the roster, asked by the core, by what refuses layouts and by the policy.
+Ranks probe their modes at start and, if configured, after each switch, and repeat the newest
+results in every report. A drift quarantines the mode for those ranks until an operator reinstates
+it or one of the ranks restarts. The group falls back to tp, if that is another mode, or to dp. A
+rank whose dp is quarantined leaves all layouts: its own weights are wrong. If no other rank is
+left, it serves on: a doubtful answer beats none, and the alert is out.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,11 +13,11 @@ from comm_pool.layout import Group, Layout, Mode, Rank, step_name
 from coordinator.protocol.messages.rank import Probed
 
 Place = tuple[tuple[Rank, ...], str]
-"""Ranks, and the name of how they compute steps."""
+"""Ranks, and the name of the mode in which they compute steps."""
 
 
 class ModeQuarantine:
-    """What probes gave, and what is out of service."""
+    """The results of probes, and the quarantined modes."""
 
     __slots__ = ("_newest", "_unsaid", "barred")
 
@@ -26,10 +25,10 @@ class ModeQuarantine:
         self._newest: dict[Place, Probed] = {}
         self._unsaid: list[Probed] = []
         self.barred: dict[Place, Probed] = {}
-        """What is out of service, with the probe that said so."""
+        """The quarantined modes, each with the probe that showed the drift."""
 
     def take(self, probed: Iterable[Probed]) -> None:
-        """Take what a rank tells; what is known already changes nothing."""
+        """Store a rank's probes; repeated ones change nothing."""
         for each in probed:
             place = (each.ranks, each.mode)
             if self._newest.get(place) == each:
@@ -40,22 +39,22 @@ class ModeQuarantine:
                 self._unsaid.append(each)
 
     def renewed(self, rank: Rank) -> None:
-        """A new process takes the rank's place: what was seen of its groups says nothing of it."""
+        """A new process takes the rank's place: results of its groups no longer apply."""
         self.barred = {place: why for place, why in self.barred.items() if rank not in place[0]}
-        # Leaders that live go on telling of the groups that they had with the old process.
+        # Living leaders still report the groups that they had with the old process.
         led = [place for place in self._newest if place[0][0] == rank]
         for place in led:
             del self._newest[place]
 
     def put_back(self, mode: str) -> bool:
-        """Let a mode serve again wherever it is barred; False if it is not."""
+        """Reinstate a mode wherever it is quarantined; False if it is not."""
         places = [place for place in self.barred if place[1] == mode]
         for place in places:
             del self.barred[place]
         return bool(places)
 
     def take_unsaid(self) -> list[Probed]:
-        """Return what was barred since the last call."""
+        """Return the modes quarantined since the last call."""
         unsaid, self._unsaid = self._unsaid, []
         return unsaid
 
@@ -64,23 +63,24 @@ class ModeQuarantine:
         return [self._newest[place] for place in sorted(self._newest)]
 
     def modes_out(self) -> frozenset[str]:
-        """Return the modes that are barred anywhere."""
+        """Return the modes that are quarantined anywhere."""
         return frozenset(mode for _, mode in self.barred)
 
     def why_not(self, group: Group) -> Probed | None:
-        """Return the probe that bars a group, if one does."""
+        """Return the probe that quarantines a group, if there is one."""
         names = (step_name(mode, group.width) for mode in group.step_modes)
         places = ((group.ranks, name) for name in names)
         return next((self.barred[place] for place in places if place in self.barred), None)
 
     def is_wrong(self, rank: Rank) -> bool:
-        """Say whether the rank computes wrongly alone."""
+        """Return whether the rank computes wrongly alone."""
         return self.why_not(Group((rank,), Mode.DP)) is not None
 
     def remaining(self, layout: Layout, narrowest: int = 1) -> Layout:
-        """Return the layout without what is barred; it is the same if nothing of it is.
+        """Return the layout without quarantined modes; unchanged if it has none.
 
-        Where groups narrower than `narrowest` cannot serve, one whose tp is barred serves on.
+        Where groups narrower than `narrowest` cannot serve, a group keeps its mode if its tp is
+        quarantined too.
         """
         groups = [each for group in layout.groups for each in self._instead_of(group, narrowest)]
         left = [each for each in groups if each.width > 1 or not self.is_wrong(each.leader)]

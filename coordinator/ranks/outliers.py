@@ -1,11 +1,11 @@
-"""Which living ranks are better left out for a while. Pure.
+"""Outlier detection: which living ranks to eject from the layout for a while. Pure.
 
-They are late in a switch, far slower than the rest, or had no room on their device for a step. Such
-a rank is left out of the layout for a while, its tasks go on elsewhere, and its process is let
-alone: nobody can tell from here whether it is the device, a neighbour or the moment. It comes back
-when its time is over, sooner after the first time than after the third. At most half of the ranks
-are left out, as most of them cannot be the exception. Source: outlier detection in Envoy. Called by
-the switcher.
+A rank is ejected if it is late in a switch, far slower than the rest, or out of device memory in a
+step. Its tasks go on elsewhere and its process is left alone: the cause may be the device, a
+neighbour or the moment. It comes back when its time is over; repeated ejections last longer. At
+most half of the ranks are out at a time, as most cannot be outliers; beyond that, a rank out of
+memory is still ejected, but only briefly. Source: outlier detection in Envoy. The switcher calls
+this module.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,32 +20,32 @@ from coordinator.protocol.messages.steps import StepSums
 from coordinator.protocol.terms import Binding
 
 WINDOW_MS = 1_500
-"""Steps are compared over so long a time: those of all ranks meet the same machine."""
+"""Length of a window in which steps are compared: all ranks then see the same machine."""
 
 WINDOWS = 3
-"""A rank must be slow in so many windows, one behind the other."""
+"""A rank must be slow in this many consecutive windows."""
 
 STEPS_MIN = 4
-"""Steps in a window from which its leader can be judged, or be compared with."""
+"""Least steps in a window for judging a leader, or for comparing others with it."""
 
 OTHERS_MIN = 2
-"""Ranks that a slow one must be compared with: of two nobody can say which is the slow one."""
+"""Least ranks to compare a slow one with: of two, neither can be called the slow one."""
 
 SLOW_OUT_MS = (30_000, 60_000)
-"""Time out after the first, second ... time; doubled each time behind the last."""
+"""Ejection time after the first, second … time; doubled each time after the last."""
 
 BRIEF_OUT_MS = 1_000
-"""Time out of a rank that had no room and cannot be spared: the others hear of it and come out of
-the step that it was in."""
+"""Ejection time of a rank that ran out of memory and cannot be spared: long enough for the others
+to hear of it and to leave the step."""
 
 OUT_MS_MAX = 960_000
 FORGIVEN_AFTER_MS = 1_800_000
-"""A rank that was not taken out for so long counts as one that never was."""
+"""After this long without an ejection, a rank's history is cleared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ejection:
-    """A rank to be taken out, for how long, and why."""
+    """A rank to eject, for how long, and why."""
 
     rank: Rank
     out_ms: int
@@ -53,7 +53,7 @@ class Ejection:
 
 
 class OutlierDetector:
-    """What was seen of the ranks' pace and promptness; times are milliseconds of one clock."""
+    """The pace and promptness of ranks; times are milliseconds of one clock."""
 
     __slots__ = (
         "_oom_formation",
@@ -75,17 +75,17 @@ class OutlierDetector:
         self._sums: dict[Rank, StepSums] = {}
         self._window_ms = 0
         self._slow: dict[Rank, int] = {}
-        """In how many windows in a row each rank was slow."""
+        """In how many consecutive windows each rank was slow."""
         self._outs: dict[Rank, tuple[int, int]] = {}
-        """How often each rank was taken out, and when last."""
+        """How often each rank was ejected, and when last."""
         self._oom_formation: dict[Rank, int] = {}
-        """The formation in which a step of each rank found no room last."""
+        """The last formation in which a step of each rank ran out of device memory."""
 
     def on_report(self, report: Report, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
-        """Take the steps that a rank served alone; those of groups say nothing of one rank.
+        """Add the steps that a rank served alone; steps of groups say nothing about one rank.
 
-        Return it, for once, if a step of it found no room: all its group came out of that step and
-        waits for another layout, so it is always left out.
+        Eject the rank, once per formation, if a step of it ran out of device memory: its whole
+        group left that step and waits for another layout.
         """
         for served in report.served:
             if served.mode is Mode.DP:
@@ -100,7 +100,7 @@ class OutlierDetector:
         return [out if self._spared(serving) else replace(out, out_ms=BRIEF_OUT_MS)]
 
     def slow(self, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
-        """Judge a window that is over: `serving` are the ranks that serve now."""
+        """Judge the window if it is over; `serving` are the ranks that serve now."""
         if now_ms - self._window_ms < WINDOW_MS:
             return []
         self._window_ms = now_ms
@@ -121,10 +121,10 @@ class OutlierDetector:
         alive: Collection[Rank],
         now_ms: int,
     ) -> list[Ejection]:
-        """Return who is to be left out of a switch whose `stage` has waited for too long.
+        """Return the ranks to eject from a switch whose `stage` has exceeded its limit.
 
-        `waited_for` are the ranks that have not acknowledged it, with what they are joined to. A
-        follower of one of them waits itself.
+        `waited_for` are the ranks that have not acknowledged it, with the group each is joined to.
+        A follower is not blamed while its leader is waited for.
         """
         if stage != self._stage:
             self._stage, self._since_ms = stage, now_ms
@@ -143,18 +143,18 @@ class OutlierDetector:
         return [self._out(rank, self._settings.late_out_ms, "late", now_ms) for rank in blamed]
 
     def forgive(self, stall_ms: int, now_ms: int) -> None:
-        """Let the stage under way have begun later: nobody listened for this long."""
+        """Move the stage's start later: the coordinator did not listen for this long."""
         self._since_ms = min(now_ms, self._since_ms + stall_ms)
 
     def renewed(self, rank: Rank) -> None:
-        """A new process takes the rank's place: what was seen of the old one says nothing of it."""
+        """A new process takes the rank's place: drop the old one's history."""
         self._slow.pop(rank, None)
         self._sums.pop(rank, None)
         self._outs.pop(rank, None)
         self._oom_formation.pop(rank, None)
 
     def _spared(self, serving: Collection[Rank]) -> int:
-        """How many of these may be left out, if no more than half of all are to be out."""
+        """How many of these may be ejected while at most half of all ranks are out."""
         return max(0, self._world // 2 - (self._world - len(serving)))
 
     def _out(self, rank: Rank, times_ms: Sequence[int], cause: str, now_ms: int) -> Ejection:
@@ -166,13 +166,13 @@ class OutlierDetector:
 
 
 def out_ms(times_ms: Sequence[int], count: int) -> int:
-    """Return how long a rank stays out after so many times: as listed, then twice as long each."""
+    """Return how long the `count`-th ejection lasts: as listed, then twice as long each time."""
     doubled = max(0, count - len(times_ms))
     return min(OUT_MS_MAX, times_ms[min(count, len(times_ms)) - 1] << min(doubled, 20))
 
 
 def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
-    """Return how long each rank takes for its steps, as a multiple of what all take on average."""
+    """Return each rank's step time as a multiple of the average over all ranks."""
     judged = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
     total = StepSums()
     for each in judged.values():
@@ -184,7 +184,7 @@ def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
 
 
 def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:
-    """Return the ranks whose pace is `factor` times the median of all others, at most half."""
+    """Return ranks whose pace is `factor` times the median of the others, at most half of all."""
     if len(paces) <= OTHERS_MIN:
         return []
     found = [
@@ -197,7 +197,7 @@ def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:
 
 
 def _pace(sums: StepSums, line: StepLine) -> float:
-    """The factor that fits a rank's own steps best to the line: errors are relative."""
+    """The factor that scales the line to a rank's own steps with the least relative error."""
     a, b, c = line.base_s, line.token_s * 1e3, line.context_s * 1e6
     told = a * sums.y + b * sums.ty + c * sums.cy
     squared = a * a * sums.n + b * b * sums.tt + c * c * sums.cc

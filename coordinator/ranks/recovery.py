@@ -1,8 +1,8 @@
-"""What a coordinator that just started makes of the ranks' reports.
+"""How a coordinator that just started continues from the ranks' reports.
 
-Ranks that serve go on serving: if all of them agree, their layout and epoch are adopted as they
-are; otherwise the highest layout that any rank acknowledged is taken up again in a new epoch,
-without the ranks that are gone. Called by the switcher.
+If all ranks agree, it adopts their layout and epoch as they are, and they serve on. Otherwise it
+continues the highest layout that any rank acknowledged in a new epoch, without the ranks that are
+gone. The switcher calls this module.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from coordinator.ranks.roster import Roster
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where to take up the work: what the ranks are at, and the layout to have from now on."""
+    """Where to continue: the ranks' target and stage, and the layout to have from now on."""
 
     target: Target
     stage: Stage
@@ -23,12 +23,12 @@ class Resumed:
     serving: tuple[Binding, ...]
     """The groups all of whose members serve; they need not stop."""
     gone: tuple[Rank, ...]
-    """Ranks whose memory is lost: not heard, or started anew."""
+    """Ranks whose memory is lost: silent, or newly started."""
     cause: str
 
     @property
     def is_settled(self) -> bool:
-        """Every rank serves the layout that is wanted: nothing is to be done."""
+        """Every rank serves the wanted layout; there is nothing to do."""
         return (
             self.stage.phase is Phase.SERVE
             and self.layout == self.target.layout
@@ -37,9 +37,9 @@ class Resumed:
 
 
 def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
-    """Judge the reports; None while there is reason to wait for more.
+    """Judge the reports; None while it is better to wait for more.
 
-    `is_late`: a rank that was not heard by now has stopped by itself, as its lease is over.
+    `is_late`: a rank not heard by now has stopped by itself, because its time lease is over.
     """
     reports = {rank: roster[rank].report for rank in roster.reported()}
     heard = {rank: report for rank, report in reports.items() if report is not None}
@@ -68,7 +68,7 @@ def resume(roster: Roster, initial: Layout, *, is_late: bool) -> Resumed | None:
 
 
 def _possible(layout: Layout, roster: Roster) -> Layout:
-    """Let ranks serve alone whose groups cannot be formed, as they were not started together."""
+    """Let ranks serve alone if their group cannot be formed, as they did not start together."""
     for group in layout.groups:
         if not all(roster.supports(rank, group.width) for rank in group.ranks):
             layout = layout.without(group.ranks).plus(group.ranks)

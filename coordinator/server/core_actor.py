@@ -1,8 +1,8 @@
-"""The one task that owns the core: it feeds in events one at a time and carries out the effects.
+"""The actor that owns the core: it passes in events one at a time and carries out the effects.
 
-Invariant: a session becomes the one that effects reach in the same step in which the core hears of
-it, so no message decided for an earlier session reaches a later one. Every poster waits until its
-event was handled, so the inbox holds at most one event per session and admin call.
+Invariant: a session becomes the one that effects reach in the same step in which the core handles
+its opening, so no message decided for an earlier session reaches a later one. `post` waits until
+the event is handled, so the inbox holds at most one such event per session and admin call.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 
 def monotonic_ms() -> int:
-    """Milliseconds of this process' monotonic clock."""
+    """Milliseconds of this process's monotonic clock."""
     return time.monotonic_ns() // 1_000_000
 
 
@@ -45,20 +45,20 @@ def _always() -> bool:
 
 
 class Watcher(Protocol):
-    """Sees what goes through the core, to measure it; decides nothing."""
+    """Observes the core's events and effects, to measure; decides nothing."""
 
     def saw_event(self, event: Event, now_ms: int) -> None:
-        """The core was handed an event."""
+        """The core has handled an event."""
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
-        """The core asked for something."""
+        """The core has asked for an effect."""
 
 
 class Decider(Protocol):
-    """The part of the core that its owner needs."""
+    """The part of the core that the actor needs."""
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
-        """Decide what follows from `event`."""
+        """Return the effects of `event`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +80,26 @@ class CoreActor:
         self.gateway_outboxes: dict[str, Outbox] = {}
         self.launcher_outboxes: set[Outbox] = set()
         self.batches: dict[str, tuple[BatchProgress, ...]] = {}
-        """What each gateway said last of the batches that it runs; the core does not care."""
+        """The newest batches message of each gateway; the core does not use it."""
         self.on_switch: Callable[[SwitchRecord], None] = lambda _: None
         self.watchers: tuple[Watcher, ...] = ()
         self.on_observation: Callable[[Line], None] = lambda _: None
 
     async def post(self, event: Event, admit: Callable[[], bool] = _always) -> None:
-        """Hand over `event` and wait until it was handled.
+        """Post `event` and wait until it is handled.
 
-        `admit` is asked in the same step, just before; if it says no, the event is dropped.
+        `admit` is called in the same step, just before; if it returns False, the event is dropped.
         """
         handled = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(_Posted(event, admit, handled))
         await handled
 
     def post_soon(self, event: Event, admit: Callable[[], bool] = _always) -> None:
-        """Hand over `event` without waiting: for sessions that end, which cannot wait."""
+        """Post `event` without waiting: for sessions that end, which cannot wait."""
         self._inbox.put_nowait(_Posted(event, admit, None))
 
     async def run(self) -> None:
-        """Own the core until cancelled; an error of the core ends the process with it."""
+        """Run the core until cancelled; an error of the core propagates and ends the process."""
         ticker = asyncio.create_task(self._tick())
         try:
             while True:
@@ -141,7 +141,7 @@ class CoreActor:
             case Observed(line):
                 self.on_observation(line)
             case ForecastMade():
-                pass  # For those who watch.
+                pass  # Only watchers use it.
             case Note(level, event, fields):
                 say = log.warning if level is Level.WARNING else log.info
                 say(event, **fields)

@@ -11,19 +11,19 @@ from coordinator.telemetry.core_metrics import CoreMetrics
 from coordinator.telemetry.prediction_tracker import PredictionTracker
 
 MEASURED_SWITCHES = 100
-"""Switches among which those are looked for that are to be measured."""
+"""Number of newest switches among which the metrics look for those to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """What observes all events and effects of the core, from its first event on."""
+    """The observers of all events and effects, from the first event on."""
 
     core: CoreMetrics
     prediction_tracker: PredictionTracker
 
 
 def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) -> Observers:
-    """Let the metrics' watchers see what the owner hands to the core."""
+    """Attach the metrics' watchers to the actor."""
 
     def switches() -> Any:
         return core.switches_view(MEASURED_SWITCHES)["switches"]

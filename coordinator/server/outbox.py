@@ -1,7 +1,7 @@
-"""The outgoing queue of one session: bounded, and told to close exactly once.
+"""The outgoing queue of one session: bounded, and closed exactly once.
 
-Invariant: messages come out in the order they went in, and none after the closing. Called by the
-core's owner, which puts, and by the session's stream, which takes; both on one event loop.
+Invariant: messages leave in the order in which they entered, and none after the closing. The core
+actor puts and the session's stream takes, both on one event loop.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import grpc
 from coordinator.protocol.messages.message import Message
 
 OUTGOING_MESSAGES_MAX = 16_384
-"""Most unsent messages of a session; a peer further behind is cut off, and its next hello repairs
-what it missed."""
+"""Most unsent messages of a session; a slower peer is cut off, and its next hello repairs what it
+missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Closing:
 
 
 ENDED = Closing(grpc.StatusCode.OK, "")
-"""The peer left by itself."""
+"""The peer ended the session itself."""
 
 
 class Outbox:
-    """What the coordinator still has to say to one peer."""
+    """The coordinator's unsent messages to one peer."""
 
     def __init__(self, messages_max: int = OUTGOING_MESSAGES_MAX) -> None:
         self._messages_max = messages_max
@@ -39,7 +39,7 @@ class Outbox:
         self._changed = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Say `message` soon; one more than the limit closes the session."""
+        """Queue `message`; one more than the limit closes the session."""
         if self._closing is not None:
             return
         if len(self._messages) >= self._messages_max:
@@ -55,7 +55,7 @@ class Outbox:
         self._changed.set()
 
     def close(self, closing: Closing) -> None:
-        """End the session after what was put already; the first closing counts."""
+        """End the session after the queued messages; only the first closing counts."""
         if self._closing is None:
             self._closing = closing
             self._changed.set()

@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 
 def read_step_times(path: str) -> dict[str, StepLine]:
-    """Read a file of step times; none for an empty path. Raises `ConfigError`."""
+    """Read a file of step times; an empty path gives none. Raises `ConfigError`."""
     if not path:
         return {}
     try:
@@ -26,7 +26,7 @@ def read_step_times(path: str) -> dict[str, StepLine]:
 
 
 class ObservationLog:
-    """Appends lines to a file; at `bytes_max` the file is moved to `<file>.1` and begun anew.
+    """Appends lines to a file; at `bytes_max` it moves the file to `<file>.1` and starts a new one.
 
     A log that cannot be written ends with a warning: nothing depends on it.
     """

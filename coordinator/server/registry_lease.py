@@ -1,7 +1,7 @@
-"""A cell among others: it says in the registry that it is there, and leaves without losing tasks.
+"""A cell's lease in the registry of its fleet, and its departure without lost tasks.
 
-Both only if the configuration names a fleet. Redis that is slow or away costs the cell nothing but
-its announcements: gateways go on with the cells that they know. Called by the process.
+Only if the configuration names a fleet. A slow or absent Redis costs the cell nothing but its
+announcements: gateways continue with the cells that they know. The process calls this module.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from coordinator.protocol.registry import (
 )
 
 LEAVE_LIMIT_S = 5.0
-"""How long gateways may take to get their tasks to other cells."""
+"""How long gateways may take to move their tasks to other cells."""
 LOOK_S = 0.05
 
 log = structlog.get_logger()
 
 
 class RegistryLease:
-    """Keeps a cell's lease until it leaves."""
+    """Renews a cell's lease until the cell leaves."""
 
     def __init__(self, registry: CellRegistry, name: str, address: str, every_s: float) -> None:
-        """Announce the cell of that name at that address, so often."""
+        """Announce the cell `name` at `address`, every `every_s` seconds."""
         self._registry = registry
         self._name = name
         self._address = address
@@ -43,14 +43,14 @@ class RegistryLease:
         self._work = asyncio.create_task(self._announce())
 
     async def leave(self) -> None:
-        """Stop announcing the cell, and say so if the registry answers."""
+        """Stop announcing the cell, and withdraw it if the registry answers."""
         if self._work is None:
             return
         work, self._work = self._work, None
         work.cancel()
-        # It also ends by itself, should the driver have kept the cancellation to itself.
+        # The loop also ends by itself if the driver swallows the cancellation.
         await asyncio.wait({work}, timeout=ANSWER_LIMIT_S)
-        # Nobody finds the cell once its lease has run out, if this fails.
+        # If this fails, the cell disappears when its lease ends.
         with contextlib.suppress(RegistryAwayError):
             await self._registry.withdraw(self._name, self._address)
         await self._registry.close()
@@ -72,7 +72,7 @@ class RegistryLease:
 
 
 def announcer_of(config: Config, port: int) -> RegistryLease | None:
-    """Return who announces this cell, whose coordinator has this port; None without a registry."""
+    """Return the registry lease of a cell whose coordinator has this port, or None."""
     fleet, host = config.fleet, socket.gethostname()
     if not fleet.redis:
         return None
@@ -84,7 +84,7 @@ def announcer_of(config: Config, port: int) -> RegistryLease | None:
 
 
 async def leave(announcer: RegistryLease | None, tasks: Callable[[], int]) -> None:
-    """Be found no more, and wait until gateways have taken away what they can."""
+    """Withdraw from the registry, and wait until gateways have taken their tasks away."""
     if announcer is not None:
         await announcer.leave()
     for _ in range(int(LEAVE_LIMIT_S / LOOK_S)):

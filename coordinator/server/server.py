@@ -1,8 +1,8 @@
-"""The gRPC server of a cell: one session per rank and per gateway, and those of launchers.
+"""The gRPC server of a cell: sessions of ranks, of gateways and of launchers.
 
-Every session starts with the shared token and a hello of the right version; a second session of
-the same rank or gateway replaces the first. What peers say becomes events, what the core says
-leaves through the session's outbox. Decides nothing about ranks, tasks or layouts.
+Every session starts with the shared token and a hello of the right version. A second session of the
+same rank or gateway replaces the first. Messages of peers become events, and messages of the core
+leave through the session's outbox. Decides nothing about ranks, tasks or layouts.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 log = structlog.get_logger()
 
 GATEWAYS_MAX = 256
-"""Most gateways with an open session."""
+"""Gateways with an open session, at most."""
 HELLO_LIMIT_S = 30.0
-"""How long a peer may take to say hello; a rank says it between two steps."""
+"""How long a peer may take for its hello; a rank sends it between two steps."""
 STOP_GRACE_S = 1.0
 """How long open sessions may take to end when the server stops."""
 
@@ -58,11 +58,11 @@ STOPPING = Closing(
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the message is one sentence that says what to do."""
+    """The server cannot listen on the address; the message is one sentence that says what to do."""
 
 
 class RefusedError(Exception):
-    """A session cannot be opened or go on; the peer is told why."""
+    """A session cannot be opened or continued; the peer receives the reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -71,7 +71,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """An open session: its outgoing queue, and what to do with what comes in and at the end."""
+    """An open session: its outgoing queue, and the handlers of its messages and its end."""
 
     outbox: Outbox
     hear: Callable[[bytes], Awaitable[None]]
@@ -79,7 +79,7 @@ class _Session:
 
 
 class CellServer:
-    """Opens sessions for the ranks 0..world-1 and for gateways that know the token."""
+    """Opens sessions for ranks 0 to world-1, for gateways and for launchers with the token."""
 
     def __init__(self, owner: CoreActor, token: str, world: int) -> None:
         self._owner = owner
@@ -87,9 +87,9 @@ class CellServer:
         self._world = world
         self._incarnations: dict[Rank, int] = {}
         self._ended: dict[Rank, int] = {}
-        """The newest process of each rank that a launcher saw end."""
+        """The newest ended process of each rank, as reported by a launcher."""
         self.aggregator = MetricsAggregator()
-        """What gateways have measured; no business of the core's."""
+        """The gateways' measurements; the core does not use them."""
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -116,7 +116,7 @@ class CellServer:
         return port
 
     async def stop(self) -> None:
-        """End all sessions; peers come back to the next coordinator by themselves."""
+        """End all sessions; peers connect to the next coordinator by themselves."""
         owner = self._owner
         peers = *owner.rank_outboxes.values(), *owner.gateway_outboxes.values()
         for outbox in (*peers, *owner.launcher_outboxes):
@@ -136,7 +136,7 @@ class CellServer:
     async def _session(
         self, context: Context, open_session: Callable[[bytes], Awaitable[_Session]]
     ) -> None:
-        """Open a session and say what the coordinator has to say until either side ends it."""
+        """Open a session and send the coordinator's messages until either side ends it."""
         try:
             self._authenticate(context)
             session = await open_session(await _hello(context))
@@ -262,7 +262,7 @@ class CellServer:
         read: Callable[[bytes], Event | None],
         closed: Event,
     ) -> _Session:
-        """Make a fresh outbox the one of `key`, in the step in which the core hears `opened`."""
+        """Make a new outbox that of `key`, in the step in which the core handles `opened`."""
         outbox = Outbox()
         owner = self._owner
 
@@ -300,7 +300,7 @@ async def _hello(context: Context) -> bytes:
 
 
 async def _listen(context: Context, session: _Session) -> None:
-    """Hear the peer until it ends the session or says what it may not."""
+    """Handle the peer's messages until it ends the session or breaks the protocol."""
     closing = ENDED
     try:
         while isinstance(raw := await context.read(), bytes):

@@ -1,9 +1,9 @@
 """Spans of the coordinator: how long traced tasks queue, and what each switch did.
 
-It looks at the events and effects that pass the core, as `core_metrics` does, and changes nothing.
-A task queues once for each placement, also when a switch or a lost rank gives it back. A switch is
-a trace of its own, with links to the traced tasks that it met; it is told `SETTLE_MS` after its
-end, when what ranks and gateways measured of it is there. Only made where tracing is on.
+It observes the core's events and effects, as `core_metrics` does, and changes nothing. A task
+queues once per placement, also after a switch or a lost rank returns it. A switch is a trace of its
+own with links to the traced tasks that it met. It is exported `SETTLE_MS` after its end, when the
+measurements of ranks and gateways have arrived. Created only if tracing is on.
 """
 
 from collections import OrderedDict, deque
@@ -31,11 +31,11 @@ from coordinator.protocol.tracing import Span, Tracing, ago_ns
 from coordinator.telemetry.core_metrics import FAILURE_REASONS, PHASES, RANK_LOST, SETTLE_MS
 
 TASKS_MAX: Final = 16_384
-"""Most traced tasks that are followed; those that came first are forgotten."""
+"""Traced tasks to follow, at most; the oldest are forgotten."""
 LEFT_MAX: Final = 256
-"""Most tasks that are remembered when they have ended."""
+"""Ended tasks to remember, at most."""
 LINKS_MAX: Final = 64
-"""Most tasks that a switch's span names."""
+"""Tasks that a switch's span links to, at most."""
 SWITCHES_LOOKED_AT: Final = 100
 
 CANCELLED: Final = "cancelled"
@@ -62,18 +62,18 @@ class _Ended:
 
 
 class CellSpans:
-    """Makes the spans; `switches` returns the newest ones as the admin API shows them."""
+    """Makes the spans; `switches` returns the newest switches as the admin API shows them."""
 
     def __init__(self, tracing: Tracing, switches: Callable[[], Mapping[str, Any]]) -> None:
         self._tracing = tracing
         self._switches = switches
         self._tasks: OrderedDict[TaskId, _Known] = OrderedDict()
         self._left: deque[tuple[int, _Known]] = deque(maxlen=LEFT_MAX)
-        """Tasks that ended last, with the time: a switch may have met them."""
+        """Recently ended tasks, with the time: a switch may have met them."""
         self._ended: list[_Ended] = []
 
     def saw_event(self, event: Event, now_ms: int) -> None:
-        """Note when tasks come, come back and go."""
+        """Record when tasks arrive, return and end."""
         match event:
             case GatewaySaid(message=Submit(header=header)) if header.trace:
                 self._came(header)
@@ -90,7 +90,7 @@ class CellSpans:
                 pass
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
-        """Note placements, failures and switches."""
+        """Record placements, failures and switches."""
         match effect:
             case ToRank(message=Place(header=header) as place) if header.trace:
                 self._placed(place, now_ms)
@@ -104,14 +104,14 @@ class CellSpans:
                 pass
 
     def close(self) -> None:
-        """Tell what is left: the process ends."""
+        """Export the remaining switches: the process ends."""
         self._settle(None)
 
     # ------------------------------------------------------------------ tasks
 
     def _came(self, header: TaskHeader) -> None:
         if header.task in self._tasks:
-            return  # Said again, by a new session or after a loss.
+            return  # A repetition, by a new session or after a loss.
         self._tasks[header.task] = _Known(header, self._queue_span(header, ARRIVED))
         while len(self._tasks) > TASKS_MAX:
             self._tasks.popitem(last=False)
@@ -151,7 +151,7 @@ class CellSpans:
     # ------------------------------------------------------------------ switches
 
     def _met(self, record: SwitchRecord) -> tuple[TraceContext, ...]:
-        """Contexts of tasks that were with a group when the switch began."""
+        """Contexts of tasks that were in a group when the switch began."""
         found: list[TraceContext] = []
         left = [known for left_ms, known in self._left if left_ms >= record.started_ms]
         for known in (*self._tasks.values(), *left):

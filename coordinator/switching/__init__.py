@@ -1,1 +1,1 @@
-"""From one layout to the next: targets, page grants, commits of moves, restoring. Pure."""
+"""Switches of layout: targets, page grants, migration commits, restoring a layout. Pure."""

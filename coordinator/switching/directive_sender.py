@@ -1,8 +1,8 @@
-"""What ranks are told of the layout, and which of their reports are answered with it.
+"""Sends directives to ranks, and decides which of their reports are answered with one. Pure.
 
-An answer renews a rank's lease, and tells it that its coordinator is there; once in a while is
-enough for both. In a switch each rank reports several times within milliseconds, and answers that
-say nothing new would be read while others wait for what that rank does. Pure.
+An answer renews a rank's time lease and shows that its coordinator lives; answers at intervals are
+enough for both. In a switch each rank reports several times within milliseconds: answers without
+news would cost reading time while others wait for that rank.
 """
 
 from collections.abc import Iterable
@@ -16,22 +16,22 @@ from coordinator.switching.switcher import Switcher
 
 
 class DirectiveSender:
-    """What each rank was told last, and when."""
+    """The last directive sent to each rank, and when."""
 
     __slots__ = ("_interval_ms", "_switcher", "_told")
 
     def __init__(self, switcher: Switcher, interval_ms: int) -> None:
-        """At most so often the same is said again; 0 is always."""
+        """`interval_ms` is the least time between identical directives; 0 answers every report."""
         self._switcher = switcher
         self._interval_ms = interval_ms
         self._told: dict[Rank, tuple[Directive, int]] = {}
 
     def opened(self, rank: Rank) -> None:
-        """The rank has a new session: what was said in the one before may not have arrived."""
+        """The rank has a new session: directives of the old one may not have arrived."""
         self._told.pop(rank, None)
 
     def directives(self, ranks: Iterable[Rank], now_ms: int) -> list[ToRank]:
-        """Return what these ranks are to be told now."""
+        """Return the current directives of these ranks."""
         return [
             self._tell(rank, directive, now_ms)
             for rank in ranks

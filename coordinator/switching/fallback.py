@@ -1,9 +1,9 @@
-"""What follows when modes drift: the target falls back to a layout that does without them. Pure.
+"""Retargets the switcher when modes drift or a member has aborted a formation. Pure.
 
-Tasks of the groups that change are computed anew from the tokens that they have, so that nothing
-stays of what the mode computed but the tokens that clients have seen. The same becomes of a group
-that a member has closed, to get out of an earlier formation, when it was to be formed again
-already. Called by the core behind every event.
+The new layout does without the quarantined modes. Tasks of the groups that change are recomputed
+from their tokens, so nothing that a drifted mode computed survives except tokens that clients have
+seen. A group that a member has aborted while it was about to be formed again is treated alike. The
+core calls this module after every event.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 
 GUARD = "guard"
-"""The cause of a switch that leaves a mode which has drifted."""
+"""Cause of a switch away from a mode that has drifted."""
 
 CLOSED = "closed"
-"""The cause of a switch that does without a group which a member has closed."""
+"""Cause of a switch away from a group that a member has aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fallen:
-    """What to say, which ranks were left out, and the decision, if another layout is wanted."""
+    """Notes to log, ranks that computed wrongly, and the decision if the layout has to change."""
 
     notes: tuple[Effect, ...] = ()
     left_out: tuple[Rank, ...] = ()
@@ -33,7 +33,7 @@ class Fallen:
 
 
 def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
-    """Retarget the switcher to what is left of its layout, if anything of it is barred."""
+    """Retarget the switcher if its layout holds a quarantined mode or an aborted group."""
     guard = roster.guard
     if switcher.recovering or not (guard.barred or roster.has_closed):
         return Fallen()
@@ -59,7 +59,7 @@ def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
 
 
 def _without_closed(layout: Layout, roster: Roster) -> Layout:
-    """Let the members of closed groups serve alone."""
+    """Let the members of aborted groups serve alone."""
     for group in layout.groups:
         if roster.closed_by(group.ranks) is not None:
             layout = layout.without(group.ranks).plus(group.ranks)
@@ -67,7 +67,7 @@ def _without_closed(layout: Layout, roster: Roster) -> Layout:
 
 
 def put_back(roster: Roster, mode: str) -> list[Effect]:
-    """Let a mode serve again, as an operator asks; it is probed again if it is formed."""
+    """Reinstate a mode on an operator's request; it is probed again if it is formed."""
     if roster.guard.put_back(mode):
         return [note("mode_put_back", mode=mode)]
     return [warning("mode_not_out", mode=mode)]

@@ -1,10 +1,9 @@
-"""How a cell becomes whole again once what was lost has come back. Pure; called at each tick.
+"""Restores the wanted layout after a loss. Pure; the core calls it at each tick.
 
-A lost rank comes back in dp. Two things may stand between that and the layout that was served
-before: somebody must want it again, and, on CUDA, ranks that were not started together have no
-communicators with each other, and those that outlived a loss have closed theirs, so that they must
-all be started again, which costs nobody anything while there is nothing to do. Where there always
-is, a group that is only a part of the cell is started again while the others serve.
+A lost rank comes back in dp. Two things may stand between that and the layout before the loss: the
+layout must be wanted again, and on CUDA ranks that were not started together have no communicators,
+and survivors of a loss have aborted theirs. Then all ranks must restart together, which is free
+while the cell is idle. In a busy cell the ranks of one group restart while the others serve.
 """
 
 from collections.abc import Iterable
@@ -21,14 +20,14 @@ from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 
 RESTORED = "restored"
-"""The cause of a switch back to the layout that was wanted before a loss."""
+"""Cause of a switch back to the layout that was wanted before a loss."""
 
 RENEWALS_APART_MS = 300_000
-"""Ranks are not started again sooner for the same purpose, whatever became of the last time."""
+"""Least time between two restarts of the same ranks, whatever the first one led to."""
 
 
 class _Debounce:
-    """For how long something has been true."""
+    """How long a condition has held."""
 
     __slots__ = ("_since_ms",)
 
@@ -36,7 +35,7 @@ class _Debounce:
         self._since_ms: int | None = None
 
     def is_over(self, limit_ms: int, now_ms: int, *, is_true: bool) -> bool:
-        """Say whether it is true, and has been at each call for so long."""
+        """Return whether the condition has held at every call for `limit_ms`."""
         if not is_true:
             self._since_ms = None
             return False
@@ -47,20 +46,20 @@ class _Debounce:
 
 @dataclass(frozen=True, slots=True)
 class RenewalTimes:
-    """For how long groups have been lacking before ranks are started again for them; 0 is never."""
+    """How long groups must lack communicators before their ranks restart; 0 is never."""
 
     idle_ms: int
-    """All ranks, when the cell has had no task for so long."""
+    """For all ranks, once the cell has had no task for this long."""
     busy_ms: int
-    """The ranks of one group, whatever there is to do."""
+    """For the ranks of one group, under any load."""
 
 
 class LayoutRestorer:
-    """The layout that was decided last, and what is to be done to have it again.
+    """The layout that was decided last, and what is needed to have it again.
 
-    Where a policy decides, it finds out by itself what can be formed (`is_fixed` is False), and
-    only the ranks' renewal is asked for. A layout is restored when it could have been for
-    `settled_ms`, as ranks come back one by one, and some are soon lost again.
+    Where a policy decides (`is_fixed` is False), it finds out itself what can be formed, and this
+    class only requests restarts. A layout is restored once it could have been for `settled_ms`:
+    ranks come back one by one, and some are soon lost again.
     """
 
     __slots__ = (
@@ -83,24 +82,24 @@ class LayoutRestorer:
         self._settled_ms = settled_ms
         self._renew = renew
         self._renewed: dict[tuple[Rank, ...], int] = {}
-        """When these were started again last."""
+        """When these ranks last restarted."""
         self._is_fixed = is_fixed
         self._possible = _Debounce()
         self._lacking = _Debounce()
         self._lacking_idle = _Debounce()
 
     def decided(self, layout: Layout) -> None:
-        """Somebody wants this layout from now on."""
+        """This layout is wanted from now on."""
         self._wanted = layout
         self._possible = _Debounce()
 
     def layout_due(self, switcher: Switcher, roster: Roster, now_ms: int) -> Layout | None:
-        """Return the layout that was decided, if the cell has left it and can have it again."""
+        """Return the layout that was decided, if the cell has left it and can form it again."""
         if switcher.recovering or not self._is_fixed:
             return None
         if self._wanted is None:
-            # Behind a restart of the coordinator it is what the ranks were told last, unless that
-            # was to wait for each other.
+            # After a coordinator restart, the layout that the ranks last heard counts as wanted,
+            # unless ranks only waited for each other in it.
             told = switcher.served_layout
             self._wanted = told if roster.serves_whole(told) else self._initial
         wanted = _completed(self._wanted, self._initial, roster)
@@ -111,9 +110,9 @@ class LayoutRestorer:
     def renewal_due(
         self, switcher: Switcher, roster: Roster, now_ms: int, *, is_idle: bool
     ) -> tuple[Rank, ...]:
-        """Return the ranks that should be started again together; empty if none should.
+        """Return the ranks to restart together; empty if there are none.
 
-        All ranks are there and serve, and cannot form a group that is wanted.
+        All ranks must be present and serving, but unable to form a wanted group.
         """
         idle_ms, busy_ms = self._renew.idle_ms, self._renew.busy_ms
         if switcher.recovering or not (idle_ms or busy_ms):
@@ -127,7 +126,7 @@ class LayoutRestorer:
         due = next((each for each in wanted if self._may_renew(each, now_ms)), ())
         if due:
             self._renewed[due] = now_ms
-            self._lacking, self._lacking_idle = _Debounce(), _Debounce()  # One after the other.
+            self._lacking, self._lacking_idle = _Debounce(), _Debounce()  # One restart at a time.
         return due
 
     def _may_renew(self, ranks: tuple[Rank, ...], now_ms: int) -> bool:
@@ -135,7 +134,7 @@ class LayoutRestorer:
         return last_ms is None or now_ms - last_ms >= RENEWALS_APART_MS
 
     def _lacking_groups(self, switcher: Switcher, roster: Roster) -> list[tuple[Rank, ...]]:
-        """Return who cannot form a group that is wanted, or that the policy may want."""
+        """Return rank sets that cannot form a group that is wanted or that the policy may want."""
         if self._is_fixed and self._wanted is not None:
             groups: Iterable[tuple[Rank, ...]] = (each.ranks for each in self._wanted.groups)
         elif roster.has_closed or not roster.is_one_cohort(switcher.alive):
@@ -149,9 +148,9 @@ class LayoutRestorer:
 
 
 def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
-    """Give groups to ranks that cannot serve alone, and were away when the layout was decided.
+    """Add groups for ranks that cannot serve alone and were away when the layout was decided.
 
-    Those that they started with, where all of their ranks are free, else the narrowest.
+    A group of the initial layout if all its ranks are free, else one of the narrowest width.
     """
     if (width := roster.narrowest) == 1:
         return layout
@@ -169,7 +168,7 @@ def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:
 
 
 def renewal(roster: Roster, ranks: Iterable[Rank], cause: str) -> list[Effect]:
-    """Ask for the processes of these ranks to be started again, together."""
+    """Ask the launcher to restart the processes of these ranks together."""
     known = tuple((rank, roster[rank].incarnation) for rank in ranks if rank in roster)
     told = note("renewal_wanted", ranks=[rank for rank, _ in known], cause=cause)
     return [told, ToLauncher(RenewRanks(known))]

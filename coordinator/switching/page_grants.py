@@ -1,8 +1,8 @@
-"""How many pages each serving group was given.
+"""How many pages each serving group was granted.
 
-Invariant: a group is granted once per formation, as many pages as every member had free, so all
-its members lease the same number. Behind a move that is what they have free when they have heard
-that it is committed. Called by the switcher.
+Invariant: a group is granted pages once per formation, as many as every member has free, so all
+members lease the same number. After a migration that is what they have free once they have heard of
+its commit. The switcher calls this module.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from coordinator.protocol.terms import Binding, Phase
 from coordinator.ranks.roster import Roster
 
 REGRANT_SHARE = 4
-"""A group is formed anew for pages that add more than 1/4 to its grant."""
+"""A group is formed anew if free pages would add more than 1/4 to its grant."""
 
 
 class PageGrants:
@@ -26,22 +26,22 @@ class PageGrants:
         self._granted: dict[Binding, Grant] = {}
 
     def __contains__(self, binding: Binding) -> bool:
-        """Say whether the group was granted its pages."""
+        """Return whether the group was granted its pages."""
         return binding in self._granted
 
     def add(self, binding: Binding) -> None:
-        """Grant what every member has free."""
+        """Grant as many pages as every member has free."""
         self._granted[binding] = Grant(binding.group.ranks, self._free_pages(binding))
 
     def resume(self, binding: Binding) -> None:
-        """Take up a group that serves already: what every member has handed to it, or more."""
+        """Adopt a group that serves already: grant the least that any member holds."""
         reports = [self._roster.report_of(rank) for rank in binding.group.ranks]
         pages = [report.pages for report in reports if report]
         held = min(each.owned + each.leased for each in pages)
         self._granted[binding] = Grant(binding.group.ranks, held)
 
     def drop(self, binding: Binding) -> None:
-        """The group is gone."""
+        """Forget the grant of a group that is gone."""
         self._granted.pop(binding, None)
 
     def of(self, bindings: Iterable[Binding]) -> tuple[Grant, ...]:
@@ -49,15 +49,15 @@ class PageGrants:
         return tuple(self._granted[binding] for binding in bindings)
 
     def all_of(self) -> set[Binding]:
-        """Return the groups that have one."""
+        """Return the groups that have a grant."""
         return set(self._granted)
 
     def starved(self) -> tuple[Rank, ...]:
         """Return the leaders of groups that would gain much by forming anew.
 
-        A group gets pages only when it is formed; what paused tasks kept then may be free by now.
-        Few are not worth a formation, unless the only task that runs has all that the group has:
-        no other can be preempted for it.
+        A group gets pages only when it is formed; pages that paused tasks retained then may be free
+        by now. A few pages are not worth a formation, unless the group's only running task uses all
+        its blocks: no other task can be preempted for it.
         """
         return tuple(
             binding.group.leader

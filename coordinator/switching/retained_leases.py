@@ -1,8 +1,9 @@
-"""Which pages of unbound groups' leases are still needed, as far as their leaders told.
+"""Which pages of unbound groups' leases are still needed, as reported by their leaders.
 
-Paused tasks of a group that is not bound keep some of its leased pages; every member must keep the
-same ones, or their lease tables drift apart. Invariant: what is echoed of a lease only shrinks
-while the group is unbound, and is constant while it is bound. Called by the switcher.
+Paused tasks of an unbound group retain some of its leased pages. Every member must retain the same
+ones, or their lease tables drift apart. Invariant: the retained set that is sent to members only
+shrinks while the group is unbound, and is constant while it is bound. The switcher calls this
+module.
 """
 
 from collections.abc import Collection, Mapping
@@ -22,44 +23,44 @@ class _Lease:
     is_bound: bool = False
     """The group serves: its lease is whole, and `kept` is what it started from."""
     served_born: int = 0
-    """The last formation that leased pages; what was kept of earlier ones is out of date."""
+    """The last formation that leased pages; retained sets of earlier ones are out of date."""
 
 
 class RetainedLeases:
-    """The lease indices that remain, per group of ranks."""
+    """The retained lease indices of each group of ranks."""
 
     __slots__ = ("_given_up", "_leases", "_lost_in")
 
     def __init__(self) -> None:
         self._leases: dict[tuple[Rank, ...], _Lease] = {}
         self._lost_in: dict[Rank, int] = {}
-        """The last epoch in which a rank was lost; leases formed until then are worthless."""
+        """The last epoch in which a rank was lost; leases formed up to then are worthless."""
         self._given_up: dict[tuple[Rank, ...], int] = {}
-        """The same of groups whose members gave pages up before this coordinator was there."""
+        """The same for groups whose members gave pages up before this coordinator started."""
 
     def on_report(self, leader: Rank, reported: tuple[LeaseRetention, ...]) -> bool:
-        """Take what a leader still needs; return whether anything changed."""
+        """Store what a leader still needs; return whether anything changed."""
         own = [kept for kept in reported if kept.ranks[:1] == (leader,)]
         return [self._accept(kept) for kept in own].count(True) > 0
 
     def bind(self, binding: Binding) -> None:
-        """Freeze: the group is about to lease on top of what is kept now."""
+        """Freeze the set: the group is about to lease on top of the retained pages."""
         if binding.group.width == 1:
-            # A rank that is alone owns its pages and leases none.
+            # A rank alone owns its pages and leases none.
             return
         lease = self._leases.setdefault(binding.group.ranks, _Lease())
         lease.is_bound = True
         lease.served_born = binding.formation
 
     def unbind(self, binding: Binding) -> None:
-        """Listen to the group's leader again."""
+        """Accept reports of the group's leader again."""
         if lease := self._leases.get(binding.group.ranks):
             lease.is_bound = False
 
     def drop(self, rank: Rank, epoch: int) -> None:
         """Give up every lease that the rank shares: its part of the KV is lost.
 
-        No formation up to `epoch` counts any more, whatever is known of it.
+        Reports of formations up to `epoch` no longer count.
         """
         self._lost_in[rank] = epoch
         for ranks in self._leases:
@@ -67,10 +68,10 @@ class RetainedLeases:
                 self._give_up(ranks, epoch)
 
     def recover(self, held: Mapping[Rank, Collection[tuple[Rank, ...]]], epoch: int) -> None:
-        """Give up leases that some members have pages in, and others not; `epoch` is the highest.
+        """Give up leases in which only some members have pages; `epoch` is the highest so far.
 
-        Those had heard from an earlier coordinator that a member was lost, which may live and not
-        know.
+        Those members heard from an earlier coordinator that a member was lost, while others that
+        live may not have heard.
         """
         for ranks in set(chain.from_iterable(held.values())):
             if any(ranks not in held[rank] for rank in ranks if rank in held):
@@ -78,12 +79,12 @@ class RetainedLeases:
                 self._give_up(ranks, epoch)
 
     def know(self, binding: Binding) -> None:
-        """There may be a lease of these ranks: if one of them is lost, the others must hear."""
+        """Record that these ranks may share a lease: if one is lost, the others must hear."""
         if binding.group.width > 1:
             self._leases.setdefault(binding.group.ranks, _Lease())
 
     def for_rank(self, rank: Rank) -> tuple[LeaseRetention, ...]:
-        """Return what the rank is to keep, for each group that it is a member of."""
+        """Return what the rank retains, for each group that it is a member of."""
         return tuple(
             lease.kept for ranks, lease in self._leases.items() if rank in ranks and lease.kept
         )
@@ -101,7 +102,7 @@ class RetainedLeases:
             return False
         lost_in = (self._lost_in.get(rank, -1) for rank in kept.ranks)
         if kept.formation <= max(self._given_up.get(kept.ranks, -1), *lost_in):
-            # The leader had not heard of the loss; its tasks learn from the echo.
+            # The leader had not heard of the loss; its tasks learn of it from the echo.
             kept = msgspec.structs.replace(kept, indices=())
         lease.kept = kept
         return True

@@ -1,9 +1,9 @@
-"""The coordinator's side of the switch protocol: from one layout to the next, whatever fails.
+"""The coordinator's side of the switch protocol: from one layout to the next, despite failures.
 
-Invariant: the epoch only grows, a stage is left only when every rank of the target acknowledged
+Invariant: the epoch only grows, a stage is left only when every rank of the target has acknowledged
 it, and a rank is cut out only when its time lease is over or its process has ended. There is no
-abort: a change of mind is a new target with a higher epoch, at any time. Called by the core, which
-sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
+abort: a change of plan is a new target with a higher epoch, at any time. The core calls this module
+and sends `directive_for` to each rank as the answer to its reports and whenever `version` changes.
 """
 
 from collections.abc import Collection
@@ -30,10 +30,10 @@ STALL_SHARE = 4
 
 
 class Switcher:
-    """The wanted state of all ranks, and how far they are.
+    """The wanted state of all ranks, and their progress towards it.
 
-    It starts recovering: until every rank has reported, or long enough, it only renews leases, so
-    that ranks which served under an earlier coordinator go on undisturbed.
+    It starts recovering: until every rank has reported, or a time limit passes, it only renews
+    leases, so that ranks that served under an earlier coordinator continue undisturbed.
     """
 
     __slots__ = (
@@ -68,7 +68,7 @@ class Switcher:
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
         self._recover_ms = min(settings.lost_after_ms, settings.recover_ms)
-        """How long to wait for ranks that are missing, behind the first that comes; then 0."""
+        """How long to wait for missing ranks after the first hello; 0 once that wait has begun."""
         self._recover_until_ms = now_ms + self._recover_ms
         self._decide_ms = 0
         self.log = SwitchLog(settings.records_max)
@@ -79,7 +79,8 @@ class Switcher:
         self.carry = settings.default_carry
         self.recovering = True
         self.served_layout = Layout(())
-        """The last layout that every rank served, or was told of by an earlier coordinator."""
+        """The last layout that every rank served, or that an earlier coordinator had as its
+        target."""
         self.version = 0
         """Grows whenever directives change."""
 
@@ -90,19 +91,19 @@ class Switcher:
 
     @property
     def is_serving(self) -> bool:
-        """Every rank of the target acknowledged SERVE."""
+        """Every rank of the target has acknowledged SERVE."""
         is_last = self.stage.phase is Phase.SERVE and bool(self.target.bindings)
         return is_last and self._all_acknowledged()
 
     def is_granted(self, binding: Binding) -> bool:
-        """Say whether the group is in the target and reached SERVE, now or in an earlier epoch."""
+        """Return whether the group is in the target and reached SERVE, in any epoch."""
         return binding in self._grants
 
     def on_hello(self, hello: RankHello, arrival: Arrival, now_ms: int) -> None:
-        """Take in a rank that came, or came back as a new process."""
+        """Take in a rank that is new, or is back as a new process."""
         if self.recovering:
             if self._recover_ms:
-                # Ranks of one launcher come up together, long after this process perhaps.
+                # Ranks of one launcher start together, perhaps long after this process.
                 self._recover_until_ms = max(self._recover_until_ms, now_ms + self._recover_ms)
                 self._recover_ms = 0
             self._moves.on_hello(hello)
@@ -120,7 +121,7 @@ class Switcher:
             self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
 
     def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
-        """Take a report that the roster counted; return its rank if it is cut out."""
+        """Handle a report that the roster counted; return its rank if it is cut out."""
         if self._kept.on_report(report.rank, report.kept):
             self.version += 1
         if self.recovering:
@@ -130,7 +131,7 @@ class Switcher:
         cut_out = self._leave_out(self._health.on_report(report, self.alive, now_ms), now_ms)
         newest = self._roster.report_of(rank)
         if newest is not None and is_foreign(newest, self.target, self.epoch):
-            # An earlier coordinator got further than the ranks that were heard at the start knew.
+            # An earlier coordinator got further than the reports at recovery showed.
             self._change(self.target.layout.plus((rank,)), "epoch overtaken", now_ms)
         elif rank not in self.alive and not (self.alive and self._roster.is_out(rank, now_ms)):
             self._change(self.target.layout.plus((rank,)), f"rank {rank} is back", now_ms)
@@ -138,7 +139,7 @@ class Switcher:
         return cut_out
 
     def on_tick(self, now_ms: int) -> tuple[Rank, ...]:
-        """Let time pass; return the ranks that are cut out: silent, late in a switch, or slow."""
+        """Advance time; return the ranks that are cut out: silent, late in a switch, or slow."""
         self._forgive_own_stall(now_ms)
         if self.recovering:
             self._try_resume(now_ms)
@@ -158,16 +159,16 @@ class Switcher:
 
     @property
     def is_speculating(self) -> bool:
-        """Groups that are to change serve on until their old tasks have ended."""
+        """Groups that are to change serve until their old tasks have ended."""
         return self.stage.phase is Phase.PARK and self.carry is Carry.SPECULATE
 
     def end_wait(self, now_ms: int) -> None:
-        """Wait no longer for tasks to end, if that is what the switch under way does."""
+        """If the switch in progress waits for tasks to end, stop waiting."""
         if self.stage.phase is Phase.PARK:
             self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
 
     def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
-        """Go on without these ranks, for a cause that needs no lease to end, as a process's end."""
+        """Continue without these ranks at once, for a cause such as a process's end."""
         lost = [rank for rank in ranks if rank in self.alive and not self.recovering]
         for rank in lost:
             self._kept.drop(rank, self.epoch)
@@ -184,11 +185,11 @@ class Switcher:
         decide_ms: int = 0,
         fresh: Collection[Rank] = (),
     ) -> None:
-        """Want another layout from now on; allowed at any time.
+        """Switch to another layout; allowed at any time.
 
-        Groups that stay keep their formation and go on serving, except those with a `fresh` rank.
-        A layout that is the target already only changes the carry plan of a switch under way.
-        Only groups that serve can speculate: behind another switch the tasks move at once.
+        Groups that stay keep their formation and serve on, except those with a `fresh` rank. If the
+        layout is the target already, only the carry plan of a switch in progress changes. Only
+        groups that serve can speculate: during another switch the tasks migrate at once.
         """
         if carry is Carry.SPECULATE and not self.is_serving:
             carry = PLAN_BEHIND[carry]
@@ -201,7 +202,7 @@ class Switcher:
         self._set_target(layout, cause, now_ms, fresh)
 
     def directive_for(self, rank: Rank) -> Directive | None:
-        """Return what the rank should be told now; None if it has not reported or has ended."""
+        """Return the rank's current directive; None if it has not reported or has ended."""
         report = self._roster.report_of(rank)
         if report is None or self._roster[rank].has_exited:
             return None
@@ -222,11 +223,11 @@ class Switcher:
         )
 
     def has_moved(self, epoch: int) -> bool:
-        """Say whether the move of this epoch was committed."""
+        """Return whether the migration of this epoch was committed."""
         return self._moves.committed(epoch) == epoch > 0
 
     def take_adopted(self) -> list[tuple[Rank, Adopted]]:
-        """Return the tasks that changed their leader since the last call, with the new one."""
+        """Return (new leader, task) for tasks that changed their leader since the last call."""
         return self._moves.take_adopted()
 
     def starved(self) -> tuple[Rank, ...]:
@@ -234,7 +235,7 @@ class Switcher:
         return self._grants.starved() if self.is_serving else ()
 
     def integrity(self) -> None:
-        """Assert that what is said of groups and ranks is about those of the target."""
+        """Assert that ranks and grants agree with the target."""
         assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
         granted = self._grants.all_of()
         assert granted <= set(self.target.bindings), "a group of no target has a grant."
@@ -245,7 +246,7 @@ class Switcher:
     def _change(
         self, layout: Layout, cause: str, now_ms: int, fresh: Collection[Rank] = ()
     ) -> None:
-        """Retarget for a cause that no one decided; a switch under way keeps its carry plan.
+        """Retarget although no one asked for it; a switch in progress keeps its carry plan.
 
         Ranks that come or go end a speculation: some are parked by then.
         """
@@ -269,7 +270,7 @@ class Switcher:
         self._start_record(cause, now_ms)
 
     def _half_formed(self) -> list[Rank]:
-        """Ranks that a committed move prepared for groups that may not all have joined yet."""
+        """Ranks that a committed migration prepared for groups that may not all have joined yet."""
         if not self.has_moved(self.epoch):
             return []
         waiting = [each for each in self.target.bindings if not have_joined(each, self._roster)]
@@ -297,7 +298,7 @@ class Switcher:
             self.version += 1
 
     def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
-        """Go on without ranks that hold the others up, for a while."""
+        """Cut out ranks that hold the others up, for a while."""
         if self.is_serving:
             outcasts = self._health.slow(self.alive, now_ms)
         else:
@@ -326,7 +327,7 @@ class Switcher:
             self.log.served(now_ms)
 
     def _complete(self, phase: Phase) -> None:
-        """Go on from a phase that every rank acknowledged."""
+        """Enter the phase after one that every rank acknowledged."""
         peers = map(self._roster.report_of, filter(self._roster.has_peers, self.alive))
         if phase is Phase.PARK and self.carry is Carry.RESHARD and self._moves.start(peers):
             self.stage = Stage(self.epoch, Phase.MOVE)
@@ -337,11 +338,11 @@ class Switcher:
             self.stage = Stage(self.epoch, Phase.SWAP)
 
     def _decide_move(self) -> bool:
-        """Return whether groups can begin at once: all that form them know what they will have."""
+        """Return whether groups can begin at once: all their ranks know what they will have."""
         reports = map(self._roster.report_of, self._moves.movers)
         if not self._moves.decide(self.epoch, reports):
             return False
-        # Their ranks lease pages now, maybe before they are granted any.
+        # Their ranks lease pages now, perhaps before they are granted any.
         for binding in self.target.bindings:
             self._kept.know(binding)
         return self._moves.cover(each for each in self.target.bindings if each not in self._grants)

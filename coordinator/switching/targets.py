@@ -1,6 +1,6 @@
-"""How a layout becomes a target, and what becomes of groups that are in none any more.
+"""Turns a layout into a target, and judges ranks and groups against it.
 
-Called by the switcher.
+The switcher calls this module.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from coordinator.ranks.roster import Roster
 def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) -> Target:
     """Return the layout's groups; those of `previous` keep their formation unless a rank is fresh.
 
-    New formations are born in `epoch`.
+    New formations get the number `epoch`.
     """
     stays = {
         binding.group: binding
@@ -27,12 +27,12 @@ def bind(layout: Layout, previous: Target, epoch: int, fresh: Collection[Rank]) 
 
 
 def void(report: Report, target: Target, roster: Roster) -> int:
-    """Return the formation that a rank is joined to, if nobody will lead it; else 0.
+    """Return the formation that a rank is joined to, if no leader will lead it; else 0.
 
-    A leader is given SERVE only after it has told that it joined, or that it has its share of a
-    move into the formation. So one that has told neither, by its last report, has never served the
-    formation or has left it. Its last word is not needed then, and if it never served, there will
-    be none.
+    A leader gets SERVE only after it has reported that it joined, or that it has its share of a
+    migration into the formation. So a leader whose last report says neither has never served the
+    formation, or has left it. No leave message is needed then, and if it never served, none will
+    come.
     """
     joined = report.binding
     if joined is None or joined in target.bindings:
@@ -42,19 +42,19 @@ def void(report: Report, target: Target, roster: Roster) -> int:
 
 
 def _may_serve(leader: Report, binding: Binding) -> bool:
-    """Say whether the leader serves the group, or may have been told to since this report."""
+    """Return whether the leader serves the group, or may have got SERVE since this report."""
     moved_to = leader.target if leader.stage.phase is Phase.MOVE else None
     return leader.binding == binding or (moved_to is not None and binding in moved_to.bindings)
 
 
 def have_joined(binding: Binding, roster: Roster) -> bool:
-    """Say whether every member has told that it is joined to the group."""
+    """Return whether every member has reported that it is joined to the group."""
     reports = map(roster.report_of, binding.group.ranks)
     return all(report is not None and report.binding == binding for report in reports)
 
 
 def is_foreign(report: Report, target: Target, epoch: int) -> bool:
-    """Say whether the rank acknowledged something that the coordinator of `target` never said."""
+    """Return whether the rank acknowledged something that this coordinator never sent."""
     if report.stage.epoch == epoch:
         return report.target != target
     return report.stage.epoch > epoch
@@ -63,7 +63,7 @@ def is_foreign(report: Report, target: Target, epoch: int) -> bool:
 def who_is_late(
     roster: Roster, alive: Collection[Rank], stage: Stage, target: Target
 ) -> dict[Rank, Binding | None]:
-    """Return the ranks that have not acknowledged the stage, with what each is joined to."""
+    """Return the ranks that have not acknowledged the stage, with the group each is joined to."""
     reports = {rank: roster.report_of(rank) for rank in alive}
     return {
         rank: report.binding if report is not None else None

@@ -1,7 +1,7 @@
-"""What follows when a leader has lost its link to a gateway: its tasks of it go on elsewhere. Pure.
+"""Moves tasks away from a leader that lost its link to their gateway. Pure.
 
-Nothing is placed over the link until the leader says that it holds again; see `placement`. Called
-by the core for every report that counts.
+Placement puts no task on the link until the leader reports that it works again. The core calls this
+module for every report that counts.
 """
 
 from coordinator.model.events import Effect, warning
@@ -11,7 +11,7 @@ from coordinator.tasks.task_pool import TaskPool
 
 
 def take_up_cut(report: Report, roster: Roster, pool: TaskPool, now_ms: int) -> list[Effect]:
-    """Ask for the tasks whose last tokens may have been lost on links that broke since."""
+    """Take back the tasks whose last tokens may be lost on newly broken links."""
     effects: list[Effect] = []
     for reply_to in roster.take_cuts(report):
         if asked := pool.cut_off(report.rank, reply_to, now_ms):

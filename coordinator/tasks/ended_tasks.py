@@ -1,7 +1,8 @@
-"""Tasks that ended, remembered for a while so that late and repeated messages do no harm.
+"""Recently ended tasks, remembered so that late and repeated messages do no harm.
 
-The leader that finished a task has pushed its last tokens, but until the gateway says that it has
-them all they may be lost with that leader; then the task must run again. Called by the task pool.
+The leader that finished a task has pushed its last tokens, but they may be lost with that leader
+until the gateway confirms all of them; then the task must run again. The task pool calls this
+module.
 """
 
 from collections import OrderedDict
@@ -14,23 +15,23 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
 
 ENDED_REMEMBERED = 16_384
-"""Ended tasks that are remembered; more than can be under way in messages."""
+"""Number of ended tasks to remember; more than messages in flight can name."""
 
 
 @dataclass(slots=True)
 class EndedTask:
-    """What is left of a task."""
+    """What is remembered of a task."""
 
     header: TaskHeader
     attempt: int
     arrival: int
     arrived_ms: int
     pushed_by: frozenset[Rank] = frozenset()
-    """Who pushed its last tokens; nobody once the gateway has them all, or needs none."""
+    """The ranks that pushed its last tokens; empty once the gateway has them all or needs none."""
     may_return: bool = False
-    """The gateway may submit it again: its last tokens may be lost, or it was given up here."""
+    """The gateway may submit it again: its last tokens may be lost, or the pool gave it up."""
     failure: TaskFailed | None = None
-    """What the gateway was told, to be told again."""
+    """The failure sent to the gateway, to be repeated on request."""
 
 
 class EndedTasks:
@@ -42,21 +43,21 @@ class EndedTasks:
         self._ended: OrderedDict[TaskId, EndedTask] = OrderedDict()
 
     def __contains__(self, task: object) -> bool:
-        """Say whether the task ended not long ago."""
+        """Return whether the task ended recently."""
         return task in self._ended
 
     def __getitem__(self, task: TaskId) -> EndedTask:
-        """Return what is left of a task that ended not long ago."""
+        """Return the record of a task that ended recently."""
         return self._ended[task]
 
     def add(self, task: TaskId, ended: EndedTask) -> None:
-        """Remember an end, and forget the oldest one if there are too many."""
+        """Remember an end, and forget the oldest above the limit."""
         self._ended[task] = ended
         while len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
 
     def get(self, task: TaskId) -> EndedTask | None:
-        """Return what is left of the task."""
+        """Return the record of the task, or None."""
         return self._ended.get(task)
 
     def revive(self, task: TaskId) -> EndedTask:
@@ -64,13 +65,13 @@ class EndedTasks:
         return self._ended.pop(task)
 
     def settle(self, task: TaskId) -> None:
-        """The gateway needs nothing more of this task."""
+        """Record that the gateway needs nothing more of this task."""
         if ended := self._ended.get(task):
             ended.pushed_by = frozenset()
             ended.may_return = False
 
     def in_doubt(self, rank: Rank, reply_to: str | None = None) -> Iterator[tuple[str, Resubmit]]:
-        """Yield what to ask the gateways of tasks whose last tokens may be lost with the rank.
+        """Yield (gateway, request) for tasks whose last tokens may be lost with the rank.
 
         With `reply_to` only its link to that address was lost. The tasks may return from now on.
         """

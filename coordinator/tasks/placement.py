@@ -1,13 +1,11 @@
-"""Which group takes which task: room, choice and what can ever fit.
+"""Which group takes which task: room, choice, and what can ever fit.
 
-A group has room for a task while it holds fewer than `max_tasks` tasks, and the blocks of the
-tokens they have so far leave enough for those of the task. Later growth is the group's scheduler's
-business, which preempts. The least loaded group in tokens per rank is chosen, the lowest leader at
-a tie; tokens of the prompt that a group has read before make it so much less loaded.
-
-A round goes through the queue in order. A task without room claims the least loaded group that
-could hold it, so that later tasks do not take the room it waits for; `LOOK_AHEAD_TASKS` such tasks
-close their tier for the round. Called by the task pool and the core.
+A group has room for a task while it holds fewer than `max_tasks` tasks and has blocks left for the
+task's tokens so far; its scheduler handles later growth, by preemption. The group with the fewest
+tokens per rank is chosen, the lowest leader at a tie; prompt tokens that a group has read before
+count in its favour. A round goes through the queue in order. A task without room claims the least
+loaded group that could hold it, so later tasks do not take the room it waits for;
+`LOOK_AHEAD_TASKS` such tasks close their tier for the round.
 """
 
 from collections import Counter
@@ -24,22 +22,21 @@ from coordinator.tasks.task import Task
 from coordinator.tasks.task_queue import TaskQueue
 
 LOOK_AHEAD_TASKS = 32
-"""Tasks without room that are looked behind, per tier and round."""
+"""Tasks without room to pass over, per tier and round."""
 
 KNOWN_TOKEN_WORTH = 4
-"""So many tokens of others' context, which every step reads, one token that need not be read costs.
+"""Context tokens, read by every step, that weigh as much as one prompt token read before.
 
-Low on purpose: to read a token costs tens of times what it costs to hold it for a step, but tasks
-that end late wait for each other, and a prompt that many share is soon known to all groups.
-"""
+Low on purpose: reading a token costs tens of times what it costs to hold it for a step, but tasks
+that end late wait for each other, and a prompt that many share is soon known to all groups."""
 
 BATCH_RESERVE_DIVISOR = 8
-"""One in so many places of a group is kept free of batch tasks, for who comes next."""
+"""1/8 of a group's places is closed to batch tasks, for the more urgent tasks that come next."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A group that serves now and whose tasks go on after the switch under way."""
+    """A group that serves now and whose tasks survive the switch in progress."""
 
     binding: Binding
     max_tasks: int
@@ -47,31 +44,31 @@ class OpenGroup:
     block_tokens: int
 
     tiers_kept: int = 0
-    """It is kept for so many of the most urgent tiers; 0 takes every task."""
+    """Number of the most urgent tiers that it is reserved for; 0 takes every task."""
 
     cut_off: frozenset[str] = frozenset()
-    """Gateways' addresses that its leader cannot push tokens to now."""
+    """Addresses of gateways that its leader cannot push tokens to now."""
 
     @property
     def leader(self) -> Rank:
-        """The rank to send tasks to."""
+        """The rank to which tasks are sent."""
         return self.binding.group.leader
 
     def slots(self, tier: Tier) -> int:
-        """Return how many tasks it may hold when one of this tier is to be added."""
+        """Return how many tasks it may hold, counting one of this tier that is to be added."""
         reserved = self.max_tasks // BATCH_RESERVE_DIVISOR if tier is Tier.BATCH else 0
         return self.max_tasks - reserved
 
     def blocks(self, tokens: int) -> int:
-        """Return the blocks that hold so many tokens."""
+        """Return the number of blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
     def reaches(self, task: Task) -> bool:
-        """Say whether the task's tokens would come to its gateway."""
+        """Return whether its leader can push the task's tokens to the gateway."""
         return task.header.reply_to not in self.cut_off
 
     def could_hold(self, task: Task) -> bool:
-        """Say whether the task can run here: alone, it fits when it is as long as it may become."""
+        """Return whether the task can run here: it fits alone, at its greatest length."""
         return self.reaches(task) and self.blocks(task.context_tokens_max) <= self.blocks_total
 
 
@@ -83,9 +80,8 @@ def open_groups(
 ) -> tuple[OpenGroup, ...]:
     """Return the groups to place into: granted, in the target, and serving by leaders' reports.
 
-    `kept` gives the leaders of groups that take only so many of the most urgent tiers.
-
-    While a switch waits for stragglers, also groups that are to change and have none.
+    `kept`: leaders of reserved groups -> number of the most urgent tiers that they take. While a
+    switch waits for stragglers, groups that are to change and have none are open too.
     """
     if switcher.recovering:
         return ()
@@ -126,7 +122,7 @@ def changing_groups(switcher: Switcher, roster: Roster) -> list[Binding]:
 
 
 def drains(leader: Rank, switcher: Switcher, roster: Roster, *, was_waited_for: bool) -> bool:
-    """Say whether a task of this leader was one that a switch let finish first."""
+    """Return whether a switch waited for a task of this leader to finish."""
     if switcher.is_speculating:
         return was_waited_for
     if not switcher.is_draining:
@@ -162,7 +158,7 @@ def _for_tier(
 ) -> Sequence[OpenGroup]:
     """Return those of the `free` groups that may take the task.
 
-    One that fits nowhere else goes to a group that is kept for more urgent tiers.
+    A task that fits nowhere else may go to a group reserved for more urgent tiers.
     """
     tier = task.header.tier
     if not any(tier >= group.tiers_kept > 0 for group in groups):
@@ -173,7 +169,7 @@ def _for_tier(
 
 
 class Loads:
-    """The context tokens of the tasks that each leader runs; paused ones do not count."""
+    """The context tokens of the tasks that each leader runs, without paused ones."""
 
     __slots__ = ("_tasks", "_tokens", "homes")
 
@@ -183,13 +179,13 @@ class Loads:
         self._tokens: dict[Rank, int] = {}
 
     def count(self, leader: Rank, task: TaskId, tokens: int) -> None:
-        """Count a task, or change what it counts."""
+        """Count a task, or update its tokens."""
         tasks = self._tasks.setdefault(leader, {})
         self._tokens[leader] = self._tokens.get(leader, 0) + tokens - tasks.get(task, 0)
         tasks[task] = tokens
 
     def remove(self, leader: Rank, task: TaskId) -> None:
-        """Count a task no more, if it is counted."""
+        """Stop counting a task, if it is counted."""
         tokens = self._tasks.get(leader, {}).pop(task, None)
         if tokens is not None:
             self._tokens[leader] -= tokens
@@ -211,11 +207,11 @@ class Loads:
         return self._tokens.get(leader, 0)
 
     def has_room(self, group: OpenGroup, task: Task) -> bool:
-        """Say whether the group can take the task now."""
+        """Return whether the group can take the task now."""
         tasks = self.tasks(group.leader)
         if tasks >= group.slots(task.header.tier) or not group.could_hold(task):
             return False
-        # Each task wastes half a block on average; a block per task is on the safe side.
+        # A task wastes half a block on average; counting a whole one is safe.
         used = group.blocks(self.tokens(group.leader)) + tasks
         return tasks == 0 or used + group.blocks(task.context_tokens) <= group.blocks_total
 
@@ -226,7 +222,7 @@ class Loads:
         task_of: Callable[[TaskId], Task],
         now_ms: int,
     ) -> list[tuple[Task, OpenGroup]]:
-        """Go one round through the queue; the chosen tasks are counted, but still queued."""
+        """Go through the queue once; the chosen tasks are counted, but still queued."""
         groups = tuple(groups)
         free = [group for group in groups if self.tasks(group.leader) < group.max_tasks]
         closed: set[Tier] = set()
@@ -252,7 +248,7 @@ class Loads:
         return chosen
 
     def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
-        """Return the least loaded of those that are kept for the task's tier, else of the rest."""
+        """Return the least loaded group reserved for the task's tier, or else of the rest."""
         kept = [group for group in groups if task.header.tier < group.tiers_kept]
         return min(kept or groups, key=lambda group: self._weight(group, task), default=None)
 

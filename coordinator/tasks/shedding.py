@@ -1,9 +1,8 @@
-"""Which task is turned away when too many wait, and when another try is worth it.
+"""Which task is refused when too many wait, and when a client should try again. Pure.
 
-Every tier has a bound of its own and all of them share one. Over its own bound a tier turns away
-the newest task of the tenant that has most of it queued; over the common bound the lowest tier
-gives way to the one that came. A task that a client has seen tokens of is never turned away.
-Called by the task pool. Pure.
+Each tier has a bound and all tiers share one. Above its own bound a tier refuses the newest task of
+the tenant with the most queued tasks; above the common bound the lowest tier gives way to the
+newcomer. A task is never refused once its client has seen tokens. The task pool calls this module.
 """
 
 from collections import deque
@@ -16,19 +15,19 @@ from coordinator.tasks.task_queue import TaskQueue
 from coordinator.tasks.task_table import TaskTable
 
 RETRY_AFTER_MAX_S = 60
-"""Clients of OpenAI's libraries do not obey a longer wait."""
+"""Clients of OpenAI's libraries ignore a longer wait."""
 
 RETRY_AFTER_STALLED_S = 10
-"""Answered while nothing is placed, so that nobody can say how long the queue takes."""
+"""The answer while nothing is placed, so that the queue's pace is unknown."""
 
 RATE_WINDOW_MS = 10_000
-"""Placements of this long say how fast the queue drains."""
+"""The window of placements that measures how fast the queue drains."""
 
 PLACEMENTS_COUNTED_MAX = 1_024
 
 
 class Shedding:
-    """Bounds the queue of a task pool; knows how fast it drains."""
+    """Bounds the queue of a task pool and measures how fast it drains."""
 
     __slots__ = ("_bounds", "_placed_ms", "has_groups")
 
@@ -36,14 +35,14 @@ class Shedding:
         self._bounds = bounds
         self._placed_ms: deque[int] = deque(maxlen=PLACEMENTS_COUNTED_MAX)
         self.has_groups = False
-        """Whether there were groups to place into when it was last tried."""
+        """Whether the last round had groups to place into."""
 
     def placed(self, now_ms: int) -> None:
         """Count a placement."""
         self._placed_ms.append(now_ms)
 
     def make_room(self, tasks: TaskTable, new: Task, now_ms: int) -> TaskFailed | None:
-        """Return who must go so that `new` can wait, maybe itself; None if there is room."""
+        """Return the task to refuse so that `new` can wait, maybe `new`; None if there is room."""
         queue, tier = tasks.queue, new.header.tier
         tier_max = self._bounds.of(tier).tasks_max
         retry_s = self.retry_after_s(queue, tier, now_ms)
@@ -63,7 +62,7 @@ class Shedding:
         return TaskFailed(_of_longest_line(tasks, new), "queue_full", reason, retry_s)
 
     def overdue(self, tasks: TaskTable, now_ms: int) -> list[TaskFailed]:
-        """Return the tasks that have waited too long for their first placement."""
+        """Return the tasks that exceeded the wait limit for their first placement."""
         found = []
         for tier in Tier:
             wait_ms = self._bounds.of(tier).wait_ms
@@ -80,7 +79,7 @@ class Shedding:
         return found
 
     def retry_after_s(self, queue: TaskQueue, tier: Tier, now_ms: int) -> int:
-        """Return when a task of this tier that comes now would be placed, within bounds."""
+        """Return when a task of this tier that arrives now would be placed, within bounds."""
         while self._placed_ms and self._placed_ms[0] < now_ms - RATE_WINDOW_MS:
             self._placed_ms.popleft()
         if not self._placed_ms:
@@ -92,7 +91,7 @@ class Shedding:
 
 
 def _of_longest_line(tasks: TaskTable, new: Task) -> TaskId:
-    """Return the new task, unless another tenant has more of the tier queued than its own."""
+    """Return the new task, or the newest of a tenant that has more of the tier queued."""
     queue, tier, tenant = tasks.queue, new.header.tier, new.header.tenant
     longest = queue.longest(tier)
     if longest is None or longest == tenant:

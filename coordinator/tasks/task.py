@@ -1,4 +1,4 @@
-"""One task as the pool knows it; called by the task pool, which owns its state. Pure."""
+"""One task as the pool knows it; the task pool calls this module and owns the state. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from coordinator.protocol.messages.tasks import HeldTask, TaskHeader
 from coordinator.protocol.terms import Binding, EndCause, TaskId
 
 ATTEMPTS_APART = 1_000
-"""More attempts of one task than one coordinator makes; the next one counts on behind them."""
+"""More attempts of one task than one coordinator makes; a new coordinator starts above them."""
 
 LOSSES_MAX = 3
 LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
@@ -21,10 +21,9 @@ FAILURES = {
     EndCause.REFUSED: ("invalid_value", NOT_RUN + "and send it again."),
     EndCause.FAILED: ("internal_error", NOT_RUN + "or ask the operator what the log says of it."),
 }
-"""What the client of a task is told that its leader could not run: a code and a fixed text.
+"""Error code and fixed text for the client of a task that its leader could not run.
 
-What the engine says of it may quote the request, or tell of the server's inside.
-"""
+The engine's own message may quote the request, or reveal the server's internals."""
 
 
 class State(Enum):
@@ -37,9 +36,9 @@ class State(Enum):
     PAUSED = "paused"
     """Its leader holds its KV, but its group is not bound."""
     RETURNING = "returning"
-    """Its leader was told to give it back."""
+    """Its leader has been asked to give it back."""
     ASKED = "asked"
-    """Nobody here knows how far it got: its gateway is to submit it again."""
+    """Its progress is unknown: its gateway has to submit it again."""
 
 
 HELD = frozenset({State.PLACED, State.PAUSED, State.RETURNING})
@@ -50,9 +49,9 @@ HELD = frozenset({State.PLACED, State.PAUSED, State.RETURNING})
 class Task:
     """An unfinished task.
 
-    `tokens` are those that the next attempt goes on behind, `generated` counts all that are known
-    of. `attempt` is the number of the last placement; in ASKED it is one that is never placed, so
-    that the gateway can tell tokens from before from those after.
+    The next attempt continues after `tokens`; `generated` counts all known ones. `attempt` is the
+    number of the last placement. In ASKED it is a number that is never placed, so the gateway can
+    separate tokens from before and after it.
     """
 
     header: TaskHeader
@@ -60,9 +59,10 @@ class Task:
     arrived_ms: int
     state: State
     since_ms: int
-    """When it came into its state."""
+    """When it entered its state."""
     payload: bytes | None = None
-    """None until the gateway of a task that ranks held all along has submitted it again."""
+    """None until its gateway submits it again, if a rank held it before this coordinator knew
+    it."""
     prefixes: tuple[int, ...] = ()
     """Hashes of the prompt's first blocks."""
     tokens: tuple[int, ...] = ()
@@ -70,13 +70,13 @@ class Task:
     attempt: int = 0
     leader: Rank | None = None
     former: frozenset[Rank] = frozenset()
-    """Leaders that gave it on, and whose last tokens may still be under way."""
+    """Leaders that gave it away and whose last tokens may still be in flight."""
     told: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
     losses: int = 0
     """How many ranks were lost while they led it."""
     is_charged: bool = False
-    """Its tenant's share of the tier was charged with it."""
+    """Its tenant's share of the tier has been charged for it."""
 
     @property
     def id(self) -> TaskId:
@@ -85,12 +85,12 @@ class Task:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no rank has had it yet, so that its client has not got anything either."""
+        """Whether no rank has had it yet, so its client has got no token."""
         return not (self.attempt or self.told or self.tokens)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens whose KV it needs for its next token."""
+        """Tokens whose KV its next token needs."""
         return self.header.prompt_tokens + self.generated + 1
 
     @property
@@ -117,7 +117,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
 
 
 def too_long(task: Task, limit: int) -> TaskFailed | None:
-    """Return why a task is too long for contexts of `limit` tokens; a limit of 0 is unknown."""
+    """Return the failure of a task too long for contexts of `limit` tokens; 0 is unknown."""
     if not limit or task.context_tokens_max <= limit:
         return None
     reason = (
@@ -129,13 +129,13 @@ def too_long(task: Task, limit: int) -> TaskFailed | None:
 
 
 def out_of_time(task: Task) -> TaskFailed:
-    """Return how a task fails at its deadline."""
+    """Return the failure of a task at its deadline."""
     reason = f"the request did not finish within {task.header.deadline_ms} ms."
     return TaskFailed(task.id, "deadline_exceeded", reason)
 
 
 def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
-    """Tell the leader of a group to run the task."""
+    """Send the task to the leader of its group."""
     assert task.payload is not None, f"task {task.id} is placed without its payload."
     what = (task.header, task.attempt, binding, task.payload, task.tokens)
     place = Place(*what, waited_ms=now_ms - task.arrived_ms)
@@ -143,7 +143,7 @@ def placed(task: Task, binding: Binding, now_ms: int) -> Effect:
 
 
 def dropped(task: Task) -> list[Effect]:
-    """Tell the task's leader, if it has one, to forget it."""
+    """Ask the task's leader, if it has one, to drop it."""
     return [] if task.leader is None else [ToRank(task.leader, Drop(task.id, task.attempt))]
 
 
@@ -153,11 +153,11 @@ def ask(task: Task) -> Effect:
 
 
 def not_held(hello: RankHello, believed: Iterable[Task], *, has_moved: bool) -> list[Task]:
-    """Return the tasks that were placed on a rank and did not get there.
+    """Return the tasks that were placed on a rank and did not arrive.
 
-    It may hold an earlier attempt of one: what it was sent last was lost with its session. What a
-    move has given it counts only if the move is committed (`has_moved`). Until then a task that it
-    does not hold has been given back, and it may have said so in the session that is gone.
+    The rank may hold an earlier attempt of one: the last placement was lost with its session.
+    Adopted tasks count only if their migration is committed (`has_moved`). Until then, a task that
+    the rank does not hold has been given back, and that report may be lost with the old session.
     """
     held = {(each.header.task, each.attempt) for each in hello.held}
     moved = {each.task for each in hello.adopted} if has_moved else frozenset()
@@ -167,7 +167,7 @@ def not_held(hello: RankHello, believed: Iterable[Task], *, has_moved: bool) -> 
 
 
 def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bool:
-    """Say whether what a rank says that it holds is the task's newest attempt."""
+    """Return whether the attempt that a rank holds is the task's newest."""
     if task.state in HELD:
         is_known = task.leader == rank and task.attempt == held.attempt
         return is_known or (recovering and held.attempt > task.attempt)

@@ -1,9 +1,8 @@
-"""All unfinished tasks: who holds each, in which order the rest are taken, how each ends.
+"""All unfinished tasks: which leader holds each, in which order the rest go, how each ends.
 
-Invariant: every task is in exactly one state and ends exactly once; an ended task is remembered
-for a while, so that late and repeated messages about it do no harm. Messages about a placement
-count only if they name its attempt. Called by the core, which hands in messages and carries out
-the effects that come back.
+Invariant: every task is in exactly one state and ends exactly once. Ended tasks are remembered for
+a while, so late and repeated messages do no harm. Messages about a placement count only if they
+name its attempt. The core passes messages in and carries out the returned effects.
 """
 
 from collections import Counter
@@ -55,8 +54,8 @@ from coordinator.tasks.task_table import TaskTable
 class TaskPool:
     """The task pool of a cell.
 
-    While `recovering`, ranks are still to tell what they hold: nothing is placed, and a task that
-    is submitted may be one that a rank holds.
+    While `recovering`, ranks have yet to report what they hold: nothing is placed, and a rank may
+    hold a task that is submitted.
     """
 
     __slots__ = (
@@ -77,7 +76,8 @@ class TaskPool:
         self._tasks = TaskTable(limits.ageing_ms)
         self._ended = EndedTasks()
         self._unclaimed: dict[TaskId, int] = {}
-        """Tasks that no gateway has asked for since it, or this coordinator, came: until when."""
+        """Tasks that no gateway has claimed since it, or this coordinator, started -> time
+        limit."""
         self._deadlines: list[tuple[int, TaskId]] = []
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
@@ -88,16 +88,16 @@ class TaskPool:
 
     @property
     def tasks(self) -> TaskTable:
-        """The unfinished tasks, to be looked at only."""
+        """The unfinished tasks; callers must not change them."""
         return self._tasks
 
     def take_carried(self) -> Counter[Carry]:
-        """Return how many tasks were paused and recomputed since the last call."""
+        """Return how many tasks each carry plan affected since the last call."""
         carried, self._carried = self._carried, Counter()
         return carried
 
     def submit(self, message: Submit, now_ms: int) -> list[Effect]:
-        """Take a task in, or take note that its gateway still wants it."""
+        """Take a task in, or record that its gateway still wants it."""
         task = self._tasks.get(message.header.task)
         if task is None:
             ended = self._ended.get(message.header.task)
@@ -111,19 +111,20 @@ class TaskPool:
             return self._take_back(task, task.told, now_ms)
         if task.state is State.ASKED and not self.recovering:
             if message.attempt < task.attempt:
-                # Sent before the gateway read the question: tokens may be under way behind it.
+                # Sent before the gateway read the request: tokens may still be in flight to it.
                 return [ask(task)]
             return self._go_on_behind(task, message, now_ms)
         if task.state in HELD and task.attempt < task.told:
-            # An earlier coordinator gave that attempt up. Tokens of a later one may be under way.
+            # An earlier coordinator gave that attempt up. Tokens of a later one may be in flight.
             return self._take_back(task, task.told, now_ms)
         return []
 
     def release(self, task_id: TaskId, *, is_done: bool = False) -> list[Effect]:
-        """End a task whose gateway needs nothing more: it was cancelled, or all tokens are there.
+        """End a task that its gateway cancelled, or of which it has all tokens.
 
-        The leader may not have said so yet. If it is done and only one leader ever had it, that one
-        has ended it by itself: a drop would only make it wait for the step under way.
+        The leader's report may not have arrived yet. If the task is done and only one leader ever
+        had it, that leader has ended it by itself: a drop would only make it wait for its running
+        step.
         """
         self._ended.settle(task_id)
         task = self._tasks.get(task_id)
@@ -140,7 +141,7 @@ class TaskPool:
         return [*self._give_up(task), ToGateway(task.header.gateway, Withdrawn(task_id))]
 
     def gateway_opened(self, gateway: str, now_ms: int) -> None:
-        """Expect the gateway to submit all that it still wants."""
+        """Expect the gateway to submit every task that it still wants."""
         for task in self._tasks.of_gateway(gateway):
             self._unclaimed[task] = now_ms + self._limits.claim_ms
 
@@ -150,7 +151,7 @@ class TaskPool:
         return [effect for task in tasks for effect in self._give_up(self._tasks[task])]
 
     def ended(self, rank: Rank, message: TaskEnded) -> list[Effect]:
-        """Take a leader's word that a task ended."""
+        """Handle a leader's report that a task ended."""
         task = self._tasks.current(rank, message.task, message.attempt)
         if task is None:
             return []
@@ -160,7 +161,7 @@ class TaskPool:
         return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
 
     def returned(self, rank: Rank, message: TaskReturned, now_ms: int) -> list[Effect]:
-        """Queue a task again that its leader gave back, behind the tokens it has."""
+        """Queue a task that its leader gave back; it continues after its tokens so far."""
         task = self._tasks.current(rank, message.task, message.attempt)
         if task is None:
             return []
@@ -171,13 +172,13 @@ class TaskPool:
         task.tokens = message.generated_tokens
         task.generated = len(task.tokens)
         if task.payload is None:
-            # Its gateway was not heard yet, so it cannot be placed.
+            # No gateway has submitted it yet, so it cannot be placed.
             return self._doubt(task, now_ms)
         self._tasks.enter(task, State.QUEUED, now_ms)
         return []
 
     def adopted(self, rank: Rank, message: Adopted, now_ms: int) -> list[Effect]:
-        """Take note that a committed move made `rank` the leader of a task."""
+        """Record that a committed migration made `rank` the leader of a task."""
         task = self._tasks.get(message.task)
         if task is not None and (task.leader, task.attempt) == (rank, message.attempt):
             return []
@@ -196,11 +197,11 @@ class TaskPool:
         return []
 
     def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> None:
-        """Take how far a leader's tasks are; only from its newest report."""
+        """Record the progress of a leader's tasks; only from its newest report."""
         self._carried[Carry.PAUSE] += self._tasks.progress(rank, items, now_ms)
 
     def reconcile(self, hello: RankHello, now_ms: int, *, has_moved: bool = False) -> list[Effect]:
-        """Compare what a rank holds with what it is believed to hold; its session is new."""
+        """Compare the tasks that a rank holds in its new session with those it should hold."""
         effects: list[Effect] = []
         believed = self._tasks.held_by(hello.rank)
         for task in not_held(hello, believed, has_moved=has_moved):
@@ -210,7 +211,7 @@ class TaskPool:
         return effects
 
     def lost(self, rank: Rank, now_ms: int) -> list[Effect]:
-        """Take up again what a lost rank led, behind what the gateways have of it."""
+        """Take back the tasks that a lost rank led; they continue after their delivered tokens."""
         effects: list[Effect] = []
         for task in self._tasks.held_by(rank):
             task.losses += 1
@@ -219,7 +220,7 @@ class TaskPool:
         return [*effects, *self.cut_off(rank, None, now_ms)]
 
     def cut_off(self, rank: Rank, reply_to: str | None, now_ms: int) -> list[Effect]:
-        """The same for a rank that lost only its link to this address; None is all of them."""
+        """Take back tasks of a rank that lost its link to this address; None means all links."""
         effects: list[Effect] = []
         for task in self._tasks:
             # Its last tokens may be lost; or the rank lives, and comes back with the task.
@@ -230,21 +231,21 @@ class TaskPool:
         return effects
 
     def recovered(self, now_ms: int) -> list[Effect]:
-        """All ranks that live have told what they hold."""
+        """End recovery: all living ranks have reported what they hold."""
         self.recovering = False
         effects: list[Effect] = []
         for task in self._tasks:
             if task.payload is None:
                 self._unclaimed[task.id] = now_ms + self._limits.claim_ms
             if task.state is State.ASKED and task.payload is not None and not task.told:
-                # It was not submitted before, so no rank has ever run it.
+                # Its gateway had never submitted it before, so no rank has ever run it.
                 self._tasks.enter(task, State.QUEUED, now_ms)
             elif task.state is State.ASKED:
                 effects.append(ask(task))
         return effects
 
     def tick(self, now_ms: int) -> list[Effect]:
-        """Let time pass: deadlines, pauses, tasks that nobody claims."""
+        """Advance time: deadlines, pauses, unclaimed tasks."""
         effects: list[Effect] = []
         while self._deadlines and self._deadlines[0][0] <= now_ms:
             if task := self._tasks.get(heappop(self._deadlines)[1]):
@@ -267,7 +268,7 @@ class TaskPool:
         return [self._place(task, group, now_ms) for task, group in chosen]
 
     def recheck_context(self) -> list[Effect]:
-        """Fail queued tasks that became too long for every group that can still be formed."""
+        """Fail queued tasks that are now too long for every group that can still be formed."""
         queued = [task for task in self._tasks if task.state is State.QUEUED]
         failures = [each for task in queued if (each := too_long(task, self.context_tokens_max))]
         return [effect for failure in failures for effect in self._fail(failure)]
@@ -280,32 +281,32 @@ class TaskPool:
         assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is waited for."
 
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
-        """Take in a task that is not known, or refuse it."""
+        """Take in an unknown task, or refuse it."""
         task = new_task(message, self._arrivals, now_ms)
         if failure := too_long(task, self.context_tokens_max):
             return [ToGateway(task.header.gateway, failure)]
-        # A stream that has begun is not turned away.
+        # A stream that has begun is never refused.
         shed = None if task.told else self._shedding.make_room(self._tasks, task, now_ms)
         if shed is not None and shed.task == task.id:
             return [ToGateway(task.header.gateway, shed)]
         effects = [] if shed is None else self._fail(shed)
         self._arrivals += 1
         if self.recovering or task.told:
-            # A rank that is not heard yet may hold it, or have run it before it was lost.
+            # A rank not heard yet may hold it, or may have run it before it was lost.
             task.state = State.ASKED
             task.attempt += ATTEMPTS_APART
         self._add(task)
         return [*effects, ask(task)] if task.told and not self.recovering else effects
 
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
-        """A gateway submits a task that has ended."""
+        """Handle the submission of a task that has ended."""
         task_id = message.header.task
-        # A task that was in another cell since comes back: its end here was that it was taken away.
+        # If another cell has had the task since, it comes back: here it ended by being withdrawn.
         if cells_before(message.attempt) == cells_before(ended.attempt):
             if ended.failure is not None:
                 return [ToGateway(ended.header.gateway, ended.failure)]
             if not ended.may_return:
-                # It was cancelled, or its last tokens are on their way.
+                # It was cancelled, or its last tokens are in flight.
                 return []
             if message.attempt <= ended.attempt:
                 return [ToGateway(ended.header.gateway, Resubmit(task_id, ended.attempt + 1))]
@@ -314,7 +315,7 @@ class TaskPool:
         return []
 
     def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
-        """Queue a task again behind what its gateway has delivered."""
+        """Queue a task again; it continues after the tokens that its gateway delivered."""
         effects = dropped(task)
         task.former = frozenset()
         task.tokens = message.delivered_tokens
@@ -335,7 +336,7 @@ class TaskPool:
         return placed(task, group.binding, now_ms)
 
     def _hold(self, rank: Rank, held: HeldTask, now_ms: int) -> list[Effect]:
-        """Believe a rank that it holds a task, unless more is known."""
+        """Accept that a rank holds a task, unless the pool knows better."""
         task_id = held.header.task
         task = self._tasks.get(task_id)
         if task_id in self._ended or (
@@ -356,23 +357,23 @@ class TaskPool:
         return effects
 
     def _take_back(self, task: Task, attempt: int, now_ms: int) -> list[Effect]:
-        """Let a task go on behind what its gateway has, and nowhere up to this attempt."""
+        """Continue a task after what its gateway has; this attempt and lower ones are void."""
         effects = dropped(task)
         task.attempt = attempt
         return [*effects, *self._doubt(task, now_ms)]
 
     def _doubt(self, task: Task, now_ms: int) -> list[Effect]:
-        """Nobody here knows how far the task got: ask its gateway.
+        """Ask the task's gateway: its progress is unknown here.
 
-        The question takes an attempt of its own, which is never placed, so that the answer can be
-        told from what the gateway sent before it.
+        The question uses an attempt of its own that is never placed, so the answer can be
+        distinguished from what the gateway sent before it.
         """
         self._tasks.enter(task, State.ASKED, now_ms)
         task.attempt += 1
         return [] if self.recovering else [ask(task)]
 
     def _give_up(self, task: Task) -> list[Effect]:
-        """End a task that nobody seems to wait for; its gateway may yet come and ask."""
+        """End a task that seems unwanted; its gateway may still submit it again."""
         effects = self._end(task)
         self._ended[task.id].may_return = True
         return effects
@@ -380,7 +381,7 @@ class TaskPool:
     def _end(
         self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None
     ) -> list[Effect]:
-        """Forget a task; a leader that did not tell itself is told to drop it."""
+        """Forget a task; its leader drops it, unless that leader reported the end."""
         effects = dropped(task) if task.leader != told_by else []
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
@@ -390,7 +391,7 @@ class TaskPool:
         return effects
 
     def _fail(self, failure: TaskFailed, *, told_by: Rank | None = None) -> list[Effect]:
-        """End a task, and tell its gateway why."""
+        """End a task and send its gateway the reason."""
         task = self._tasks[failure.task]
         effects = self._end(task, told_by=told_by)
         self._ended[task.id].failure = failure

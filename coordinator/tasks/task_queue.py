@@ -1,10 +1,10 @@
-"""The queued tasks and the order in which they are taken: tier, then fair between tenants.
+"""The queued tasks and their order: by tier, then fair between tenants. Pure.
 
-Within a tier each tenant has a line of its own, in order of arrival, and the lines are served by
-start-time fair queueing over tokens: a tenant that floods its tier delays itself, not the others.
-More urgent tiers go first, but one placement in `PLACEMENTS_PER_PROMOTION` may go to a task that
-has waited for `ageing_ms` and more, so that the lowest tier keeps a share of a busy cell. Called by
-the task table; see ADR 0020. Pure.
+Each tenant has a line per tier, in order of arrival. Start-time fair queueing over tokens serves
+the lines: a tenant that floods its tier delays itself, not the others. More urgent tiers go first,
+but one placement in `PLACEMENTS_PER_PROMOTION` may go to a task that has waited at least
+`ageing_ms`, so the lowest tier keeps a share of a busy cell. The task table calls this module; see
+ADR 0020.
 """
 
 import heapq
@@ -16,10 +16,10 @@ from coordinator.protocol.terms import TaskId, Tier
 from coordinator.tasks.task import Task
 
 PLACEMENTS_PER_PROMOTION = 8
-"""While more urgent tasks wait, at most one placement of so many goes to an aged task."""
+"""While more urgent tasks wait, at most one placement in this many goes to an aged task."""
 
 GENERATED_TOKENS_COUNTED_MAX = 1_024
-"""Tokens to generate that a task costs its tenant at most: many clients set no limit at all."""
+"""Most generated tokens charged to a task's tenant: many clients set no limit."""
 
 
 LINES_KEPT_MAX = 1_024
@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
 
 
 class _Line:
-    """One tenant's queued tasks in a tier, and how much of the tier it has had."""
+    """One tenant's queued tasks in a tier, and the tokens charged to it there."""
 
     __slots__ = ("entries", "served_tokens")
 
@@ -48,7 +48,8 @@ class _Line:
 class TaskQueue:
     """The queued tasks, by tier and tenant.
 
-    Putting and removing costs a binary search and moving pointers, taking the next task O(tenants).
+    Adding and removing cost a binary search and a shift of the list; taking the next task costs
+    O(tenants).
     """
 
     __slots__ = ("_ageing_ms", "_clocks", "_counts", "_lines", "_placed_since_promotion")
@@ -57,7 +58,7 @@ class TaskQueue:
         self._ageing_ms = ageing_ms
         self._lines: dict[Tier, dict[str, _Line]] = {tier: {} for tier in Tier}
         self._clocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        """Tokens that the least served tenant of the tier has had, as of the last placement."""
+        """Virtual time: tokens charged to the least served tenant at the last placement."""
         self._counts: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._placed_since_promotion = PLACEMENTS_PER_PROMOTION
 
@@ -80,22 +81,22 @@ class TaskQueue:
         return max(lines, key=lambda name: len(lines[name].entries), default=None)
 
     def newest_first(self, tier: Tier, tenant: str) -> Iterator[TaskId]:
-        """Yield a tenant's queued tasks of a tier, the one that came last first."""
+        """Yield a tenant's queued tasks of a tier, newest first."""
         line = self._lines[tier].get(tenant)
         return (entry.task for entry in reversed(line.entries if line else ()))
 
     def put(self, task: Task) -> None:
-        """Queue a task at the place of its arrival."""
+        """Queue a task in order of arrival."""
         lines, tenant = self._lines[task.header.tier], task.header.tenant
         line = lines.setdefault(tenant, _Line())
         if not line.entries:
-            # A share that a tenant did not ask for is not saved up.
+            # A tenant cannot save up a share that it did not use.
             line.served_tokens = max(line.served_tokens, self._clocks[task.header.tier])
         insort(line.entries, _entry(task))
         self._counts[task.header.tier] += 1
 
     def remove(self, task: Task) -> None:
-        """Take a queued task out."""
+        """Remove a queued task."""
         tier = task.header.tier
         line = self._lines[tier][task.header.tenant]
         entry = _entry(task)
@@ -104,13 +105,13 @@ class TaskQueue:
         del line.entries[index]
         self._counts[tier] -= 1
         if not self._counts[tier]:
-            # Nobody waits, so nobody is owed anything.
+            # No task waits, so no tenant is owed anything.
             self._lines[tier].clear()
         elif len(self._lines[tier]) > LINES_KEPT_MAX:
             self._forget_idle(tier)
 
     def placed(self, task: Task, now_ms: int) -> None:
-        """Charge a queued task that is about to be placed to its tenant, once per task."""
+        """Charge a task that is about to be placed to its tenant, once per task."""
         tier = task.header.tier
         urgent = any(self.count(other) for other in Tier if other < tier)
         is_promoted = urgent and now_ms - task.arrived_ms >= self._ageing_ms
@@ -123,7 +124,7 @@ class TaskQueue:
         line.served_tokens += _entry(task).cost_tokens
 
     def overdue(self, tier: Tier, arrived_before_ms: int) -> list[TaskId]:
-        """Return the tier's tasks that came before a time, oldest first within a tenant."""
+        """Return the tier's tasks that arrived before a time, oldest first within a tenant."""
         found = []
         for line in self._lines[tier].values():
             for entry in line.entries:
@@ -133,9 +134,9 @@ class TaskQueue:
         return found
 
     def in_order(self, now_ms: int, closed: Collection[Tier]) -> Iterator[TaskId]:
-        """Yield the tasks as they are to be taken; the queue must not change meanwhile.
+        """Yield the tasks in placement order; the queue must not change meanwhile.
 
-        A tier that the caller adds to `closed` on the way ends early.
+        The caller may add a tier to `closed` on the way, which ends that tier early.
         """
         promoted = self._promoted(now_ms)
         if promoted is not None:
@@ -149,7 +150,7 @@ class TaskQueue:
                     yield task
 
     def _promoted(self, now_ms: int) -> TaskId | None:
-        """Return the aged task whose turn it is, if it is one's."""
+        """Return the aged task whose turn it is, or None."""
         if self._placed_since_promotion < PLACEMENTS_PER_PROMOTION:
             return None
         heads = [
@@ -161,7 +162,7 @@ class TaskQueue:
         if not heads:
             return None
         lifted = [(self._lift(tier, head, now_ms), head.arrival, head.task) for tier, head in heads]
-        # A task of the most urgent tier that is first needs no promotion, and the order is fair.
+        # The most urgent tier's first task needs no promotion; fair order serves it.
         first = min(lifted)
         most_urgent = min(tier for tier, _ in heads)
         is_aged = all(head.task != first[2] or tier > most_urgent for tier, head in heads)

@@ -1,7 +1,8 @@
-"""The unfinished tasks and everything that is derived from their states.
+"""The unfinished tasks and all indices over their states.
 
-Invariant: each task is in exactly one state, and the queue, the loads of the leaders, the paused
-tasks and each gateway's tasks agree with it. Only `enter` changes a state. Called by the task pool.
+Invariant: each task is in exactly one state, and the queue, the leaders' loads, the paused tasks
+and each gateway's tasks agree with it. Only `enter` changes a state. The task pool calls this
+module.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +32,11 @@ class TaskTable:
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[Task]:
-        """All unfinished tasks, as of now, in the order they came."""
+        """All unfinished tasks, as of now, in order of arrival."""
         return iter(tuple(self._tasks.values()))
 
     def __contains__(self, task: object) -> bool:
-        """Say whether the task is unfinished."""
+        """Return whether the task is unfinished."""
         return task in self._tasks
 
     def __getitem__(self, task: TaskId) -> Task:
@@ -62,7 +63,7 @@ class TaskTable:
         return [task for task in self._tasks.values() if task.leader == rank]
 
     def add(self, task: Task) -> None:
-        """Take a new task in, which nobody holds."""
+        """Add a new task that no leader holds."""
         assert task.id not in self._tasks, f"task {task.id} is there already."
         assert task.state not in HELD, f"new task {task.id} is held by no leader."
         self._tasks[task.id] = task
@@ -71,7 +72,7 @@ class TaskTable:
             self.queue.put(task)
 
     def remove(self, task: Task) -> None:
-        """Take a task out of everything."""
+        """Remove a task from all indices."""
         self._leave(task)
         del self._tasks[task.id]
         siblings = self._by_gateway[task.header.gateway]
@@ -80,7 +81,7 @@ class TaskTable:
             del self._by_gateway[task.header.gateway]
 
     def enter(self, task: Task, state: State, now_ms: int, leader: Rank | None = None) -> None:
-        """Change a task's state; `leader` holds it, in the states in which one does."""
+        """Change a task's state; `leader` is set in the states in which a leader holds it."""
         assert (leader is not None) == (state in HELD), f"task {task.id}: {leader} in {state}."
         self._leave(task)
         task.state = state
@@ -94,13 +95,13 @@ class TaskTable:
             self.loads.count(leader, task.id, task.context_tokens)
 
     def grow(self, task: Task, generated: int) -> None:
-        """Take note of how far a held task got."""
+        """Record the progress of a held task."""
         task.generated = max(task.generated, generated)
         if task.state is State.PLACED and task.leader is not None:
             self.loads.count(task.leader, task.id, task.context_tokens)
 
     def progress(self, rank: Rank, items: Iterable[TaskProgress], now_ms: int) -> int:
-        """Take how far a leader's tasks are; return how many of them it has paused since."""
+        """Record the progress of a leader's tasks; return how many it has newly paused."""
         paused = 0
         for item in items:
             task = self._tasks.get(item.task)

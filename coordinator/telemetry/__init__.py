@@ -1,1 +1,1 @@
-"""What a cell measures and keeps of the last minutes, and how Prometheus sees it. Pure."""
+"""Measurements of a cell: metrics for Prometheus, and a history of the last minutes. Pure."""

@@ -1,7 +1,7 @@
-"""What the coordinator measures itself: how long tasks wait, what fails, what switches did.
+"""The coordinator's own metrics: queue waits, failures, switches. Pure.
 
-It looks at the events and effects that pass the core, and changes nothing. What ranks and gateways
-measured of a switch comes in behind its end, so a switch is told `SETTLE_MS` later. Pure.
+It observes the core's events and effects, and changes nothing. Measurements of ranks and gateways
+arrive after a switch has ended, so a switch is measured `SETTLE_MS` later.
 """
 
 from collections import OrderedDict
@@ -16,10 +16,10 @@ from coordinator.protocol.metrics_wire import Measure, Tally
 from coordinator.protocol.terms import ReturnCause, TaskId
 
 SETTLE_MS = 3_000
-"""How long after its end a switch's measurements are taken to be complete."""
+"""Time after a switch's end at which its measurements count as complete."""
 
 WAITING_MAX = 65_536
-"""Most tasks whose arrival is remembered."""
+"""Tasks whose arrival is remembered, at most."""
 
 WAIT_BOUNDS_S: Final = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0, 600.0),
@@ -77,11 +77,11 @@ PHASES: Final = {
 """Phase -> field of a switch."""
 
 RANK_LOST: Final = "rank_lost"
-"""Why a task comes back that its gateway has to submit again: its rank is lost, or the link from it
-to the gateway. See `ReturnCause` for others."""
+"""Reason of a task that its gateway has to submit again: its rank, or the rank's link to the
+gateway, is lost. See `ReturnCause` for others."""
 
 LAYOUT_PAIRS_MAX = 256
-"""Pairs of layouts that are counted by name; further ones are counted as "other"."""
+"""Pairs of layouts counted by name, at most; further pairs count as "other"."""
 
 FAILURE_REASONS: Final = frozenset(
     {
@@ -93,14 +93,14 @@ FAILURE_REASONS: Final = frozenset(
 
 
 class CoreMetrics:
-    """Measures of one coordinator since its start."""
+    """Metrics of one coordinator since its start."""
 
     def __init__(self, switches: Callable[[], list[dict[str, Any]]]) -> None:
         """`switches` returns the newest switches as the admin API shows them."""
         self._switches = switches
         self._arrived: OrderedDict[TaskId, tuple[int, str]] = OrderedDict()
         self._again: set[TaskId] = set()
-        """Tasks that queue once more, without the KV that they had."""
+        """Tasks that queue again, without the KV that they had."""
         self._unsettled: dict[int, int] = {}
         self._pairs: set[tuple[str, str]] = set()
         self.tally = Tally()
@@ -108,10 +108,10 @@ class CoreMetrics:
             self.tally.count(REQUEUED, str(reason), by=0)
         self.tally.count(RECOMPUTED, by=0)
         self.reshard_bytes_per_s = 0.0
-        """Of the last switch that moved KV."""
+        """The speed of the last switch that migrated KV."""
 
     def saw_event(self, event: Event, now_ms: int) -> None:
-        """Note when tasks come and go."""
+        """Record when tasks arrive, return and end."""
         match event:
             case GatewaySaid(message=Submit(header=header, attempt=0)):
                 arrival = (now_ms, header.tier.name.lower())
@@ -155,7 +155,7 @@ class CoreMetrics:
                 pass
 
     def switch_ended(self, record: SwitchRecord, now_ms: int) -> None:
-        """Count a switch now, and measure it when its measurements are there."""
+        """Count a switch now; `settle` measures it once its measurements are complete."""
         pair = (record.from_layout or "none", record.to_layout)
         if pair not in self._pairs and len(self._pairs) >= LAYOUT_PAIRS_MAX:
             pair = ("other", "other")
@@ -164,7 +164,7 @@ class CoreMetrics:
         self._unsettled[record.epoch] = now_ms + SETTLE_MS
 
     def settle(self, now_ms: int) -> None:
-        """Measure the switches that ended long enough ago; called on an interval."""
+        """Measure the switches that ended long enough ago; called at intervals."""
         due = {epoch for epoch, at_ms in self._unsettled.items() if at_ms <= now_ms}
         if not due:
             return
@@ -176,7 +176,7 @@ class CoreMetrics:
 
     def _measure(self, switch: Mapping[str, Any]) -> None:
         for phase, name in PHASES.items():
-            # A cut-over may take no time at all; of other phases 0 says that there was none.
+            # A cut-over may take no time; any other phase with 0 did not happen.
             if switch[name] or (phase == "cut_over" and switch[name] is not None):
                 self.tally.observe(SWITCH_DURATION, switch[name] / 1_000, phase)
         if switch["gap_ms_max"] > 0:

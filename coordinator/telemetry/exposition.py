@@ -1,8 +1,8 @@
-"""From what the coordinator knows to Prometheus' metric families; names and labels are here.
+"""Turns the coordinator's views into Prometheus metric families; defines names and labels.
 
-`aileron_*` are ours, `vllm:*` are vLLM 0.32's own (with the rank as `engine`, or `cell` for what
-gateways measured over all ranks), `gen_ai_*` are OpenTelemetry's spelling of the same values.
-Called by `metrics.py` when it renders.
+`aileron_*` are our own, `vllm:*` are those of vLLM 0.32 (with the rank as `engine`, or `cell` for
+measurements of gateways over all ranks), `gen_ai_*` are OpenTelemetry's names for the same values.
+`metrics.py` calls this module when it renders.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +43,7 @@ _GEN_AI_LABELS: Final = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_a
 
 
 def layout_metrics(layout: View) -> Iterator[Metric]:
-    """Return what serves, and each group's load."""
+    """Yield the serving layout and each group's load."""
     yield _gauge(
         "aileron_layout_info",
         "The layout that serves; always 1.",
@@ -74,7 +74,7 @@ def layout_metrics(layout: View) -> Iterator[Metric]:
 
 
 def use_metrics(decisions: View) -> Iterator[Metric]:
-    """Return how much of the best layout is used, by the newest decision that looked at layouts."""
+    """Yield how much of the best layout is used, by the newest decision with candidates."""
     uses = (
         [each["use"] for each in decision["candidates"] if "use" in each]
         for decision in reversed(decisions["decisions"])
@@ -91,7 +91,7 @@ def use_metrics(decisions: View) -> Iterator[Metric]:
 
 
 def probe_metrics(probes: Iterable[View], out: Iterable[View]) -> Iterator[Metric]:
-    """Return what the numerical guard measured last of each mode of each group, and what is out."""
+    """Yield the newest probe of each mode of each group, and the quarantined modes."""
     rows = [((each["mode"], _span(each)), each) for each in probes]
     states = {labels: 0 for labels, _ in rows} | {(each["mode"], _span(each)): 1 for each in out}
     yield _gauge(
@@ -120,7 +120,7 @@ def _span(view: View) -> str:
 
 
 def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
-    """Return the state of each rank: heard, leased, restarted, its pages and steps."""
+    """Yield the state of each rank: availability, heartbeat, lease, restarts, pages, steps."""
     ranks = list(ranks)
     heard = [each for each in ranks if "heartbeat_age_ms" in each]
     yield _plain(
@@ -188,7 +188,7 @@ def _process_metrics(ranks: list[View]) -> Iterator[Metric]:
 
 
 def queue_metrics(queue: View, now_ms: int) -> Iterator[Metric]:
-    """Return what waits, by tier."""
+    """Yield the queue and the unfinished tasks, by tier and by state."""
     tiers = queue["tiers"].items()
     for name, text, field in (
         ("queue_depth", "Tasks that wait for a group.", "queued"),
@@ -213,7 +213,7 @@ def oldest_s(tier: View, now_ms: int) -> float:
 
 
 def engine_metrics(layout: View, ranks: Iterable[View], model: str) -> Iterator[Metric]:
-    """Return vLLM's metrics of the engine; `engine` is the rank that leads the scheduler."""
+    """Yield vLLM's metrics of the engine; `engine` is the rank that leads the scheduler."""
     names = ("model_name", "engine")
     groups = [((model, str(group["leader"])), group) for group in layout["groups"]]
     for name, text, field in (
@@ -258,7 +258,7 @@ def _usage(group: View) -> float:
 
 
 def tally_metrics(families: Iterable[Family], model: str) -> Iterator[Metric]:
-    """Return counted and timed measures; vLLM's get the labels back that it gives them."""
+    """Yield counters and histograms; vLLM's get back the labels that vLLM gives them."""
     for family in families:
         if family.name.startswith(VLLM_PREFIX):
             names = ("model_name", "engine", *family.labels)
@@ -268,7 +268,7 @@ def tally_metrics(families: Iterable[Family], model: str) -> Iterator[Metric]:
 
 
 def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
-    """Return TTFT, time per output token and request duration as OpenTelemetry spells them."""
+    """Yield TTFT, time per output token and request duration under OpenTelemetry's names."""
     for name, measure in _GEN_AI.items():
         series = _by(tally, measure, "operation")
         values = tuple(Series((each.labels[0], PROVIDER, model), *_rest(each)) for each in series)
@@ -280,7 +280,7 @@ def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
 def prediction_metrics(
     last: Mapping[tuple[str, str], tuple[float, float]],
 ) -> Iterator[Metric]:
-    """Return what was predicted and observed last, by measure and tier."""
+    """Yield the last predicted and observed values, by measure and tier."""
     names = ("measure", "tier")
     for place, (name, text) in enumerate(
         (

@@ -1,8 +1,7 @@
 """The last minutes of a cell, one sample per second, for the live page and `aileron status`.
 
-A sample holds numbers and short texts alone, so a quarter of an hour of 64 ranks is some 300 kB.
-Quantiles are those of the last `WINDOW_SAMPLES` samples. Called on an interval with the core's
-views; pure.
+A sample holds only numbers and short texts, so a quarter of an hour of 64 ranks is some 300 kB.
+Quantiles cover the last `WINDOW_SAMPLES` samples. Called at intervals with the core's views. Pure.
 """
 
 from collections import deque
@@ -32,7 +31,7 @@ class History:
     """The samples, oldest first; each has a number that only grows."""
 
     def __init__(self, tally: Tally) -> None:
-        """`tally` is what gateways told."""
+        """`tally` holds the gateways' measurements."""
         self._tally = tally
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_MAX)
         self._counted: deque[_Counts] = deque(maxlen=WINDOW_SAMPLES + 1)
@@ -69,7 +68,7 @@ class History:
         )
 
     def after(self, number: int) -> list[dict[str, Any]]:
-        """Return the samples behind this one; all of them for a number that is not of here."""
+        """Return the samples after `number`; all of them if that number is from another process."""
         if number > self._number:
             number = 0
         behind = min(self._number - number, len(self._samples))
@@ -90,14 +89,14 @@ class History:
         return [None if each is None else round(each * 1_000, 2) for each in found]
 
     def _attained(self, tier: str) -> float | None:
-        """Return the share of tasks that kept their objective since the cell's start."""
+        """Return the share of tasks that met their objective since the cell's start."""
         (total,) = self._counted[-1].get((SLO_TOTAL.name, tier), (0.0,))
         (good,) = self._counted[-1].get((SLO_GOOD.name, tier), (0.0,))
         return round(good / total, 4) if total else None
 
 
 def _counts(tally: Tally) -> _Counts:
-    """Sum what samples need over all labels but the tier."""
+    """Sum the measures of a sample over all labels but the tier."""
     found: _Counts = {}
     for measure in (TTFT, ITL, TOKENS, SLO_TOTAL, SLO_GOOD):
         for labels, growing in tally.series_of(measure).items():

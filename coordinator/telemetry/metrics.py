@@ -1,7 +1,7 @@
-"""Prometheus metrics of a cell: the core's views, what the coordinator saw, what gateways told.
+"""Prometheus metrics of a cell: the core's views, its observers, and the gateways' totals.
 
-Rendered at most once in `CACHED_MS`, however many scrape. Labels hold nothing that clients choose.
-Called by the admin API.
+Rendered at most once per `CACHED_MS`, however many scrapers ask. No label holds a value that
+clients choose. The admin API calls this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ View = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """What metrics are made of; each is asked once per render."""
+    """The inputs of metrics; each is called once per render."""
 
     layout: Callable[[], View]
     ranks: Callable[[], View]
@@ -39,7 +39,7 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change while the process lives."""
+    """Facts that do not change while the process lives."""
 
     model: str = "unknown"
     version: str = "unknown"
@@ -49,7 +49,7 @@ class Facts:
 class Metrics:
     """The registry of one coordinator.
 
-    `aggregator` is what its gateways told, the others what was seen of its core.
+    `aggregator` holds its gateways' totals, the others hold observations of its core.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class _CellCollector(Collector):
         self._facts = facts
 
     def describe(self) -> Iterator[Metric]:
-        """Return nothing: names are unique by construction, and asking needs a running core."""
+        """Yield nothing: names are unique by construction, and collecting needs a running core."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """Read the views once."""
+        """Read the views once and yield all metrics."""
         layout, of_ranks = self._views.layout(), self._views.ranks()
         ranks = of_ranks["ranks"]
         yield from self._facts_metrics()

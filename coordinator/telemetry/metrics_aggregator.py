@@ -1,8 +1,8 @@
-"""What all gateways have measured, added up so that no total ever falls.
+"""The sum of all gateways' measurements, in which no total ever falls.
 
-Each message of a gateway holds its totals. What grew since its last one is added, so gateways may
-come and go and messages may repeat. Unknown names, and more series than `SERIES_MAX` of one name,
-are not taken. Called by the server, for current sessions alone.
+Each message of a gateway holds its totals; their growth since its last message is added, so
+gateways may come and go and messages may repeat. Unknown names are ignored, and so are series of
+one name above `SERIES_MAX`. The server calls this module, for current sessions only.
 """
 
 from collections import OrderedDict
@@ -10,10 +10,10 @@ from collections import OrderedDict
 from coordinator.protocol.metrics_wire import OWN, VLLM_PREFIX, Family, Measure, Measures, Tally
 
 GATEWAYS_REMEMBERED = 1_024
-"""Gateways whose last totals are kept; those heard of longest ago are forgotten."""
+"""Gateways whose last totals are kept; the least recently heard are forgotten."""
 FAMILIES_MAX = 256
 SERIES_MAX = 512
-"""Most series of one name, over all gateways."""
+"""Series of one name, over all gateways, at most."""
 LABEL_CHARS_MAX = 64
 
 _Told = dict[tuple[str, tuple[str, ...]], tuple[float, tuple[int, ...]]]
@@ -28,7 +28,7 @@ class MetricsAggregator:
         self._told: OrderedDict[str, _Told] = OrderedDict()
 
     def take(self, gateway: str, said: Measures) -> None:
-        """Add what grew since the gateway's last message."""
+        """Add the growth since the gateway's last message."""
         told = self._told.setdefault(gateway, {})
         self._told.move_to_end(gateway)
         while len(self._told) > GATEWAYS_REMEMBERED:
@@ -39,7 +39,7 @@ class MetricsAggregator:
                 self._take(told, family, measure)
 
     def _known(self, family: Family) -> Measure | None:
-        """Return the measure of a family, None if it is not to be taken."""
+        """Return the measure of a family, or None to ignore the family."""
         own = OWN.get(family.name)
         known = self._measures.get(family.name, own)
         if known is None:

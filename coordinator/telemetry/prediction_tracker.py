@@ -1,9 +1,9 @@
-"""The adaptive policy's predictions against what came true.
+"""Compares the adaptive policy's predictions with measurements. Pure.
 
-One prediction at a time is followed: of the layout that serves, over the policy's horizon. Then
-what gateways measured in that time is what came true. Gateways tell totals once per second, so a
-prediction is compared with as long a time, told up to a second later. A prediction whose layout did
-not stay says nothing and is dropped. Pure.
+It follows one prediction at a time: that of the serving layout, over the policy's horizon. Then it
+compares the prediction with the gateways' measurements of that time. Gateways publish totals once
+per second, so the measured span has the same length but may lag by a second. A prediction whose
+layout did not stay says nothing and is dropped.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ RATIO_BOUNDS: Final = (
     *(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
 )
 LEAST: Final = 0.01
-"""Shares below this are taken for it: a ratio needs something to divide by."""
+"""Smaller shares are raised to this: the ratio needs a divisor."""
 
 RATIO: Final = Measure(
     "aileron_policy_prediction_ratio",
@@ -35,7 +35,7 @@ PREDICTIONS: Final = Measure(
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What gateways had measured of a tier at one time: sums and counts."""
+    """The gateways' totals of a tier at one time: sums and counts."""
 
     ttft: tuple[float, int]
     pauses: tuple[float, int]
@@ -51,20 +51,20 @@ class _Followed:
 
 
 class PredictionTracker:
-    """Follows predictions; `told` is what gateways have measured."""
+    """Follows predictions; `told` holds the gateways' measurements."""
 
     def __init__(self, told: Tally) -> None:
         self._told = told
         self._followed: _Followed | None = None
         self.tally = Tally()
         self.last: dict[tuple[str, str], tuple[float, float]] = {}
-        """(measure, tier) -> what was predicted and observed last, in seconds."""
+        """(measure, tier) -> the last predicted and observed values, in seconds."""
 
     def saw_event(self, event: Event, now_ms: int) -> None:
-        """Nothing that happens concerns predictions."""
+        """Ignore events: they do not concern predictions."""
 
     def saw_effect(self, effect: Effect, now_ms: int) -> None:
-        """Compare the prediction that is followed when its time is over, and take the next."""
+        """Compare the followed prediction once its time is over, and follow the next one."""
         if not isinstance(effect, ForecastMade):
             return
         followed = self._followed
@@ -82,7 +82,7 @@ class PredictionTracker:
         self._followed = followed
 
     def _compare(self, expected: Expected, followed: _Followed) -> bool:
-        """Compare what was predicted for a tier; False if nothing was observed."""
+        """Compare the prediction for a tier; False if nothing was observed."""
         before, now = followed.before[expected.tier], self._totals(expected.tier)
         for name, predicted_s, old, new in (
             (TTFT_NAME, expected.ttft_s, before.ttft, now.ttft),
@@ -114,6 +114,6 @@ class PredictionTracker:
 
 
 def _mean(old: tuple[float, int], new: tuple[float, int]) -> float:
-    """Return the mean of what came between two totals, 0 if nothing did."""
+    """Return the mean of the values between two totals; 0 if there are none."""
     count = new[1] - old[1]
     return (new[0] - old[0]) / count if count > 0 else 0.0

@@ -1,9 +1,8 @@
 """The demo model's training text: the Python standard library of this interpreter.
 
-No model or data set can be downloaded where the project is built, but every
-Python installation carries some 12 MB of code and prose. Whole files are held
-out by a hash of their module name, so the split is the same on every machine
-that has the same Python version.
+Models and data sets cannot be downloaded where the project is built, but every Python installation
+holds some 12 MB of code and prose. Whole files are held out by a hash of their module name, so the
+split is the same on all machines with the same Python version.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ HELD_OUT_BYTES_PER_FILE = 6_000
 MAX_FILE_CHARS = 150_000
 MAX_ANSWER_CHARS = 1_500
 
-# Generated tables (character maps, build settings) teach nothing, and the build
-# settings contain paths of the machine that compiled Python.
+# Generated tables (character maps, build settings) teach nothing, and build settings contain paths
+# of the machine that compiled Python.
 _SKIPPED_FOLDERS = {"site-packages", "__pycache__", "data", "cjkencodings"}
 _SKIPPED_PREFIXES = (
     "_sysconfigdata",
@@ -81,22 +80,22 @@ class SourceFile:
 
     @property
     def is_test(self) -> bool:
-        """Whether the file belongs to a test suite, of which only a sample is used."""
+        """Whether the file belongs to a test suite; only a sample of those is used."""
         return any(part in {"test", "tests", "idle_test"} for part in self.module.split("."))
 
     @property
     def held_out(self) -> bool:
-        """Whether the file is kept out of training."""
+        """Whether the file is excluded from training."""
         return _bucket(self.module, HELD_OUT_ONE_IN) == 0
 
 
 def _bucket(name: str, count: int) -> int:
-    """A stable number below `count` (the built-in hash differs between runs)."""
+    """Return a stable number below `count`; the built-in hash differs between runs."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % count
 
 
 def source_files() -> list[SourceFile]:
-    """Every usable file, sorted by module name; test files are sampled."""
+    """Return every usable file, sorted by module name; test files are sampled."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -118,22 +117,22 @@ def source_files() -> list[SourceFile]:
 
 
 def topics() -> dict[str, str]:
-    """The language reference's help texts: the only long prose in the library."""
+    """Return the language reference's help texts: the only long prose in the library."""
     from pydoc_data import topics as module
 
     return dict(sorted(module.topics.items()))
 
 
 def training_documents() -> list[str]:
-    """Plain texts to train on: source files that are not held out, and help topics."""
+    """Return the plain texts to train on: source files that are not held out, and help topics."""
     return [f.text for f in source_files() if not f.held_out] + list(topics().values())
 
 
 def held_out_text() -> str:
-    """The beginning of each held-out library file, about 60 kB in all."""
+    """Return the beginnings of the held-out library files, about 60 kB in all."""
     pieces: list[str] = []
     size = 0
-    # Hash order rather than name order, so that the slice is not one package.
+    # Hash order instead of name order, so that the slice is not one package.
     files = [f for f in source_files() if f.held_out and not f.is_test]
     for file in sorted(files, key=lambda f: _bucket(f.module, 1 << 32)):
         piece = file.text[:HELD_OUT_BYTES_PER_FILE]
@@ -147,7 +146,7 @@ def held_out_text() -> str:
 
 
 def dialogues(seed: int = 0) -> list[Dialogue]:
-    """The training text again, as questions and answers about named things."""
+    """Return the training text as questions and answers about named things."""
     rng = random.Random(seed)
     result: list[Dialogue] = []
     for file in source_files():
@@ -155,7 +154,7 @@ def dialogues(seed: int = 0) -> list[Dialogue]:
             continue
         turns = list(_turns_about(file, rng))
         while turns:
-            # Mostly single questions; some longer talks about the same module.
+            # Mostly single questions, and some longer dialogues about one module.
             count = rng.choice((1, 1, 1, 2, 3))
             result.append(_dialogue(turns[:count], rng))
             del turns[:count]
@@ -188,7 +187,7 @@ def _turns_about(file: SourceFile, rng: random.Random) -> Iterator[tuple[str, st
             yield rng.choice(_EXPLAIN).format(name), _first_paragraphs(doc)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-            # Half of the functions: they are in the plain text already.
+            # Half of the functions: the plain text holds them already.
             if source.count("\n") >= 3 and len(source) <= MAX_ANSWER_CHARS and rng.random() < 0.5:
                 code = textwrap.dedent(source)
                 yield rng.choice(_WRITE).format(name), f"```python\n{code}\n```"
@@ -198,7 +197,7 @@ _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[str, _Definition]]:
-    """The module itself, its functions and classes, and the classes' methods."""
+    """Yield the module itself, its functions and classes, and the classes' methods."""
     yield module, tree
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -210,7 +209,7 @@ def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[str, _Definiti
 
 
 def _first_paragraphs(text: str) -> str:
-    """Whole paragraphs up to the answer limit, so that answers end where a text would."""
+    """Return whole paragraphs up to the answer limit, so that answers end naturally."""
     kept = ""
     for paragraph in text.strip().split("\n\n"):
         if kept and len(kept) + len(paragraph) > MAX_ANSWER_CHARS:

@@ -1,9 +1,8 @@
 """Held-out loss of a demo model folder: `python -m tools.demo_model.evaluate [--model DIR]`.
 
-Definition: tokenize heldout.txt without special tokens, cut the ids into
-windows of 511, put one bos in front of each (512 positions), and take the mean
-negative log likelihood, in nats, over every token that is not that bos. The
-last, shorter window counts too. Weights are upcast to float32.
+Definition: tokenize heldout.txt without special tokens, cut the ids into windows of 511, put one
+bos in front of each (512 positions), and take the mean negative log likelihood, in nats, over all
+tokens except these bos. The last, shorter window counts too. Weights are upcast to float32.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WINDOW = 512
 
 
 def mean_loss(model: Any, ids: list[int], bos: int) -> float:
-    """Mean nats per token of `ids` under the definition in the module docstring."""
+    """Return the mean nats per token of `ids`, as defined in the module docstring."""
     was_training = model.training
     model.eval()
     total = 0.0
@@ -37,11 +36,11 @@ def mean_loss(model: Any, ids: list[int], bos: int) -> float:
 
 
 def held_out_loss(folder: Path, max_tokens: int | None = None) -> tuple[float, int]:
-    """Loss of the saved folder on its own heldout.txt, and the number of tokens used."""
+    """Return the loss of the folder on its own heldout.txt, and the number of tokens used."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = (folder / "heldout.txt").read_text(encoding="utf-8")
-    # Not verbose: the text is longer than the context on purpose, it is cut into windows.
+    # Not verbose: the text exceeds the context on purpose; it is cut into windows.
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     return mean_loss(model, ids, tokenizer.bos_token_id), len(ids)
 

@@ -12,12 +12,12 @@ VOCAB_SIZE = 4096
 MAX_LENGTH = 2048
 
 PAD, BOS, TURN, END = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
-# The order fixes the ids: pad 0, bos 1, turn start 2, end 3. The end of a turn
-# is the end of a document too, so there is exactly one token that stops.
+# The order fixes the ids: pad 0, bos 1, turn start 2, end 3. The end of a turn is also the end of a
+# document, so exactly one token stops.
 SPECIAL_TOKENS = (PAD, BOS, TURN, END)
 
-# Content may be null or a list of parts (as OpenAI clients send it); tools and
-# tool calls become text, since this model was never taught to call any.
+# Content may be null or a list of parts, as OpenAI clients send it. Tools and tool calls become
+# text, since this model never learned to call any.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}

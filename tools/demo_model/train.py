@@ -1,8 +1,8 @@
-"""Train the demo model from scratch: `python -m tools.demo_model.train --out DIR --minutes 25`.
+"""Trains the demo model from scratch: `python -m tools.demo_model.train --out DIR --minutes 25`.
 
-The schedule follows the clock rather than a step count, so a run on any machine
-ends when it was asked to. Every few minutes the folder is replaced by a usable
-model, and a state file next to it lets the same command resume a stopped run.
+The schedule follows the clock instead of a step count, so a run ends on time on any machine. Every
+few minutes a usable model replaces the folder, and a state file next to it lets the same command
+resume a stopped run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ FINAL_LEARNING_RATE_SHARE = 0.02
 WARMUP_SHARE = 0.03
 WEIGHT_DECAY = 0.1
 TOKENS_PER_STEP = 2048
-# (until this share of the time, sequence length): long sequences cost more per
-# token, so the model sees them only at the end, enough to learn far positions.
+# (until this share of the time, sequence length): long sequences cost more per token, so the model
+# sees them only at the end, enough to learn far positions.
 SEQUENCE_PHASES = ((0.80, 512), (0.92, 1024), (1.0, 2048))
 
 
 @dataclass
 class Progress:
-    """What a resumed run must know besides the weights and the optimizer."""
+    """The state of a resumed run besides the weights and the optimizer."""
 
     step: int = 0
     tokens: int = 0
@@ -55,8 +55,8 @@ class Progress:
 class TokenStream:
     """Windows of the joined documents, each once per epoch, in random order.
 
-    A batch must mix far places: windows that follow each other come from one
-    file, and updates that see one file at a time hardly learn.
+    A batch must mix distant places: consecutive windows come from one file, and the model hardly
+    learns from updates that see one file at a time.
     """
 
     def __init__(self, documents: list[Ids], seed: int, progress: Progress) -> None:
@@ -67,11 +67,11 @@ class TokenStream:
         self._progress = progress
 
     def next_batch(self, length: int) -> torch.Tensor:
-        """Sequences of `length`, TOKENS_PER_STEP ids in all."""
+        """Return sequences of `length`, TOKENS_PER_STEP ids in all."""
         place = self._progress
         if place.cursor + TOKENS_PER_STEP > len(self._row) - length:
             place.epoch, place.cursor = place.epoch + 1, 0
-        # Derived from the epoch alone, so that a resumed run goes on in the same order.
+        # Seeded by the epoch, so that a resumed run continues in the same order.
         generator = np.random.default_rng((self._seed, place.epoch, length))
         order = generator.permutation((len(self._row) - length) // length)
         shift = int(generator.integers(length))
@@ -83,7 +83,7 @@ class TokenStream:
 
 
 def model_config() -> LlamaConfig:
-    """The demo model's shape: some 4.7 million parameters."""
+    """Return the demo model's shape: some 4.7 million parameters."""
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -97,13 +97,13 @@ def model_config() -> LlamaConfig:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=3,
-        # Wider than the usual 0.02, which starts a network this narrow too quietly.
+        # Wider than the usual 0.02, with which so narrow a network starts too quietly.
         initializer_range=0.05,
     )
 
 
 def new_model() -> LlamaForCausalLM:
-    """A model with random weights."""
+    """Return a model with random weights."""
     return LlamaForCausalLM(model_config())
 
 
@@ -115,7 +115,7 @@ def generation_config() -> GenerationConfig:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder`, trained first if there is none."""
+    """Return the tokenizer in `folder`; train it first if there is none."""
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         save_tokenizer(train_tokenizer(corpus.training_documents()), folder)
@@ -123,7 +123,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode_corpus(tokenizer: Any) -> list[Ids]:
-    """Plain documents and rendered dialogues, each with its bos and its end."""
+    """Return plain documents and rendered dialogues, each with its bos and its end."""
     texts = [
         tokenizer.bos_token + text + tokenizer.eos_token for text in corpus.training_documents()
     ]
@@ -135,7 +135,7 @@ def encode_corpus(tokenizer: Any) -> list[Ids]:
 
 
 def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: shrinking the norms' gains helps nothing."""
+    """Return an AdamW that decays matrices only: shrinking the norms' gains helps nothing."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -146,7 +146,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def learning_rate(share: float) -> float:
-    """Linear warm-up, then a cosine down to a small rest, over the share of time used."""
+    """Linear warm-up, then a cosine to a small rest, over the share of time used."""
     if share < WARMUP_SHARE:
         return PEAK_LEARNING_RATE * (share + 1e-3) / WARMUP_SHARE
     angle = math.pi * min(1.0, (share - WARMUP_SHARE) / (1 - WARMUP_SHARE))
@@ -155,12 +155,12 @@ def learning_rate(share: float) -> float:
 
 
 def sequence_length(share: float) -> int:
-    """The phase that this share of the time belongs to."""
+    """Return the sequence length of the phase at this share of the time."""
     return next((length for until, length in SEQUENCE_PHASES if share < until), MAX_LENGTH)
 
 
 def train_step(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: torch.Tensor) -> float:
-    """One update; bfloat16 autocast was nearly twice as fast where this was made."""
+    """Run one update; bfloat16 autocast was nearly twice as fast on the build machine."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=batch, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(
@@ -176,8 +176,7 @@ def train_step(model: LlamaForCausalLM, optimizer: torch.optim.AdamW, batch: tor
 def export(model: LlamaForCausalLM, tokenizer: Any, out: Path, progress: Progress) -> float:
     """Replace the folder's files one by one with a finished copy; returns the loss.
 
-    The loss is that of the saved (bfloat16) weights, as a user of the folder
-    will measure it.
+    The loss is that of the saved (bfloat16) weights, as a user of the folder measures it.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as name:
         folder = Path(name)
@@ -221,7 +220,7 @@ def _write_report(
 def save_state(
     path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW, progress: Progress
 ) -> None:
-    """Write everything a resumed run needs, replacing the last state at once."""
+    """Write everything a resumed run needs, replacing the last state atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     state = {
@@ -234,7 +233,7 @@ def save_state(
 
 
 def load_state(path: Path, model: LlamaForCausalLM, optimizer: torch.optim.AdamW) -> Progress:
-    """Continue where a stopped run was; a missing file means a new run."""
+    """Continue a stopped run; a missing file means a new run."""
     if not path.exists():
         return Progress()
     state = torch.load(path, weights_only=True)

@@ -1,5 +1,5 @@
-"""A cell without devices: the task table, placement and policy of the product over modelled groups.
+"""A cell without devices: the product's task table, placement and policy over modelled groups.
 
-Discrete events; a step takes what the cost model says. It serves to compare policies over many
-loads and to sweep their settings; see ADR 0024. Pure.
+Discrete events; the cost model gives the time of a step. For comparing policies over many loads and
+for sweeping their settings; see ADR 0024. Pure.
 """

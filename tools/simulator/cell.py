@@ -1,8 +1,7 @@
-"""A simulated cell: arrivals in, what each request saw out.
+"""A simulated cell: takes arrivals and returns what each request saw.
 
-The task table, the placement and the decision are the product's; groups are modelled, and a switch
-takes what the cost model says, after the step that each changed group is in. Called by tests and
-`aileron` sweeps.
+The task table, the placement and the decision are the product's. Groups are modelled, and a switch
+takes the cost model's time after the running step of each changed group. Tests call this module.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ AGEING_MS = 30_000
 MINUTE_MS = 60_000
 
 HEARTBEAT_S = 0.2
-"""How often leaders tell how far their tasks are, as by default."""
+"""How often leaders report the progress of their tasks, as by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one request saw, in seconds; `first_s` and `end_s` are None if they never came."""
+    """The times of one request, in seconds; `first_s` and `end_s` are None if they never came."""
 
     tier: Tier
     arrive_s: float
@@ -62,7 +61,7 @@ class Seen:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per token behind the first."""
+        """Mean time per token after the first."""
         if self.end_s is None or self.first_s is None:
             return None
         return (self.end_s - self.first_s) / max(1, self.output - 1)
@@ -70,18 +69,18 @@ class Seen:
 
 @dataclass(slots=True)
 class Run:
-    """What came of a load: every request, and every switch as (time, layout, reason)."""
+    """The result of a load: every request, and every switch as (time, layout, reason)."""
 
     seen: list[Seen] = field(default_factory=list)
     switches: list[tuple[float, str, str]] = field(default_factory=list)
 
     def good(self, settings: PolicySettings) -> int:
-        """Return how many requests were complete within their goals."""
+        """Return how many requests ended within their goals."""
         return sum(is_good(each, settings) for each in self.seen)
 
 
 def is_good(seen: Seen, settings: PolicySettings) -> bool:
-    """Say whether a request ended and met what its tier is to see."""
+    """Return whether a request ended and met its tier's goals."""
     goal = settings.goals[seen.tier]
     ttft_s, tpot_s = seen.ttft_s, seen.tpot_s
     if ttft_s is None or tpot_s is None:
@@ -91,7 +90,7 @@ def is_good(seen: Seen, settings: PolicySettings) -> bool:
 
 
 class SimCell:
-    """Runs one load in one cell; `space` is None for a layout that stays."""
+    """Runs one load in one cell; `space` is None for a fixed layout."""
 
     def __init__(
         self,
@@ -130,12 +129,12 @@ class SimCell:
         return self.end()
 
     def offer(self, arrival: Arrival) -> None:
-        """Let a request come, not before the time that was advanced to."""
+        """Schedule a request, not before the time already simulated."""
         self._push(arrival.at_s, "arrival", (self._offered, arrival))
         self._offered += 1
 
     def advance(self, until_s: float) -> None:
-        """Let everything happen that is due by `until_s`."""
+        """Process all events up to `until_s`."""
         if not self._has_begun:
             self._has_begun = True
             if self._space is not None:
@@ -147,7 +146,7 @@ class SimCell:
 
     @property
     def load(self) -> CellLoad:
-        """How busy the cell is, as its coordinator would tell gateways."""
+        """The load of the cell, as its coordinator publishes it to gateways."""
         serving = [each for each in self._groups.values() if not each.stopping]
         room = sum(each.cost.capacity_tokens for each in serving)
         used = sum(each.context for each in serving)
@@ -161,7 +160,7 @@ class SimCell:
         )
 
     def end(self) -> Run:
-        """Return what was seen; requests that are not complete count as such."""
+        """Return the results; requests in progress count as incomplete."""
         for task in self._tasks.values():
             header = task.task.header
             self.run_of.seen.append(
@@ -259,7 +258,7 @@ class SimCell:
             self._place()
 
     def _grow(self) -> None:
-        """Take how far tasks got, as leaders tell it with their reports."""
+        """Record the progress of tasks, as leaders report it."""
         for group in self._groups.values():
             for _, _, task in group.decoding:
                 self._table.grow(task.task, group.generated(task))
@@ -321,7 +320,7 @@ class SimCell:
         )
 
     def _stopped(self) -> None:
-        """Move on when every group that changes has ended its step."""
+        """Begin the switch once every group that changes has ended its step."""
         stopping = [each for each in self._groups.values() if each.stopping]
         if any(each.ends_s is not None for each in stopping) or self._target is None:
             return
@@ -354,7 +353,7 @@ class SimCell:
         self._place()
 
     def _adopter(self, task: SimTask, old: Group) -> Rank | None:
-        """Return who goes on with a task: the emptiest group on the ranks that have its KV."""
+        """Return the leader that adopts a task: of the emptiest group on ranks that have its KV."""
         needed = task.task.context_tokens
         near = [
             each

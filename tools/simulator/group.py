@@ -1,8 +1,8 @@
-"""A modelled group: continuous batching, step by step, as vLLM's scheduler does it.
+"""A modelled group: continuous batching, step by step, like vLLM's scheduler.
 
 A step decodes one token of every running task and fills the rest of its token budget with prompts,
-the most urgent first. Decodes in between that nothing can disturb are taken in one go. Called by
-the simulated cell.
+the most urgent first. Consecutive decodes that nothing can disturb are simulated at once. The
+simulated cell calls this module.
 """
 
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ from coordinator.model.cost_model import GroupCost
 from coordinator.tasks.task import Task
 
 STRIDE_MAX = 64
-"""Most decodes that are taken in one go; tasks' progress is exact all the same."""
+"""Decodes simulated at once, at most; the progress of tasks is exact regardless."""
 
 
 @dataclass(slots=True)
 class SimTask:
-    """A task and what the simulator knows of it beyond the pool; times in seconds."""
+    """A task and the simulator's own state of it; times in seconds."""
 
     task: Task
     output: int
     arrive_s: float
     has_kv: bool = False
-    """A group has begun with it and holds its KV, which a switch may move."""
+    """A group has started it and holds its KV, which a switch may migrate."""
     prefill_left: int = 0
     first_s: float | None = None
     done_at: int = 0
@@ -32,18 +32,18 @@ class SimTask:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The more urgent tier first, then whoever came first."""
+        """The more urgent tier first, then the earlier arrival."""
         return int(self.task.header.tier), self.task.arrival
 
     @property
     def tokens(self) -> int:
-        """Tokens to compute before it goes on decoding, if none are."""
+        """Tokens to compute before decoding continues, if none are computed."""
         return self.task.header.prompt_tokens + self.task.generated
 
 
 @dataclass(slots=True)
 class SimGroup:
-    """One group that serves; `ends_s` is when the step under way ends, if one is."""
+    """One serving group; `ends_s` is when the running step ends, or None."""
 
     group: Group
     cost: GroupCost
@@ -61,7 +61,7 @@ class SimGroup:
     _chunks: list[tuple[SimTask, int]] = field(default_factory=list)
 
     def add(self, task: SimTask, now_s: float) -> None:
-        """Take a task; what is under way ends at its next step."""
+        """Add a task; running decodes end at their next step."""
         if task.has_kv and task.prefill_left:
             self.filling.append((task.order, task.task.id, task))
         elif task.has_kv:
@@ -73,7 +73,7 @@ class SimGroup:
         self.cut(now_s)
 
     def cut(self, now_s: float) -> None:
-        """Let the decodes under way end at the next step."""
+        """End the running decodes at their next step."""
         if self.ends_s is None or self._stride < 2:
             return
         done = int((now_s - self._started_s) / self._step_s) + 1
@@ -83,7 +83,7 @@ class SimGroup:
             self.version += 1
 
     def start(self, now_s: float) -> bool:
-        """Start the next step, if there is anything to do."""
+        """Start the next step if there is work; return whether one started."""
         if self.stopping:
             return False
         self._admit()
@@ -110,7 +110,7 @@ class SimGroup:
         return True
 
     def finish(self, now_s: float) -> list[SimTask]:
-        """End the step under way; return the tasks that are complete."""
+        """End the running step; return the completed tasks."""
         self.steps += self._stride
         self.context += len(self.decoding) * self._stride
         self.ends_s = None
@@ -131,7 +131,7 @@ class SimGroup:
         return task.output - max(0, task.done_at - self.steps)
 
     def give_up(self) -> tuple[list[SimTask], list[SimTask]]:
-        """Return the tasks that hold KV, of a part of their prompt at least, and those that do not.
+        """Return the tasks that hold KV of at least a part of their prompt, and the others.
 
         The group is gone.
         """
@@ -155,7 +155,7 @@ class SimGroup:
         heappush(self.decoding, (task.done_at, task.task.id, task))
 
     def _admit(self) -> None:
-        """Begin waiting prompts while there is KV for them."""
+        """Start waiting prompts while there is KV for them."""
         held = self.context + sum(each.task.header.prompt_tokens for _, _, each in self.filling)
         while self.waiting:
             task = self.waiting[0][2]

@@ -1,7 +1,4 @@
-"""Every message between a gateway and a coordinator, and what they count by.
-
-Pure values.
-"""
+"""Messages between a gateway and a coordinator, and the units that they count in. Pure."""
 
 import msgspec
 
@@ -10,11 +7,11 @@ from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.terms import TaskId
 
 ATTEMPTS_PER_CELL = 2**32
-"""Attempts that one cell may make of a task. Each cell that gets a task from another one counts on
-behind the next multiple, so that tokens of an earlier cell are of lower attempts for good."""
+"""Attempts that one cell may make of a task. A cell that gets a task from another cell starts at
+the next multiple, so tokens of an earlier cell always have lower attempts."""
 
 PREFIXES_KEPT_MAX = 4_096
-"""Blocks of prompts that a cell remembers, and every gateway of it."""
+"""Blocks of prompts that a cell and each of its gateways remember."""
 
 
 def cells_before(attempt: int) -> int:
@@ -23,7 +20,7 @@ def cells_before(attempt: int) -> int:
 
 
 class GatewayHello(Message, frozen=True):
-    """First message of a gateway's session; all unfinished tasks are submitted again after it."""
+    """First message of a gateway's session; the gateway then resubmits all unfinished tasks."""
 
     version: int
     gateway: str
@@ -32,11 +29,11 @@ class GatewayHello(Message, frozen=True):
 class Submit(Message, frozen=True):
     """Take this task into the pool; idempotent by task id.
 
-    `delivered_tokens` were already handed to the client (after a loss): the task goes on behind.
-    `attempt` is the highest one that the gateway took tokens from or was told to take none of, and
-    at least 1 if it submitted the task before: then some of its tokens may still be under way.
-    After k other cells had the task it is at least k times `ATTEMPTS_PER_CELL`, which fences them.
-    `prefixes` are the hashes of the prompt's first blocks, as `prefix_hashes` makes them.
+    `delivered_tokens` reached the client before a loss: the task continues after them. `attempt` is
+    the highest one from which the gateway took tokens or must take none, and at least 1 if it has
+    submitted the task before: some of its tokens may still be in flight. After k other cells had
+    the task it is at least k times `ATTEMPTS_PER_CELL`, which fences those cells. `prefixes` are
+    the hashes that `prefix_hashes` makes of the prompt's first blocks.
     """
 
     header: TaskHeader
@@ -47,7 +44,7 @@ class Submit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """The client is gone, or nobody waits for this task any more."""
+    """The client is gone, or no one waits for this task any more."""
 
     task: TaskId
 
@@ -59,7 +56,7 @@ class Withdraw(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    """The gateway has the task's last token; ends it even if the leader's report is lost."""
+    """The gateway has the task's last token; this ends it even if the leader's report is lost."""
 
     task: TaskId
 
@@ -72,7 +69,7 @@ class StreamGap(Message, frozen=True):
 
 
 class BatchProgress(msgspec.Struct, frozen=True):
-    """How far a batch is, in the words of the OpenAI API; counts are lines."""
+    """How far a batch is, in the terms of the OpenAI API; counts are lines."""
 
     batch: str
     status: str
@@ -82,33 +79,33 @@ class BatchProgress(msgspec.Struct, frozen=True):
 
 
 class BatchesRun(Message, frozen=True):
-    """The batches that this gateway runs now; replaces what it said before. For people only."""
+    """The batches that this gateway runs now; replaces the previous message. For display only."""
 
     batches: tuple[BatchProgress, ...]
 
 
 class Welcome(Message, frozen=True):
-    """Answer to `GatewayHello`; a changed `coordinator` means it restarted."""
+    """Answer to `GatewayHello`; a changed `coordinator` means that it restarted."""
 
     coordinator: str
 
 
 class CellLoad(msgspec.Struct, frozen=True, array_like=True):
-    """How busy a cell is."""
+    """The load of a cell."""
 
     queued: tuple[int, ...]
     """Queued tasks of each tier, most urgent first."""
     running: int
     """Tasks that leaders hold."""
     tasks_max: int
-    """Most tasks that the groups which serve now hold at once."""
+    """Tasks that the serving groups hold at once, at most."""
     blocks_free: int
-    """KV blocks that no task holds, over the leaders that serve."""
+    """Free KV blocks, over the leaders that serve."""
     blocks_total: int
 
 
 class CellState(Message, frozen=True):
-    """What a gateway must know of its cell, sent on every change."""
+    """What a gateway must know of its cell; sent on every change."""
 
     layout: str
     epoch: int
@@ -118,16 +115,16 @@ class CellState(Message, frozen=True):
     queued: int
     max_context_tokens: int
     draining: bool = False
-    """The cell is about to end: it wants no new tasks, and to be rid of those it has."""
+    """The cell is about to end: it takes no new tasks and hands off those that it has."""
     load: CellLoad | None = None
-    """None from a cell that is alone."""
+    """None from a cell without a fleet."""
 
 
 class PrefixesHeld(Message, frozen=True):
-    """Blocks of prompts that came to the cell, as `prefix_hashes` names them, oldest first.
+    """Blocks of prompts that the cell has seen, as `prefix_hashes` names them, oldest first.
 
-    Both sides keep the last `PREFIXES_KEPT_MAX`, so that what is forgotten need not be told. After
-    the hello all of them are told, and then those that came again or anew.
+    Both sides keep the last `PREFIXES_KEPT_MAX`, so evictions need no message. After the hello the
+    cell sends all of them, and from then on the new and repeated ones.
     """
 
     hashes: tuple[int, ...]
@@ -136,7 +133,7 @@ class PrefixesHeld(Message, frozen=True):
 class TaskFailed(Message, frozen=True):
     """The task will produce no more tokens; `code` is an OpenAI-style error code.
 
-    `retry_after_s` is when another try is likely to be served; 0 where that is not known.
+    `retry_after_s` is when another try is likely to succeed; 0 if unknown.
     """
 
     task: TaskId
@@ -148,9 +145,9 @@ class TaskFailed(Message, frozen=True):
 class Resubmit(Message, frozen=True):
     """The rank that ran this task is lost: submit it again with the tokens delivered so far.
 
-    From now on the gateway takes no token of `attempt` or a lower one, or tokens still under way
-    would contradict those of the next attempt. It answers `Done` if it has the last token, `Cancel`
-    if it does not know the task.
+    From now on the gateway takes no token of `attempt` or a lower one: tokens in flight would
+    contradict those of the next attempt. It answers `Done` if it has the last token, `Cancel` if it
+    does not know the task.
     """
 
     task: TaskId

@@ -1,7 +1,7 @@
-"""What the launcher of a cell's ranks and the coordinator tell each other.
+"""Messages between the launcher of a cell's ranks and the coordinator.
 
-The one says which processes have ended: such a process is known to do nothing any more, so nobody
-waits for its lease. The other says when all are to be started again.
+The launcher reports ended processes: an ended process does nothing any more, so the coordinator
+need not wait for its lease. The coordinator says which ranks to restart together.
 """
 
 import msgspec
@@ -11,9 +11,9 @@ from coordinator.protocol.messages.message import Message
 
 
 class RanksEnded(msgspec.Struct, frozen=True, tag=True):
-    """The newest process of each rank that is known to have ended, as (rank, incarnation).
+    """The newest ended process of each rank, as (rank, incarnation).
 
-    Level-triggered: it replaces what was said before, and is said again in each new session.
+    Level-triggered: it replaces earlier reports and is repeated in each new session.
     """
 
     version: int
@@ -21,11 +21,11 @@ class RanksEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RenewRanks(Message, frozen=True):
-    """These ranks are to be started again together, so that they have communicators again.
+    """Restart these ranks together, so that they have communicators again.
 
-    All of them, for groups of all widths, or those of one group while the others serve. `ranks` has
-    the process of each, as (rank, incarnation), that the coordinator knows: where newer ones have
-    been started since, there is nothing to do.
+    Either all ranks, for groups of all widths, or those of one group while the others serve.
+    `ranks` names each process, as (rank, incarnation), that the coordinator knows. If newer ones
+    have been started since, the launcher does nothing.
     """
 
     ranks: tuple[tuple[Rank, int], ...]

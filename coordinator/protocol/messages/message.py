@@ -1,9 +1,9 @@
-"""What all messages between processes have in common."""
+"""The base of all messages between processes."""
 
 import msgspec
 
 PROTOCOL_VERSION = 10
-"""Raised when a message changes its meaning; peers of another version are refused."""
+"""Raised when a message changes its meaning; peers with another version are refused."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):

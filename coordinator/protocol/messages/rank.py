@@ -1,9 +1,9 @@
-"""Messages between a rank and the coordinator, as frozen msgspec structs.
+"""Messages between a rank and the coordinator, as frozen msgspec structs. Pure.
 
-Reports go from rank to coordinator and say what is; directives go back and say what should be.
-Both are level-triggered: repeated, lost and late ones are harmless, later epochs win. Only task
-commands and task events are edges, and a new session's `Hello` repairs lost edges.
-Pure: no clock, no sockets. Times are integers of milliseconds of the sender's monotonic clock.
+A rank's reports state what is; the coordinator's directives state what should be. Both are
+level-triggered: repeated, lost and late ones are harmless, and later epochs win. Only task commands
+and task events are edges; the `Hello` of a new session repairs lost edges. Times are integer
+milliseconds of the sender's monotonic clock.
 """
 
 import msgspec
@@ -31,9 +31,9 @@ from coordinator.protocol.terms import (
 class RankHello(Message, frozen=True):
     """First message of a rank's session.
 
-    `incarnation` grows with each restart of the rank's process. `max_tasks` is the most tasks a
-    group led by this rank holds at once. `tokens_per_slot` is b of the page geometry. `cohort` is
-    the same number for ranks that share communicators and KV; a new process may join an old one.
+    `incarnation` grows with each restart of the rank's process. `max_tasks` is how many tasks a
+    group led by this rank holds at most. `tokens_per_slot` is b of the page geometry. Ranks with
+    the same `cohort` share communicators and KV; a new process may join an old cohort.
     """
 
     version: int
@@ -49,24 +49,25 @@ class RankHello(Message, frozen=True):
     pages_total: int
     held: tuple[HeldTask, ...]
     adopted: tuple[Adopted, ...] = ()
-    """What the rank goes on with if the move of `adopted_in` is committed; it has not heard yet."""
+    """Tasks that the rank continues if the migration of `adopted_in` is committed; still
+    undecided."""
     adopted_in: int = 0
     memory: tuple[tuple[str, int], ...] = ()
     """(what, bytes) pairs: weights, views, kv, each communicator."""
     step_times: tuple[WidthTimes, ...] = ()
     tokens_per_step_max: int = 0
-    """Most tokens that a step computes; 0 is unknown."""
+    """Tokens that a step computes at most; 0 is unknown."""
     cohort: int = 0
     leases: tuple[tuple[Rank, ...], ...] = ()
-    """The groups whose leases it has pages in; it may have given up those of a lost member."""
+    """The groups in whose leases it holds pages; it may have given up those of a lost member."""
 
 
 class LeaseRetention(msgspec.Struct, frozen=True):
-    """The lease indices that paused tasks of an unbound group still need, told by its leader.
+    """The lease indices that paused tasks of an unbound group still need, as its leader reports.
 
     Level-triggered: the highest (`formation`, `version`) wins; members free every other page of
-    that lease. `formation` is the formation that the leader last joined with these ranks: what was
-    kept of an earlier one says nothing about pages that were leased since.
+    that lease. `formation` is the one that the leader last joined with these ranks: indices
+    retained from an earlier formation say nothing about pages leased since.
     """
 
     ranks: tuple[Rank, ...]
@@ -76,10 +77,11 @@ class LeaseRetention(msgspec.Struct, frozen=True):
 
 
 class LinkCut(msgspec.Struct, frozen=True):
-    """A link from a rank to a gateway that broke not long ago: its last tokens may be lost.
+    """A recently broken link from a rank to a gateway: its last tokens may be lost.
 
-    `number` counts the breaks of all links of the rank's process, so that each is acted on once.
-    While the link `is_open` (a circuit, that is), no task is to be placed whose tokens it carries.
+    `number` counts the breaks of all links of the rank's process, so that each is handled once.
+    While `is_open` (the circuit breaker is open), no task may be placed whose tokens take this
+    link.
     """
 
     reply_to: str
@@ -97,11 +99,11 @@ class PageReport(msgspec.Struct, frozen=True):
 
 
 class SwitchTimes(msgspec.Struct, frozen=True):
-    """What one rank measured of one switch, in microseconds; 0 where it had no part.
+    """One rank's measurements of one switch, in microseconds; 0 where it took no part.
 
     `old_end_us` and `new_start_us` are points on the host's monotonic clock, which its ranks share:
-    when the rank's last old step ended, if it was at work when it was asked to switch, and when its
-    first new step started, if there was work for it at once.
+    the end of the rank's last old step, if it had work when asked to switch, and the start of its
+    first new step, if it had work at once.
     """
 
     epoch: int
@@ -112,13 +114,13 @@ class SwitchTimes(msgspec.Struct, frozen=True):
     new_start_us: int = 0
     reshard_us: int = 0
     reshard_bytes: int = 0
-    """KV bytes that this rank pulled from others."""
+    """KV bytes that this rank pulled from other ranks."""
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """How far a mode of a group is from where it was, or in epoch 0, at start, from dp.
+    """The drift of a group's mode from its first result, or in epoch 0, at start, from dp.
 
-    `mode` is one that steps are computed in, such as `tp2`; errors are in nats per token.
+    `mode` is one that computes steps, such as `tp2`; errors are in nats per token.
     """
 
     ranks: tuple[Rank, ...]
@@ -135,15 +137,15 @@ class Probed(msgspec.Struct, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """State of a rank, sent on an interval and on every change.
+    """State of a rank, sent at intervals and on every change.
 
-    `stage` is the highest stage this rank has acknowledged; `binding` is what it is joined to and
-    `target` the layout it last acknowledged a stage of. `running`, `waiting` and `paused` count
-    the tasks of the group it leads. `kept` is filled by leaders for unbound groups. `adopted` are
-    the tasks that this rank goes on with if the move of this epoch is committed,
-    `free_pages_after_commit` the pages that it has free then; `has_failed` says that it could not
-    copy its share. `moved` is the last committed move that this rank was told of, in a directive of
-    epoch `heard_in_epoch`, whether it has acted on it or not.
+    `stage` is the highest stage that this rank has acknowledged, and `target` the layout of that
+    stage; `binding` is the group that it is joined to. `running`, `waiting` and `paused` count
+    tasks of the group it leads. Leaders fill `kept` for unbound groups. If the migration of this
+    epoch is committed, the rank continues the `adopted` tasks and has `free_pages_after_commit`
+    free pages; `has_failed` means that it could not copy its share. `moved` is the last committed
+    migration that this rank has heard of, in a directive of epoch `heard_in_epoch`, whether it has
+    acted on it or not.
     """
 
     rank: Rank
@@ -164,29 +166,29 @@ class Report(Message, frozen=True):
     progress: tuple[TaskProgress, ...] = ()
     times: tuple[SwitchTimes, ...] = ()
     gauges: tuple[tuple[str, int], ...] = ()
-    """What leaks would show in: rss_bytes, open_files, threads, process_groups, steps, …"""
+    """Gauges that reveal leaks: rss_bytes, open_files, threads, process_groups, steps, …"""
     adopted: tuple[Adopted, ...] = ()
     cached: tuple[int, ...] = ()
-    """Hashes of prompts' blocks that a committed move brought into this rank's next group."""
+    """Hashes of prompt blocks that a committed migration brought into this rank's next group."""
     has_failed: bool = False
     moved: int = 0
     heard_in_epoch: int = 0
     served: tuple[ServedSteps, ...] = ()
-    """How long the led group's steps took since the last report; filled by leaders."""
+    """How long the led group's steps took since the last report; leaders fill it."""
     links: tuple[LinkCut, ...] = ()
-    """Links to gateways that broke; those that are not named are fine."""
+    """Broken links to gateways; a link that is not named is intact."""
     probed: tuple[Probed, ...] = ()
     """The newest probe of each mode that this rank leads."""
     closed: tuple[tuple[Rank, ...], ...] = ()
-    """Groups that this process can never form again: it got out of their collectives by force."""
+    """Groups that this process can never form again: it aborted a formation of theirs."""
     free_pages_after_commit: int = 0
     oom_formation: int = 0
-    """The formation in which a step of this rank found no room on its device; 0 is none.
-    It is told until the rank serves in another one."""
+    """The formation in which a step of this rank ran out of device memory; 0 is none. It is
+    reported until the rank serves in another one."""
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Pages that every member of a group leases to it when it is bound (for dp: owns)."""
+    """Pages that every member of a group leases to it (for dp: owns) when it is bound."""
 
     ranks: tuple[Rank, ...]
     pages: int
@@ -197,11 +199,11 @@ class Directive(Message, frozen=True):
 
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
     `members` gives the incarnation of each rank of the target. `abandoned_formation` is the
-    formation that this rank is joined to, by its last report, if its leader is not joined to it and
-    will not lead it: a follower need not wait for the leader's word. `grants` is filled in SERVE.
-    `kept` tells members which lease indices of unbound groups remain. `movers` are the parked ranks
-    that copy KV in MOVE. `moved` is the last committed move that this rank can have taken part in:
-    if it took part in another one, and reads of a later stage, then that one was not committed.
+    formation that this rank reports as joined, if its leader is not joined to it and will not lead
+    it: a follower need not wait for the leave message. SERVE fills `grants`. `kept` lists the lease
+    indices of unbound groups that members retain. `movers` are the parked ranks that copy KV in
+    MOVE. `moved` is the last committed migration that this rank can have taken part in: if it took
+    part in another one and reads a later stage, that one was not committed.
     """
 
     incarnation: int
@@ -219,7 +221,7 @@ class Directive(Message, frozen=True):
 
 
 class Place(Message, frozen=True):
-    """Run this task in the group formed as `binding`, behind `generated_tokens` made earlier."""
+    """Run this task in the group formed as `binding`, after its `generated_tokens` so far."""
 
     header: TaskHeader
     attempt: int
@@ -227,24 +229,24 @@ class Place(Message, frozen=True):
     payload: bytes
     generated_tokens: tuple[int, ...] = ()
     waited_ms: int = 0
-    """How long ago the task came into the pool."""
+    """How long ago the task entered the pool."""
 
 
 class Drop(Message, frozen=True):
-    """Forget this task, up to this attempt, and free all it holds; a later one may be moved in."""
+    """Forget this task up to this attempt and free all it holds; a later one may migrate in."""
 
     task: TaskId
     attempt: int
 
 
 class GiveBack(Message, frozen=True):
-    """Free this task's KV and return it (`ReturnCause.RECOMPUTE`): it was paused for too long."""
+    """Free this task's KV and return it (`ReturnCause.RECOMPUTE`): its pause exceeded the limit."""
 
     task: TaskId
 
 
 class Stop(Message, frozen=True):
-    """Leave: finish nothing, free everything, end the process."""
+    """End the process: finish no task and free everything."""
 
     reason: str
 
@@ -262,7 +264,7 @@ class TokenSpan(msgspec.Struct, frozen=True, array_like=True):
     count: int
     finished: bool
     waited_ms: int = 0
-    """With the first token: how long the task waited in the pool."""
+    """Sent with the first token: how long the task waited in the pool."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True):

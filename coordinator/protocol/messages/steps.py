@@ -1,4 +1,4 @@
-"""What ranks tell of the time that steps take: measured at start-up, and of the steps they served.
+"""Step times that ranks report: measured at start-up, and of served steps.
 
 Plain values without a tag of their own on the wire.
 """
@@ -11,9 +11,9 @@ from comm_pool.layout import Mode
 class WidthTimes(msgspec.Struct, frozen=True):
     """How long steps take in groups of a width, as measured at start-up.
 
-    `curves` gives for each mode that the rank can compute a step in (`dp`, `tp`, `sp`, or mixed
-    ones as layouts write them) its (tokens, µs) points, tokens ascending. A shift group computes
-    steps of `sp_from_tokens` tokens or more in sp; None is never. `mixed_from_tokens` has the same
+    `curves` gives (tokens, µs) points, tokens ascending, for each mode in which the rank can
+    compute a step (`dp`, `tp`, `sp`, or mixed ones as layouts write them). A shift group computes
+    steps of at least `sp_from_tokens` tokens in sp; None is never. `mixed_from_tokens` has the same
     for each mixed shape.
     """
 
@@ -24,10 +24,10 @@ class WidthTimes(msgspec.Struct, frozen=True):
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """Sums over steps of weighted products: what a fit of T = A + B·t + C·c needs of them.
+    """Sums over steps of weighted products: the input of a fit of T = A + B·t + C·c.
 
-    t are a step's tokens in thousands, c its context in millions, y its seconds; each step weighs
-    1/y², so that errors are relative. `steps` is how many there were.
+    t is a step's tokens in thousands, c its context in millions, y its seconds. Each step weighs
+    1/y², so that errors are relative. `steps` is the number of steps.
     """
 
     n: float = 0.0

@@ -1,4 +1,4 @@
-"""What reports and hellos say of tasks, and what all processes know of one.
+"""What messages say of tasks: the header, and their state in reports and hellos.
 
 Plain values without a tag of their own on the wire.
 """
@@ -10,12 +10,11 @@ from coordinator.protocol.terms import EndCause, ReturnCause, TaskId, Tier
 
 
 class TaskHeader(msgspec.Struct, frozen=True):
-    """What the coordinator knows of a request; the payload stays opaque to it.
+    """The coordinator's view of a request; the payload stays opaque to it.
 
     `reply_to` is the ZeroMQ address that leaders push tokens to. `deadline_ms` counts from the
-    task's arrival at the coordinator; 0 means none. `tenant` is whom its share of a tier is charged
-    to. `trace` is the `traceparent` that spans of the task have as their parent; empty if it is not
-    traced.
+    task's arrival at the coordinator; 0 means none. `tenant` is charged for the task's share of its
+    tier. `trace` is the parent `traceparent` of the task's spans; empty if it is not traced.
     """
 
     task: TaskId
@@ -58,7 +57,7 @@ class TaskReturned(msgspec.Struct, frozen=True):
 
 
 class TaskProgress(msgspec.Struct, frozen=True):
-    """How far a running task got, in generated tokens."""
+    """How far a running task is, in generated tokens."""
 
     task: TaskId
     generated: int
@@ -66,7 +65,7 @@ class TaskProgress(msgspec.Struct, frozen=True):
 
 
 class Adopted(msgspec.Struct, frozen=True):
-    """A task whose KV a leader takes over from another group, to go on with it as `attempt`."""
+    """A task whose KV a leader adopts from another group, to continue it as `attempt`."""
 
     task: TaskId
     attempt: int
