@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Where cells say that they are there, and gateways find them: leases in Redis.
-=======
-"""The registry where cells announce themselves and gateways find them, in memory or in Redis.
->>>>>>> 1357841bbce76338173d791cefa5a26a7cdd5105
+"""The registry where cells announce themselves and gateways find them: leases in Redis.
 
 A cell renews its lease in time, or gateways no longer find it. No clock is shared: Redis counts
 each lease down itself. Coordinators and gateways call this module.
@@ -46,36 +42,6 @@ class CellRegistry(Protocol):
         """Close open connections."""
 
 
-<<<<<<< HEAD
-=======
-class MemoryRegistry:
-    """A registry within one process."""
-
-    def __init__(self, clock: Callable[[], float], lease_ms: int) -> None:
-        """`clock` gives seconds."""
-        self._clock = clock
-        self._lease_s = lease_ms / 1_000
-        self._until_s: dict[str, tuple[str, float]] = {}
-
-    async def announce(self, name: str, address: str) -> None:
-        """Announce a cell."""
-        self._until_s[name] = (address, self._clock() + self._lease_s)
-
-    async def withdraw(self, name: str, address: str) -> None:
-        """Withdraw a cell."""
-        if self._until_s.get(name, ("", 0.0))[0] == address:
-            del self._until_s[name]
-
-    async def cells(self) -> set[str]:
-        """Return the addresses of all cells whose lease is running."""
-        now_s = self._clock()
-        return {address for address, until_s in self._until_s.values() if until_s > now_s}
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-
->>>>>>> 1357841bbce76338173d791cefa5a26a7cdd5105
 class RedisRegistry:
     """The registry that all cells and gateways of a model share.
 
