@@ -7,7 +7,7 @@ each lease down itself. Coordinators and gateways call this module.
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 ANNOUNCEMENTS_PER_LEASE = 3
 """How often a cell renews within the length of a lease."""
@@ -26,27 +26,11 @@ class RegistryAwayError(Exception):
     """The registry did not answer in time, or answered with an error."""
 
 
-class CellRegistry(Protocol):
-    """The cells that serve one model; each method may raise `RegistryAwayError`."""
-
-    async def announce(self, name: str, address: str) -> None:
-        """Announce a cell for the length of one lease from now."""
-
-    async def withdraw(self, name: str, address: str) -> None:
-        """Withdraw a cell, unless another one has taken its name."""
-
-    async def cells(self) -> set[str]:
-        """Return the addresses of all cells whose lease is running."""
-
-    async def close(self) -> None:
-        """Close open connections."""
-
-
 class RedisRegistry:
     """The registry that all cells and gateways of a model share.
 
     Each cell has a key that expires, and a set names the keys: two commands find all cells, however
-    much else that Redis holds.
+    much else that Redis holds. Each method but `close` may raise `RegistryAwayError`.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from coordinator.protocol.config import Config
 from coordinator.protocol.registry import (
     ANNOUNCEMENTS_PER_LEASE,
     ANSWER_LIMIT_S,
-    CellRegistry,
     RedisRegistry,
     RegistryAwayError,
 )
@@ -30,7 +29,7 @@ log = structlog.get_logger()
 class RegistryLease:
     """Renews a cell's lease until the cell leaves."""
 
-    def __init__(self, registry: CellRegistry, name: str, address: str, every_s: float) -> None:
+    def __init__(self, registry: RedisRegistry, name: str, address: str, every_s: float) -> None:
         """Announce the cell `name` at `address`, every `every_s` seconds."""
         self._registry = registry
         self._name = name

@@ -14,7 +14,7 @@ import structlog
 
 from coordinator.protocol.config import Config
 from coordinator.protocol.messages.gateway import GatewayDown, GatewayUp
-from coordinator.protocol.registry import CellRegistry, RedisRegistry, RegistryAwayError
+from coordinator.protocol.registry import RedisRegistry, RegistryAwayError
 from gateway.fleet.placement import preferred
 from gateway.fleet.roster import CellRoster
 from gateway.relay.session import CoordinatorSession
@@ -68,7 +68,7 @@ class CellSessions:
         cells: CellRoster,
         token: str,
         gateway: str,
-        registry: CellRegistry | None = None,
+        registry: RedisRegistry | None = None,
         look_every_s: float = 1.0,
         away: Callable[[], None] = lambda: None,
     ) -> None:
