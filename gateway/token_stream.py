@@ -132,7 +132,7 @@ class TokenStream(Generic[Payload]):
         keep_end = min([end, *newer])
         finished = span.finished and keep_end == end
         if finished and not newer:
-            # The newest attempt decides where the stream ends, even before what was delivered.
+            # The newest attempt decides where the stream ends, even before delivered tokens.
             keep_end = max(keep_end, self.expected)
         if keep_end < self.expected or (keep_end == self.expected and not finished):
             return Verdict.DROP

@@ -207,7 +207,7 @@ class SharedPlane:
             pass
 
     def _check(self) -> None:
-        """Raise unless all members are still in this formation: else what was read is void."""
+        """Raise if a member has left this formation: bytes read from it are then void."""
         words, after = self._words, (self._formation + 1) << SEQUENCE_BITS
         for other in self._others:
             if words[other] >= after:

@@ -37,7 +37,7 @@ WORD_BYTES = 4
 CLOSE_S = 0.2
 """How long to wait for an NCCL call in progress.
 
-The call may itself wait for room behind kernels that spin, and so for the next draining round.
+The call may itself wait until spinning kernels make room, which the next round brings.
 """
 
 DRAIN_S = 0.08

@@ -342,8 +342,8 @@ class Core(CoreViews):
             effects += self._pool.adopted(rank, adopted, now_ms)
         if self._switcher.version != self._version:
             self._version = self._switcher.version
-            told = self._answers.directives(self._roster, now_ms)
-            effects += [*self._refresh_context(), *told]
+            directives = self._answers.directives(self._roster, now_ms)
+            effects += [*self._refresh_context(), *directives]
         elif isinstance(event, RankSaid):
             effects += self._answers.answer(event.rank, now_ms)
         if self._pool.recovering and not self._switcher.recovering:

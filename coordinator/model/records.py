@@ -78,7 +78,7 @@ class Decision:
     candidates: tuple[Mapping[str, object], ...] = ()
     cause: str = "operator"
     changes: bool = True
-    """The decision changed what was wanted before."""
+    """The decision replaces the layout that was wanted before."""
     since_ms: int | None = None
     """When the first of equal decisions was made; `time_ms` is when the last one was."""
 

@@ -49,8 +49,8 @@ class Span:
     def __init__(self, span: "OtelSpan") -> None:
         """Wrap a span of the SDK."""
         self._span = span
-        told = span.get_span_context()
-        self.context = TraceContext(told.trace_id, told.span_id)
+        span_context = span.get_span_context()
+        self.context = TraceContext(span_context.trace_id, span_context.span_id)
         self.traceparent = str(self.context)
 
     def set(self, attributes: Attributes) -> None:

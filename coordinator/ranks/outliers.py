@@ -199,7 +199,7 @@ def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:
 def _pace(sums: StepSums, line: StepLine) -> float:
     """The factor that scales the line to a rank's own steps with the least relative error."""
     a, b, c = line.base_s, line.token_s * 1e3, line.context_s * 1e6
-    told = a * sums.y + b * sums.ty + c * sums.cy
+    product = a * sums.y + b * sums.ty + c * sums.cy
     squared = a * a * sums.n + b * b * sums.tt + c * c * sums.cc
     squared += 2 * (a * b * sums.t + a * c * sums.c + b * c * sums.tc)
-    return told / squared if squared > 0 else 0.0
+    return product / squared if squared > 0 else 0.0

@@ -18,17 +18,17 @@ from coordinator.switching.switcher import Switcher
 class DirectiveSender:
     """The last directive sent to each rank, and when."""
 
-    __slots__ = ("_interval_ms", "_switcher", "_told")
+    __slots__ = ("_interval_ms", "_sent", "_switcher")
 
     def __init__(self, switcher: Switcher, interval_ms: int) -> None:
         """`interval_ms` is the least time between identical directives; 0 answers every report."""
         self._switcher = switcher
         self._interval_ms = interval_ms
-        self._told: dict[Rank, tuple[Directive, int]] = {}
+        self._sent: dict[Rank, tuple[Directive, int]] = {}
 
     def opened(self, rank: Rank) -> None:
         """The rank has a new session: directives of the old one may not have arrived."""
-        self._told.pop(rank, None)
+        self._sent.pop(rank, None)
 
     def directives(self, ranks: Iterable[Rank], now_ms: int) -> list[ToRank]:
         """Return the current directives of these ranks."""
@@ -46,11 +46,11 @@ class DirectiveSender:
         return [self._tell(rank, directive, now_ms)]
 
     def _is_due(self, rank: Rank, directive: Directive, now_ms: int) -> bool:
-        told, at_ms = self._told.get(rank, (None, 0))
-        if told is None or now_ms - at_ms >= self._interval_ms:
+        sent, at_ms = self._sent.get(rank, (None, 0))
+        if sent is None or now_ms - at_ms >= self._interval_ms:
             return True
-        return msgspec.structs.replace(directive, answers_ms=told.answers_ms) != told
+        return msgspec.structs.replace(directive, answers_ms=sent.answers_ms) != sent
 
     def _tell(self, rank: Rank, directive: Directive, now_ms: int) -> ToRank:
-        self._told[rank] = directive, now_ms
+        self._sent[rank] = directive, now_ms
         return ToRank(rank, directive)

@@ -100,7 +100,7 @@ class _CellCollector(Collector):
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
         model = self._facts.model
         yield from exposition.engine_metrics(layout, ranks, model)
-        watcher, told = self._metrics.watcher, self._metrics.aggregator.tally
+        watcher, tally = self._metrics.watcher, self._metrics.aggregator.tally
         yield from exposition.tally_metrics(watcher.tally.families(), model)
         prediction_tracker = self._metrics.prediction_tracker
         yield from exposition.tally_metrics(prediction_tracker.tally.families(), model)
@@ -112,11 +112,11 @@ class _CellCollector(Collector):
         )
         by_tier = {each.name: each for each in (TTFT, TPOT, DURATION)}
         families = [
-            exposition.tier_family(told, by_tier[each.name]) if each.name in by_tier else each
-            for each in told.families()
+            exposition.tier_family(tally, by_tier[each.name]) if each.name in by_tier else each
+            for each in tally.families()
         ]
         yield from exposition.tally_metrics(families, model)
-        yield from exposition.gen_ai_metrics(told, model)
+        yield from exposition.gen_ai_metrics(tally, model)
 
     def _facts_metrics(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(

@@ -16,7 +16,7 @@ SERIES_MAX = 512
 """Series of one name, over all gateways, at most."""
 LABEL_CHARS_MAX = 64
 
-_Told = dict[tuple[str, tuple[str, ...]], tuple[float, tuple[int, ...]]]
+_Totals = dict[tuple[str, tuple[str, ...]], tuple[float, tuple[int, ...]]]
 
 
 class MetricsAggregator:
@@ -25,18 +25,18 @@ class MetricsAggregator:
     def __init__(self) -> None:
         self.tally = Tally()
         self._measures: dict[str, Measure] = {}
-        self._told: OrderedDict[str, _Told] = OrderedDict()
+        self._last_totals: OrderedDict[str, _Totals] = OrderedDict()
 
     def take(self, gateway: str, said: Measures) -> None:
         """Add the growth since the gateway's last message."""
-        told = self._told.setdefault(gateway, {})
-        self._told.move_to_end(gateway)
-        while len(self._told) > GATEWAYS_REMEMBERED:
-            self._told.popitem(last=False)
+        totals = self._last_totals.setdefault(gateway, {})
+        self._last_totals.move_to_end(gateway)
+        while len(self._last_totals) > GATEWAYS_REMEMBERED:
+            self._last_totals.popitem(last=False)
         for family in said.families:
             measure = self._known(family)
             if measure is not None:
-                self._take(told, family, measure)
+                self._take(totals, family, measure)
 
     def _known(self, family: Family) -> Measure | None:
         """Return the measure of a family, or None to ignore the family."""
@@ -50,7 +50,7 @@ class MetricsAggregator:
         is_same = (known.labels, known.bounds) == (family.labels, family.bounds)
         return known if is_same else None
 
-    def _take(self, told: _Told, family: Family, measure: Measure) -> None:
+    def _take(self, totals: _Totals, family: Family, measure: Measure) -> None:
         buckets = len(measure.bounds) + 1 if measure.bounds else 0
         for series in family.series:
             known = self.tally.series_of(measure)
@@ -60,8 +60,8 @@ class MetricsAggregator:
                 continue
             if series.labels not in known and len(known) >= SERIES_MAX:
                 continue
-            value, counts = told.get((family.name, series.labels), (0.0, (0,) * buckets))
+            value, counts = totals.get((family.name, series.labels), (0.0, (0,) * buckets))
             grown = tuple(new - old for new, old in zip(series.counts, counts, strict=True))
-            told[family.name, series.labels] = (series.value, series.counts)
+            totals[family.name, series.labels] = (series.value, series.counts)
             if series.value >= value and min(grown, default=0) >= 0:
                 self.tally.add(measure, series.labels, series.value - value, grown)

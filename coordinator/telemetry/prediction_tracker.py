@@ -51,10 +51,10 @@ class _Followed:
 
 
 class PredictionTracker:
-    """Follows predictions; `told` holds the gateways' measurements."""
+    """Follows predictions; `measurements` holds the gateways' measurements."""
 
-    def __init__(self, told: Tally) -> None:
-        self._told = told
+    def __init__(self, measurements: Tally) -> None:
+        self._measurements = measurements
         self._followed: _Followed | None = None
         self.tally = Tally()
         self.last: dict[tuple[str, str], tuple[float, float]] = {}
@@ -108,7 +108,7 @@ class PredictionTracker:
 
     def _sum(self, measure: Measure, tier: str) -> tuple[float, int]:
         at = measure.labels.index("tier")
-        series = self._told.series_of(measure).items()
+        series = self._measurements.series_of(measure).items()
         of_tier = [each for labels, each in series if labels[at] == tier]
         return sum(each.value for each in of_tier), sum(sum(each.counts) for each in of_tier)
 

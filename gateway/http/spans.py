@@ -130,7 +130,7 @@ class TaskSpan:
         self._error = error_code
 
     def ended(self, task: OpenRequest) -> None:
-        """End the span with what was delivered."""
+        """End the span with the number of delivered tokens and their times."""
         count = len(task.delivered)
         about: dict[str, int | float] = {
             words.OUTPUT_TOKENS: count,

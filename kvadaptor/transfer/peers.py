@@ -4,7 +4,7 @@ For processes that start together, once, at start-up; CPU ranks of a cell use me
 before them (`comm_pool.cpu.cell_memory`). On CPU the memory is an anonymous file (`memfd`) that
 peers open through /proc, so nothing remains however a process ends. On CUDA it is one cudaMalloc
 segment that peers map with CUDA IPC, through driver calls: torch's sharing counts references in
-files under /dev/shm, which a killed process leaves behind.
+files under /dev/shm, which a killed process never removes.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 Pure: `build_report` folds records into one dictionary; `runner` adds what only the machine knows.
 Latencies are over whole answers of the requests *scheduled* in a slice; throughput counts what
 whole answers delivered *during* the slice's window. Keys are stable: a slice always has all of
-them, with None for what was not measured.
+them, with None for numbers without a measurement.
 """
 
 from collections import Counter

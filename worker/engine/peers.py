@@ -73,6 +73,6 @@ def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
 
 
 def _gather(group: Any, world: int, own: Any) -> Sequence[Any]:
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, own, group=group)
-    return told
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone

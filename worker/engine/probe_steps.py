@@ -83,5 +83,5 @@ def _step_of(name: str, text: tuple[int, ...], finished: set[str]) -> SchedulerO
 
 def _log_probabilities(result: Any, name: str) -> list[float]:
     """Return the log-probabilities of the prompt's tokens; empty if the output has none."""
-    told = (result.prompt_logprobs_dict or {}).get(name)
-    return [] if told is None else told.logprobs[:, 0].tolist()
+    prompt_logprobs = (result.prompt_logprobs_dict or {}).get(name)
+    return [] if prompt_logprobs is None else prompt_logprobs.logprobs[:, 0].tolist()

@@ -39,7 +39,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     """The newest process of each rank, running or not."""
 
 
-_decode_told = msgspec.json.Decoder(ProcessStatus).decode
+_decode_status = msgspec.json.Decoder(ProcessStatus).decode
 
 
 class ExitPipe:
@@ -49,10 +49,10 @@ class ExitPipe:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
-    def tell(self, told: ProcessStatus) -> None:
+    def tell(self, status: ProcessStatus) -> None:
         """Replace the last status; if the exit reporter does not read, the next event sends it."""
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.writer, msgspec.json.encode(told) + b"\n")
+            os.write(self.writer, msgspec.json.encode(status) + b"\n")
 
     def close(self) -> None:
         """Close both ends in this process."""
@@ -100,7 +100,7 @@ class _ExitReporter:
         self._reader = reader
         self._rest = b""
         self._renew = renew
-        self._told = ProcessStatus()
+        self._status = ProcessStatus()
         self._changed = asyncio.Event()
         self._closing = False
 
@@ -120,7 +120,7 @@ class _ExitReporter:
             asyncio.get_running_loop().remove_reader(self._reader)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if lines:
-            self._told = _decode_told(lines[-1])
+            self._status = _decode_status(lines[-1])
         self._changed.set()
 
     async def _one_session(self) -> None:
@@ -134,11 +134,11 @@ class _ExitReporter:
 
     def _hear(self, wanted: RenewRanks) -> None:
         """Order a restart of these ranks, unless they have been restarted since the request."""
-        if wanted.ranks and set(wanted.ranks) <= set(self._told.newest):
+        if wanted.ranks and set(wanted.ranks) <= set(self._status.newest):
             self._renew(tuple(sorted(rank for rank, _ in wanted.ranks)))
 
     async def _words(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:
             self._changed.clear()
-            yield RanksEnded(PROTOCOL_VERSION, self._told.ended)
+            yield RanksEnded(PROTOCOL_VERSION, self._status.ended)
             await self._changed.wait()

@@ -63,7 +63,7 @@ class PeerFailure:
         self._present: dict[Rank, int] | None = None
         self._bereaved: _DegradedFormation | None = None
         self._unblocked = -1
-        """The formation whose collectives this rank aborted: it must leave, whoever comes back."""
+        """The aborted formation; this rank leaves it even if the lost rank returns."""
 
     def heard(self, message: RankDown) -> None:
         """Record the members that the coordinator last listed."""

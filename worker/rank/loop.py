@@ -168,8 +168,9 @@ class RankLoop:
             case Drop() | GiveBack():
                 self._obey(item)
             case HelloWanted():
-                told = self._engine, self._runtime, self._participant, self._deferred
-                self._session.hello(hello_of(*told))
+                self._session.hello(
+                    hello_of(self._engine, self._runtime, self._participant, self._deferred)
+                )
                 self._changed = True
             case Stop(reason=reason):
                 self.stop_reason = reason

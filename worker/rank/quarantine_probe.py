@@ -83,10 +83,10 @@ class QuarantineProbe:
         ranks = mode.communicator.ranks
         name = step_name(step_mode, mode.key.width)
         limit = self._engine.probe.error_max_nats
-        told = Probed(ranks, name, epoch, error, limit, took_us)
-        self._results[ranks, name] = told
+        result = Probed(ranks, name, epoch, error, limit, took_us)
+        self._results[ranks, name] = result
         what = {"mode": name, "ranks": ranks, "epoch": epoch, "error_nats": error}
-        if told.has_drifted:
+        if result.has_drifted:
             log.error("mode_drifts", **what, error_max_nats=limit)
         else:
             log.info("mode_probed", **what, took_ms=round(took_us / 1000, 1))

@@ -94,7 +94,7 @@ class GroupRuntime:
         self._applied_kept[ranks] = (binding.formation, -1)
 
     def not_joined(self) -> None:
-        """Drop what was prepared for a group that is not joined now; its leader retains pages."""
+        """Drop the preparation for a group that is not joined; its leader retains pages."""
         self._moved_in.clear()
 
     def unbind(self) -> None:

@@ -26,7 +26,7 @@ class Runtime(StepOwner, Protocol):
         """Note that a migration has leased these indices to a group about to be joined."""
 
     def not_joined(self) -> None:
-        """Drop what was prepared for a group that is not joined now."""
+        """Drop the preparation for a group that this rank does not join."""
 
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = ...

@@ -45,5 +45,6 @@ def manifest_of(runtime: Runtime, rank: Rank, group: Group | None, formation: in
         chains = tuple(found)
         written = mode.scheduler.written_blocks()
     ranks = tuple(int(each) for each in group.ranks)
-    told = rank, ranks, formation, np.sort(pages), slots, free, indices
-    return Manifest(*told, cargo, chains, written)
+    return Manifest(
+        rank, ranks, formation, np.sort(pages), slots, free, indices, cargo, chains, written
+    )
