@@ -48,6 +48,7 @@ CODES: Final[dict[str, tuple[int, str]]] = {
     "method_not_allowed": (405, _REQUEST),
     "request_timeout": (408, _REQUEST),
     "conflict": (409, _REQUEST),
+    "request_in_progress": (409, _REQUEST),
     "request_too_large": (413, _REQUEST),
     "unsupported_media_type": (415, _REQUEST),
     "headers_too_large": (431, _REQUEST),
@@ -88,18 +89,34 @@ _CODE_OF_STATUS: Final[dict[int, str]] = {
 _NO_RETRY = frozenset(
     {"conflict", "deadline_exceeded", "quota_exceeded", "request_too_large", "worker_lost"}
 )
+_RETRY_SOON = frozenset({"request_in_progress"})
 _CODE_TEXT = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TOO_LONG = re.compile(r"maximum (model|context) length|longer than the maximum", re.IGNORECASE)
 _BAD_JSON = re.compile(r"json decode error|json_invalid|error parsing the body", re.IGNORECASE)
 _VALUE_ECHO = re.compile(r" \((?:parameter|value)=")
 _QUOTED = re.compile(r"""(?<!\w)'.*'(?!\w)|".*"|`.*`""")
 _INSIDES = re.compile(
-    r"validation errors?|input_value|Traceback|<class|0x[0-9a-f]{4}|\w+\.\w+\.\w+|\w\(\)"
-    r"|\b[A-Z]\w+(?:Error|Exception|Iterator|Param|Request|Config)\b|vllm"
-    r"|grammar|schema|regex",
-    re.IGNORECASE,
+    r"(?i:validation errors?|input_value|Traceback|<class|0x[0-9a-f]{4}|\w+\.\w+\.\w+|\w\(\)"
+    r"|vllm|grammar|schema|regex)"
+    r"|\b[A-Z]\w+(?:Error|Exception|Iterator|Param|Request|Config)\b"
 )
 """Words of Python, pydantic and vLLM that mean nothing to a client, or quote its grammar."""
+
+
+PARAMETERS: Final = frozenset(
+    {
+        *("add_generation_prompt", "continue_final_message", "echo", "frequency_penalty", "input"),
+        *("logit_bias", "logprobs", "max_completion_tokens", "max_output_tokens", "max_tokens"),
+        *("messages", "min_p", "min_tokens", "model", "n", "presence_penalty", "prompt"),
+        *("prompt_logprobs", "reasoning_effort", "repetition_penalty", "response_format", "seed"),
+        *("stop", "stop_token_ids", "stream", "stream_options", "structured_outputs", "suffix"),
+        *("temperature", "thinking_token_budget", "tool_choice", "tools", "top_k", "top_logprobs"),
+        *("top_p", "truncate_prompt_tokens", "truncation"),
+    }
+)
+"""Parameters whose names an error may repeat: they are no client's text."""
+_NAMED = re.compile(r"[`'\"](\w+)[`'\"]")
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +147,14 @@ class ApiError:
         """Return the same error with another wait."""
         return replace(self, retry_after_s=math.ceil(wait_ms / 1_000), retry_after_ms=wait_ms)
 
+    def with_headers(self, headers: list[tuple[bytes, bytes]]) -> "ApiError":
+        """Return the same error with more headers."""
+        return replace(self, extra_headers=(*self.extra_headers, *headers))
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the answer's headers: its type, and whether and when to try again."""
         headers = [(b"content-type", b"application/json")]
-        if self.status in (429, 503):
+        if self.status in (429, 503) or self.code in _RETRY_SOON:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
             # OpenAI's clients prefer this one.
             wait_ms = self.retry_after_ms or self.retry_after_s * 1_000
@@ -169,6 +190,7 @@ class RequestState:
         "finish_reasons",
         "generated_tokens",
         "give_up",
+        "grammar_field",
         "queue_wait_ms",
         "relayed_tokens",
         "streams",
@@ -190,6 +212,8 @@ class RequestState:
         self.give_up: Callable[[], None] | None = None
         """Ends a stream whose client does not read."""
         self.finish_reasons: tuple[str, ...] = ()
+        self.grammar_field: str | None = None
+        """The parameter that holds the request's grammar or schema, if any."""
         self.trace = ""
         """The `traceparent` of the request's span; empty if it is not traced."""
         self.queue_wait_ms: int | None = None
@@ -237,6 +261,8 @@ def shape_error(status: int, body: bytes, failure: ApiError | None = None) -> Ap
         message = MODEL_NOT_FOUND_MESSAGE
     # For a prompt that is too long vLLM names an internal field, not one of the request's.
     param = None if code == "context_length_exceeded" else _text(fields.param)
+    if code == "invalid_value":
+        param = param or parameter_in(raw)
     return api_error(code, message, param)
 
 
@@ -255,8 +281,18 @@ def strip_echo(message: str) -> str:
     first_line = _VALUE_ECHO.split(message, maxsplit=1)[0].partition("\n")[0]
     if len(first_line) > READ_CHARS_MAX:
         return ""
-    plain = _QUOTED.sub("…", first_line)
+    plain = _QUOTED.sub("…", _NAMED.sub(_keep_parameter, first_line))
     return "" if _INSIDES.search(plain) else plain[:MESSAGE_CHARS_MAX]
+
+
+def parameter_in(message: str) -> str | None:
+    """Return the first parameter that a message of vLLM's names, if any."""
+    words = _WORD.findall(message[:READ_CHARS_MAX])
+    return next((word for word in words if word in PARAMETERS and "_" in word), None)
+
+
+def _keep_parameter(quoted: re.Match[str]) -> str:
+    return quoted.group(1) if quoted.group(1) in PARAMETERS else quoted.group()
 
 
 def _code_for(status: int, message: str, param: object) -> str:

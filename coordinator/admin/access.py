@@ -41,6 +41,9 @@ class AdminGuard:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         refusal = None if scope["path"] in OPEN_PATHS else self._refusal(headers)
+        if scope["method"] == "HEAD":
+            # The server drops the body of the answer.
+            scope = {**scope, "method": "GET"}
         await (refusal or self._app)(scope, receive, send)
 
     def _refusal(self, headers: Mapping[bytes, bytes]) -> JSONResponse | None:

@@ -314,5 +314,7 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
         text = f"Unknown admin URL: {request.method} {request.url.path[:100]}."
         return error_answer(404, "unknown_url", text)
     if error.status_code == 405:
-        return error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")
+        answer = error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")
+        answer.headers.update(error.headers or {})
+        return answer
     return error_answer(error.status_code, "invalid_request", str(error.detail))

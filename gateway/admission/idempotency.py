@@ -1,7 +1,7 @@
 """Stored answers for clients that repeat a request with the same `Idempotency-Key`.
 
 A finished answer that was not streamed is replayed unchanged for a day. While the first request is
-still being answered, a second one is refused. Errors are not stored: clients retry after them. In
+still being answered, a second one is refused for now; the edge asks again. Errors are not stored: clients retry after them. In
 memory, so per gateway; `shared_idempotency` stores answers for all gateways. Pure.
 """
 
@@ -19,6 +19,8 @@ ANSWER_BYTES_MAX = 1024**2
 BYTES_MAX = 64 * 1024**2
 """Most bytes of all stored answers; the oldest go first."""
 KEYS_MAX = 10_000
+IN_PROGRESS: Final = "request_in_progress"
+"""Code of the error for a request that is being answered."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -59,7 +61,8 @@ def used_for_another() -> ApiError:
 
 def being_answered() -> ApiError:
     """Return the error for a key whose first request has no answer yet."""
-    return api_error("conflict", "The request with this Idempotency-Key is being answered.")
+    text = "The request with this Idempotency-Key is being answered: try again soon."
+    return api_error(IN_PROGRESS, text)
 
 
 class IdempotencyCache:

@@ -110,6 +110,9 @@ async def _admit(
         )
         if limit
     ]
+    for what, item, cost in limits:
+        if cost > item.amount:
+            return _never_fits(what, item.amount, cost)
     # A request that one limit refuses is charged to none. Each step queries both limits at once,
     # because every round trip to Redis uses up the request's wait budget.
     full: list[tuple[str, RateLimitItem]] = []
@@ -128,6 +131,15 @@ async def _admit(
     text = f"The limit of {item.amount} {what} per minute of this API key is reached."
     error = api_error("rate_limit_exceeded", text, retry_after_s=wait_s)
     return replace(error, extra_headers=tuple(headers))
+
+
+def _never_fits(what: str, amount: int, cost: int) -> ApiError:
+    """Return the error of a request that is larger than a whole minute's limit."""
+    text = (
+        f"The request counts as {cost} {what}, more than the {amount} {what} per minute of this "
+        "API key: send a shorter one, or ask for a higher limit."
+    )
+    return api_error("request_too_large", text)
 
 
 async def _charge(limiter: SlidingWindowCounterRateLimiter, key: ApiKey, tokens: int) -> None:

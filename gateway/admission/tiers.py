@@ -28,11 +28,12 @@ PRIORITY_OF_TIER: Final[dict[Tier, int]] = {
 """vLLM's priority, lower first, with gaps for values that vLLM may add."""
 
 _TIER_OF_NAME: Final[dict[str, Tier]] = {tier.name.lower(): tier for tier in Tier}
+AUTO: Final = "auto"
+"""OpenAI's `service_tier` that leaves the choice to the server, as one that is left out."""
 _TIER_OF_SERVICE_TIER: Final[dict[str, Tier]] = {
     "priority": Tier.INTERACTIVE,
     "fast": Tier.INTERACTIVE,
     "scale": Tier.INTERACTIVE,
-    "auto": Tier.STANDARD,
     "default": Tier.STANDARD,
     "flex": Tier.BATCH,
 }
@@ -69,11 +70,11 @@ def tier_of_header(value: str) -> Tier | ApiError:
 
 def tier_of_service_tier(value: object) -> Tier | ApiError | None:
     """Read a body's `service_tier`; None if it names none."""
-    if value is None:
+    if value is None or value == AUTO:
         return None
     tier = _TIER_OF_SERVICE_TIER.get(value) if isinstance(value, str) else None
     if tier is None:
-        names = ", ".join(_TIER_OF_SERVICE_TIER)
+        names = ", ".join((AUTO, *_TIER_OF_SERVICE_TIER))
         return api_error("invalid_value", f"service_tier must be one of: {names}.", "service_tier")
     return tier
 

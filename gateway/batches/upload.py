@@ -129,7 +129,7 @@ async def receive_file(
     reader: BodyReader, content_type: str, content: Content
 ) -> Upload | ApiError:
     """Write an upload into the folder; raises `ClientGoneError` and `StorageError`."""
-    if (error := reader.check_length()) is not None:
+    if (error := reader.check_head()) is not None:
         return error
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")

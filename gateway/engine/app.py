@@ -8,7 +8,7 @@ stay in this process, bypass the engine's sockets.
 
 import logging
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -27,13 +27,19 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.exceptions import GenerationError
 from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
-from gateway.engine.rendering import join_output_messages, keep_to_the_template, refuse_unreadable
+from gateway.engine.rendering import (
+    allow_equal_choices,
+    join_output_messages,
+    keep_room_for_output,
+    keep_to_the_template,
+    refuse_unreadable,
+)
 from gateway.engine.sandbox import Sandbox
 from gateway.engine.wire import (
     AbortRequests,
@@ -101,6 +107,19 @@ class RelayedLLM(AsyncLLM):
         """Try grammars out in a sandbox from now on, instead of in the event loop."""
         self.sandbox = sandbox
         self.input_processor.structured_outputs_config = None
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """Abort requests as AsyncLLM does, and count them, which it does not."""
+        names = (request_id,) if isinstance(request_id, str) else tuple(request_id)
+        aborted = self.output_processor.abort_requests(names, internal)
+        self._count_aborts(len(aborted))
+        await self.engine_core.abort_requests_async(aborted)
+
+    def _count_aborts(self, count: int) -> None:
+        for logger in self.logger_manager.stat_loggers if self.logger_manager else ():
+            counters = getattr(logger, "counter_request_success", None)
+            if counters is not None:
+                counters[FinishReason.ABORT][0].inc(count)
 
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
@@ -189,6 +208,8 @@ def configure(
     args.allowed_media_domains = list(media_domains) or [NO_MEDIA_DOMAIN]
     args.allowed_local_media_path = ""
     args.trust_request_chat_template = False
+    # OpenAI's answers always say how much of a prompt was cached.
+    args.enable_prompt_tokens_details = True
     return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
 
 
@@ -223,6 +244,8 @@ async def build_front_end(
     logging.getLogger().setLevel(level)
     await init_app_state(llm, app.state, config.args, tasks)
     keep_to_the_template()
+    keep_room_for_output()
+    allow_equal_choices()
     refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
     keep_public(global_http_connection)

@@ -18,12 +18,23 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from gateway.engine.sandbox import BusyError, Sandbox, TooSlowError
-from gateway.errors import ApiError, api_error
+from gateway.errors import ApiError, api_error, current_request
 
 COMPILE_S = 5.0
 """Longest time to check and compile a grammar."""
 
 _COMPILED_BY_XGRAMMAR = ("xgrammar", "auto")
+_RULES = {
+    "json": "The JSON schema cannot be used: check its types, patterns and references.",
+    "regex": (
+        "The regular expression cannot be used: check its syntax. Look-around and back references "
+        "are not supported."
+    ),
+    "choice": "The choices cannot be used: send a list of strings that are not empty.",
+    "grammar": "The grammar cannot be used: send EBNF whose first rule is called root.",
+    "structural_tag": "The structural tag cannot be used: check its tags and schemas.",
+}
+"""What to say of a grammar that does not compile, by its kind."""
 _CHECKED = ("_backend", "_backend_was_auto")
 
 
@@ -77,9 +88,19 @@ async def try_grammar(sandbox: Sandbox, params: Any) -> None:
         text = "Too many grammars are waiting to be compiled; try again soon."
         raise UnfitGrammarError(api_error("tier_capacity", text, retry_after_s=5)) from None
     if "error" in answer:
-        raise VLLMValidationError(answer["error"])
+        request = current_request.get()
+        field = request.grammar_field if request is not None else None
+        raise UnfitGrammarError(api_error("invalid_value", _rule_for(grammar), field))
     for name, value in answer["params"].items():
         setattr(grammar, name, value)
+
+
+def _rule_for(grammar: StructuredOutputsParams) -> str:
+    """Return the rule that a grammar breaks: the compiler's own words quote the grammar."""
+    for kind, rule in _RULES.items():
+        if getattr(grammar, kind, None) is not None:
+            return rule
+    return "The grammar cannot be used: check its form."
 
 
 def _fields_of(grammar: StructuredOutputsParams) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import SamplingParams
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +41,38 @@ def keep_to_the_template() -> None:
         return replace(build(request, model_config), add_special_tokens=False)
 
     ResponsesRequest.build_tok_params = build_as_written
+
+
+def keep_room_for_output() -> None:
+    """Leave each prompt room for a token, and refuse one without room as one that is too long.
+
+    vLLM lets a prompt of exactly the context's length pass, and then blames a `max_tokens` of 0
+    that nobody sent. It truncates to the whole context where a request names no limit on output.
+    """
+    check = TokenizeParams._token_len_check
+
+    @wraps(check)
+    def check_with_room(params: TokenizeParams, tokenizer: Any, tokens: Any) -> Any:
+        tokens = check(params, tokenizer, tokens)
+        most = params.max_input_tokens
+        if most is not None and len(tokens) >= most:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {most} tokens. However, your prompt has "
+                f"{len(tokens)} tokens, which leaves no room for output. Please shorten the prompt."
+            )
+        return tokens
+
+    def truncate_to(params: TokenizeParams) -> int | None:
+        most = params.max_input_tokens
+        return None if most is None else max(0, most - 1)
+
+    TokenizeParams._token_len_check = check_with_room
+    TokenizeParams.max_truncation_tokens = property(truncate_to)
+
+
+def allow_equal_choices() -> None:
+    """Let a request have several choices at temperature 0, all equal, as OpenAI does."""
+    SamplingParams._verify_greedy_sampling = lambda _: None
 
 
 def join_output_messages(request: ResponsesRequest) -> None:

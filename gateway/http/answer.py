@@ -60,8 +60,10 @@ class _Phase(Enum):
 class Answer:
     """The state of one answer."""
 
-    def __init__(self, send: Send, request_id: str, path: str = "") -> None:
-        """`send` is the ASGI server's."""
+    def __init__(
+        self, send: Send, request_id: str, path: str = "", answer_id: str | None = None
+    ) -> None:
+        """`send` is the ASGI server's; the answer's object is named by `answer_id`."""
         self._send = send
         self._form: StreamForm = stream_form(path)
         self._lock = asyncio.Lock()
@@ -78,6 +80,7 @@ class Answer:
         self._start: Message = {}
         self._error_body = bytearray()
         self.request_id = request_id
+        self.answer_id = answer_id or request_id
         self.status = 0
         """The status that was sent; 0 before that."""
         self.error_code = ""
@@ -222,7 +225,7 @@ class Answer:
         if not more:
             self._phase = _Phase.CLOSED
         elif body is not KEEP_ALIVE:
-            self._last = body = self._form.event(bytes(body), self._tier_name)
+            self._last = body = self._form.event(bytes(body), self._tier_name, self.request)
             message = {**message, "body": body}
         if self._preface:
             message = {**message, "body": b"".join([*self._preface, bytes(body)])}
@@ -238,7 +241,7 @@ class Answer:
             await self._send_error(error)
             return
         if more and self._form.is_preface(body):
-            self._last = self._form.event(body, self._tier_name)
+            self._last = self._form.event(body, self._tier_name, self.request)
             self._preface.append(self._last)
             return
         await self._send_start(200, self._start["headers"] + _STREAM_HEADERS)

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.errors import ApiError, api_error
+from gateway.http.body_form import may_need_rewrite, rewrite
 from gateway.http.grammar_check import check_grammar
 from gateway.http.large_bytes import breathe, contains, count, matches
 from gateway.http.media import check_media
@@ -36,7 +37,7 @@ TOOLS_MAX = 128
 OWN_TOOLS: Final[frozenset[str]] = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs; vLLM would silently ignore others."""
 SCHEMA_BYTES_MAX = 64 * 1024
-"""Largest `response_format`, `structured_outputs`, `text` or single set of tools."""
+"""Largest `response_format`, `structured_outputs` or `text`."""
 MODEL_CHARS_MAX = 256
 TOKENS_MAX = 2**31 - 1
 """Largest number of tokens that a request may name."""
@@ -56,15 +57,24 @@ UNSUPPORTED: Final[tuple[str, ...]] = (
     "previous_response_id",
     "conversation",
     "background",
+    "functions",
+    "function_call",
+    "audio",
+    "web_search_options",
 )
 """Parameters that would steer the server itself, or that it does not support.
 
-The last ones are the Responses API's stored state: nothing is stored, whatever `store` says.
+The Responses API's stored state is among them: nothing is stored, whatever `store` says. OpenAI's
+`functions` are today's `tools`.
 """
+_NOTHING: Final = (b"", b"null", b"false")
+_NOT_ASKED: Final = {"functions": (*_NOTHING, b"[]"), "function_call": (*_NOTHING, b'"none"')}
+"""Values that ask for nothing, by parameter."""
 
 _LONE_SURROGATE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]"
 )
+_ESCAPED_BACKSLASH, _NO_BACKSLASH = b"\\\\", b"__"
 _SURROGATES_BYTES = 12
 """Length of an escaped pair, the longest text that the pattern looks at."""
 _FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
@@ -79,6 +89,7 @@ class _Fields(msgspec.Struct):
     model: object = None
     service_tier: object = None
     n: object = None
+    top_p: object = None
     best_of: object = None
     stop: object = None
     stop_token_ids: object = None
@@ -110,15 +121,24 @@ class _Fields(msgspec.Struct):
     previous_response_id: msgspec.Raw = msgspec.Raw()
     conversation: msgspec.Raw = msgspec.Raw()
     background: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
+    modalities: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class BodyFacts:
     """The facts about a body that the gateway needs."""
 
+    body: bytes
+    """The body in the form that vLLM takes."""
     service_tier: object
     prompt_tokens_estimate: int
     """A quarter of the body's bytes, the estimate that OpenAI's own limits use."""
+    grammar_field: str | None = None
+    """The first parameter that holds a grammar or a schema."""
 
 
 def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiError:
@@ -127,9 +147,12 @@ def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiErr
         return error
     try:
         fields = msgspec.json.decode(body, type=_Fields)
+        if may_need_rewrite(body, fields.top_p):
+            body = rewrite(body)
+            fields = msgspec.json.decode(body, type=_Fields)
         # Skipped members may turn out to be invalid only here.
         return _check_fields(fields, media_domains) or BodyFacts(
-            fields.service_tier, len(body) // 4
+            body, fields.service_tier, len(body) // 4, _grammar_field(fields)
         )
     except msgspec.ValidationError:
         return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
@@ -150,7 +173,7 @@ def _check_shape(body: bytes) -> ApiError | None:
         body.decode()
     except UnicodeDecodeError:
         return api_error("invalid_json", "The request's body is not valid UTF-8.")
-    if contains(body, b"\\u") and matches(_LONE_SURROGATE, body, _SURROGATES_BYTES):
+    if contains(body, b"\\u") and _has_lone_surrogate(body):
         return api_error("invalid_json", "A \\u escape in the body is half of a character.")
     brackets = count(body, b"{") + count(body, b"[")
     values, keys = brackets + count(body, b","), count(body, b":")
@@ -169,6 +192,17 @@ def _check_shape(body: bytes) -> ApiError | None:
     if brackets > JSON_DEPTH_MAX and _depth(outside) > JSON_DEPTH_MAX:
         return _too_many(f"more than {JSON_DEPTH_MAX} levels of nesting")
     return None
+
+
+def _has_lone_surrogate(body: bytes) -> bool:
+    """Return whether an escape stands for half of a character.
+
+    An escaped backslash before a `u` makes no escape: JSON within a string is full of them.
+    """
+    if contains(body, _ESCAPED_BACKSLASH):
+        body = body.replace(_ESCAPED_BACKSLASH, _NO_BACKSLASH)
+        breathe(body)
+    return matches(_LONE_SURROGATE, body, _SURROGATES_BYTES)
 
 
 def _structure(body: bytes) -> bytes:
@@ -209,19 +243,34 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
         return _invalid("stop", f"may have {STOP_CHARS_MAX} characters per string at most")
     if isinstance(fields.model, str) and len(fields.model) > MODEL_CHARS_MAX:
         return _invalid("model", f"may have {MODEL_CHARS_MAX} characters at most")
-    for name in ("tools", "response_format", "structured_outputs", "text"):
-        if len(bytes(getattr(fields, name))) > SCHEMA_BYTES_MAX:
-            return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
+    for name in ("response_format", "structured_outputs", "text"):
         raw = bytes(getattr(fields, name))
-        if _FOREIGN_SCHEMA.search(raw):
-            return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
-        if raw[:1] in (b"{", b"[") and (reason := check_grammar(raw)):
-            return _invalid(name, reason)
-    if _count(fields.tools) > TOOLS_MAX:
+        if len(raw) > SCHEMA_BYTES_MAX:
+            return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
+        if (error := _check_schemas(name, raw)) is not None:
+            return error
+    tools = _items(fields.tools)
+    if len(tools) > TOOLS_MAX:
         return _invalid("tools", f"may have {TOOLS_MAX} entries at most")
+    for tool in tools:
+        if (error := _check_schemas("tools", bytes(tool))) is not None:
+            return error
     if not _kinds(fields.tools) <= OWN_TOOLS:
         text = "This server runs no tools itself: tools may be of type function or custom."
         return api_error("unsupported_parameter", text, "tools")
+    return None
+
+
+def _grammar_field(fields: _Fields) -> str | None:
+    names = ("response_format", "structured_outputs", "text", "tools")
+    return next((name for name in names if bytes(getattr(fields, name))), None)
+
+
+def _check_schemas(name: str, raw: bytes) -> ApiError | None:
+    if _FOREIGN_SCHEMA.search(raw):
+        return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
+    if raw[:1] in (b"{", b"[") and (reason := check_grammar(raw)):
+        return _invalid(name, reason)
     return None
 
 
@@ -242,10 +291,19 @@ def _check_numbers(fields: _Fields) -> ApiError | None:
 
 def _check_unsupported(fields: _Fields) -> ApiError | None:
     for name in UNSUPPORTED:
-        if bytes(getattr(fields, name)) not in (b"", b"null", b"false"):
-            text = f"{name} is not available to requests on this server: leave it out."
-            return api_error("unsupported_parameter", text, name)
+        if bytes(getattr(fields, name)) not in _NOT_ASKED.get(name, _NOTHING):
+            return _unsupported(name)
+    choices = fields.n if isinstance(fields.n, int) else 1
+    if isinstance(fields.best_of, int) and fields.best_of not in (1, choices):
+        return _unsupported("best_of")
+    if isinstance(fields.modalities, list) and any(each != "text" for each in fields.modalities):
+        return _unsupported("modalities")
     return None
+
+
+def _unsupported(name: str) -> ApiError:
+    text = f"{name} is not available to requests on this server: leave it out."
+    return api_error("unsupported_parameter", text, name)
 
 
 def _prompts(prompt: bytes) -> int:
@@ -253,13 +311,14 @@ def _prompts(prompt: bytes) -> int:
     if not prompt.startswith(b"["):
         return 1
     first = prompt[1:].lstrip()[:1]
-    return _count(msgspec.Raw(prompt)) if first in (b'"', b"[", b"{") else 1
+    return len(_items(msgspec.Raw(prompt))) if first in (b'"', b"[", b"{") else 1
 
 
-def _count(raw: msgspec.Raw) -> int:
+def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the items of a list; of anything else none."""
     if not bytes(raw).startswith(b"["):
-        return 0
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+        return []
+    return msgspec.json.decode(raw, type=list[msgspec.Raw])
 
 
 def _kinds(tools: msgspec.Raw) -> set[str]:

@@ -9,13 +9,20 @@ import asyncio
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from gateway.errors import ApiError, api_error
 from gateway.http.jitter import with_jitter
+
+_OFFER: Final = (b"upgrade", b"http2-settings")
+"""Headers that offer another protocol, and the options of `Connection` that name them."""
 
 HEADERS_MAX = 64
 HEADER_BYTES_MAX = 32 * 1024
@@ -47,6 +54,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
         self._limits = limits
         self._address = ""
         self._header_bytes = 0
@@ -125,7 +133,11 @@ class Connection(HttpToolsProtocol):
         if any(n == b"transfer-encoding" and v.lower() != b"chunked" for n, v in self.headers):
             # The parser would notice too, but only after the application was called.
             raise httptools.HttpParserInvalidMethodError
+        if self._offers_upgrade:
+            return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" or self._body_is_long():
+            self.cycle.send = _Send(self.cycle)  # type: ignore[method-assign]
         self._is_new = False
         self._in_headers, self._in_body = False, True
         self._header_bytes = 0
@@ -135,9 +147,36 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Record that the body is complete."""
+        if self._offers_upgrade:
+            return
         super().on_message_complete()
         self._stop_rest_timer()
         self._in_headers, self._in_body = True, False
+
+    def _body_is_long(self) -> bool:
+        """Return whether the body may be longer than what is read after an answer."""
+        headers = dict(self.headers)
+        length = headers.get(b"content-length", b"0")
+        return b"transfer-encoding" in headers or int(length) > REST_BYTES_MAX
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        """Whether the parser stops after these headers, because they offer another protocol."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_offer(self) -> bytes | None:
+        """Return the request's head without its offer of another protocol; None for CONNECT."""
+        if not self._offers_upgrade:
+            return None
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [each.strip() for each in value.split(b",")]
+                value = b", ".join(each for each in options if each.lower() not in _OFFER)
+            if name not in _OFFER and (value or name != b"connection"):
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"\r\n"])
 
     def on_response_complete(self) -> None:
         """Keep the connection for the next request, if this one ends soon.
@@ -221,6 +260,56 @@ class Connection(HttpToolsProtocol):
             self._refuse(api_error("request_timeout", text))
         elif self._is_new:
             self.transport.close()
+
+
+class _Parser(httptools.HttpRequestParser):
+    """A parser that declines every offer of another protocol, as RFC 9110 (7.8) lets a server do.
+
+    httptools takes a request that offers one (`Upgrade: h2c`) to end at its headers. This parser
+    feeds the head again without the offer, and then the body, to a successor.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        # As uvicorn does: some clients send a line break after a request that closes.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse bytes; calls the connection's methods."""
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            head = self._connection.head_without_offer()
+            if head is None:
+                raise
+            self._connection.parser = _Parser(self._connection)
+            self._connection.parser.feed_data(head + data[offer.args[0] :])
+
+
+class _Send:
+    """Sends an answer whose head depends on the connection.
+
+    HTTP/1.0 knows no chunks: the end of the connection ends a body without a Content-Length. An
+    answer that comes before a long body was read says that the connection closes.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._is_unsized = False
+
+    async def __call__(self, message: Any) -> None:
+        """Take the place of the cycle's `send`."""
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if self._cycle.scope["http_version"] == "1.0":
+                self._is_unsized = all(name.lower() != b"content-length" for name, _ in headers)
+            if self._is_unsized:
+                self._cycle.chunked_encoding = False
+            if self._cycle.more_body:
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+        elif self._is_unsized:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await RequestResponseCycle.send(self._cycle, message)
 
 
 class _Ending:

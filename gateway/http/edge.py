@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from coordinator.protocol.keys import ApiKey
 from coordinator.protocol.terms import Tier
 from coordinator.protocol.trace_context import TRACEPARENT_HEADER
-from gateway.admission.idempotency import IDEMPOTENCY_HEADER
+from gateway.admission.idempotency import IDEMPOTENCY_HEADER, IN_PROGRESS
 from gateway.admission.keyring import KeyRing
 from gateway.admission.permits import Admission, Refusals
 from gateway.admission.rates import RateLimits
 from gateway.admission.shared_idempotency import SharedIdempotencyCache
-from gateway.admission.shared_storage import SharedStorage
+from gateway.admission.shared_storage import SharedStorage, WaitBudget
 from gateway.admission.tiers import TIER_HEADER, TierRules, reword_service_tier
 from gateway.errors import ApiError, RequestState, api_error, current_request
 from gateway.http.answer import Answer, ClientStalledError
@@ -44,6 +44,10 @@ from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
 
 OFF_LOOP_BYTES = 256 * 1024
 """A larger body is checked in a thread."""
+
+SAME_REQUEST_WAIT_S = 300.0
+"""How long a request waits for the answer to an equal one that began before it."""
+SAME_REQUEST_PAUSE_S = 0.1
 
 CHECKERS = 2
 """Threads that check large bodies."""
@@ -109,7 +113,7 @@ class Edge:
             await send({"type": "websocket.close", "code": 1000})
             return
         head = read_head(scope)
-        answer = Answer(send, head.request_id, scope["path"])
+        answer = Answer(send, head.request_id, scope["path"], head.answer_id)
         if self._spans is not None and scope["path"] not in OPEN_PATHS:
             traceparent = head.headers.get(TRACEPARENT_HEADER, "")
             answer.span = self._spans.begin(scope, traceparent, head.request_id)
@@ -222,7 +226,8 @@ class Edge:
         if isinstance(facts, ApiError):
             return facts
         answer.request = RequestState(call.tenant, call.deadline_ms)
-        body = reword_service_tier(call.body, facts.service_tier)
+        answer.request.grammar_field = facts.grammar_field
+        body = reword_service_tier(facts.body, facts.service_tier)
         replay = BufferedBody(body, never, answer.client_gone)
         return await self._run(line_scope(call), replay, answer, None, facts)
 
@@ -264,8 +269,9 @@ class Edge:
             if (full := self._refusals.find(resolved, tenant, clock())) is not None:
                 return full
             answer.request = RequestState(tenant, deadline_ms)
+            answer.request.grammar_field = facts.grammar_field
             answer.request.give_up = answer.give_up
-            body = reword_service_tier(body, facts.service_tier)
+            body = reword_service_tier(facts.body, facts.service_tier)
             replay = BufferedBody(body, receive, answer.client_gone)
             if IDEMPOTENCY_HEADER in head.headers:
                 error = await self._run_once(scope, head, replay, answer, key, facts)
@@ -289,7 +295,15 @@ class Edge:
         name, tenant = head.headers[IDEMPOTENCY_HEADER], scope[TENANT_KEY]
         request = scope["path"].encode() + b"\0" + replay.digest()
         clock = asyncio.get_running_loop().time
-        known = await self._replays.begin(tenant, name, request, clock(), answer.wait_budget)
+        until_s = clock() + SAME_REQUEST_WAIT_S
+        budget = answer.wait_budget
+        while True:
+            known = await self._replays.begin(tenant, name, request, clock(), budget)
+            if not isinstance(known, ApiError) or known.code != IN_PROGRESS or clock() > until_s:
+                break
+            if await replay.wait_for_leave(SAME_REQUEST_PAUSE_S):
+                raise ClientGoneError
+            budget = WaitBudget()
         if isinstance(known, ApiError):
             return known
         if known is not None:

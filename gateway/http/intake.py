@@ -8,7 +8,7 @@ import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,12 @@ from starlette.types import Message, Receive, Scope
 from gateway.admission.tiers import PRIORITY_OF_TIER, VLLM_PRIORITY_HEADER
 from gateway.errors import ApiError, api_error
 from gateway.http.answer import Answer
+from gateway.http.content_encoding import (
+    ENCODING_HEADER,
+    BadEncodingError,
+    Decoder,
+    find_decoder,
+)
 
 BODY_WAIT_S = 30.0
 """Longest time for a client to send its body."""
@@ -27,6 +33,8 @@ BODY_RATE_MIN = 1_024
 
 DEADLINE_MS_MAX = 86_400_000
 
+ANSWER_ID_CHARS = 12
+"""Characters that tell answers to one request id apart."""
 REQUEST_ID_HEADER = "x-request-id"
 CLIENT_REQUEST_ID_HEADER = "x-client-request-id"
 DEADLINE_HEADER = "x-request-deadline-ms"
@@ -38,7 +46,7 @@ FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairne
 SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
     {
         *("host", "content-type", "content-length", "authorization", "transfer-encoding"),
-        *("x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER, *FAIRNESS_HEADERS),
+        *("content-encoding", "x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER, *FAIRNESS_HEADERS),
         *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
     }
 )
@@ -51,10 +59,12 @@ _DROPPED = frozenset(
     {
         *(REQUEST_ID_HEADER.encode(), b"content-length", b"authorization", b"x-priority-tier"),
         *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        *(b"proxy-authorization", b"proxy-connection", b"expect"),
+        *(b"proxy-authorization", b"proxy-connection", b"expect", b"content-encoding"),
     }
 )
 """Headers meant for the gateway alone, and hop-by-hop headers."""
+_OF_THE_BODY = (b"content-length", b"content-encoding")
+"""Headers that a route needs which reads the body itself."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _FAIRNESS_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")
@@ -73,6 +83,8 @@ class RequestHead:
     headers: Mapping[str, str]
     repeated: frozenset[str]
     request_id: str
+    answer_id: str
+    """Ends the id of the answer's object; unique, even if clients repeat a request id."""
     address: str
     """The client's IP address, or that of the proxy in front."""
 
@@ -111,16 +123,22 @@ def read_head(scope: Scope) -> RequestHead:
     headers = {name.lower(): value for name, value in pairs}
     counts = Counter(name.lower() for name, _ in pairs) if len(headers) < len(pairs) else {}
     client = scope.get("client")
+    sent_id = _sent_request_id(headers)
+    own_id = uuid.uuid4().hex
     return RequestHead(
         headers=headers,
         repeated=frozenset(name for name, count in counts.items() if count > 1),
-        request_id=_request_id(headers),
+        request_id=sent_id or own_id,
+        answer_id=f"{sent_id}-{own_id[:ANSWER_ID_CHARS]}" if sent_id else own_id,
         address=client[0] if client else "",
     )
 
 
 class BodyReader:
-    """Reads a body piece by piece, at most `most` bytes and at a minimum rate."""
+    """Reads and decodes a body piece by piece, at most `most` bytes and at a minimum rate.
+
+    `most` limits the bytes that arrive and the bytes that they decode to.
+    """
 
     def __init__(
         self, receive: Receive, headers: Mapping[str, str], most: int, wait_s: float = BODY_WAIT_S
@@ -132,11 +150,18 @@ class BodyReader:
         self._clock = asyncio.get_running_loop().time
         self._began_s = self._clock()
         self._bytes = 0
+        self._decoded_bytes = 0
+        self._decoder = find_decoder(headers)
+        self._pieces: Iterator[bytes] = iter(())
+        """What is decoded of the last bytes that arrived."""
+        self._has_all = False
         self.is_complete = False
         """Whether the whole body was read."""
 
-    def check_length(self) -> ApiError | None:
-        """Return the error of a body whose Content-Length is too large."""
+    def check_head(self) -> ApiError | None:
+        """Return the error of an encoding that is unknown, or a Content-Length that is too large."""
+        if isinstance(self._decoder, ApiError):
+            return self._decoder
         length = self._length
         if length and (len(length) > 15 or not length.isdecimal() or int(length) > self._most):
             return self._too_large()
@@ -144,6 +169,28 @@ class BodyReader:
 
     async def read(self) -> bytes | ApiError:
         """Return the next piece; raises `ClientGoneError`."""
+        if not isinstance(self._decoder, Decoder):
+            return await self._receive_piece()
+        try:
+            # Decoding takes no turn of the event loop, however much the bytes decode to.
+            await asyncio.sleep(0)
+            piece = next(self._pieces, b"")
+            if not piece and not self._has_all:
+                arrived = await self._receive_piece()
+                if isinstance(arrived, ApiError):
+                    return arrived
+                self._pieces = self._decoder.decode(arrived)
+                piece = next(self._pieces, b"")
+            if not piece and self._has_all:
+                self._decoder.finish()
+        except BadEncodingError:
+            text = "The body is not in the format that its Content-Encoding names."
+            return api_error("invalid_http", text, ENCODING_HEADER)
+        self.is_complete = self._has_all and not piece
+        self._decoded_bytes += len(piece)
+        return self._too_large() if self._decoded_bytes > self._most else piece
+
+    async def _receive_piece(self) -> bytes | ApiError:
         earned_s = BODY_GRACE_S + self._bytes / BODY_RATE_MIN
         try:
             async with asyncio.timeout_at(self._began_s + min(earned_s, self._wait_s)):
@@ -155,7 +202,7 @@ class BodyReader:
             raise ClientGoneError
         piece: bytes = message.get("body", b"")
         self._bytes += len(piece)
-        self.is_complete = not message.get("more_body", False)
+        self._has_all = self.is_complete = not message.get("more_body", False)
         return self._too_large() if self._bytes > self._most else piece
 
     def _too_large(self) -> ApiError:
@@ -166,7 +213,7 @@ class BodyReader:
 async def read_body(receive: Receive, headers: Mapping[str, str], most: int) -> bytes | ApiError:
     """Read a body of at most `most` bytes; raises `ClientGoneError`."""
     reader = BodyReader(receive, headers, most)
-    if (error := reader.check_length()) is not None:
+    if (error := reader.check_head()) is not None:
         return error
     body = bytearray()
     while not reader.is_complete:
@@ -191,6 +238,15 @@ class BufferedBody:
         """Return the body's hash; call it before the body is replayed."""
         return hashlib.sha256(self._body or b"").digest()
 
+    async def wait_for_leave(self, limit_s: float) -> bool:
+        """Return whether the client leaves within a time; call it before the body is replayed."""
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await self._receive()
+        except TimeoutError:
+            return False
+        return message["type"] == "http.disconnect"
+
     async def __call__(self) -> Message:
         """Stand in for ASGI's `receive`."""
         if self._body is None:
@@ -210,22 +266,25 @@ def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, A
         if name.lower() not in _DROPPED and not name.lower().startswith(_INNER_PREFIXES)
     ]
     own = {
-        REQUEST_ID_HEADER: answer.request_id,
+        REQUEST_ID_HEADER: answer.answer_id,
         VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
     }
     if length is None:
-        kept += [pair for pair in scope["headers"] if pair[0].lower() == b"content-length"]
+        kept += [pair for pair in scope["headers"] if pair[0].lower() in _OF_THE_BODY]
     else:
         own["content-length"] = str(length)
     headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
-    return {**scope, "headers": headers}
+    # The server drops the body of an answer to HEAD.
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "headers": headers, "method": method}
 
 
-def _request_id(headers: Mapping[str, str]) -> str:
+def _sent_request_id(headers: Mapping[str, str]) -> str:
+    """Return the request id that a client or a proxy has sent; empty if there is none."""
     for name in (REQUEST_ID_HEADER, CLIENT_REQUEST_ID_HEADER):
         if _REQUEST_ID.fullmatch(headers.get(name, "")):
             return headers[name]
-    return uuid.uuid4().hex
+    return ""
 
 
 def _bad_deadline() -> ApiError:

@@ -17,7 +17,15 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.errors import MODEL_NOT_FOUND_MESSAGE, ApiError, api_error, strip_echo
+from gateway.errors import (
+    MODEL_NOT_FOUND_MESSAGE,
+    PARAMETERS,
+    ApiError,
+    api_error,
+    parameter_in,
+    strip_echo,
+)
+from gateway.http.body_guard import guard_bodies
 from gateway.http.field_names import FieldNames, field_names
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
@@ -105,11 +113,13 @@ def find_route(method: str, path: str, raw_path: bytes = b"") -> ApiError | None
         path = ""
     path = _named(path)
     methods = {known for known, route in _ROUTES if route == path}
+    methods |= {"HEAD"} if "GET" in methods else set()
     if not methods:
         return api_error("unknown_url", "Unknown request URL: check the method and the path.")
     if method not in methods:
         allowed = ", ".join(sorted(methods))
-        return api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
+        error = api_error("method_not_allowed", f"The method is not allowed here; use {allowed}.")
+        return error.with_headers([(b"allow", allowed.encode())])
     return None
 
 
@@ -173,6 +183,9 @@ def add_own_routes(app: FastAPI, readiness: Callable[[], Readiness]) -> None:
         Route("/ready", ready, methods=["GET"]),
         Route(MODEL_PATH, retrieve_model, methods=["GET"]),
     ]
+    for route in app.router.routes:
+        if isinstance(route, APIRoute):
+            guard_bodies(route)
     names = _body_fields(app)
 
     async def refuse_request(_: Request, error: RequestValidationError) -> Response:
@@ -196,11 +209,12 @@ def _invalid_request(error: RequestValidationError, names: FieldNames) -> ApiErr
     if not isinstance(first, dict):
         return api_error("invalid_value", str(first))
     text = str(first.get("msg", "")).removeprefix("Value error, ")
+    named = getattr(first.get("ctx", {}).get("error"), "parameter", None) or parameter_in(text)
     if first.get("type") not in _PLAIN_ERRORS:
         text = strip_echo(text) or "the value is not valid"
     if first.get("type") == "json_invalid":
         return api_error("invalid_json", "The request's body is not valid JSON.")
-    param = names.way_to(first.get("loc", ())[1:])
+    param = names.way_to(first.get("loc", ())[1:]) or (named if named in PARAMETERS else None)
     return api_error("invalid_value", f"{param}: {text}" if param else text, param)
 
 

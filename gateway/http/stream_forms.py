@@ -24,6 +24,7 @@ _PREFACE: Final = (b"event: response.created\n", b"event: response.in_progress\n
 _COMPLETED = b"event: response.completed\n"
 _ENDS: Final = (_COMPLETED, b"event: response.incomplete\n", b"event: error\n")
 _WITH_RESPONSE: Final = (*_PREFACE, _COMPLETED)
+_ITEM_DONE = b"event: response.output_item.done\n"
 _DATA = b"\ndata: "
 
 
@@ -42,7 +43,7 @@ class StreamForm(Protocol):
     def is_end(self, event: bytes) -> bool:
         """Return whether a stream that ends with this event is complete."""
 
-    def event(self, event: bytes, service_tier: str) -> bytes:
+    def event(self, event: bytes, service_tier: str, state: RequestState) -> bytes:
         """Return an event as the client gets it; an empty tier is not named."""
 
     def whole(self, body: bytes, service_tier: str) -> bytes:
@@ -69,7 +70,7 @@ class CompletionForm:
         """Return whether the event ends with `[DONE]`."""
         return event.endswith(STREAM_END)
 
-    def event(self, event: bytes, service_tier: str) -> bytes:
+    def event(self, event: bytes, service_tier: str, state: RequestState) -> bytes:  # noqa: ARG002
         """Put the tier into a chunk."""
         if not service_tier or not event.startswith(_CHUNK_EVENT):
             return event
@@ -101,8 +102,12 @@ class ResponsesForm:
         """Return whether the event completes the response or reports its error."""
         return event.startswith(_ENDS)
 
-    def event(self, event: bytes, service_tier: str) -> bytes:
-        """Name the tier; rename the last event of an incomplete response accordingly."""
+    def event(self, event: bytes, service_tier: str, state: RequestState) -> bytes:
+        """Name the tier; name the last item and the last event of an incomplete response so."""
+        if event.startswith(_ITEM_DONE) and "length" in state.finish_reasons:
+            fields = _data(event)
+            _mark_incomplete(fields["item"])
+            return _typed(fields)
         if not event.startswith(_WITH_RESPONSE):
             return event
         fields = _data(event)
@@ -110,13 +115,16 @@ class ResponsesForm:
         response["service_tier"] = service_tier
         if response.get("status") == "incomplete":
             fields["type"] = "response.incomplete"
+            _mark_last_item(response)
         return _typed(fields)
 
     def whole(self, body: bytes, service_tier: str) -> bytes:
-        """Name the tier that answered."""
+        """Name the tier that answered; mark the last item of an incomplete response."""
         response = msgspec.json.decode(body)
         if isinstance(response, dict) and response.get("service_tier") in VLLM_SERVICE_TIERS:
             response["service_tier"] = service_tier
+        if isinstance(response, dict) and response.get("status") == "incomplete":
+            _mark_last_item(response)
         return msgspec.json.encode(response)
 
     def error_event(self, error: ApiError, last: bytes) -> bytes:
@@ -133,6 +141,17 @@ _COMPLETION, _RESPONSES = CompletionForm(), ResponsesForm()
 def stream_form(path: str) -> StreamForm:
     """Return how the route at a path streams."""
     return _RESPONSES if path == RESPONSES_PATH else _COMPLETION
+
+
+def _mark_last_item(response: dict[str, Any]) -> None:
+    """Mark the item that the limit on tokens broke off; vLLM says that it is complete."""
+    for item in response.get("output", [])[-1:]:
+        _mark_incomplete(item)
+
+
+def _mark_incomplete(item: dict[str, Any]) -> None:
+    if item.get("status") == "completed":
+        item["status"] = "incomplete"
 
 
 def _with_tier(prefix: bytes, body: bytes, service_tier: str) -> bytes:
