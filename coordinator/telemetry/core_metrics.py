@@ -123,7 +123,7 @@ class CoreMetrics:
             case RankSaid(report=report):
                 for returned in report.returned:
                     lost_kv = returned.cause is ReturnCause.RECOMPUTE
-                    self._came_back(returned.task, str(returned.cause), lost_kv=lost_kv)
+                    self._on_requeue(returned.task, str(returned.cause), lost_kv=lost_kv)
             case _:
                 pass
 
@@ -131,7 +131,7 @@ class CoreMetrics:
         self._arrived.pop(task, None)
         self._again.discard(task)
 
-    def _came_back(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
+    def _on_requeue(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
         self.tally.count(REQUEUED, reason)
         if lost_kv and len(self._again) < WAITING_MAX:
             self._again.add(task)
@@ -147,7 +147,7 @@ class CoreMetrics:
                     self._again.discard(header.task)
                     self.tally.count(RECOMPUTED, by=header.prompt_tokens + len(generated))
             case ToGateway(message=Resubmit(task=task)):
-                self._came_back(task, RANK_LOST, lost_kv=True)
+                self._on_requeue(task, RANK_LOST, lost_kv=True)
             case ToGateway(message=TaskFailed(task=task, code=code)):
                 self._gone(task)
                 self.tally.count(FAILURES, code if code in FAILURE_REASONS else "other")

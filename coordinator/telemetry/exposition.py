@@ -134,12 +134,18 @@ def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
     )
     for name, text, field in (
         ("heartbeat_age", "Time since a rank was heard.", "heartbeat_age_ms"),
-        ("lease_left", "Time for which a rank may still step unheard.", "lease_left_ms"),
+        (
+            "lease_left",
+            "Time for which a rank may still step unheard.",
+            "lease_left_ms",
+        ),
     ):
         rows = [((str(r["rank"]),), r[field] / 1_000) for r in heard]
         yield _gauge(f"aileron_{name}_seconds", text, ("rank",), rows)
     restarts = CounterMetricFamily(
-        "aileron_rank_restarts", "Processes that took a rank's place.", labels=("rank",)
+        "aileron_rank_restarts",
+        "Processes that took a rank's place.",
+        labels=("rank",),
     )
     for rank in heard:
         restarts.add_metric((str(rank["rank"]),), rank["restarts"])
@@ -262,9 +268,9 @@ def tally_metrics(families: Iterable[Family], model: str) -> Iterator[Metric]:
     for family in families:
         if family.name.startswith(VLLM_PREFIX):
             names = ("model_name", "engine", *family.labels)
-            yield _measured(family, names, (model, CELL_ENGINE))
+            yield _family_metric(family, names, (model, CELL_ENGINE))
         else:
-            yield _measured(family, family.labels)
+            yield _family_metric(family, family.labels)
 
 
 def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
@@ -272,7 +278,7 @@ def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
     for name, measure in _GEN_AI.items():
         series = _by(tally, measure, "operation")
         values = tuple(Series((each.labels[0], PROVIDER, model), *_rest(each)) for each in series)
-        yield _measured(
+        yield _family_metric(
             Family(name, measure.text, _GEN_AI_LABELS, measure.bounds, values), _GEN_AI_LABELS
         )
 
@@ -284,8 +290,14 @@ def prediction_metrics(
     names = ("measure", "tier")
     for place, (name, text) in enumerate(
         (
-            ("predicted", "Mean time that the adaptive policy predicted last, and compared."),
-            ("observed", "Mean time that was observed where the policy predicted."),
+            (
+                "predicted",
+                "Mean time that the adaptive policy predicted last, and compared.",
+            ),
+            (
+                "observed",
+                "Mean time that was observed where the policy predicted.",
+            ),
         )
     ):
         rows = [(labels, pair[place]) for labels, pair in last.items()]
@@ -315,7 +327,7 @@ def _rest(series: Series) -> tuple[float, tuple[int, ...]]:
     return series.value, series.counts
 
 
-def _measured(
+def _family_metric(
     family: Family, labels: tuple[str, ...], before: tuple[str, ...] = ()
 ) -> CounterMetricFamily | HistogramMetricFamily:
     if not family.bounds:
