@@ -231,7 +231,7 @@ class Core(CoreViews):
         match message:
             case Submit():
                 if self._steering is not None and message.header.task not in self._pool.tasks:
-                    self._steering.came(message, now_ms)
+                    self._steering.on_submit(message, now_ms)
                 self._teller.came(message.prefixes)
                 return self._pool.submit(message, now_ms)
             case Withdraw(task):
@@ -318,9 +318,11 @@ class Core(CoreViews):
         if looked is None:
             return []
         effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
-        effects.append(Observed(looked.seen))
+        effects.append(Observed(looked.observation))
         if looked.expected:
-            effects.append(ForecastMade(looked.seen.epoch, steering.horizon_ms, looked.expected))
+            effects.append(
+                ForecastMade(looked.observation.epoch, steering.horizon_ms, looked.expected)
+            )
         carry = self._settings.default_carry
         decision = recorded(looked.verdict, carry, now_ms)
         layout = looked.verdict.choice.layout
@@ -382,7 +384,9 @@ class Core(CoreViews):
         return placed
 
     def _open_groups(self) -> tuple[OpenGroup, ...]:
-        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
+        kept = (
+            self._steering.reserved_groups(self._switcher.target.layout) if self._steering else None
+        )
         return open_groups(self._switcher, self._roster, self._stragglers, kept)
 
     def _refresh_context(self) -> list[Effect]:

@@ -87,7 +87,7 @@ class StepFits:
         """Return the line of a mode and width, or None if it is unknown."""
         return self._lines.get((mode, width))
 
-    def measured(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
+    def add_curves(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
         """Add the curves of a start-up.
 
         They are measured without context, so the caller gives a first estimate: reading a token's
@@ -111,7 +111,7 @@ class StepFits:
                 self._priors[mode, each.width] = sums_of(steps, PRIOR_STEPS)
                 self._refit(mode, each.width)
 
-    def served(self, steps: Iterable[ServedSteps]) -> None:
+    def add_steps(self, steps: Iterable[ServedSteps]) -> None:
         """Add the steps that a leader served since its last report."""
         for each in steps:
             key = each.mode, each.width

@@ -39,10 +39,13 @@ def sums_of(steps: Iterable[tuple[float, float, float]], weight: float = 1.0) ->
     return total
 
 
-def plus(left: StepSums, right: StepSums, keep: float = 1.0) -> StepSums:
-    """Return the sum of both; `left` is weighted by `keep`."""
+def plus(first: StepSums, second: StepSums, keep: float = 1.0) -> StepSums:
+    """Return the sum of both; `first` is weighted by `keep`."""
     return StepSums(
-        *(keep * getattr(left, name) + getattr(right, name) for name in StepSums.__struct_fields__)
+        *(
+            keep * getattr(first, name) + getattr(second, name)
+            for name in StepSums.__struct_fields__
+        )
     )
 
 

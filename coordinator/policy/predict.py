@@ -202,10 +202,10 @@ class _Load:
         full_s = self._full_step_s()
         per_task = cost.decode.token_s + cost.decode.context_s * self._mean_context
         running = sum(each.running for each in self._demands)
-        left = sum(each.to_come for each in self._demands) / running if running else 0.0
+        remaining = sum(each.to_come for each in self._demands) / running if running else 0.0
         step_s = min(full_s, 2 * cost.decode.seconds(1, 0))
         for _ in range(ROUNDS):
-            staying = running * min(1.0, left * step_s / horizon_s)
+            staying = running * min(1.0, remaining * step_s / horizon_s)
             busy = prompts = 0.0
             for each in self._demands:
                 arriving = each.rate + each.unstarted / horizon_s
