@@ -31,7 +31,7 @@ SWITCH_BOUNDS_S: Final = (
 
 QUEUE_WAIT: Final = Measure(
     "aileron_queue_wait_seconds",
-    "From a task's arrival in the pool to its first placement.",
+    "Time from a task's arrival in the pool to its first placement.",
     ("tier",),
     WAIT_BOUNDS_S,
 )
@@ -40,23 +40,23 @@ FAILURES: Final = Measure(
 )
 REQUEUED: Final = Measure(
     "aileron_tasks_requeued",
-    "Tasks that came back to the queue, by why their group lost or returned them.",
+    "Tasks that queue again after their group lost or returned them, by reason.",
     ("reason",),
 )
 RECOMPUTED: Final = Measure(
     "aileron_recomputed_tokens",
-    "Tokens of tasks whose KV was lost or given up, placed again; prefix hits among them too.",
+    "Tokens of tasks placed again after their KV was lost or given up, prefix hits included.",
 )
 SWITCHES: Final = Measure("aileron_switch", "Switches that ended.", ("from", "to", "outcome"))
 SWITCH_DURATION: Final = Measure(
     "aileron_switch_duration_seconds",
-    "Time that switches took by phase, of the slowest rank; phases without work are left out.",
+    "Duration of switches by phase, of the slowest rank; phases without work are omitted.",
     ("phase",),
     SWITCH_BOUNDS_S,
 )
 SWITCH_STALL: Final = Measure(
     "aileron_switch_stall_seconds",
-    "Longest pause that any client's stream saw in a switch.",
+    "Longest pause of any client's stream in a switch.",
     (),
     SWITCH_BOUNDS_S,
 )

@@ -107,7 +107,7 @@ class _CellCollector(Collector):
         yield from exposition.prediction_metrics(prediction_tracker.last)
         yield GaugeMetricFamily(
             "aileron_reshard_bytes_per_second",
-            "How fast the last switch with a move pulled KV, over all ranks.",
+            "Speed at which the last switch with a migration pulled KV, over all ranks.",
             value=watcher.reshard_bytes_per_s,
         )
         by_tier = {each.name: each for each in (TTFT, TPOT, DURATION)}

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from coordinator.protocol.metrics_wire import OWN, VLLM_PREFIX, Family, Measure, Measures, Tally
 
 GATEWAYS_REMEMBERED = 1_024
-"""Gateways whose last totals are kept; the least recently heard are forgotten."""
+"""Number of gateways whose last totals are stored; the least recently heard are forgotten."""
 FAMILIES_MAX = 256
 SERIES_MAX = 512
 """Series of one name, over all gateways, at most."""

@@ -22,13 +22,13 @@ LEAST: Final = 0.01
 
 RATIO: Final = Measure(
     "aileron_policy_prediction_ratio",
-    "What the adaptive policy predicted of the layout that served, over what was observed.",
+    "Ratio of the adaptive policy's prediction for the serving layout to the observation.",
     ("measure", "tier"),
     RATIO_BOUNDS,
 )
 PREDICTIONS: Final = Measure(
     "aileron_policy_predictions",
-    "Predictions of the adaptive policy that were followed, by what became of them.",
+    "Predictions of the adaptive policy, by outcome of their comparison.",
     ("outcome",),
 )
 
