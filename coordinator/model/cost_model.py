@@ -13,7 +13,7 @@ from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
-"""Number of served steps that one start-up measurement weighs as much as."""
+"""Weight of one start-up measurement, in served steps."""
 
 STEPS_REMEMBERED = 2_000.0
 """Served steps fade: after this many newer steps, one counts half."""
@@ -80,7 +80,7 @@ class StepFits:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is known yet."""
+        """True while nothing is known."""
         return not self._lines
 
     def line(self, mode: Mode, width: int) -> StepLine | None:

@@ -19,7 +19,7 @@ class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: int = 0
     """Tokens whose KV the running tasks hold."""
     to_come_tokens: float = 0.0
-    """Tokens that the running tasks are likely to generate yet, at most their limits."""
+    """Tokens that the running tasks are still likely to generate, at most their limits."""
     longest_tokens: int = 0
     """The longest context that any of them may reach."""
     rate_short: float = 0.0

@@ -1,8 +1,8 @@
 """A fitted line for step times: T = A + B·tokens + C·context.
 
-Least squares of relative errors, so a decode of 10 ms counts as much as a prefill of a second. Only
-the sums of the normal equations are kept of a step: leaders report them, and a factor fades old
-ones. A, B and C are never negative. The cost model calls this module.
+Least squares of relative errors, so a decode of 10 ms counts as much as a prefill of a second.
+Leaders report only the sums of the normal equations, and a factor fades old ones. A, B and C are
+never negative. The cost model calls this module.
 """
 
 from collections.abc import Iterable

@@ -11,7 +11,7 @@ from coordinator.policy.demand import LONG_WINDOW_S, SHORT_WINDOW_S
 from coordinator.protocol.terms import Tier
 
 LENGTHS_MAX = 64
-"""Newest tasks of a tier whose lengths are remembered."""
+"""Number of newest tasks of a tier whose lengths are remembered."""
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 

@@ -86,11 +86,11 @@ class PolicyController:
         self._arrivals[header.tier].on_arrival(header.prompt_tokens, now_ms)
 
     def on_hello(self, hello: RankHello) -> None:
-        """Add what a rank measured at its start."""
+        """Add a rank's start-up measurements."""
         self._knowledge.on_hello(hello)
 
     def on_report(self, report: Report, tasks: TaskTable) -> None:
-        """Add what a leader served; call it before the pool forgets the tasks that ended."""
+        """Add a leader's served steps and ended tasks, before the pool forgets these tasks."""
         self._knowledge.on_report(report)
         for ended in report.ended:
             task = tasks.get(ended.task)
@@ -98,7 +98,7 @@ class PolicyController:
                 self._arrivals[task.header.tier].on_end(ended.generated)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Add how long a switch took."""
+        """Add the times of a switch."""
         self._knowledge.on_switch(record)
 
     def pin(self, now_ms: int) -> None:

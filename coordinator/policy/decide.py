@@ -1,7 +1,7 @@
 """The decision: a pure function of an observation, with a reason in words.
 
 It leaves an arrangement only for one that raises the predicted goodput by more than the switch
-costs, or that is as good for the goals and has looked faster for a while. A layout has a minimum
+costs, or that meets the goals as well and has looked faster for a while. A layout has a minimum
 stay, before which its predecessor never returns, and switches per minute are bounded. `controller`
 calls this module on a clock; `aileron replay` and the simulator call it offline.
 """
@@ -22,7 +22,7 @@ POLICY = "policy"
 """Cause of a switch that the policy asked for."""
 
 AS_GOOD = 0.99
-"""Arrangements with this share of the best goodput are as good for the goals."""
+"""Arrangements with this share of the best goodput meet the goals as well."""
 
 STRESS = 2.0
 """A layout is also scored at a rate this many standard deviations higher."""
@@ -31,7 +31,7 @@ URGENT_GAIN = 0.25
 """A relative gain above this waits only for a third of the minimum stay."""
 
 RESERVED_WORTH = 0.94
-"""Discount for reservations: reserved groups idle while others wait, which means do not show."""
+"""Discount for reservations: reserved groups idle while others wait, and mean values hide that."""
 
 STAY_ASSUMED_S = 20.0
 """Assumed stay of a layout chosen for speed alone, in which its switch must pay off."""
@@ -105,7 +105,7 @@ def decide(
     pinned = ""
     if observation.pinned_ms:
         seconds = -(-observation.pinned_ms // 1000)
-        pinned = f"an operator chose this layout: it is left alone for {seconds} s more"
+        pinned = f"an operator chose this layout: the policy leaves it alone for {seconds} s more"
         state = replace(state, preferred="", since_ms=0)
     demands = demands_of(observation, settings)
     if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
@@ -237,12 +237,12 @@ def _choose(
         return stay(_words_for_best(now))
     reason = _why(now, best, settings)
     if reason is None:
-        return stay(f"{there.name} would be little better")
+        return stay(f"{there.name} would be only a little better")
     careful_ms = state.careful_until_ms - observation.time_ms
     if reason.is_for_speed and careful_ms > 0 and len(there.layout.groups) <= state.avoided_groups:
         seconds = -(-careful_ms // 1000)
-        return stay(f"so wide a layout was not for long: {there.name} may be tried in {seconds} s")
-    # Even an urgent change needs two evaluations: one of many is off by chance.
+        return stay(f"a layout this wide did not last: {there.name} may be tried in {seconds} s")
+    # Even an urgent change needs two evaluations: a single one may be off by chance.
     settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
     if observation.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
@@ -281,12 +281,12 @@ def _held_back(
         is_urgent = best.worth > now.worth * (1 + URGENT_GAIN) or bool(now.score.refused)
         returns = format_layout(best.arrangement.layout) == last.from_layout
         if returns or not is_urgent or last.ago_ms * 3 < settings.stay_ms:
-            return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
+            return f"the layout stays for at least {settings.stay_ms / 1000:g} s"
     own = [
         each for each in observation.switches if each.cause == POLICY and each.ago_ms < MINUTE_MS
     ]
     if len(own) >= settings.switches_per_minute_max:
-        return f"{len(own)} switches in a minute are enough"
+        return f"{len(own)} switches in the last minute reach the limit"
     return ""
 
 

@@ -57,7 +57,7 @@ class Knowledge:
         """Grows when the set of layouts changes."""
 
     def on_hello(self, hello: RankHello) -> None:
-        """Add what a rank measured at its start."""
+        """Add a rank's start-up measurements."""
         memory = dict(hello.memory)
         tokens = max(1, hello.pages_total * hello.tokens_per_slot)
         weights = memory.get("weights", 0)
@@ -65,12 +65,12 @@ class Knowledge:
         self._fits.add_curves(hello.step_times, share)
 
     def on_report(self, report: Report) -> None:
-        """Add what a leader served."""
+        """Add a leader's served steps."""
         if report.served:
             self._fits.add_steps(report.served)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Add how long a switch took."""
+        """Add the times of a switch."""
         if record.outcome is not Outcome.SERVED or record.stall_ms is None:
             return
         pause_s = max(0.0, record.stall_ms - record.reshard_ms) / 1000

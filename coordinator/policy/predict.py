@@ -3,9 +3,9 @@
 A group that batches continuously is a shared processor. A step takes A + B·tokens + C·context; its
 tokens are one per running task and the prompts that came during the step before; the running tasks
 are those that arrive during one's life (Little's law). The fixed point gives the time per token.
-Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if more
-arrives than the group can do. Goals are met in part around their limits, as lengths and arrivals
-vary. Called by `decide`.
+Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if arrivals
+exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary.
+`score` calls this module.
 """
 
 import math

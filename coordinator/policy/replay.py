@@ -57,11 +57,13 @@ def replay(
                 run.widths = tuple(line.modes)
             run.costs, run.settings, run.space = costs_of(line), settings, space
         elif run is None:
-            raise ReplayError("it does not begin with costs: it is no log of observations.")
+            raise ReplayError(
+                "it does not begin with costs: name a file that `policy.observation_log` wrote."
+            )
         elif not line.is_switching:
             found.append(run.step(line, layout))
     if not found:
-        raise ReplayError("there is no observation in it.")
+        raise ReplayError("it holds no observation: let the cell run longer before you replay it.")
     return found
 
 

@@ -1,7 +1,7 @@
 """How good an arrangement is for a demand; `decide` calls this module.
 
-First come the requests per second that meet their tiers' goals. Among arrangements that are as good
-for the goals comes speed: latency relative to the goals, or the groups' use if a tier has none.
+Requests per second that meet their tiers' goals count first. Speed decides among arrangements that
+meet the goals as well: latency relative to the goals, or the groups' use if a tier has none.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Score:
 
     @property
     def use(self) -> float:
-        """The share of its capacity that arrivals need; above 1 it falls behind.
+        """The share of its capacity that arrivals need; above 1 the queue grows.
 
         If there are several kinds of groups, that of the busiest.
         """

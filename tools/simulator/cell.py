@@ -1,4 +1,4 @@
-"""A simulated cell: takes arrivals and returns what each request saw.
+"""A simulated cell: takes arrivals and returns the times of each request.
 
 The task table, the placement and the decision are the product's. Groups are modelled, and a switch
 takes the cost model's time after the running step of each changed group. Tests call this module.

@@ -124,16 +124,16 @@ BURST = tier(
         ({"is_switching": True}, "a switch is under way"),
         (
             {"pinned_ms": 90_001},
-            "an operator chose this layout: it is left alone for 91 s more",
+            "an operator chose this layout: the policy leaves it alone for 91 s more",
         ),
-        ({"switches": (SwitchObservation(2_000, "dp4", "tp4", POLICY),)}, "kept for at least 3 s"),
+        ({"switches": (SwitchObservation(2_000, "dp4", "tp4", POLICY),)}, "stays for at least 3 s"),
         (
             {"switches": (SwitchObservation(500, "tp2+tp2", "tp4", POLICY),)},
-            "kept for at least 3 s",
+            "stays for at least 3 s",
         ),
         (
             {"switches": tuple(SwitchObservation(4_000, "dp4", "tp4", POLICY) for _ in range(12))},
-            "12 switches in a minute are enough",
+            "12 switches in the last minute reach the limit",
         ),
     ],
 )
@@ -269,7 +269,7 @@ def test_a_layout_that_goals_had_to_leave_soon_is_not_taken_for_speed_again() ->
         state,
     )
     assert not quiet.changes
-    assert quiet.reason == "so wide a layout was not for long: tp4 may be tried in 1 s"
+    assert quiet.reason == "a layout this wide did not last: tp4 may be tried in 1 s"
     assert layout_of(middle) == "tp2+tp2", "a narrower one was no mistake"
     assert layout_of(later) == "tp4"
     _, again = after([at(81_000, "dp4"), at(100_000, "tp4", BURST)], state)
