@@ -19,12 +19,12 @@ from coordinator.model.events import (
     ForecastMade,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     Observed,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
     ReinstateMode,
     RenewalWanted,
     SwitchRecorded,
@@ -128,8 +128,8 @@ class Core(CoreViews):
             case RankOpened(hello):
                 self._answers.opened(hello.rank)
                 effects = self._rank_opened(hello, now_ms)
-            case RankSaid(_, report):
-                effects = self._rank_said(report, now_ms)
+            case RankReported(_, report):
+                effects = self._rank_reported(report, now_ms)
             case RankClosed(rank, incarnation):
                 self._roster.on_closed(rank, incarnation)
                 effects = [note("rank_session_closed", rank=rank)]
@@ -137,8 +137,8 @@ class Core(CoreViews):
                 effects = self._rank_exited(rank, now_ms)
             case GatewayOpened(hello):
                 effects = self._gateway_opened(hello, now_ms)
-            case GatewaySaid(gateway, message):
-                effects = self._gateway_said(gateway, message, now_ms)
+            case GatewaySent(gateway, message):
+                effects = self._gateway_sent(gateway, message, now_ms)
             case GatewayClosed(gateway):
                 self._gateways.closed(gateway, now_ms)
                 effects = [note("gateway_session_closed", gateway=gateway)]
@@ -183,7 +183,7 @@ class Core(CoreViews):
             effects += self._pool.adopted(hello.rank, adopted, now_ms)
         return effects
 
-    def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
+    def _rank_reported(self, report: Report, now_ms: int) -> list[Effect]:
         if not self._roster.on_report(report, now_ms):
             return []
         cut_out = self._switcher.on_report(report, now_ms)
@@ -226,7 +226,7 @@ class Core(CoreViews):
         opened = note("gateway_session_opened", gateway=hello.gateway)
         return [opened, *(ToGateway(hello.gateway, each) for each in said)]
 
-    def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
+    def _gateway_sent(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
         self._gateways.heard(gateway)
         match message:
             case Submit():
@@ -344,7 +344,7 @@ class Core(CoreViews):
             self._version = self._switcher.version
             directives = self._answers.directives(self._roster, now_ms)
             effects += [*self._refresh_context(), *directives]
-        elif isinstance(event, RankSaid):
+        elif isinstance(event, RankReported):
             effects += self._answers.answer(event.rank, now_ms)
         if self._pool.recovering and not self._switcher.recovering:
             effects += self._pool.recovered(now_ms)
