@@ -71,7 +71,7 @@ class Task:
     leader: Rank | None = None
     former: frozenset[Rank] = frozenset()
     """Leaders that gave it away and whose last tokens may still be in flight."""
-    told: int = 0
+    acked_attempt: int = 0
     """The highest attempt of which the gateway took tokens, or takes none any more."""
     losses: int = 0
     """How many ranks were lost while they led it."""
@@ -86,7 +86,7 @@ class Task:
     @property
     def is_fresh(self) -> bool:
         """Whether no rank has had it yet, so its client has got no token."""
-        return not (self.attempt or self.told or self.tokens)
+        return not (self.attempt or self.acked_attempt or self.tokens)
 
     @property
     def context_tokens(self) -> int:
@@ -112,7 +112,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
         tokens=message.delivered_tokens,
         generated=len(message.delivered_tokens),
         attempt=message.attempt,
-        told=message.attempt,
+        acked_attempt=message.attempt,
     )
 
 
@@ -171,4 +171,4 @@ def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bo
     if task.state in HELD:
         is_known = task.leader == rank and task.attempt == held.attempt
         return is_known or (recovering and held.attempt > task.attempt)
-    return task.state is State.ASKED and recovering and held.attempt >= task.told
+    return task.state is State.ASKED and recovering and held.attempt >= task.acked_attempt
