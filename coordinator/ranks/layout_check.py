@@ -38,9 +38,9 @@ def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> st
             return f"rank {rank} does not exist: the cell has ranks 0 to {roster.world - 1}."
         if rank not in alive:
             return f"rank {rank} is not available; write 'off1' in its place."
-    left_out = [rank for rank in alive if rank not in layout.ranks]
-    if left_out:
-        return f"rank {left_out[0]} is available but not in the layout: every rank must serve."
+    unused = [rank for rank in alive if rank not in layout.ranks]
+    if unused:
+        return f"rank {unused[0]} is available but not in the layout: every rank must serve."
     return None
 
 

@@ -173,14 +173,14 @@ def out_ms(times_ms: Sequence[int], count: int) -> int:
 
 def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
     """Return each rank's step time as a multiple of the average over all ranks."""
-    judged = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
+    eligible = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
     total = StepSums()
-    for each in judged.values():
+    for each in eligible.values():
         total = plus(total, each)
-    line = fit(total) if judged else None
+    line = fit(total) if eligible else None
     if line is None:
         return {}
-    return {rank: pace for rank, each in judged.items() if (pace := _pace(each, line)) > 0}
+    return {rank: pace for rank, each in eligible.items() if (pace := _pace(each, line)) > 0}
 
 
 def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:

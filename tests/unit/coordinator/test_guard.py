@@ -73,7 +73,7 @@ def test_a_group_whose_ranks_hold_parts_of_the_weights_serves_on() -> None:
 
 def test_what_was_seen_already_bars_nothing_anew() -> None:
     made = guard(probed("tp2", 0, 1))
-    assert made.take_unsaid() == [probed("tp2", 0, 1)]
+    assert made.take_unreported() == [probed("tp2", 0, 1)]
     assert made.put_back("tp2")
     made.take([probed("tp2", 0, 1)])
     assert not made.barred
