@@ -76,8 +76,7 @@ class TaskPool:
         self._tasks = TaskTable(limits.ageing_ms)
         self._ended = EndedTasks()
         self._unclaimed: dict[TaskId, int] = {}
-        """Tasks that no gateway has claimed since it, or this coordinator, started -> time
-        limit."""
+        """Tasks not claimed since their gateway or this coordinator started -> time limit."""
         self._deadlines: list[tuple[int, TaskId]] = []
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
@@ -278,8 +277,8 @@ class TaskPool:
         """Assert the invariant; costs O(tasks)."""
         self._tasks.integrity()
         for task in self._tasks:
-            assert task.id not in self._ended, f"task {task.id} has ended and has not."
-        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is waited for."
+            assert task.id not in self._ended, f"task {task.id} is both ended and unfinished."
+        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is unclaimed."
 
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in an unknown task, or refuse it."""
@@ -302,7 +301,7 @@ class TaskPool:
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
         """Handle the submission of a task that has ended."""
         task_id = message.header.task
-        # If another cell has had the task since, it comes back: here it ended by being withdrawn.
+        # If another cell has had the task since, it comes back: this cell withdrew it.
         if cells_before(message.attempt) == cells_before(ended.attempt):
             if ended.failure is not None:
                 return [ToGateway(ended.header.gateway, ended.failure)]
