@@ -1,4 +1,4 @@
-"""What a cell publishes to its gateways about itself, and when. Pure; called by the core."""
+"""Publishes the state of a cell to its gateways. Pure; the core calls it."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from coordinator.tasks.task_pool import TaskPool
 class CellStatusPublisher:
     """Remembers the state last published to gateways, and returns the news.
 
-    The load of the cell and the prompts that it has seen are for gateways that know other cells.
+    In a fleet, gateways also get the cell's load and its recent prompts.
     """
 
     __slots__ = (
@@ -33,7 +33,7 @@ class CellStatusPublisher:
         self._in_fleet = in_fleet
         self._prompts = SeenPrefixes()
         self._fresh: dict[int, None] = {}
-        """Blocks of prompts that came since the last tick, in order."""
+        """Blocks of the prompts that arrived since the last tick, in order."""
         self.last_state: CellState | None = None
         self.is_draining = False
         """The cell is about to end."""

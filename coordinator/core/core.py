@@ -162,7 +162,7 @@ class Core(CoreViews):
         """Assert the invariants of all parts; costs O(tasks)."""
         self._pool.integrity()
         self._switcher.integrity()
-        assert self._pool.recovering == self._switcher.recovering, "half recovered."
+        assert self._pool.recovering == self._switcher.recovering, "only one of the two recovered."
 
     def _rank_opened(self, hello: RankHello, now_ms: int) -> list[Effect]:
         arrival = self._roster.on_hello(hello, now_ms)
@@ -294,7 +294,7 @@ class Core(CoreViews):
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():
             layout = self._switcher.target.layout
-            self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
+            self._switcher.retarget(layout, Carry.PAUSE, "pages became free", now_ms, fresh=starved)
         for name in self._gateways.take_gone(now_ms, self._settings.gateway_gone_ms):
             effects += [warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
         if self._steering is not None:
@@ -394,7 +394,7 @@ class Core(CoreViews):
         before = self._pool.context_tokens_max
         longest = max_context_tokens(self._roster, self._switcher.alive)
         if not longest:
-            # No rank is there; those that come back are likely to be as large as before.
+            # No rank is available. Those that return are likely to be as large as before.
             return []
         self._pool.context_tokens_max = longest
         return self._pool.recheck_context() if longest < before else []

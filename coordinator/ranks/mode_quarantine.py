@@ -1,10 +1,10 @@
-"""Quarantine of modes whose numerics drifted, and the layout that is left without them. Pure.
+"""Quarantine of modes whose numerics drifted, and the layout that remains without them. Pure.
 
 Ranks probe their modes at start and, if configured, after each switch, and repeat the newest
 results in every report. A drift quarantines the mode for those ranks until an operator reinstates
 it or one of the ranks restarts. The group falls back to tp, if that is another mode, or to dp. A
-rank whose dp is quarantined leaves all layouts: its own weights are wrong. If no other rank is
-left, it serves on: a doubtful answer beats none, and the alert is out.
+rank whose dp is quarantined leaves all layouts: its own weights are wrong. If there is no other
+rank, it keeps serving: a doubtful answer beats none, and the alert has fired.
 """
 
 from collections.abc import Collection, Iterable

@@ -2,8 +2,8 @@
 
 The new layout does without the quarantined modes. Tasks of the groups that change are recomputed
 from their tokens, so nothing that a drifted mode computed survives except tokens that clients have
-seen. A group that a member has aborted while it was about to be formed again is treated alike. The
-core calls this module after every event.
+seen. The same applies to a group that a member aborted while it was about to form again. The core
+calls this module after every event.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallback:
     cause = CLOSED if replacement == can_be else GUARD
     switcher.retarget(replacement, Carry.RECOMPUTE, cause, now_ms)
     reason = (
-        "a member has closed its group, as another one was lost"
+        "a member aborted its group after another one was lost"
         if cause == CLOSED
         else "out of service: " + ", ".join(sorted(guard.modes_out()))
     )

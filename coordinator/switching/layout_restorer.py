@@ -55,11 +55,11 @@ class RenewalTimes:
 
 
 class LayoutRestorer:
-    """The layout that was decided last, and what is needed to have it again.
+    """The layout that was decided last, and how to restore it.
 
-    Where a policy decides (`is_fixed` is False), it finds out itself what can be formed, and this
-    class only requests restarts. A layout is restored once it could have been for `settled_ms`:
-    ranks come back one by one, and some are soon lost again.
+    Where a policy decides (`is_fixed` is False), the policy finds out which groups can form, and
+    this class only requests restarts. A layout is restored once it has been possible for
+    `settled_ms`: ranks come back one by one, and some are soon lost again.
     """
 
     __slots__ = (
@@ -162,8 +162,8 @@ def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
 
 
 def restoration(layout: Layout, carry: Carry, now_ms: int) -> Decision:
-    """Return the decision to have the layout again."""
-    reason = "it was left because of a loss, and can be formed again"
+    """Return the decision to restore the layout."""
+    reason = "the cell can form this layout again after a loss"
     return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORATION)
 
 

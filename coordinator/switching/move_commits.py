@@ -26,7 +26,7 @@ class MoveCommits:
     def __init__(self) -> None:
         self._committed: deque[int] = deque(maxlen=COMMITTED_REMEMBERED)
         self._offered: dict[Rank, RankHello] = {}
-        """What ranks would continue, until recovery knows whether they do."""
+        """The hellos of ranks that would continue a migration, until recovery knows its outcome."""
         self._last_directive = 0, 0
         """The latest directive epoch that any rank reports, and the last committed migration it
         named."""

@@ -79,7 +79,7 @@ class RetainedLeases:
                 self._give_up(ranks, epoch)
 
     def know(self, binding: Binding) -> None:
-        """Record that these ranks may share a lease: if one is lost, the others must hear."""
+        """Record that these ranks may share a lease: if one is lost, the others must know."""
         if binding.group.width > 1:
             self._leases.setdefault(binding.group.ranks, _Lease())
 

@@ -118,7 +118,7 @@ class Switcher:
             self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
         else:
             self._leases.drop(rank, self.epoch)
-            self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
+            self._change(layout.plus((rank,)), f"rank {rank} joined", now_ms)
 
     def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
         """Handle a report that the roster counted; return its rank if it is cut out."""
@@ -236,9 +236,9 @@ class Switcher:
 
     def integrity(self) -> None:
         """Assert that ranks and grants agree with the target."""
-        assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
+        assert self.alive == self.target.layout.ranks, "alive ranks differ from the target's."
         granted = self._grants.all_of()
-        assert granted <= set(self.target.bindings), "a group of no target has a grant."
+        assert granted <= set(self.target.bindings), "a group outside the target has a grant."
         if self.stage.phase is Phase.SERVE:
             assert granted == set(self.target.bindings), "a serving group has no grant."
         assert self.recovering or self.epoch > 0, "no target after recovery."

@@ -196,7 +196,7 @@ def test_pages_that_came_free_are_used_by_forming_the_group_anew() -> None:
     cell.report(1)
     cell.tick(100)
     cell.settle()
-    assert [view["cause"] for view in switches(cell)] == ["start", "pages came free"]
+    assert [view["cause"] for view in switches(cell)] == ["start", "pages became free"]
     assert cell.core.is_serving
     assert cell.ranks[Rank(0)].participant.binding != cell.ranks[Rank(1)].participant.binding
     cell.tick(100)
@@ -260,7 +260,7 @@ def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -
     assert len([each for each in asked if isinstance(each, Resubmit)]) == 1
     cell.event(RankReported(Rank(1), short))
     cell.settle()
-    assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 had no room for a step"]
+    assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 ran out of memory"]
     assert not cell.core.is_available(Rank(1))
     assert told.participant.binding is None, "it is told to leave its group"
     for _ in range(LATE_OUT_MS[0] // 500 + 1):
