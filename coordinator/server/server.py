@@ -21,11 +21,11 @@ from coordinator.model.events import (
     Event,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
 )
 from coordinator.protocol import wire
 from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
@@ -196,7 +196,7 @@ class CellServer:
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"only reports of rank {rank} belong into its session.",
                 )
-            return RankSaid(rank, report)
+            return RankReported(rank, report)
 
         closed = RankClosed(rank, hello.incarnation)
         return await self._open(self._owner.rank_outboxes, rank, RankOpened(hello), read, closed)
@@ -247,7 +247,7 @@ class CellServer:
             if isinstance(said, BatchesRun):
                 self._owner.batches[gateway] = said.batches
                 return None
-            return GatewaySaid(gateway, said)
+            return GatewaySent(gateway, said)
 
         closed = GatewayClosed(gateway)
         for gone in self._owner.batches.keys() - outboxes.keys():

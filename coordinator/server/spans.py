@@ -14,8 +14,8 @@ from typing import Any, Final
 from coordinator.model.events import (
     Effect,
     Event,
-    GatewaySaid,
-    RankSaid,
+    GatewaySent,
+    RankReported,
     SwitchRecorded,
     Tick,
     ToGateway,
@@ -75,13 +75,13 @@ class CellSpans:
     def saw_event(self, event: Event, now_ms: int) -> None:
         """Record when tasks arrive, return and end."""
         match event:
-            case GatewaySaid(message=Submit(header=header)) if header.trace:
+            case GatewaySent(message=Submit(header=header)) if header.trace:
                 self._came(header)
-            case GatewaySaid(message=Cancel(task)):
+            case GatewaySent(message=Cancel(task)):
                 self._gone(task, CANCELLED, now_ms)
-            case GatewaySaid(message=Done(task)):
+            case GatewaySent(message=Done(task)):
                 self._gone(task, "", now_ms)
-            case RankSaid(report=report):
+            case RankReported(report=report):
                 for returned in report.returned:
                     self._queues(returned.task, str(returned.cause))
             case Tick():

@@ -32,7 +32,7 @@ class PrefixAffinity:
         if prefixes:
             self._coming.setdefault(leader, SeenPrefixes()).came(prefixes)
 
-    def came(self, binding: Binding, prefixes: Sequence[int]) -> None:
+    def remember(self, binding: Binding, prefixes: Sequence[int]) -> None:
         """Record that the group gets a prompt with these blocks."""
         if prefixes:
             self._home(binding).came(prefixes)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from coordinator.model.events import Effect, Event, GatewaySaid, RankSaid, ToGateway, ToRank
+from coordinator.model.events import Effect, Event, GatewaySent, RankReported, ToGateway, ToRank
 from coordinator.model.records import SwitchRecord
 from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
 from coordinator.protocol.messages.rank import Place
@@ -113,14 +113,14 @@ class CoreMetrics:
     def saw_event(self, event: Event, now_ms: int) -> None:
         """Record when tasks arrive, return and end."""
         match event:
-            case GatewaySaid(message=Submit(header=header, attempt=0)):
+            case GatewaySent(message=Submit(header=header, attempt=0)):
                 arrival = (now_ms, header.tier.name.lower())
                 self._arrived.setdefault(header.task, arrival)
                 while len(self._arrived) > WAITING_MAX:
                     self._arrived.popitem(last=False)
-            case GatewaySaid(message=Cancel(task) | Done(task)):
+            case GatewaySent(message=Cancel(task) | Done(task)):
                 self._gone(task)
-            case RankSaid(report=report):
+            case RankReported(report=report):
                 for returned in report.returned:
                     lost_kv = returned.cause is ReturnCause.RECOMPUTE
                     self._on_requeue(returned.task, str(returned.cause), lost_kv=lost_kv)

@@ -4,7 +4,7 @@ from coordinator.model.events import (
     Effect,
     Event,
     ForecastMade,
-    GatewaySaid,
+    GatewaySent,
     Note,
     Observed,
     RankOpened,
@@ -55,7 +55,7 @@ def event_line(event: Event) -> str:
         case RankOpened(hello):
             held = [f"{each.header.task}#{each.attempt}" for each in hello.held]
             return f"rank {hello.rank} says hello ({hello.incarnation}), holds {held}"
-        case GatewaySaid(gateway, message):
+        case GatewaySent(gateway, message):
             return f"{gateway} says {_message(message)}"
         case _:
             return str(event)[:LINE_CHARS]

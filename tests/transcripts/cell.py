@@ -12,9 +12,9 @@ from coordinator.model.events import (
     Effect,
     Event,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     RankOpened,
-    RankSaid,
+    RankReported,
     SwitchWanted,
     Tick,
     ToRank,
@@ -183,7 +183,7 @@ class Cell:
     def report(self, rank: int, **fields: Iterable[object]) -> None:
         process = self.ranks[Rank(rank)]
         report = process.report(self.now_ms, **fields)  # type: ignore[arg-type]
-        self.event(RankSaid(Rank(rank), report))
+        self.event(RankReported(Rank(rank), report))
 
     def settle(self, *ranks: int) -> None:
         """Let these ranks (all, if none is named) obey and report until nothing moves."""
@@ -222,7 +222,7 @@ class Cell:
         self.event(GatewayOpened(GatewayHello(PROTOCOL_VERSION, name)))
 
     def say(self, message: GatewayToCore, gateway: str = "g") -> None:
-        self.event(GatewaySaid(gateway, message))
+        self.event(GatewaySent(gateway, message))
 
     def serve(self) -> None:
         """Bring everything up: all ranks report, the first layout serves."""
