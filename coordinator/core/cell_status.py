@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from comm_pool.layout import format_layout
 from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesHeld
-from coordinator.protocol.prefixes import SeenPrefixes
+from coordinator.protocol.prefixes import PrefixHistory
 from coordinator.protocol.terms import Tier
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
@@ -31,7 +31,7 @@ class CellStatusPublisher:
     def __init__(self, world: int, *, in_fleet: bool) -> None:
         self._world = world
         self._in_fleet = in_fleet
-        self._prompts = SeenPrefixes()
+        self._prompts = PrefixHistory()
         self._fresh: dict[int, None] = {}
         """Blocks of the prompts that arrived since the last tick, in order."""
         self.last_state: CellState | None = None
@@ -43,7 +43,7 @@ class CellStatusPublisher:
     def remember(self, prefixes: Sequence[int]) -> None:
         """Record the prompt of a new task."""
         if self._in_fleet:
-            self._prompts.came(prefixes)
+            self._prompts.remember(prefixes)
             for each in prefixes:
                 self._fresh.pop(each, None)
                 self._fresh[each] = None

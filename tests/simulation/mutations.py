@@ -156,7 +156,8 @@ def _any_commit(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resol
 
 def _keeps_past_the_move(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
-    return dataclasses.replace(resolve, is_kept=wanted.carry in (Carry.RESHARD, Carry.SPECULATE))
+    stays_parked = wanted.carry in (Carry.RESHARD, Carry.SPECULATE)
+    return dataclasses.replace(resolve, stays_parked=stays_parked)
 
 
 _resolve = SwitchParticipant._resolve
