@@ -22,12 +22,12 @@ def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[
     if len(ranks) == world:
         return [tuple(sorted(ranks))]
     found: list[tuple[Rank, ...]] = []
-    left = set(ranks)
+    rest = set(ranks)
     for width in sorted({1, *widths}, reverse=True):
         for first in range(0, world, width):
             group = tuple(map(Rank, range(first, first + width)))
-            if left.issuperset(group):
-                left.difference_update(group)
+            if rest.issuperset(group):
+                rest.difference_update(group)
                 found.append(group)
     return sorted(found)
 
@@ -85,8 +85,8 @@ class Restarts:
         """Whether each rank could serve at some time."""
         return len(self._were_ready) == self._world
 
-    def left(self, rank: Rank) -> None:
-        """Note that the rank's process ended and is not to be restarted."""
+    def record_end(self, rank: Rank) -> None:
+        """Record that the rank's process ended, without scheduling a restart."""
         self._ended[rank] = self._incarnations[rank]
         self._running.discard(rank)
         self._ready_at.pop(rank, None)
@@ -94,7 +94,7 @@ class Restarts:
     def exited(self, rank: Rank, now_s: float) -> float:
         """Note that the rank's process ended; return the delay of its restart in seconds."""
         ready_at = self._ready_at.get(rank)
-        self.left(rank)
+        self.record_end(rank)
         was_steady = ready_at is not None and now_s - ready_at > STEADY_S
         failures = 1 if was_steady else self._failures.get(rank, 0) + 1
         self._failures[rank] = failures
