@@ -26,8 +26,8 @@ def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int])
 
     `step_ns` is the usual duration of a step; 0 means unknown, and then the answer is no.
     """
-    behind_ns = max(other_ends_ns, default=0) - own_end_ns
-    return step_ns > 0 and behind_ns > step_ns / 2
+    gap_ns = max(other_ends_ns, default=0) - own_end_ns
+    return step_ns > 0 and gap_ns > step_ns / 2
 
 
 def _end(mailbox: RankMailbox, epoch: int) -> int:
@@ -44,7 +44,7 @@ class Departure:
         self._rank = rank
         self._epoch = 0
         self._steps = 0
-        self._held_in = 0
+        self._deferred_in = 0
 
     def is_put_off(self, move: Move | None) -> bool:
         """Return whether the rank runs another step before this action; counts that step."""
@@ -67,19 +67,19 @@ class Departure:
         self._steps += worth
         return worth
 
-    def is_held_for(self, move: Leave) -> bool:
-        """Return whether to plan and defer a last step before this action; once per epoch."""
+    def defers_step_for(self, move: Leave) -> bool:
+        """Return, once per epoch, whether to plan and defer a last step before this action."""
         engine, steps = self._runtime.engine, self._runtime.steps
         epoch = move.directive.stage.epoch
         is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
-        if not (is_moved and engine.holds_steps) or self._held_in == epoch:
+        if not (is_moved and engine.holds_steps) or self._deferred_in == epoch:
             return False
         mode = self._runtime.selected
         if steps.has_inflight or mode is None or mode.scheduler is None:
             return False
         if not (self._decodes_only and mode.scheduler.reads_no_prompt):
             return False
-        self._held_in = epoch
+        self._deferred_in = epoch
         return True
 
     @property

@@ -33,7 +33,7 @@ class FormationAbort:
         self._runtime = runtime
         self._communicators = runtime.engine.communicators
         self._no_room = 0
-        self._told = 0
+        self._last_report = 0
 
     @property
     def oom_formation(self) -> int:
@@ -51,12 +51,12 @@ class FormationAbort:
     @property
     def has_news(self) -> bool:
         """Whether `oom_formation` has changed since it was last reported."""
-        return self.oom_formation != self._told
+        return self.oom_formation != self._last_report
 
     def tell(self) -> int:
         """Return `oom_formation` for a report, and note that it was reported."""
-        self._told = self.oom_formation
-        return self._told
+        self._last_report = self.oom_formation
+        return self._last_report
 
     @property
     def is_joined(self) -> bool:
@@ -109,8 +109,8 @@ class FormationAbort:
             tasks = list(scheduler.requests)
             self._runtime.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
 
-    def judged(self, move: Move | None) -> Move | None:
-        """Set `group_lost` on leaving an aborted formation, whatever the directive says."""
+    def check(self, move: Move | None) -> Move | None:
+        """Return the action, with `group_lost` set if it leaves an aborted formation."""
         if isinstance(move, Leave) and self.is_joined:
             self._forget_steps(move.binding)
             return replace(move, group_lost=True)

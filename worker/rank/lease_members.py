@@ -66,7 +66,7 @@ class LeaseUpdates:
         """Free pages that the directive calls unneeded or worthless; return whether any were."""
         runtime, participant = self._runtime, self._participant
         # A rank holds leases only in groups that contain it.
-        changed = runtime.apply_kept(
+        changed = runtime.apply_retentions(
             [each for each in directive.kept if participant.rank in each.ranks]
         )
         if participant.wanted is directive and directive.stage.epoch > 0:

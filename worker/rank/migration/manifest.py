@@ -117,8 +117,8 @@ def _unpacked(
 ) -> Manifest:
     """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
-        TaskSnapshot(*told, RunningState(*before, own, *behind))
-        for (told, before, behind), own in zip(bare, pieces(blocks, sizes), strict=True)
+        TaskSnapshot(*fields, RunningState(*head, own, *tail))
+        for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
     return Manifest(*rest, cargo, chains, written)
 
@@ -135,7 +135,7 @@ class MigrationPlan:
     cargo: Mapping[str, tuple[int, TaskSnapshot]]
     """Task -> its old leader and its snapshot."""
     chains: Mapping[str, CachedChain]
-    left: tuple[Ranks, ...]
+    old_groups: tuple[Ranks, ...]
     """The old groups that take part."""
     spoils_from: int | None
     """The first round that overwrites KV of the old groups; None if no round does."""
@@ -327,8 +327,8 @@ def _old_group(
         name = f"cached/{leader.rank}/{number}"
         chains[name] = chain
         recency = len(leader.chains) - number
-        kept = tuple(chain.hashes)
-        made.append(Chain(name, next(slots), cached=True, recency=recency, keys=kept))
+        hashes = tuple(chain.hashes)
+        made.append(Chain(name, next(slots), cached=True, recency=recency, keys=hashes))
     return OldGroup(group, tuple(made))
 
 
