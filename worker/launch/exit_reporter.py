@@ -1,8 +1,8 @@
 """Reports ended ranks to the coordinator, and passes its restart orders to the launcher.
 
 The launcher forks ranks repeatedly, so it must not have the threads of a gRPC client. It writes
-what it saw into a pipe. This process holds the session and repeats the whole status in each new
-one.
+the status of its ranks into a pipe. This process holds the session and repeats the whole status in
+each new one.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _decode_status = msgspec.json.Decoder(ProcessStatus).decode
 
 
 class ExitPipe:
-    """The launcher's end of the pipe; `tell` never blocks and may be called repeatedly."""
+    """The launcher's end of the pipe; `send` never blocks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()

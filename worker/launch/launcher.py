@@ -48,7 +48,7 @@ EXIT_REPORTER_PAUSE_S = 0.1
 """Pause before the exit reporter is restarted, so that one that cannot start costs little."""
 
 WAKE_S = 0.5
-"""Maximum wait for a signal; the launcher then detects whatever it missed."""
+"""Maximum wait for a signal; the launcher then checks all ranks anyway."""
 
 PR_SET_PDEATHSIG = 1
 AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -86,7 +86,7 @@ def _fork(run: Callable[[], None], failed: Callable[[BaseException], None]) -> i
         failed(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Interpreter shutdown would run destructors of torch and ZeroMQ in an order nobody tests.
+    # Interpreter shutdown would run destructors of torch and ZeroMQ in an untested order.
     os._exit(status)
 
 
@@ -100,7 +100,7 @@ class Launcher:
         """The pipe on which each rank's process signals that it can serve."""
         self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}
         """Heartbeat and progress tracker per child pid."""
-        # Stuck members of a group end a little later than the one that they wait for.
+        # Members that wait for a lost one end a little later than it does.
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
         together_s = config.cell.stuck_after_ms / 1e3 + margin_s
         self._shares_memory = config.cell.device == "cpu"
@@ -113,7 +113,7 @@ class Launcher:
             block=1 if self._shares_memory else config.narrowest,
         )
         self._memory: CellMemory | None = None
-        """The shared memory of the cohort of all ranks that was started last."""
+        """The shared memory of the last cohort of all ranks."""
         self._cohort = 0
         """The number of that cohort."""
         self._pipe = ExitPipe()
@@ -121,7 +121,7 @@ class Launcher:
         self._exit_reporter_pid = 0
         self._is_stopping = False
         self._is_renewing = False
-        """All ranks are to end and to restart together."""
+        """Whether all ranks are ending and then restart together."""
         self._kill_at_s: dict[int, float] = {}
         """When to kill the processes that were asked to end, by pid."""
 
@@ -131,7 +131,7 @@ class Launcher:
         base = replica_config(self._config)
         prepare_launcher(base)
         announce("worker_progress", stage="config", done=1, total=1)
-        # From here on the launcher waits for these signals, so none is lost between two waits.
+        # Block these signals from here on, so that none is lost between two waits for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
         self._start_exit_reporter()
         cell = self._config.cell
@@ -232,7 +232,7 @@ class Launcher:
             self._is_renewing = False
         # With shared memory each rank can start alone.
         for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
-            # If the port is taken meanwhile, the start is tried again.
+            # If another process takes the port first, the start fails and is retried.
             port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
@@ -272,7 +272,7 @@ class Launcher:
 
     def _kill_late(self, now_s: float) -> None:
         for pid in [pid for pid, at_s in self._kill_at_s.items() if now_s >= at_s]:
-            reason = f"it ran on for {STOP_LIMIT_S} s"
+            reason = f"it did not end within {STOP_LIMIT_S} s of SIGTERM"
             log.warning("rank_killed", rank=self._pids[pid], reason=reason)
             os.kill(pid, signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """Detects that a rank is in a group that has lost a member, or is stuck in it. Pure.
 
-The watchdog asks from another thread than the one that owns the participant, so all that is read
-here is replaced as a whole, never changed.
+The watchdog calls this from another thread than the one that owns the participant, so the objects
+read here are replaced as a whole, never changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ group can be formed again.
 
 @dataclass(frozen=True, slots=True)
 class _DegradedFormation:
-    """The formation that lacks a member, and when that was first seen."""
+    """The formation that lacks a member, and since when this rank knows."""
 
     formation: int
     since_s: float
@@ -56,7 +56,7 @@ class PeerFailure:
         limit_s: float,
         draining_group: Callable[[], Joined | None] = lambda: None,
     ) -> None:
-        """`behind`: the group that the rank has left, while it may still compute in it."""
+        """`draining_group`: the group that the rank has left, while it may still compute in it."""
         self._participant = participant
         self._draining_group = draining_group
         self._limit_s = limit_s
@@ -83,9 +83,8 @@ class PeerFailure:
     def must_unblock(self, now_s: float) -> bool:
         """Return whether to unblock this rank: a live member of such a group, past the grace time.
 
-        A rank that was itself lost, such as one that was stopped and continues, ends where it is
-        stuck. Nor is a rank unblocked from a group that it has left while its last step is in
-        flight.
+        A rank that was itself lost, such as one that was stopped and continues, is not unblocked;
+        nor is a rank whose last step in a group that it has left is in flight.
         """
         lacking_s, joined, present = self._lacking_s(now_s), self._participant.joined, self._present
         if lacking_s < GRACE_S or joined is None or present is None:

@@ -115,7 +115,7 @@ def serve_rank(
     if tracing is not None:
         runtime.book = TracedTasks(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    # If collectives can raise by themselves, a rank may take as long as its step does.
+    # Where collectives can raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
     loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.draining_group)
     loop = RankLoop(config, engine, runtime, session, inbox, participant, publisher.watch)

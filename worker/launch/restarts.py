@@ -50,7 +50,7 @@ class Restarts:
         self._block = block
         self._running: set[Rank] = set()
         self._is_prepared = False
-        """Some rank was ready, so its whole cohort has prepared what it shares."""
+        """Whether a rank was ready; its whole cohort has then prepared the shared objects."""
         self._incarnations: dict[Rank, int] = {}
         self._cohorts: dict[Rank, Cohort] = {}
         self._ended: dict[Rank, int] = {}
@@ -59,7 +59,7 @@ class Restarts:
         self._were_ready: set[Rank] = set()
         self._due: dict[Rank, float] = {}
         self._renewed: dict[Rank, tuple[Rank, ...]] = {}
-        """Ranks that are ended to start together, until they do."""
+        """Ranks that are being ended, each with the ranks that it then starts with."""
 
     def started(self, rank: Rank, cohort: Cohort, wall_s: int) -> int:
         """Return the incarnation of a process that starts at this wall time, in seconds.
@@ -135,7 +135,7 @@ class Restarts:
         self._renewed.clear()
 
     def waits_for(self, rank: Rank) -> list[Rank]:
-        """Return the ranks that cannot become ready, as they were started with this one."""
+        """Return the ranks that cannot become ready without this one: they started together."""
         if rank in self._ready_at:
             return []
         peers: Iterable[Rank] = self._cohorts[rank].ranks
@@ -150,7 +150,7 @@ class Restarts:
         return sorted(rank for rank, at_s in self._startable().items() if soon_s >= at_s)
 
     def next_due_s(self) -> float | None:
-        """Return when `take_due` next returns ranks; None if nothing waits."""
+        """Return when `take_due` next returns ranks; None if no rank waits."""
         if self._shares_memory and not self._is_prepared:
             return max(self._due.values()) if len(self._due) == self._world else None
         return min(self._startable().values(), default=None)

@@ -1,9 +1,9 @@
 """Aborts the main loop's formation when it has lost a member, and kills a stuck process.
 
 On CPU a collective with a dead peer raises once the formation is marked. On CUDA it would never
-end, so its kernels are unblocked; their results are invalid, and the mark is set before. If they
-still do not end, no thread can stop them. The process is then useless, since its group is
-dissolved, and is killed; its tasks resume elsewhere after the last delivered token.
+end, so the watchdog unblocks its kernels, after the mark, since their results are invalid. If they
+still do not end, no thread can stop them. The watchdog then kills the process, which is useless
+since its group is dissolved; its tasks resume elsewhere after the last delivered token.
 """
 
 import faulthandler
@@ -59,13 +59,13 @@ class Communicators(Protocol):
         """Mark a formation as aborted."""
 
     def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
-        """Abort this rank's collectives of the group, as long as that is wanted."""
+        """Abort this rank's collectives of the group, as long as `is_wanted` returns true."""
 
 
 def abort_formation(
     binding: Binding, loss: PeerFailure, communicators: Communicators, now_s: float
 ) -> None:
-    """Abort a formation that lacks a member, and unblock this rank from it if need be.
+    """Abort a formation that lacks a member, and unblock this rank from it if necessary.
 
     A detached step is never unblocked: tasks may have migrated with its results, so it completes or
     this process ends.
@@ -98,10 +98,10 @@ def watch(
             if (binding := loss.degraded_binding()) is not None:
                 abort(binding, now_s)
             if loss.is_stuck(now_s):
-                reason = "it does not leave a group that has lost a member"
+                reason = "it has not left a group that lost a member"
                 break
             if progress.is_stuck(now_s):
-                reason = "its main loop does not go on"
+                reason = "its main loop makes no progress"
                 break
             time.sleep(POLL_S)
         log.warning("rank_stuck", reason=reason)

@@ -28,10 +28,10 @@ class DeferredStep:
         self.began_ns = 0
         """When its computation began, on the host's monotonic clock; 0 before that."""
         self.copy_event = self
-        """vLLM's output has an event; callers may query either for whether the tokens are there."""
+        """Stands for the event of vLLM's output: callers query either one for the tokens."""
 
     def query(self) -> bool:
-        """Return whether nothing is left to compute; any thread may call this."""
+        """Return whether the step is over; any thread may call this."""
         return self._is_over
 
     @property

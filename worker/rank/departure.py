@@ -2,7 +2,8 @@
 
 Tasks of the group that leaves first wait for the last group. So a leader whose step ends long
 before those of its future peers computes one more step meanwhile. Step ends then lie within half a
-step of each other. Mailboxes hold the ends that peers expect. Used by the rank's main loop alone.
+step of each other. Each mailbox holds the end that its owner expects. Used by the rank's main loop
+alone.
 """
 
 import time
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from worker.rank.runtime import GroupRuntime
 
 STEPS_MAX = 3
-"""Maximum extra steps after a rank was asked to leave: the ends that peers expect may be wrong."""
+"""Maximum extra steps of a rank that is asked to leave: the ends that peers expect may be wrong."""
 
 
 def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int]) -> bool:

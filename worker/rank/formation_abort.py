@@ -91,7 +91,7 @@ class FormationAbort:
             binding = self._participant.binding
             if binding is None:
                 raise
-            advice = "the rank is left out for a while; see what else takes the device's memory"
+            advice = "the coordinator ejects the rank for a while; check what else uses its device"
             log.warning(
                 "step_without_room", group=binding.group.name, reason=str(error), advice=advice
             )
@@ -117,7 +117,7 @@ class FormationAbort:
         return move
 
     def _forget_steps(self, binding: Binding) -> None:
-        """Drop the runner's state of the group's tasks: it stems from a step that never ended."""
+        """Drop the runner's state of the group's tasks: its last step never ended."""
         self._runtime.steps.drop(binding.formation)
         mode = self._runtime.mode_of(binding.group)
         mode.runner.forget_tasks()

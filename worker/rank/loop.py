@@ -93,7 +93,7 @@ class RankLoop:
         self._leases = LeaseUpdates(runtime, participant)
         self._moved_with: Directive | None = None
         """The directive of the last migration; it names the processes that took part."""
-        self.passes = 0  # Grows while the loop makes progress; a watchdog reads it.
+        self.passes = 0  # Grows while the loop makes progress; the watchdog reads it.
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_s = 0.0
@@ -104,7 +104,8 @@ class RankLoop:
         """Loop until `Stop` arrives or `stop_reason` is set."""
         self._session.start()
         while self.stop_reason is None:
-            self.passes += not self._lost.is_joined  # Stuck in an aborted formation is stuck, too.
+            # A loop in an aborted formation makes no progress.
+            self.passes += not self._lost.is_joined
             worked = self._pass()
             self._watch_links()
             self._report_if_due()
@@ -122,7 +123,8 @@ class RankLoop:
             self._runtime.tidy()
             return True
         if moved and not isinstance(moved[-1], Serve):
-            self._report_if_due()  # All ranks wait for it; a follower may block on its leader next.
+            # All ranks wait for this report, and a follower may next block on its leader.
+            self._report_if_due()
         if self._participant.is_follower and not self._participant.is_left and not is_lost:
             self._follow()
             return True

@@ -107,7 +107,7 @@ class GroupRuntime:
     def serve(self, binding: Binding, indices: tuple[int, ...], grant_pages: int) -> None:
         """Make the joined group serve: notify its followers, then begin here.
 
-        A migration may have given up some of the indices that the coordinator lists in `kept`.
+        The coordinator lists the lease `indices` to keep; a migration may have given some up.
         """
         held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
         indices = tuple(index for index in indices if index in held)
@@ -182,7 +182,7 @@ class GroupRuntime:
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
-            # The coordinator is right: a member's share of these pages is lost.
+            # A member's share of these pages is lost, so their tasks are recomputed.
             group = Group(mode.communicator.ranks, mode.key.mode)
             self.give_up(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
@@ -297,7 +297,7 @@ class GroupRuntime:
             self._withdraw_if_parked(group)
 
     def freed(self, group: Group) -> None:
-        """Release the pages of tasks that ended after their group was left."""
+        """Release the pages of tasks that ended after the rank left their group."""
         if self.migration.ranks != group.ranks:
             self._withdraw_if_parked(group)
 

@@ -69,11 +69,11 @@ class Steps:
         self.started_ns = 0
         """When this rank launched its last step, on the host's monotonic clock."""
         self.ended_ns = 0
-        """When the last step was seen to be over; 0 where only its leader knows."""
+        """When this rank found the last step over; 0 where only its leader knows."""
         self.ends_ns = 0
         """When the last step that this rank led is expected to end."""
         self.decode_ns = 0
-        """Usual duration of a step without prompts; 0 until there was one."""
+        """Usual duration of a step without prompts; 0 until one has run."""
 
     @property
     def has_inflight(self) -> bool:
@@ -221,7 +221,7 @@ class Steps:
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
 
     def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
-        """Launch a step that this rank's leader planned and will collect the tokens of."""
+        """Launch a step that this rank's leader planned; the leader collects its tokens."""
         plan = step.plan
         if self._is_lost(binding.group, binding.formation):
             raise PeerLostError(binding.formation)
@@ -295,8 +295,8 @@ class Steps:
     def _finish(self, step: InflightStep) -> None:
         result = step.tokens()
         # Check after reading the tokens: formations are marked before their collectives are
-        # unblocked. For a detached step nobody catches the error: tasks may have migrated with its
-        # KV, so this process ends.
+        # unblocked. No caller catches the error of a detached step, so this process ends: tasks may
+        # have migrated with its KV.
         if not self._counts(step):
             raise PeerLostError(step.formation)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()

@@ -37,7 +37,7 @@ class SwitchClock:
                 pass
 
     def parked(self, epoch: int, step_ended_ns: int | None) -> None:
-        """Note that the rank left its group; its last step ended then, or is in flight (None)."""
+        """Note that the rank left its group; None means that its last step is in flight."""
         now = time.monotonic_ns()
         self._launched = None
         self._ended_us = {epoch: None}

@@ -41,7 +41,7 @@ Copies take a fraction of it; those of a lost peer do not count.
 
 
 class OvertakenError(Exception):
-    """Another layout is wanted by now; the migration stays undecided."""
+    """Another layout is wanted by now, so the migration stays undecided."""
 
 
 class MoveFailedError(Exception):
@@ -95,7 +95,7 @@ class PreparedMigration:
 def split(
     copies: Iterable[UnitCopies], written: Mapping[int, Bools]
 ) -> tuple[list[UnitCopies], list[UnitCopies]]:
-    """Separate copies that in-flight steps do not touch from those that must wait for them."""
+    """Separate copies of blocks that no in-flight step writes from those that must wait."""
     early: list[UnitCopies] = []
     late: list[UnitCopies] = []
     for each in copies:
@@ -136,7 +136,7 @@ class CopyRounds:
         self._look = look
         self._copies = CopyThread(engine)
         self._open: PreparedMigration | None = None
-        """The last migration reported with copies in flight, until all are known to be over."""
+        """The last migration reported with copies in flight, until all ranks have finished them."""
         self._epoch = 0
         self._stats = MoveStats(0, 0, 0.0)
         self._copied: tuple[int, MoveStats] | None = None
@@ -154,7 +154,7 @@ class CopyRounds:
             if overtaken():
                 raise OvertakenError
             if time.monotonic() > deadline:
-                raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
+                raise MoveFailedError(f"{complaint} within {PEER_WAIT_LIMIT_S:.0f} s.")
             time.sleep(PEER_POLL_S)
 
     def carry_out(self, pending: PreparedMigration, meanwhile: MigrationCallbacks) -> None:
@@ -189,7 +189,7 @@ class CopyRounds:
         copies: Sequence[UnitCopies],
         meanwhile: MigrationCallbacks,
     ) -> None:
-        """Run round 1 beside in-flight steps, as far as these do not write the blocks."""
+        """Run round 1 beside in-flight steps; blocks that these write are copied after them."""
         early, late = split(copies, pending.move.written)
         units, own = pending.move.plan.units, self._mailboxes[self._rank]
         self._begin(early, units)
@@ -307,7 +307,7 @@ class CopyRounds:
             pending,
             lambda mailbox: mailbox.round >= number,
             overtaken,
-            f"does not finish round {number - 1}",
+            f"has not finished round {number - 1}",
         )
 
     def _await_all(
@@ -322,7 +322,7 @@ class CopyRounds:
             def is_there(rank: int = rank) -> bool:
                 mailbox = self._mailboxes[Rank(rank)]
                 if mailbox.epoch != pending.epoch or mailbox.round == GAVE_UP:
-                    raise MoveFailedError(f"rank {rank} gave the move up.")
+                    raise MoveFailedError(f"rank {rank} gave up the migration.")
                 return holds(mailbox)
 
             self.wait(is_there, overtaken, f"rank {rank} {complaint}")

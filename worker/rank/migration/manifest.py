@@ -223,7 +223,7 @@ def plan_move(
         _fresh_indices(
             lease.ranks,
             lease.indices if lease.width > 1 else 0,
-            # A group that is left gives up its lease before the new lease is taken.
+            # An old group gives up its lease before the new lease is taken.
             {} if lease.ranks in groups else manifests,
             num_pages,
         )
@@ -272,7 +272,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
 
 
 def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
-    """Return the groups all of whose members left the same formation."""
+    """Return the groups whose members all left the same formation."""
     groups = {each.ranks for each in manifests.values() if each.ranks}
     return sorted(
         group
@@ -287,7 +287,7 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
 
 
 def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
-    """Return each task's newest attempt: a rank cut out unaware may list an older one."""
+    """Return each task's newest attempt: a rank ejected unaware may list an older one."""
     newest: dict[str, int] = {}
     for each in (cargo for leader in leaders for cargo in leader.cargo):
         newest[each.state.task] = max(each.attempt, newest.get(each.state.task, 0))
@@ -335,7 +335,7 @@ def _old_group(
 def _free(
     manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup], num_pages: int
 ) -> Ints:
-    """Return pages that a migration may use on this rank: free ones, or the left group's unused.
+    """Return pages that a migration may use on this rank: free ones, or the old group's unused.
 
     Pages that an in-flight step writes are excluded.
     """
@@ -364,5 +364,5 @@ def _fresh_indices(
     is_free[0] = False
     is_free[taken[taken <= last]] = False
     fresh = np.flatnonzero(is_free)[:count]
-    assert fresh[-1] < num_pages, "members hold so different leases that indices run out."
+    assert fresh[-1] < num_pages, "members hold too different leases: the lease indices run out."
     return fresh

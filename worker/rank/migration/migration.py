@@ -61,7 +61,7 @@ class Migration:
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the migration is committed."""
         self.cached: tuple[int, ...] = ()
-        """Hashes of prompts' blocks that the last migration brought, until they are reported."""
+        """Hashes of prompt blocks that the last migration carried here, until they are reported."""
         self.has_failed = False
         self._lost_in = 0
         """The epoch whose published manifest has become stale; 0 is none."""
@@ -168,7 +168,7 @@ class Migration:
             mailbox.finish_round(GAVE_UP)
 
     def prepare(self, wanted: Directive | None) -> bool:
-        """Plan the migration of this directive, if any; return whether other ranks are awaited.
+        """Plan the migration of this directive, if any; return whether this rank awaits others.
 
         Runs a deferred step once that is done or has taken too long.
         """
@@ -202,7 +202,7 @@ class Migration:
             if own.epoch != epoch:
                 self.publish(epoch)
             if self._lost_in == epoch:
-                raise MoveFailedError("the last step of a group that was left lacks a member.")
+                raise MoveFailedError("a member was lost during the last step of the old group.")
             for rank in sorted(self.planning.peers(directive, directive.movers)):
                 self._await_manifest(rank, epoch, overtaken)
             move = self.planning.plan(directive)
@@ -218,7 +218,7 @@ class Migration:
             log.warning("move_failed", epoch=epoch, reason=str(error))
             self._fail()
         except Exception:
-            # Whatever failed, every rank must hear of it, and no task may be lost.
+            # Every rank must learn of the failure, and no task may be lost.
             log.exception("move_failed", epoch=epoch)
             self._fail()
 
@@ -229,7 +229,9 @@ class Migration:
 
     def _await_manifest(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
         mailbox = self._mailboxes[rank]
-        self._rounds.wait(lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        self._rounds.wait(
+            lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} has not published its manifest"
+        )
 
     def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank will continue as a leader."""
@@ -277,7 +279,7 @@ class Migration:
     def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
         """Keep new writes away from pages that copies of the last migration still need.
 
-        If members synchronize (`meets`), their devices wait for the copies; otherwise the host.
+        If members synchronize (`meets`), their devices wait for the copies, otherwise the host.
         """
         if meets:
             self._rounds.go_before()
@@ -328,7 +330,7 @@ class Migration:
                 self._adopt(binding, pending, move.indices[number])
 
     def _hand_over(self, move: MigrationPlan) -> None:
-        """Give up the left group: other leaders continue its tasks, or they are recomputed."""
+        """Give up the old group: other leaders continue its tasks, or they are recomputed."""
         group = self._group
         if group is None:
             return
@@ -343,7 +345,7 @@ class Migration:
             self._runtime.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
             self._runtime.withdraw(group)
         if group.mode is Mode.DP or not self._gives_up(move, group):
-            return  # A leader that did not take part publishes what its tasks still hold.
+            return  # A leader that took no part publishes what its tasks still hold.
         assert mode.table is not None
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())

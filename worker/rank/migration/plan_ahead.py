@@ -46,7 +46,7 @@ class MigrationPlanner:
     def plan_ahead(self, wanted: Directive | None) -> bool:
         """Plan the expected migration once all ranks of its target have published their manifests.
 
-        Returns whether some have not yet.
+        Returns whether some have not published yet.
         """
         if wanted is None or (wanted.stage.phase, wanted.carry) != (Phase.PARK, Carry.RESHARD):
             return False
@@ -82,7 +82,7 @@ class MigrationPlanner:
         """Return the ranks whose mailboxes can be read; the others share no group with this one.
 
         In shared memory a restarted rank takes over its predecessor's mailbox. Elsewhere a
-        restarted process has a mailbox of its own, and nobody writes to the one mapped here.
+        restarted process has a mailbox of its own, and no process writes to the one mapped here.
         """
         known = (rank for rank in ranks if rank in self._mailboxes)
         spec = self._engine.spec
