@@ -248,7 +248,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "recovery forgets moves": ((MoveCommits, "on_report", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
-    "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),
+    "rounds do not wait": ((SimMoving, "_await_round", _waits_for_nobody),),
 }
 
 

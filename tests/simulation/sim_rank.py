@@ -251,7 +251,7 @@ class SimRank:
     def _left(self, move: Leave) -> None:
         self.holdings.not_joined()
         if move.carry is Carry.RESHARD and not move.group_lost:
-            self.migration.left(move.binding, move.directive.stage.epoch)
+            self.migration.on_leave(move.binding, move.directive.stage.epoch)
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:

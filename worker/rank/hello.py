@@ -19,10 +19,10 @@ def hello_of(
     engine: RankEngine,
     runtime: GroupRuntime,
     participant: SwitchParticipant,
-    deferred: Sequence[Drop | GiveBack] = (),
+    pending_commands: Sequence[Drop | GiveBack] = (),
 ) -> RankHello:
     """Describe the rank's current state; tasks with a pending `Drop` are omitted."""
-    drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
+    drops = {each.task: each.attempt for each in pending_commands if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
         rank=engine.spec.rank,

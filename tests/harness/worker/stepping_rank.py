@@ -142,7 +142,7 @@ class Stage:
         self.leave()
 
     def leave(self) -> None:
-        self.steps.left((DP, {Rank(0): 1}))
+        self.steps.on_leave((DP, {Rank(0): 1}))
         self.selected = None
 
 
