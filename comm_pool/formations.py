@@ -1,6 +1,6 @@
 """The formation that a rank's collectives belong to, and the aborted ones. Pure."""
 
-KEPT = 16
+ABORTED_MAX = 16
 """Number of aborted formations that are remembered, the newest."""
 
 
@@ -32,7 +32,7 @@ class Formations:
         """Abort the formation's collectives on this rank, now and later."""
         if formation not in self._aborted:
             # Formations are joined in order, so only the last few are ever asked for.
-            self._aborted = frozenset(sorted((*self._aborted, formation))[-KEPT:])
+            self._aborted = frozenset(sorted((*self._aborted, formation))[-ABORTED_MAX:])
 
     def is_aborted(self, formation: int) -> bool:
         """Return whether this rank has aborted the formation."""

@@ -144,9 +144,9 @@ class Layout:
         """Sort the groups and refuse overlaps."""
         ordered = tuple(sorted(self.groups, key=lambda group: group.leader))
         object.__setattr__(self, "groups", ordered)
-        for left, right in pairwise(ordered):
-            if right.leader <= left.ranks[-1]:
-                raise LayoutError(f"groups {left.ranks} and {right.ranks} overlap.")
+        for first, second in pairwise(ordered):
+            if second.leader <= first.ranks[-1]:
+                raise LayoutError(f"groups {first.ranks} and {second.ranks} overlap.")
 
     def __str__(self) -> str:
         """Return the notation; see `format_layout` for absent ranks after the last group."""
@@ -175,13 +175,13 @@ class Layout:
         A group that loses a member cannot continue: its survivors serve alone, in dp.
         """
         lost = frozenset(ranks)
-        kept: list[Group] = []
+        groups: list[Group] = []
         for group in self.groups:
             if lost.isdisjoint(group.ranks):
-                kept.append(group)
+                groups.append(group)
             else:
-                kept += _alone(rank for rank in group.ranks if rank not in lost)
-        return Layout(tuple(kept))
+                groups += _alone(rank for rank in group.ranks if rank not in lost)
+        return Layout(tuple(groups))
 
     def plus(self, ranks: Collection[Rank]) -> "Layout":
         """Return the layout with the missing ones of `ranks` added, each alone in dp."""

@@ -107,7 +107,7 @@ class RankMailbox:
         self._words[_ROUND] = number
 
 
-def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[RankMailbox, ...]:
+def open_mailboxes(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[RankMailbox, ...]:
     """Make this rank's mailbox and map those of all ranks; a collective call.
 
     `gather` returns the argument of every rank, in order of the ranks. The names are unlinked when
