@@ -163,13 +163,13 @@ class PagePool:
         other index that is not in use.
         """
         table = self._leases.get(group, np.zeros(1, dtype=np.int64))
-        kept = _as_pages(sorted(set(indices) - {0}))
-        used = (kept > 0) & (kept < table.size)
-        used[used] = table[kept[used]] != 0
+        wanted = _as_pages(sorted(set(indices) - {0}))
+        used = (wanted > 0) & (wanted < table.size)
+        used[used] = table[wanted[used]] != 0
         if not used.all():
-            raise PageError(f"lease index {kept[~used][0]} of group {group} is not in use.")
+            raise PageError(f"lease index {wanted[~used][0]} of group {group} is not in use.")
         dropped = table != 0
-        dropped[kept] = False
+        dropped[wanted] = False
         if not dropped.any():
             return
         self._release(table[dropped])

@@ -17,10 +17,10 @@ from kvadaptor.reshard.terms import FallbackCause, Ints, ReshardInput
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Chain -> new group and carried blocks; and tasks that no group takes, with the cause."""
+    """Chain -> new group and number of carried blocks; tasks that no group takes, and why."""
 
     group_of: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
     refused: dict[int, FallbackCause] = field(default_factory=dict)
 
 
@@ -50,11 +50,11 @@ def share_out(
         ):
             share.refused[task] = FallbackCause.PAGES
     share.group_of.update(book.group_of)
-    share.kept.update((task, blocks.chains[task].size) for task in book.group_of)
+    share.sizes.update((task, blocks.chains[task].size) for task in book.group_of)
     for chain in cached:
-        group, kept = book.admit_prefix(chain)
-        if kept or not blocks.chains[chain].size:
-            share.group_of[chain], share.kept[chain] = group, kept
+        group, size = book.admit_prefix(chain)
+        if size or not blocks.chains[chain].size:
+            share.group_of[chain], share.sizes[chain] = group, size
     return share
 
 
@@ -112,10 +112,10 @@ class _Book:
         shared = numbers.size - np.array(self._new_blocks(chain))
         group = min(range(shared.size), key=lambda each: (-shared[each], self.load(each)))
         needed = np.cumsum(~self._holds[group, numbers])
-        kept = int(np.searchsorted(needed, self.room[group] - self.count[group], side="right"))
-        if kept:
-            self._take(group, numbers[:kept], int(needed[kept - 1]))
-        return group, kept
+        size = int(np.searchsorted(needed, self.room[group] - self.count[group], side="right"))
+        if size:
+            self._take(group, numbers[:size], int(needed[size - 1]))
+        return group, size
 
     def _new_blocks(self, chain: int) -> list[int]:
         numbers = self._blocks.numbers[chain]
