@@ -354,11 +354,11 @@ class GroupRuntime:
         if not isinstance(message, LeaveGroup):
             self.steps.catch_up()
         match message:
-            case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
+            case Begin(lease_indices=kept, grant_pages=pages, version=version, meets=meets):
                 self.begin(pages, kept, version, meets=meets)
             case Step():
                 self.steps.follow(mode, message, binding)
-            case LeaveGroup(kept=kept):
+            case LeaveGroup(lease_indices=kept):
                 if kept is not None:
                     # The coordinator sends it too, but later.
                     self.keep_only(binding.group.ranks, kept)
