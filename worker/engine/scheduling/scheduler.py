@@ -200,7 +200,7 @@ class ModeScheduler(Scheduler):
         return [block.block_id for _, freed in self.deferred_frees for block in freed]
 
     @property
-    def frees_behind(self) -> bool:
+    def frees_after_step(self) -> bool:
         """Whether the end of the in-flight step frees blocks."""
         return bool(self.deferred_frees)
 
@@ -229,7 +229,7 @@ class ModeScheduler(Scheduler):
                 blocks += self._blocks_of(name)[settled // self.block_size :]
         return np.array(blocks, dtype=np.int64)
 
-    def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
+    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
         """Return the tokens that these tasks got since publication; ended tasks are absent."""
         return {
             state.task: self.requests[state.task]._output_token_ids[state.count :]
@@ -306,7 +306,7 @@ class ModeScheduler(Scheduler):
         slots = self.grants.slots_per_page
         named = np.zeros(self.grants.indices, dtype=np.bool_)
         named[indices] = True
-        if not named[self.grants.kept].any():
+        if not named[self.grants.parked_indices].any():
             return []
         return [
             request_id

@@ -142,9 +142,9 @@ def build_tp_tree(
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
-    left = [name for name, tensor in _tensors(tree) if tensor.is_meta]
-    if left:
-        raise ViewError(f"{left[0]} could not be viewed in width {width}: the model is unknown.")
+    unbound = [name for name, tensor in _tensors(tree) if tensor.is_meta]
+    if unbound:
+        raise ViewError(f"{unbound[0]} could not be viewed in width {width}: the model is unknown.")
     return tree.eval()
 
 
