@@ -9,13 +9,13 @@ class PeerLostError(RuntimeError):
 
     def __init__(self, formation: int) -> None:
         super().__init__(
-            f"formation {formation} has lost a member: what it computed does not count."
+            f"formation {formation} has lost a member: discard the results of its step."
         )
         self.formation = formation
 
 
 class Formations:
-    """Formations, named by the epoch in which they were formed; 0 is that of the start-up.
+    """Formations, each named by the epoch in which it was formed; 0 is the start-up.
 
     The main loop calls `enter`; any thread may call `abort`.
     """

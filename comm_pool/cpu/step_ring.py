@@ -101,7 +101,7 @@ class StepRing:
 
 
 def _read(path: str, name: str) -> bytes | None:
-    """Return a long message; None if its leader has ended, so that it does not count."""
+    """Return a long message; None if its leader has ended, which voids the message."""
     try:
         with Path(path).open("rb") as file:
             # The leader's pid may belong to another process by now.

@@ -116,7 +116,7 @@ def test_a_message_that_is_too_long_is_refused_and_changes_nothing() -> None:
     mailbox = RankMailbox(memoryview_of(256))
     most = 256 - 64 - 256 // SETTLED_SHARE
     mailbox.publish(3, b"x" * most)
-    with pytest.raises(MailboxFullError, match=f"{most + 1} bytes is too long"):
+    with pytest.raises(MailboxFullError, match=f"{most + 1} bytes does not fit"):
         mailbox.publish(4, b"y" * (most + 1))
     assert (mailbox.epoch, mailbox.message) == (3, b"x" * most)
     mailbox.settle(b"z" * (256 // SETTLED_SHARE))
