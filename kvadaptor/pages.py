@@ -27,7 +27,7 @@ _RESERVED, _FREE, _OWNED, _LEASED = range(4)
 
 
 class PageError(ValueError):
-    """The request exceeds what there is, or names what is not there; nothing was changed."""
+    """The request exceeds the free pages or names an unknown one; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class PagePool:
 
     def _check_free(self, n: int) -> None:
         if n < 0:
-            raise PageError(f"a number of pages is not negative, as {n} is.")
+            raise PageError(f"a number of pages must not be negative, but is {n}.")
         if n > self._free:
             raise PageError(f"{n} pages are asked for, but only {self._free} are free.")
 

@@ -83,7 +83,7 @@ class _Book:
         return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
 
     def admit_all(self, wanted: Mapping[int, int]) -> bool:
-        """Let every group have the tasks that it is to have, if there is ample room for all."""
+        """Give every group its wanted tasks, if there is ample room for all."""
         room = self.room.copy()
         for task, group in wanted.items():
             room[group] -= self._blocks.chains[task].size
@@ -97,7 +97,7 @@ class _Book:
         return True
 
     def admit(self, task: int, group: int) -> bool:
-        """Let the group have the task if it has the pages."""
+        """Give the group the task if it has the pages."""
         numbers = self._blocks.numbers[task]
         more = numbers.size - int(np.count_nonzero(self._holds[group, numbers]))
         if self.count[group] + more > self.room[group]:
@@ -128,11 +128,11 @@ class _Book:
 
 
 def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[int, int]:
-    """Spread tasks over the groups, largest first, where the busiest rank then has least.
+    """Assign tasks to groups, largest first, each to the group with the lowest load afterwards.
 
-    Blocks that only another group has count twice, as they would be there twice. A group whose
-    pages would not do comes last; of equal ones that is preferred where more of the task lies right
-    already.
+    A block that only another group holds counts twice, because both would then hold it. A group
+    with too few pages comes last. Among equal groups, the one with more of the task already in
+    place wins.
     """
     book = _Book(given, blocks)
     sizes = [blocks.chains[task].size for task in tasks]

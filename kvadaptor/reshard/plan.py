@@ -79,7 +79,7 @@ class _Search:
         return self._add_cached(bare, max(cheap, bare.outcome.rounds))
 
     def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
-        """Place all tasks but `late`; None if that takes more rounds than the limit."""
+        """Place all tasks except `late`; None if that takes more rounds than the limit."""
         given, blocks = self._given, self._blocks
         tasks = [task for task in self._tasks if task not in late]
         share = share_out(given, blocks, tasks, cached)

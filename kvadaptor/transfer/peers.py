@@ -174,7 +174,7 @@ def _open_file(handle: CpuHandle) -> torch.Tensor:
             )
         mapping = mmap.mmap(fd, handle.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise PeerMappingError(f"the memory behind {path} cannot be mapped: {error}.") from error
+        raise PeerMappingError(f"the memory at {path} cannot be mapped: {error}.") from error
     finally:
         os.close(fd)
     with warnings.catch_warnings():
