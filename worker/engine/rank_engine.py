@@ -165,7 +165,10 @@ class RankEngine:
         with set_current_vllm_config(config):
             specs = whole_specs(runner.get_kv_cache_spec(), config)
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
-            raise ViewError("the model has layers without plain attention; they cannot be split.")
+            raise ViewError(
+                "the model has layers without plain attention, which cannot be split: serve a "
+                "model whose layers all have full attention."
+            )
         reserved = self._reserved_bytes(configs, runners, progress)
         budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)

@@ -1,4 +1,4 @@
-"""Measurements that a rank made at start-up together with others, cached for its successor.
+"""Measurements that a rank made at start-up together with others, stored for its successor.
 
 A rank that restarts while the others serve computes alone. It takes the step times and probe
 results of wide groups from its predecessor, which had the same weights and the same place in every

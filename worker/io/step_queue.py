@@ -16,7 +16,7 @@ FOLLOWER_POLL_S = 0.01
 """How long a joined follower waits for a step before it checks its inbox again."""
 
 LEADER_SEND_LIMIT_S = 30.0
-"""A follower that reads nothing for this long is taken for lost."""
+"""A follower that reads nothing for this long counts as lost."""
 
 
 LOSS_POLL_S = 0.05

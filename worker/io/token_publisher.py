@@ -2,9 +2,9 @@
 
 One ZeroMQ PUSH socket per reply address; a message is the encoded `TokenBatch` header and the
 frames of vLLM's outputs. Pushes are unanswered, so the sockets' heartbeats show whether a gateway
-is reachable; `gateway_breakers` decides what follows. The stepping thread pushes itself: it only
-queues frames, which ZeroMQ's own thread sends. A Python thread in between would need the
-interpreter lock back from the next step per frame, which was most of a rank's share of time to
+is reachable; `gateway_breakers` decides which links to use. The stepping thread pushes itself: it
+only queues frames, which ZeroMQ's own thread sends. A Python thread in between would wait for the
+interpreter lock during the next step, once per frame; that was most of a rank's share of time to
 first token.
 """
 
@@ -34,7 +34,7 @@ UNSENT_BATCHES_MAX = 100_000
 """Maximum batches queued in a socket for a gateway that does not read; more are dropped."""
 
 LINGER_MS = 1_000
-"""Maximum time that a closing socket tries to send what is left."""
+"""Maximum time that a closing socket tries to send its queued batches."""
 
 WATCH_S = 0.1
 """How often links are checked for changes."""

@@ -128,9 +128,9 @@ class ModeScheduler(Scheduler):
         return np.append(known, np.array(more, dtype=np.int32)) if more else known
 
     def _make_room(self) -> None:
-        """Preempt a waiting task that came by migration if all of them wait for a block.
+        """Preempt a migrated waiting task if all of them wait for a block.
 
-        vLLM preempts running tasks only; these came with all blocks in use, and none runs yet.
+        vLLM preempts running tasks only; these arrived with all blocks in use, and none runs yet.
         """
         waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
         if self.running or not waiting:
@@ -164,7 +164,7 @@ class ModeScheduler(Scheduler):
 
     @property
     def idle(self) -> bool:
-        """Whether no task is left; vLLM may still have finished ids to pass to its runner."""
+        """Whether there is no task; vLLM may still have finished ids to pass to its runner."""
         return not self.requests
 
     @property
@@ -254,7 +254,7 @@ class ModeScheduler(Scheduler):
 
         The blocks belong to the lease indices `granted`, are free and hold the KV. `chains` are
         oldest first; `indices` are those of a wide group that the migration has filled. `known` are
-        the tasks' tokens as followers get them, without those that came since.
+        the tasks' tokens as followers get them, without newer ones.
         """
         self._known |= known or {}
         self.tidy()
@@ -331,7 +331,7 @@ class ModeScheduler(Scheduler):
         self._gone.update(each for each in request_ids if each in self.requests)
 
     def tidy(self) -> None:
-        """Free what is left of tasks that have gone: about 30 µs each."""
+        """Free the rest of tasks that have gone: about 30 µs each."""
         if self._gone:
             self.take_back(self._gone)
             self._gone.clear()
