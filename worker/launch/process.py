@@ -21,7 +21,7 @@ from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
 from worker.engine.rank_engine import RankEngine, settle_environment
-from worker.engine.step_times import told
+from worker.engine.step_times import width_times
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
 from worker.launch.peer_failure import PeerFailure
@@ -71,7 +71,10 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
 def longest_step_s(engine: RankEngine) -> float:
     """Return the longest step measured at start-up, in seconds; the largest step is among them."""
     points = (
-        us for times in engine.step_times() for _, curve in told(times).curves for _, us in curve
+        us
+        for times in engine.step_times()
+        for _, curve in width_times(times).curves
+        for _, us in curve
     )
     return max(points, default=0) / 1e6
 

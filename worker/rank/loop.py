@@ -338,7 +338,7 @@ class RankLoop:
         assert binding is not None
         message = self._lost.guarded(lambda: self._runtime.follow(binding, wait_s=wait_s))
         if isinstance(message, LeaveGroup):
-            self._participant.on_leave(message.formation, for_move=message.kept is None)
+            self._participant.on_leave(message.formation, for_move=message.lease_indices is None)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
         if message is not None and self._steps.count > steps:

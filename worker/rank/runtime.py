@@ -360,11 +360,11 @@ class GroupRuntime:
         if not isinstance(message, LeaveGroup):
             self.steps.run_deferred()
         match message:
-            case Begin(kept=indices, grant_pages=pages, version=version, meets=meets):
+            case Begin(lease_indices=indices, grant_pages=pages, version=version, meets=meets):
                 self.begin(pages, indices, version, meets=meets)
             case Step():
                 self.steps.follow(mode, message, binding)
-            case LeaveGroup(kept=indices):
+            case LeaveGroup(lease_indices=indices):
                 if indices is not None:
                     # The coordinator sends this too, but later.
                     self.keep_only(binding.group.ranks, indices)

@@ -302,7 +302,7 @@ class Steps:
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
         self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns)
-        frees = scheduler.frees_behind
+        frees = scheduler.frees_after_step
         outputs = scheduler.finish_step(step.plan, result)
         if outputs:
             self._push(outputs, step.epoch)

@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ends = False
-        self.frees_behind = False
+        self.frees_after_step = False
         self.busy = True
         self.is_empty = False
         """The next step only tells which tasks have ended."""

@@ -118,7 +118,7 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--widths", "1,x"], "no list of numbers"),
         (["--widths", "1,3"], "3 is no power of two"),
         (["--widths", "4"], "between 1 and 2"),
-        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is no mixed group"),
+        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is not a mixed group"),
         (["--mixed", "sp2tp2"], "cell.mixed: sp2tp2 needs groups 4 wide"),
         (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
         (["--port", "70000"], "gateway.port"),

@@ -54,7 +54,7 @@ def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
 def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
-    stage.dp.scheduler.frees_behind = True
+    stage.dp.scheduler.frees_after_step = True
     stage.steps.finish_inflight()
     assert stage.freed_groups == [DP.group]
 

@@ -154,7 +154,7 @@ class Migration:
         if self._publication is None or steps.has_inflight or steps.draining_group is not None:
             return
         (scheduler, states), self._publication = self._publication, None
-        tokens = scheduler.brought(states) if scheduler is not None else {}
+        tokens = scheduler.tokens_since(states) if scheduler is not None else {}
         late = {
             task: LateTokens(tuple(of_task), led.emitted)
             for task, of_task in tokens.items()
@@ -241,11 +241,11 @@ class Migration:
                 continue
             if carried.cached:
                 tokens = self._runtime.engine.kv.geometry.tokens_per_slot
-                chain = move.chains[carried.id].kept_as(move.blocks(carried), tokens)
+                chain = move.chains[carried.id].prefix_in(move.blocks(carried), tokens)
                 pending.chains.append(chain)
                 continue
             _, cargo = move.cargo[carried.id]
-            request = self._runtime.intake.restored(cargo.payload, cargo.state)
+            request = self._runtime.intake.continued_request(cargo.payload, cargo.state)
             blocks, known = move.blocks(carried), tokens_of(request)
             pending.incoming.append(IncomingTask(cargo, request, blocks, known))
             self.look()
