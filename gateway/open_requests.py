@@ -143,7 +143,8 @@ class OpenRequests:
         self._families: dict[str, set[TaskId]] = {}
         self._ended: dict[str, OrderedDict[TaskId, Cancel | Done]] = {}
         """The end of each task that a cell has, or had, to be sent to that cell."""
-        self._told: set[TaskId] = set()
+        self._stray_cancels: set[TaskId] = set()
+        """Closed tasks whose cancel is sent; `stray` sends no second one in the session."""
         self._payload_bytes = 0
         self._checked_at_s: float | None = None
         """Time of the last call of `expired`."""
@@ -196,7 +197,7 @@ class OpenRequests:
     def session_opened(self, cell: str = ONE_CELL) -> list[GatewayUp]:
         """Return every open task and remembered end, in order; coordinators ignore known ones."""
         self._connected.add(cell)
-        self._told.clear()
+        self._stray_cancels.clear()
         messages: list[GatewayUp] = list(self._ended.get(cell, OrderedDict()).values())
         for task in self.of_cell(cell):
             messages.append(task.submit())
@@ -255,7 +256,7 @@ class OpenRequests:
         for task_id in dict.fromkeys(task_ids):
             if task_id in self._open:
                 cell = self._close(task_id).cell
-                self._told.add(task_id)
+                self._stray_cancels.add(task_id)
                 cancel = self._remember(cell, task_id, Cancel(task_id))
                 if cell is not None:
                     messages.append((cell, cancel))
@@ -274,11 +275,11 @@ class OpenRequests:
 
     def stray(self, task_id: TaskId) -> Cancel | None:
         """Return a Cancel for tokens of a task that is not open, once per task and session."""
-        if task_id in self._told:
+        if task_id in self._stray_cancels:
             return None
-        if len(self._told) >= ENDED_REMEMBERED:
-            self._told.clear()
-        self._told.add(task_id)
+        if len(self._stray_cancels) >= ENDED_REMEMBERED:
+            self._stray_cancels.clear()
+        self._stray_cancels.add(task_id)
         return Cancel(task_id)
 
     def unread(self) -> list[Callable[[], None]]:

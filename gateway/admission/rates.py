@@ -132,8 +132,8 @@ async def _admit(
 
 async def _charge(limiter: SlidingWindowCounterRateLimiter, key: ApiKey, tokens: int) -> None:
     item = RateLimitItemPerMinute(key.tokens_per_minute)
-    left = (await limiter.get_window_stats(item, key.id, "tokens")).remaining
-    if (cost := min(tokens, left)) > 0:
+    remaining = (await limiter.get_window_stats(item, key.id, "tokens")).remaining
+    if (cost := min(tokens, remaining)) > 0:
         await limiter.hit(item, key.id, "tokens", cost=cost)
 
 

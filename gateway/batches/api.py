@@ -32,10 +32,10 @@ from gateway.batches.terms import (
     ENDPOINTS,
     EXPIRES_AFTER_S_MAX,
     EXPIRES_AFTER_S_MIN,
-    KEPT_S,
     METADATA_KEY_CHARS_MAX,
     METADATA_MAX,
     METADATA_VALUE_CHARS_MAX,
+    RETENTION_S,
     WINDOW_S,
     BatchRecord,
     FileRecord,
@@ -210,7 +210,7 @@ class _Api:
             created_at=now_s,
             expires_at=now_s + WINDOW_S,
             metadata=wanted.metadata,
-            files_expire_after_s=after.seconds if after else KEPT_S,
+            files_expire_after_s=after.seconds if after else RETENTION_S,
         )
         await self._store.call(lambda store: store.add_batch(record))
         self._desk.poke()
@@ -334,7 +334,7 @@ def _expires_after_s(fields: Mapping[str, str]) -> int:
         if (key := f"expires_after[{name}]") in fields
     }
     if not given:
-        return KEPT_S
+        return RETENTION_S
     try:
         return _ExpiresAfter.model_validate(given).seconds
     except ValidationError:

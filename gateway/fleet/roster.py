@@ -142,11 +142,11 @@ class CellRoster:
             return []
         return spill([self._candidate(name, cell, 0) for name, cell in self._cells.items()])
 
-    def left(self, now_s: float) -> dict[str, MoveReason]:
+    def evacuations(self, now_s: float) -> dict[str, MoveReason]:
         """Return the cells that tasks must leave, each with the reason."""
         if not self.in_fleet:
             return {}
-        reasons = {name: self._why_left(cell, now_s) for name, cell in self._cells.items()}
+        reasons = {name: self._evacuation_reason(cell, now_s) for name, cell in self._cells.items()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def forget(self, in_use: Collection[str], now_s: float) -> list[str]:
@@ -161,7 +161,7 @@ class CellRoster:
             del self._cells[name]
         return gone
 
-    def _why_left(self, cell: _Cell, now_s: float) -> MoveReason | None:
+    def _evacuation_reason(self, cell: _Cell, now_s: float) -> MoveReason | None:
         if cell.is_up:
             state = cell.state
             if state is None or (state.ranks_alive and not state.draining):
