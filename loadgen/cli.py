@@ -63,9 +63,9 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise UsageError("--admin-key-env goes with --admin-url.")
     headers = _auth_headers("--api-key-env", args.api_key_env)
     admin_headers = _auth_headers("--admin-key-env", args.admin_key_env)
-    measured = asyncio.run(run_load(config, headers, admin_headers))
+    outcome = asyncio.run(run_load(config, headers, admin_headers))
     report: dict[str, Any] = {
-        **measured,
+        **outcome,
         "command": ["python", "-m", "loadgen", *arguments],
         "config": {name: _plain(value) for name, value in sorted(vars(args).items())},
     }

@@ -23,7 +23,7 @@ from loadgen.client.client import Client, Clock, Target, open_session
 from loadgen.client.environment import describe_environment
 from loadgen.client.loops import Bench, run_closed, run_open
 from loadgen.client.meter import Meter
-from loadgen.client.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
+from loadgen.client.overhead import Overhead, OverheadProbe, overhead_as_json, overload_warnings
 from loadgen.client.payload import BodyStyle, made_ahead, request_body
 from loadgen.client.progress import show_progress
 from loadgen.client.switches import SwitchWatch
@@ -269,7 +269,7 @@ def _finished(
 def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
     finished = outcome.finished
     generator = overhead_as_json(finished.records, outcome.overhead)
-    warnings = fell_behind(finished.records, outcome.overhead)
+    warnings = overload_warnings(finished.records, outcome.overhead)
     warnings += warnings_for(finished.records, ignore_eos=config.ignore_eos)
     warnings += _load_warnings(config.load, outcome)
     if outcome.warmup_failures:
@@ -297,8 +297,10 @@ def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
 def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
     """Return further warnings: skipped rows of the trace, and switches that may be missing."""
     found = []
-    if isinstance(load, TraceLoad) and load.trace.left_out:
-        found.append(f"{load.trace.left_out} rows of the trace had no tokens and were left out.")
+    if isinstance(load, TraceLoad) and load.trace.skipped_rows:
+        found.append(
+            f"{load.trace.skipped_rows} rows of the trace had no tokens and were skipped."
+        )
     if outcome.switches and outcome.switches["missed_polls"]:
         found.append(
             f"The admin API did not answer {outcome.switches['missed_polls']} times, so switches "
@@ -320,7 +322,7 @@ def _described(config: RunConfig, digest: str) -> dict[str, object]:
             "file": load.source.name,
             "columns": load.trace.columns,
             "requests": len(load.trace.rows),
-            "rows_left_out": load.trace.left_out,
+            "rows_left_out": load.trace.skipped_rows,
         },
     }
 

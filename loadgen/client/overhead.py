@@ -60,11 +60,11 @@ def overhead_as_json(records: Sequence[RequestRecord], overhead: Overhead) -> di
     return {
         "cpu_share": rounded(overhead.cpu_share),
         "loop_delay_ms": summarise(overhead.loop_delay_ms),
-        "fell_behind": fell_behind(records, overhead),
+        "fell_behind": overload_warnings(records, overhead),
     }
 
 
-def fell_behind(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
+def overload_warnings(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
     """Return one sentence for each sign that the client did not keep up. Pure."""
     found = []
     late_ms = summarise(lag_ms(record) for record in records)["p99"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.client.overhead import Overhead, fell_behind
+from loadgen.client.overhead import Overhead, overload_warnings
 from loadgen.report.advice import warnings_for
 from loadgen.report.records import Answer, FailureKind, RequestRecord
 from loadgen.report.report import Finished, build_report
@@ -260,7 +260,7 @@ def test_the_client_says_when_it_fell_behind(
     records = [
         make_record(make_planned(index, at_s=index), sent_s=index + late_s) for index in range(50)
     ]
-    sentences = fell_behind(records, Overhead(cpu, [loop_ms] * 20))
+    sentences = overload_warnings(records, Overhead(cpu, [loop_ms] * 20))
     assert len(sentences) == len(said)
     for part, sentence in zip(said, sentences, strict=True):
         assert part in sentence
