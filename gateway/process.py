@@ -198,11 +198,14 @@ class Gateway:
         """Return whether a request that arrives now can be served."""
         cell = self._relay.cell
         if self._edge is None or self._edge.draining:
-            return _unready("draining", "This server is shutting down.")
+            return _unready("draining", "This server is shutting down: send the request again.")
         if not self._fleet.cells.up:
-            return _unready("no_healthy_workers", "There is no session with the coordinator.")
+            return _unready(
+                "no_healthy_workers",
+                "There is no session with the coordinator: check that it runs.",
+            )
         if cell is None:
-            return _unready("not_serving", "The coordinator has not told the cell's state yet.")
+            return _unready("not_serving", "The coordinator has not reported the cell's state yet.")
         if not cell.serving:
             text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
             return _unready("not_serving", text)
@@ -216,11 +219,11 @@ class Gateway:
         return self.readiness().ready
 
     async def _answer_line(self, call: LineCall) -> LineAnswer:
-        assert self._edge is not None, "batches begin behind the edge."
+        assert self._edge is not None, "batches begin after the edge exists."
         return await self._edge.answer_line(call)
 
     def _publish_batches(self, batches: Sequence[BatchProgress]) -> None:
-        """Publish the running batches repeatedly, and once when none is left."""
+        """Publish the running batches repeatedly, and once after the last one."""
         if batches or self._published_batches:
             self._fleet.broadcast(BatchesRun(tuple(batches)))
         self._published_batches = tuple(batches)
@@ -246,7 +249,7 @@ class Gateway:
             self._relay.tick()
             publisher.tick()
             if llm.errored:
-                raise RuntimeError("vLLM's front end has stopped, see the log above.")
+                raise RuntimeError("vLLM's front end has stopped: see the log above.")
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
         """Shut down: a gateway without its session or its clock is useless, a new one is not."""
@@ -278,7 +281,9 @@ class Gateway:
             async with asyncio.timeout(DRAIN_S):
                 await self._edge.idle.wait()
         except TimeoutError:
-            self._relay.give_up(api_error("draining", "This server had to shut down."))
+            self._relay.give_up(
+                api_error("draining", "This server had to shut down: send the request again.")
+            )
         self._server.should_exit = True
 
     async def _flush(self) -> None:

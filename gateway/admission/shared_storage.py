@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class StorageAwayError(Exception):
-    """Redis was not asked, or did not answer in time: do without it."""
+    """Redis was not asked, or did not answer in time: go on without it."""
 
 
 class WaitBudget:

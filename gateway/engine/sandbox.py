@@ -21,7 +21,7 @@ WORKERS_MAX = 2
 ANSWERS_MAX = 1_024
 """Answers that are remembered, so that a repeated question costs nothing."""
 LATE_S = 5.0
-"""Longest silence of a worker after its alarm, before it is given up."""
+"""Longest silence of a worker after its alarm, before its call fails."""
 WAIT_S = 30.0
 """Longest wait of a call for a worker."""
 MESSAGE_BYTES_MAX = 16 * 1024**2

@@ -1,6 +1,6 @@
 """Which cell gets a task, and which queued tasks a busy cell should give to an idle one.
 
-A task goes to the least loaded cell that can hold it, or to one that has seen the beginning of its
+A task goes to the least loaded cell that can hold it, or to one that knows the beginning of its
 prompt and is not much busier. A gateway's knowledge of a cell is as old as the cell's last message,
 so it adds the tasks it has sent since. After the scorers of the Gateway API Inference Extension,
 with a bound in place of weights. Called by the roster. Pure.
@@ -52,7 +52,7 @@ class Candidate:
     sent: int = 0
     """Tasks sent to it since it reported a new load."""
     matched_blocks: int = 0
-    """How many of the prompt's first blocks it has seen."""
+    """How many of the prompt's first blocks it knows."""
 
 
 def is_open(cell: Candidate) -> bool:

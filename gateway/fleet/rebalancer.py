@@ -15,7 +15,7 @@ from gateway.fleet.roster import CellRoster, MoveReason
 from gateway.open_requests import OpenRequest, OpenRequests
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
-"""Refusals with these codes say nothing about other cells."""
+"""Refusals with these codes do not apply to other cells."""
 
 Updates = list[tuple[str, GatewayUp]]
 """Each cell with its message, in order."""

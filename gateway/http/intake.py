@@ -79,7 +79,9 @@ class RequestHead:
     def check(self, http_version: str) -> ApiError | None:
         """Return the error in the headers themselves, if any."""
         if self.repeated & SINGLE_HEADERS:
-            return api_error("invalid_http", "A header came twice that may come once.")
+            return api_error(
+                "invalid_http", "The request repeats a header that must be unique: send it once."
+            )
         if http_version == "1.1" and not self.headers.get("host"):
             return api_error("invalid_http", "HTTP/1.1 requests need a Host header.")
         return None

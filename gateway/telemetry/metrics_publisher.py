@@ -18,7 +18,7 @@ PUBLISH_TICKS = 4
 ENGINE_PUBLISH_TICKS = 20
 """Ticks between two messages with vLLM's own metrics, which take 3 ms to read."""
 COORDINATORS_REMEMBERED = 1_024
-"""Coordinators whose shares are kept; the least recently used are dropped first."""
+"""Coordinators whose shares stay in memory; the least recently used are dropped first."""
 
 
 class Session(Protocol):
