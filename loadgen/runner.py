@@ -145,7 +145,7 @@ async def _run(
 def _observers(
     bench: Bench, probe: OverheadProbe, watch: SwitchWatch | None, *, quiet: bool
 ) -> list[Coroutine[None, None, None]]:
-    """Return what runs beside the load and never ends by itself."""
+    """Return the work that runs beside the load and never ends by itself."""
     found = [probe.watch()]
     if watch is not None:
         found.append(watch.watch(bench.clock))
@@ -186,7 +186,7 @@ def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:
         case OpenLoad(phases, kind, burst_requests, _, _):
             arrivals = plan_arrivals(phases, kind, seed=config.seed, burst_requests=burst_requests)
             if not arrivals:
-                raise UsageError("No request falls into so short a run; make it longer.")
+                raise UsageError("The run is too short for a request: make it longer.")
             return plan_open(arrivals, config.workload, seed=config.seed, run_id=run_id)
 
 
@@ -298,9 +298,7 @@ def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
     """Return further warnings: skipped rows of the trace, and switches that may be missing."""
     found = []
     if isinstance(load, TraceLoad) and load.trace.skipped_rows:
-        found.append(
-            f"{load.trace.skipped_rows} rows of the trace had no tokens and were skipped."
-        )
+        found.append(f"{load.trace.skipped_rows} rows of the trace had no tokens and were skipped.")
     if outcome.switches and outcome.switches["missed_polls"]:
         found.append(
             f"The admin API did not answer {outcome.switches['missed_polls']} times, so switches "

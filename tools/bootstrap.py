@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         print(f"set-up: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nset-up interrupted; the same command takes it up again.", file=sys.stderr)
+        print("\nset-up interrupted; the same command resumes it.", file=sys.stderr)
         return 130
     STAMP.write_text(wanted)
     print(f"set-up: ready after {time.monotonic() - started:.0f} s", flush=True)

@@ -1,7 +1,7 @@
 """Sends one request over aiohttp and times its stream. Thin: `answer` judges it.
 
 Never raises for faults of a server or a network: every outcome is a `RequestRecord`. No retries and
-no redirects, so that each failure is seen once. Callers stop a request by cancelling it, which is
+no redirects, so that each failure counts once. Callers stop a request by cancelling it, which is
 passed on.
 """
 
@@ -124,7 +124,7 @@ class Client:
 
 @dataclass(slots=True)
 class _Exchange:
-    """The state of a running request, kept outside so that no exception loses it."""
+    """The state of a running request, outside its call so that no exception loses it."""
 
     reader: AnswerReader
     reply: Reply | None = None
