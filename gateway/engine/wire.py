@@ -1,4 +1,4 @@
-"""vLLM's private engine wire format, seen from the engine's side (vLLM 0.32.0).
+"""The engine's side of vLLM's private engine wire format (vLLM 0.32.0).
 
 The only module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
 as they write it, and the method calls that come from AsyncLLM's ROUTER socket and are answered at

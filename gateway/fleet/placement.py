@@ -82,7 +82,7 @@ def load_for(cell: Candidate, tier: Tier) -> float:
 def choose(needs: Needs, cells: Sequence[Candidate]) -> str | None:
     """Return the cell for a task; None if no cell can take it now."""
     fit = [cell for cell in cells if can_hold(cell, needs)]
-    # A cell that switches or starts will serve soon, but one that serves now is sooner.
+    # A cell that switches or starts will serve soon; a serving one begins at once.
     fit = [cell for cell in fit if cell.is_serving] or fit
     if not fit:
         return None

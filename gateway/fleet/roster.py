@@ -1,10 +1,9 @@
 """The cells a gateway knows, their last reported state, and which of them tasks must leave.
 
 A cell is *found* while the configuration or the registry names it. Tasks leave a cell that drains
-or is dead. A cell is dead if it has no rank left, or if its session is down and it is either no
-longer found or has been down for `dead_after_s`. A cell that is no longer found stays while its
-session is up, so a registry that is down or empty removes nothing. Called by the relay and the
-fleet; pure.
+or is dead. A cell is dead if no rank is alive, or if its session is down and it is either no longer
+found or has been down for `dead_after_s`. A cell that is no longer found stays while its session is
+up, so a registry that is down or empty removes nothing. Called by the relay and the fleet; pure.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ class MoveReason(StrEnum):
     """Why a task leaves its cell."""
 
     DEAD = "dead"
-    """The cell cannot be reached, or has no rank left."""
+    """The cell does not respond, or has no rank alive."""
     DRAINING = "draining"
     FULL = "full"
     """It refused the task, and another one may have room."""
