@@ -59,7 +59,9 @@ def used_for_another() -> ApiError:
 
 def being_answered() -> ApiError:
     """Return the error for a key whose first request has no answer yet."""
-    return api_error("conflict", "The request with this Idempotency-Key is being answered.")
+    return api_error(
+        "conflict", "The first request with this key is still being answered: wait for it."
+    )
 
 
 class IdempotencyCache:

@@ -79,7 +79,9 @@ class RequestHead:
     def check(self, http_version: str) -> ApiError | None:
         """Return the error in the headers themselves, if any."""
         if self.repeated & SINGLE_HEADERS:
-            return api_error("invalid_http", "A header came twice that may come once.")
+            return api_error(
+                "invalid_http", "The request repeats a header that must be unique: send it once."
+            )
         if http_version == "1.1" and not self.headers.get("host"):
             return api_error("invalid_http", "HTTP/1.1 requests need a Host header.")
         return None
@@ -203,8 +205,8 @@ class BufferedBody:
 
 
 def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, Any]:
-    """Return the scope for vLLM; without `length` the client's Content-Length is kept."""
-    kept: Headers = [
+    """Return the scope for vLLM; without `length` the client's Content-Length stays."""
+    forwarded: Headers = [
         (name, value)
         for name, value in scope["headers"]
         if name.lower() not in _DROPPED and not name.lower().startswith(_INNER_PREFIXES)
@@ -214,10 +216,10 @@ def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, A
         VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
     }
     if length is None:
-        kept += [pair for pair in scope["headers"] if pair[0].lower() == b"content-length"]
+        forwarded += [pair for pair in scope["headers"] if pair[0].lower() == b"content-length"]
     else:
         own["content-length"] = str(length)
-    headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
+    headers = forwarded + [(name.encode(), value.encode()) for name, value in own.items()]
     return {**scope, "headers": headers}
 
 
