@@ -229,7 +229,9 @@ class RankLoop:
             case Join(binding=binding):
                 runtime.join(binding)
                 self._leases.formed(binding.group.ranks, move.directive)
-            case Serve(binding=binding, grant_pages=pages, retention=retention, directive=directive):
+            case Serve(
+                binding=binding, grant_pages=pages, retention=retention, directive=directive
+            ):
                 if binding.group.leader == self._rank:
                     indices = retention.indices if retention is not None else ()
                     self._lost.guarded(lambda: runtime.serve(binding, indices, pages))
