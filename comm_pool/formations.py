@@ -1,6 +1,6 @@
 """The formation that a rank's collectives belong to, and the aborted ones. Pure."""
 
-KEPT = 16
+ABORTED_MAX = 16
 """Number of aborted formations that are remembered, the newest."""
 
 
@@ -9,13 +9,13 @@ class PeerLostError(RuntimeError):
 
     def __init__(self, formation: int) -> None:
         super().__init__(
-            f"formation {formation} has lost a member: what it computed does not count."
+            f"formation {formation} has lost a member: discard the results of its step."
         )
         self.formation = formation
 
 
 class Formations:
-    """Formations, named by the epoch in which they were formed; 0 is that of the start-up.
+    """Formations, each named by the epoch in which it was formed; 0 is the start-up.
 
     The main loop calls `enter`; any thread may call `abort`.
     """
@@ -32,7 +32,7 @@ class Formations:
         """Abort the formation's collectives on this rank, now and later."""
         if formation not in self._aborted:
             # Formations are joined in order, so only the last few are ever asked for.
-            self._aborted = frozenset(sorted((*self._aborted, formation))[-KEPT:])
+            self._aborted = frozenset(sorted((*self._aborted, formation))[-ABORTED_MAX:])
 
     def is_aborted(self, formation: int) -> bool:
         """Return whether this rank has aborted the formation."""

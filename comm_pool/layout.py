@@ -86,7 +86,7 @@ class Group:
         if first < 0 or self.ranks != tuple(range(first, first + width)):
             raise LayoutError(f"ranks {self.ranks} are not contiguous, ascending and from 0 up.")
         if width & (width - 1):
-            raise LayoutError(f"ranks {self.ranks} are {width} wide, which is no power of two.")
+            raise LayoutError(f"ranks {self.ranks} are {width} wide, which is not a power of two.")
         if first % width:
             raise LayoutError(
                 f"ranks {self.ranks} are not aligned: a group {width} wide starts at a "
@@ -144,9 +144,9 @@ class Layout:
         """Sort the groups and refuse overlaps."""
         ordered = tuple(sorted(self.groups, key=lambda group: group.leader))
         object.__setattr__(self, "groups", ordered)
-        for left, right in pairwise(ordered):
-            if right.leader <= left.ranks[-1]:
-                raise LayoutError(f"groups {left.ranks} and {right.ranks} overlap.")
+        for first, second in pairwise(ordered):
+            if second.leader <= first.ranks[-1]:
+                raise LayoutError(f"groups {first.ranks} and {second.ranks} overlap.")
 
     def __str__(self) -> str:
         """Return the notation; see `format_layout` for absent ranks after the last group."""
@@ -175,13 +175,13 @@ class Layout:
         A group that loses a member cannot continue: its survivors serve alone, in dp.
         """
         lost = frozenset(ranks)
-        kept: list[Group] = []
+        groups: list[Group] = []
         for group in self.groups:
             if lost.isdisjoint(group.ranks):
-                kept.append(group)
+                groups.append(group)
             else:
-                kept += _alone(rank for rank in group.ranks if rank not in lost)
-        return Layout(tuple(kept))
+                groups += _alone(rank for rank in group.ranks if rank not in lost)
+        return Layout(tuple(groups))
 
     def plus(self, ranks: Collection[Rank]) -> "Layout":
         """Return the layout with the missing ones of `ranks` added, each alone in dp."""
@@ -199,12 +199,11 @@ def parse_layout(text: str, world: int, widths: Collection[int]) -> Layout:
 
     Tokens joined by `+` take the ranks in order: `dpN` is N ranks, each alone; `tpK`, `spK` and
     `shiftK` are one group of K ranks; `spMtpN` and `shiftMtpN` are one mixed group of M·N ranks, in
-    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out (lost, or not
-    to be used). So
-    `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and `dp2+off1+dp1` is four ranks without
-    rank 2. A caller that must not leave a rank out looks at `Layout.ranks`. Every other text raises
-    `LayoutError`, one sentence that says what is wrong and what is supported. Costs O(world),
-    whatever the text.
+    which M exchange heads, so M is a supported width too; `offN` leaves N ranks out, because they
+    are lost or must stay unused. So `tp2+dp2` is ranks 0-1 together, then 2 and 3 alone, and
+    `dp2+off1+dp1` is four ranks without rank 2. A caller that must not leave a rank out checks
+    `Layout.ranks`. Any other text raises `LayoutError`: one sentence with the fault and what is
+    supported. Costs O(world), whatever the text.
     """
     if world < 1:
         raise LayoutError(f"a cell has at least one rank, not {world}.")
@@ -278,7 +277,7 @@ def supported_layouts(
     The order is the same on every rank: by the group of rank 0, narrow before wide, then mode in
     the order of `Mode`, mixed ones after the plain one, then likewise for the following ranks; so
     all-dp comes first. Ranks stand alone only if `modes` holds dp. Raises `LayoutError` for a world
-    outside 1..MAX_ENUMERATED_WORLD or a width that is no power of two.
+    outside 1..MAX_ENUMERATED_WORLD or a width that is not a power of two.
     """
     if not 1 <= world <= MAX_ENUMERATED_WORLD:
         raise LayoutError(
@@ -287,7 +286,7 @@ def supported_layouts(
     ascending = sorted({1, *widths})
     for width in ascending:
         if width < 1 or width & (width - 1):
-            raise LayoutError(f"width {width} is no power of two.")
+            raise LayoutError(f"width {width} is not a power of two.")
     wanted = [mode for mode in Mode if mode in modes]
     # Filled from the last rank back: all layouts of the ranks first..world-1.
     rest: dict[int, list[tuple[Group, ...]]] = {world: [()]}
@@ -346,12 +345,12 @@ def _read_token(token: str, text: str) -> tuple[str, int, int]:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise LayoutError(
-            f"'{token}' in layout '{text}' is no word with a number, such as 'dp4' or 'tp2+dp2'."
+            f"'{token}' in layout '{text}' is not a word with a number, such as 'dp4' or 'tp2+dp2'."
         )
     word, count = match[1], int(match[2])
     if word not in words:
         raise LayoutError(
-            f"'{word}' in layout '{text}' is no mode; supported are {', '.join(words[:-1])}, "
+            f"'{word}' in layout '{text}' is not a mode; supported are {', '.join(words[:-1])}, "
             f"and {_ABSENT} for ranks left out."
         )
     if count == 0:
@@ -373,7 +372,7 @@ def _check_parts(mode: Mode, width: int, parts: int) -> None:
 def _check_exchange(token: str, width: int, widths: Collection[int]) -> None:
     if width not in widths:
         raise LayoutError(
-            f"'{token}' exchanges heads in groups of {width} ranks, which is no supported width."
+            f"'{token}' exchanges heads in groups of {width} ranks, which is not a supported width."
         )
 
 

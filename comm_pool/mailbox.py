@@ -33,7 +33,7 @@ GAVE_UP = -1
 
 
 class MailboxFullError(ValueError):
-    """A message is longer than the mailbox."""
+    """A message is longer than the room in the mailbox."""
 
 
 class RankMailbox:
@@ -48,7 +48,9 @@ class RankMailbox:
         """Replace the message; readers of `epoch` find it from now on."""
         room = len(self._memory) - len(self._memory) // SETTLED_SHARE - _DATA_START
         if len(message) > room:
-            raise MailboxFullError(f"a message of {len(message)} bytes is too long for the board.")
+            raise MailboxFullError(
+                f"a message of {len(message)} bytes does not fit into the {room} of a mailbox."
+            )
         self._words[_EPOCH] = self._words[_SETTLED] = 0
         self._memory[_DATA_START : _DATA_START + len(message)] = message
         self._words[_LENGTH], self._words[_ROUND] = len(message), 0
@@ -69,7 +71,7 @@ class RankMailbox:
         """Add the tokens of the last step; readers of the epoch find them from now on."""
         start = _DATA_START + self._words[_LENGTH]
         if start + len(message) > len(self._memory):
-            raise MailboxFullError(f"{len(message)} bytes more are too many for the board.")
+            raise MailboxFullError(f"{len(message)} more bytes do not fit into the mailbox.")
         self._memory[start : start + len(message)] = message
         self._words[_SETTLED_LENGTH] = len(message)
         self._words[_SETTLED] = self._words[_EPOCH]
@@ -107,7 +109,7 @@ class RankMailbox:
         self._words[_ROUND] = number
 
 
-def open_boards(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[RankMailbox, ...]:
+def open_mailboxes(rank: int, gather: Callable[[Any], Sequence[Any]]) -> tuple[RankMailbox, ...]:
     """Make this rank's mailbox and map those of all ranks; a collective call.
 
     `gather` returns the argument of every rank, in order of the ranks. The names are unlinked when

@@ -32,7 +32,7 @@ class Mixed:
         """Refuse numbers that do not make a mixed group."""
         for word, count in (("sp", self.sp), ("tp", self.tp)):
             if count < 1 or count & (count - 1):
-                raise MixedError(f"{word}{count} in '{self}' is no power of two.")
+                raise MixedError(f"{word}{count} in '{self}' is not a power of two.")
         if self.sp == 1:
             raise MixedError(f"'{self}' shares out no tokens; use 'tp{self.tp}'.")
         if self.tp == 1:
@@ -60,7 +60,7 @@ def read_mixed(text: str) -> Mixed:
     """Read the notation, such as `sp2tp2`; raises `MixedError`."""
     match = _NOTATION.fullmatch(text)
     if match is None:
-        raise MixedError(f"'{text}' is no mixed group, such as 'sp2tp2'.")
+        raise MixedError(f"'{text}' is not a mixed group, such as 'sp2tp2'.")
     return Mixed(int(match[1]), int(match[2]))
 
 

@@ -34,7 +34,7 @@ def communicator_plan(world: int, widths: Collection[int]) -> CommunicatorPlan:
 
 
 def normalise_widths(world: int, widths: Collection[int]) -> tuple[int, ...]:
-    """Return the supported widths, ascending, each once and 1 always among them.
+    """Return the supported widths, ascending and distinct; 1 is always among them.
 
     Every width is a power of two that divides `world`, because the groups of one width must
     together hold every rank; otherwise `PlanError`.
@@ -43,7 +43,7 @@ def normalise_widths(world: int, widths: Collection[int]) -> tuple[int, ...]:
         raise PlanError(f"a cell has at least one rank, not {world}.")
     for width in sorted(widths):
         if width < 1 or width & (width - 1):
-            raise PlanError(f"width {width} is no power of two.")
+            raise PlanError(f"width {width} is not a power of two.")
         if width > world:
             raise PlanError(f"width {width} is more than the {world} ranks of the cell.")
         if world % width:

@@ -39,7 +39,8 @@ def free_ports(count: int) -> tuple[int, ...]:
                 _given.extend(found)
                 return tuple(found)
     raise NoFreePortError(
-        f"no {count} free ports found between {LOW_PORT} and {HIGH_PORT} on {LOOPBACK}."
+        f"found fewer than {count} free ports from {LOW_PORT} to {HIGH_PORT} on {LOOPBACK}: "
+        "stop processes that listen there."
     )
 
 

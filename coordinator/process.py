@@ -1,7 +1,7 @@
 """A coordinator process: core, actor, gRPC server and admin port on one event loop.
 
 Sessions are served first: after a crash, ranks and gateways wait for them. SIGTERM or SIGINT ends
-the sessions and the process; ranks serve on under their leases, and the next coordinator learns
+the sessions and the process; ranks keep serving under their leases, and the next coordinator learns
 everything from their hellos.
 """
 
@@ -30,7 +30,7 @@ from coordinator.server.observers import observe
 from coordinator.server.policy_files import ObservationLog, read_step_times
 from coordinator.server.registry_lease import announcer_of, leave
 from coordinator.server.server import CellServer, ListenError
-from coordinator.server.spans import SWITCHES_LOOKED_AT as SPANNED_SWITCHES
+from coordinator.server.spans import SWITCHES_MAX as SPAN_SWITCHES_MAX
 from coordinator.server.spans import CellSpans
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     )
     spans = None
     if tracing is not None:
-        spans = CellSpans(tracing, lambda: core.switches_view(SPANNED_SWITCHES))
+        spans = CellSpans(tracing, lambda: core.switches_view(SPAN_SWITCHES_MAX))
         owner.watchers += (spans,)
     policy = config.policy
     owner.on_observation = ObservationLog(
@@ -71,7 +71,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     ).write
 
     def admin() -> "AdminPort":
-        # Its modules take as long to import as all others together, and no session needs them.
+        # Its modules take as long to import as all others together, and sessions do not need them.
         from coordinator.admin.port import AdminPort
 
         return AdminPort(core, owner, server, observers, config, coordinator_id, key)
@@ -115,7 +115,7 @@ async def _run(
     listener: socket.socket,
     leave_fleet: Leave | None,
 ) -> None:
-    """Serve until a signal; an error of the core ends the process: a fresh one takes over."""
+    """Serve until a signal; an error of the core ends the process, and a fresh one takes over."""
     leaving: list[asyncio.Future[None]] = []
     stopping = asyncio.Event()
 

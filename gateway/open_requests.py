@@ -69,7 +69,7 @@ class TaskTrace(Protocol):
         """The parent of the task's spans in other processes."""
 
     def crossed(self, epoch: int, pause_s: float) -> None:
-        """Record that the first token of `epoch` came after a pause of `pause_s`."""
+        """Record that the first token of `epoch` arrived after a pause of `pause_s`."""
 
     def failed(self, error_code: str) -> None:
         """Record why the task will end; `ended` follows."""
@@ -143,7 +143,8 @@ class OpenRequests:
         self._families: dict[str, set[TaskId]] = {}
         self._ended: dict[str, OrderedDict[TaskId, Cancel | Done]] = {}
         """The end of each task that a cell has, or had, to be sent to that cell."""
-        self._told: set[TaskId] = set()
+        self._stray_cancels: set[TaskId] = set()
+        """Closed tasks whose cancel is sent; `stray` sends no second one in the session."""
         self._payload_bytes = 0
         self._checked_at_s: float | None = None
         """Time of the last call of `expired`."""
@@ -177,11 +178,15 @@ class OpenRequests:
         prefixes: tuple[int, ...] = (),
     ) -> Submit | ApiError | None:
         """Open a task, or return why not; None while its cell has no session."""
-        assert header.task not in self._open, "vLLM gave two requests one id"
+        assert header.task not in self._open, "two requests of vLLM have one id"
         if len(self._open) >= OPEN_TASKS_MAX:
-            return api_error("queue_full", "The gateway holds as many requests as it can.")
+            return api_error(
+                "queue_full", "The gateway is at its limit of open requests: try again later."
+            )
         if self._payload_bytes + len(payload) > PAYLOAD_BYTES_MAX:
-            return api_error("queue_full", "The gateway holds as many prompts as it can.")
+            return api_error(
+                "queue_full", "The gateway has no memory for more prompts: try again later."
+            )
         task = OpenRequest(header, payload, now_s, trace=trace, request=request)
         task.cell, task.prefixes = cell, prefixes
         self._open[task.id] = task
@@ -196,7 +201,7 @@ class OpenRequests:
     def session_opened(self, cell: str = ONE_CELL) -> list[GatewayUp]:
         """Return every open task and remembered end, in order; coordinators ignore known ones."""
         self._connected.add(cell)
-        self._told.clear()
+        self._stray_cancels.clear()
         messages: list[GatewayUp] = list(self._ended.get(cell, OrderedDict()).values())
         for task in self.of_cell(cell):
             messages.append(task.submit())
@@ -217,7 +222,7 @@ class OpenRequests:
         The former cell gets a Cancel, immediately or when it reconnects.
         """
         assert cell in self._connected, "a task is moved to a cell without a session"
-        assert cell != task.cell, "a task is moved to where it is"
+        assert cell != task.cell, "a task is moved to its own cell"
         messages: list[tuple[str, GatewayUp]] = []
         if task.cell is not None and task.submitted:
             task.leave()
@@ -255,7 +260,7 @@ class OpenRequests:
         for task_id in dict.fromkeys(task_ids):
             if task_id in self._open:
                 cell = self._close(task_id).cell
-                self._told.add(task_id)
+                self._stray_cancels.add(task_id)
                 cancel = self._remember(cell, task_id, Cancel(task_id))
                 if cell is not None:
                     messages.append((cell, cancel))
@@ -274,11 +279,11 @@ class OpenRequests:
 
     def stray(self, task_id: TaskId) -> Cancel | None:
         """Return a Cancel for tokens of a task that is not open, once per task and session."""
-        if task_id in self._told:
+        if task_id in self._stray_cancels:
             return None
-        if len(self._told) >= ENDED_REMEMBERED:
-            self._told.clear()
-        self._told.add(task_id)
+        if len(self._stray_cancels) >= ENDED_REMEMBERED:
+            self._stray_cancels.clear()
+        self._stray_cancels.add(task_id)
         return Cancel(task_id)
 
     def unread(self) -> list[Callable[[], None]]:
@@ -311,10 +316,10 @@ class OpenRequests:
             elif has_stalled:
                 continue
             elif not task.submitted and now_s - task.opened_at_s > SUBMIT_WAIT_S:
-                text = "The cell's coordinator cannot be reached."
+                text = "The gateway cannot reach a coordinator: try again later."
                 out.append((task.id, api_error("no_healthy_workers", text)))
             elif task.held_since_s is not None and now_s - task.held_since_s > GAP_WAIT_S:
-                text = "A part of the generated text was lost."
+                text = "A part of the generated text was lost: send the request again."
                 out.append((task.id, api_error("internal_error", text)))
         return out
 

@@ -87,7 +87,7 @@ class PreforkServer:
         except (OSError, ValueError) as error:
             print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
             status = 2
-        except BaseException:  # noqa: BLE001 -- the end of this process, whatever it is
+        except BaseException:  # noqa: BLE001 -- every exception ends this process
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

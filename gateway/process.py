@@ -89,7 +89,7 @@ class Gateway:
         self._tracing = tracing = start_tracing(config.tracing, "gateway", instance=name)
         self._spans = RequestSpans(tracing) if tracing is not None else None
         self._listener = listener
-        self._tell = announce
+        self._print_line = announce
         self._sockets = Sockets(run_dir, config.gateway.token_listen)
         self._meter = RequestMeter(
             {tier: getattr(config.slo, tier.name.lower()) for tier in Tier},
@@ -111,15 +111,15 @@ class Gateway:
         storage = SharedStorage(url, away=self._meter.storage_away)
         self._rates, self._replays = RateLimits(storage), SharedIdempotencyCache(storage)
         self._batches = set_up_batches(config.batches, name, self._answer_line)
-        self._told: tuple[BatchProgress, ...] = ()
+        self._published_batches: tuple[BatchProgress, ...] = ()
         self._edge: Edge | None = None
         self._server: uvicorn.Server | None = None
         self._drain: asyncio.Task[None] | None = None
         self._bug: BaseException | None = None
 
-    async def run(self, front_end: vllm_app.FrontEndConfig, nursery: ForkServer) -> None:
+    async def run(self, front_end: vllm_app.FrontEndConfig, fork_server: ForkServer) -> None:
         """Serve until a signal arrives."""
-        sandbox = Sandbox(nursery)
+        sandbox = Sandbox(fork_server)
         self._sockets.send_ready(wire.ready_frame(front_end.vllm))
         inboxes = (
             Inbox(self._sockets.requests, self._relay.front_end_called),
@@ -147,7 +147,7 @@ class Gateway:
         ]
         if self._batches is not None:
             desk = self._batches.desk
-            work.append(asyncio.create_task(desk.run(self._is_ready, self._tell_batches)))
+            work.append(asyncio.create_task(desk.run(self._is_ready, self._publish_batches)))
         for task in work:
             task.add_done_callback(self._work_ended)
         try:
@@ -198,11 +198,14 @@ class Gateway:
         """Return whether a request that arrives now can be served."""
         cell = self._relay.cell
         if self._edge is None or self._edge.draining:
-            return _unready("draining", "This server is shutting down.")
+            return _unready("draining", "This server is shutting down: send the request again.")
         if not self._fleet.cells.up:
-            return _unready("no_healthy_workers", "There is no session with the coordinator.")
+            return _unready(
+                "no_healthy_workers",
+                "There is no session with the coordinator: check that it runs.",
+            )
         if cell is None:
-            return _unready("not_serving", "The coordinator has not told the cell's state yet.")
+            return _unready("not_serving", "The coordinator has not reported the cell's state yet.")
         if not cell.serving:
             text = f"The cell serves no layout: {cell.ranks_alive} of {cell.world} ranks are alive."
             return _unready("not_serving", text)
@@ -216,14 +219,14 @@ class Gateway:
         return self.readiness().ready
 
     async def _answer_line(self, call: LineCall) -> LineAnswer:
-        assert self._edge is not None, "batches begin behind the edge."
+        assert self._edge is not None, "batches begin after the edge exists."
         return await self._edge.answer_line(call)
 
-    def _tell_batches(self, batches: Sequence[BatchProgress]) -> None:
-        """Publish the running batches repeatedly, and once when none is left."""
-        if batches or self._told:
+    def _publish_batches(self, batches: Sequence[BatchProgress]) -> None:
+        """Publish the running batches repeatedly, and once after the last one."""
+        if batches or self._published_batches:
             self._fleet.broadcast(BatchesRun(tuple(batches)))
-        self._told = tuple(batches)
+        self._published_batches = tuple(batches)
 
     def _announce(self) -> None:
         """Announce in one line of JSON that requests are accepted from now on."""
@@ -237,16 +240,16 @@ class Gateway:
             "model": self._config.served_model_name,
             "pid": os.getpid(),
         }
-        self._tell(json.dumps(facts))
+        self._print_line(json.dumps(facts))
 
     async def _tick(self, llm: vllm_app.RelayedLLM) -> None:
-        teller = MetricsPublisher(self._fleet, self._meter, engine_families)
+        publisher = MetricsPublisher(self._fleet, self._meter, engine_families)
         while True:
             await asyncio.sleep(TICK_S)
             self._relay.tick()
-            teller.tick()
+            publisher.tick()
             if llm.errored:
-                raise RuntimeError("vLLM's front end has stopped, see the log above.")
+                raise RuntimeError("vLLM's front end has stopped: see the log above.")
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:
         """Shut down: a gateway without its session or its clock is useless, a new one is not."""
@@ -278,7 +281,9 @@ class Gateway:
             async with asyncio.timeout(DRAIN_S):
                 await self._edge.idle.wait()
         except TimeoutError:
-            self._relay.give_up(api_error("draining", "This server had to shut down."))
+            self._relay.give_up(
+                api_error("draining", "This server had to shut down: send the request again.")
+            )
         self._server.should_exit = True
 
     async def _flush(self) -> None:
@@ -292,7 +297,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, started: Callable[[], None], config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._tell_started = started
+        self._on_started = started
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -301,7 +306,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._tell_started()
+            self._on_started()
 
 
 def _edge_limits(config: GatewayConfig) -> EdgeLimits:
@@ -336,13 +341,13 @@ async def _run(
     config: Config,
     token: str,
     front_end: vllm_app.FrontEndConfig,
-    nursery: ForkServer,
+    fork_server: ForkServer,
     listener: socket.socket,
     announce: Announce,
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="gateway-", dir=config.run_dir or None) as run_dir:
         gateway = Gateway(config, token, Path(run_dir), listener, announce)
-        await gateway.run(front_end, nursery)
+        await gateway.run(front_end, fork_server)
 
 
 def _run_loop(loop: str, work: Coroutine[None, None, None]) -> None:
@@ -374,9 +379,9 @@ def serve(config: Config, token: str) -> int:
 
     def run(announce: Announce, host: str, port: int, *, shared: bool) -> None:
         # Fork before threads and sockets exist, so that no child inherits any.
-        nursery = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
+        fork_server = ForkServer(partial(grammar.prepare, front_end.vllm), grammar.COMPILE_S)
         own = listen(host, port, shared=shared)
-        _run_loop(gateway.loop, _run(config, token, front_end, nursery, own, announce))
+        _run_loop(gateway.loop, _run(config, token, front_end, fork_server, own, announce))
 
     if gateway.processes == 1:
         run(say, gateway.host, gateway.port, shared=False)

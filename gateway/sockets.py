@@ -103,7 +103,7 @@ class Sockets:
 
 def _ipc_address(path: Path) -> str:
     if len(str(path).encode()) > UNIX_PATH_BYTES_MAX:
-        raise OSError(f"run_dir: {path} is too long for a Unix socket; use a shorter folder.")
+        raise OSError(f"run_dir: {path} is too long for a Unix socket: use a shorter folder.")
     return f"ipc://{path}"
 
 

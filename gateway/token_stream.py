@@ -50,7 +50,7 @@ Answer = Verdict | Trim
 
 
 class TokenStream(Generic[Payload]):
-    """The next index to deliver, the attempts seen, and the spans that came too early."""
+    """The next index to deliver, the known attempts, and the spans that arrived too early."""
 
     __slots__ = ("_current", "_fence", "_held", "_newest", "_starts", "ended", "expected")
 
@@ -59,17 +59,17 @@ class TokenStream(Generic[Payload]):
         """Index of the next token to deliver, and the number delivered."""
         self.ended = False
         """Whether the end of the stream was delivered."""
-        # The attempt of the last delivered span, and the newest attempt seen.
+        # The attempt of the last delivered span, and the newest known attempt.
         self._current = NO_ATTEMPT
         self._newest = NO_ATTEMPT
         self._fence = NO_ATTEMPT
-        # Lowest index seen of each attempt that is not fenced off.
+        # Lowest known index of each attempt that is not fenced off.
         self._starts: dict[int, int] = {}
         self._held: list[tuple[TokenSpan, Payload]] = []
 
     @property
     def attempt(self) -> int:
-        """The highest attempt seen or fenced off."""
+        """The highest attempt that is known or fenced off."""
         return max(self._newest, self._fence)
 
     @property

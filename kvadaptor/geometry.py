@@ -70,8 +70,8 @@ class PageGeometry:
             )
         if k > heads and k % heads:
             raise GeometryError(
-                f"width {k} is no multiple of the {heads} KV heads, so heads would be replicated "
-                f"unequally."
+                f"width {k} is not a multiple of the {heads} KV heads, so heads would be "
+                f"replicated unequally."
             )
         return min(k, heads)
 

@@ -27,7 +27,7 @@ _RESERVED, _FREE, _OWNED, _LEASED = range(4)
 
 
 class PageError(ValueError):
-    """The request exceeds what there is, or names what is not there; nothing was changed."""
+    """The request exceeds the free pages or names an unknown one; nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +163,13 @@ class PagePool:
         other index that is not in use.
         """
         table = self._leases.get(group, np.zeros(1, dtype=np.int64))
-        kept = _as_pages(sorted(set(indices) - {0}))
-        used = (kept > 0) & (kept < table.size)
-        used[used] = table[kept[used]] != 0
+        wanted = _as_pages(sorted(set(indices) - {0}))
+        used = (wanted > 0) & (wanted < table.size)
+        used[used] = table[wanted[used]] != 0
         if not used.all():
-            raise PageError(f"lease index {kept[~used][0]} of group {group} is not in use.")
+            raise PageError(f"lease index {wanted[~used][0]} of group {group} is not in use.")
         dropped = table != 0
-        dropped[kept] = False
+        dropped[wanted] = False
         if not dropped.any():
             return
         self._release(table[dropped])
@@ -225,7 +225,7 @@ class PagePool:
 
     def _check_free(self, n: int) -> None:
         if n < 0:
-            raise PageError(f"a number of pages is not negative, as {n} is.")
+            raise PageError(f"a number of pages must not be negative, but is {n}.")
         if n > self._free:
             raise PageError(f"{n} pages are asked for, but only {self._free} are free.")
 

@@ -40,7 +40,8 @@ def geometry_of(specs: dict[str, FullAttentionSpec]) -> PageGeometry:
     distinct = set(specs.values())
     if len(distinct) != 1 or type(next(iter(distinct))) is not FullAttentionSpec:
         raise GeometryError(
-            "the model mixes KV cache kinds over its layers, which pages cannot be shared between."
+            "the model has layers with different kinds of KV cache, so pages cannot be shared: "
+            "serve a model whose layers all have full attention."
         )
     spec = next(iter(distinct))
     return PageGeometry(
@@ -69,7 +70,9 @@ class KVBuffer:
         self._layers = list(specs)
         self._spec = next(iter(specs.values()))
         if self._spec.page_size_bytes != self.geometry.layer_page_bytes:
-            raise GeometryError("vLLM pads this model's KV pages, so they cannot be split.")
+            raise GeometryError(
+                "vLLM pads this model's KV pages, so they cannot be split: serve another model."
+            )
         num_bytes = num_pages * self.geometry.page_bytes
         self.raw = take(num_bytes) if take is not None else allocate(num_bytes, device)
 

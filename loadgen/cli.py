@@ -1,4 +1,4 @@
-"""The three commands: `run` makes load, `plot` draws a report, `compare` judges several.
+"""The three commands: `run` makes load, `plot` draws a report, `compare` compares several.
 
 Exit status: 0 done; 1 no request succeeded, or a threshold of `compare` is broken; 2 bad input or
 no server, with one sentence on stderr; 130 stopped by a signal (the report is still written).
@@ -38,7 +38,7 @@ from loadgen.runner import run_load
 
 EXIT_OK, EXIT_FAILED, EXIT_STOPPED = 0, 1, 130
 MAX_COMPARED = 8
-"""Most reports in one comparison; more colours cannot be told apart."""
+"""Most reports in one comparison; a picture has no more colours."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,9 +63,9 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise UsageError("--admin-key-env goes with --admin-url.")
     headers = _auth_headers("--api-key-env", args.api_key_env)
     admin_headers = _auth_headers("--admin-key-env", args.admin_key_env)
-    measured = asyncio.run(run_load(config, headers, admin_headers))
+    outcome = asyncio.run(run_load(config, headers, admin_headers))
     report: dict[str, Any] = {
-        **measured,
+        **outcome,
         "command": ["python", "-m", "loadgen", *arguments],
         "config": {name: _plain(value) for name, value in sorted(vars(args).items())},
     }

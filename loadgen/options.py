@@ -61,19 +61,23 @@ def _add_load(run: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--trace", type=Path, metavar="FILE", help="CSV with the columns of BurstGPT or Azure"
     )
-    load.add_argument("--trace-start", metavar="TIME", help="skip that much of the trace")
+    load.add_argument("--trace-start", metavar="TIME", help="skip this much of the trace")
     load.add_argument(
         "--duration", metavar="TIME", help="with --rate, --preset or --trace: 30, 30s or 2m"
     )
     load.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="X times as many a second"
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="X times as many requests a second",
     )
     load.add_argument(
         "--length-scale",
         type=float,
         default=1.0,
         metavar="X",
-        help="prompts, answers X times as long",
+        help="prompts and answers X times as long",
     )
     load.add_argument(
         "--arrivals", choices=[*ArrivalKind], help="how sends are spread; default: poisson"
@@ -143,15 +147,15 @@ def _add_plot(plot: argparse.ArgumentParser) -> None:
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument(
-        "reports", type=Path, nargs="+", help="the report to compare with, then those to judge"
+        "reports", type=Path, nargs="+", help="the baseline report, then the others"
     )
-    compare.add_argument("--names", nargs="+", metavar="NAME", help="what to call them")
+    compare.add_argument("--names", nargs="+", metavar="NAME", help="names of the runs")
     compare.add_argument("--scope", default="total", help="total, tier:NAME or phase:NAME")
     compare.add_argument("--json", type=Path, metavar="FILE", help="write all tables as JSON")
     compare.add_argument(
         "--markdown", type=Path, metavar="FILE", help="write the tables by phase and tier"
     )
-    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw them in one picture")
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs in one picture")
     compare.add_argument(
         "--fail-if",
         action="append",

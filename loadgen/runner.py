@@ -23,7 +23,7 @@ from loadgen.client.client import Client, Clock, Target, open_session
 from loadgen.client.environment import describe_environment
 from loadgen.client.loops import Bench, run_closed, run_open
 from loadgen.client.meter import Meter
-from loadgen.client.overhead import Overhead, OverheadProbe, fell_behind, overhead_as_json
+from loadgen.client.overhead import Overhead, OverheadProbe, overhead_as_json, overload_warnings
 from loadgen.client.payload import BodyStyle, made_ahead, request_body
 from loadgen.client.progress import show_progress
 from loadgen.client.switches import SwitchWatch
@@ -145,7 +145,7 @@ async def _run(
 def _observers(
     bench: Bench, probe: OverheadProbe, watch: SwitchWatch | None, *, quiet: bool
 ) -> list[Coroutine[None, None, None]]:
-    """Return what runs beside the load and never ends by itself."""
+    """Return the work that runs beside the load and never ends by itself."""
     found = [probe.watch()]
     if watch is not None:
         found.append(watch.watch(bench.clock))
@@ -186,7 +186,7 @@ def _plan(config: RunConfig, run_id: str) -> tuple[PlannedRequest, ...]:
         case OpenLoad(phases, kind, burst_requests, _, _):
             arrivals = plan_arrivals(phases, kind, seed=config.seed, burst_requests=burst_requests)
             if not arrivals:
-                raise UsageError("No request falls into so short a run; make it longer.")
+                raise UsageError("The run is too short for a request: make it longer.")
             return plan_open(arrivals, config.workload, seed=config.seed, run_id=run_id)
 
 
@@ -269,7 +269,7 @@ def _finished(
 def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
     finished = outcome.finished
     generator = overhead_as_json(finished.records, outcome.overhead)
-    warnings = fell_behind(finished.records, outcome.overhead)
+    warnings = overload_warnings(finished.records, outcome.overhead)
     warnings += warnings_for(finished.records, ignore_eos=config.ignore_eos)
     warnings += _load_warnings(config.load, outcome)
     if outcome.warmup_failures:
@@ -297,8 +297,8 @@ def _report(config: RunConfig, outcome: RunOutcome) -> dict[str, object]:
 def _load_warnings(load: Load, outcome: RunOutcome) -> list[str]:
     """Return further warnings: skipped rows of the trace, and switches that may be missing."""
     found = []
-    if isinstance(load, TraceLoad) and load.trace.left_out:
-        found.append(f"{load.trace.left_out} rows of the trace had no tokens and were left out.")
+    if isinstance(load, TraceLoad) and load.trace.skipped_rows:
+        found.append(f"{load.trace.skipped_rows} rows of the trace had no tokens and were skipped.")
     if outcome.switches and outcome.switches["missed_polls"]:
         found.append(
             f"The admin API did not answer {outcome.switches['missed_polls']} times, so switches "
@@ -320,7 +320,7 @@ def _described(config: RunConfig, digest: str) -> dict[str, object]:
             "file": load.source.name,
             "columns": load.trace.columns,
             "requests": len(load.trace.rows),
-            "rows_left_out": load.trace.left_out,
+            "rows_left_out": load.trace.skipped_rows,
         },
     }
 

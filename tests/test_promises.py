@@ -1,9 +1,9 @@
 """Tests that docs/promises.md names exist; each row names one or says none; no ADR is left out."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
+
+from tests.harness.runs.definitions import names_in
 
 TESTS = Path(__file__).resolve().parent
 DOCS = TESTS.parent / "docs"
@@ -26,18 +26,6 @@ def rows() -> list[list[str]]:
 
 ROWS = rows()
 NAMED = sorted({match.groups() for cells in ROWS for match in TEST.finditer(cells[-1])}, key=str)
-
-
-@cache
-def names_in(path: Path) -> frozenset[str]:
-    """What a module defines at its top level."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return frozenset(found)
 
 
 def test_what_is_named_exists() -> None:

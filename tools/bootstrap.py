@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         print(f"set-up: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nset-up interrupted; the same command takes it up again.", file=sys.stderr)
+        print("\nset-up interrupted; the same command resumes it.", file=sys.stderr)
         return 130
     STAMP.write_text(wanted)
     print(f"set-up: ready after {time.monotonic() - started:.0f} s", flush=True)
@@ -188,7 +188,7 @@ def _torch_advice(requirement: str) -> str:
 def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
     """Run `pip install`; shows progress, keeps a log, and raises `advice` if pip fails."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--progress-bar", "off"]
-    seen = 0
+    count = 0
     tail: list[str] = []
     with LOG.open("a") as log:
         process = subprocess.Popen(
@@ -199,8 +199,8 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
             log.write(line)
             tail = [*tail[1 - LOG_TAIL_LINES :], line]
             if packages and line.startswith(PACKAGE_LINES):
-                seen += 1
-                _show_count(seen, packages)
+                count += 1
+                _show_count(count, packages)
             elif packages and line.startswith("Installing"):
                 print("set-up       unpacking …", flush=True)
         process.wait()
@@ -209,12 +209,12 @@ def _pip(arguments: list[str], advice: str, packages: int = 0) -> None:
         raise SetupError(advice)
 
 
-def _show_count(seen: int, packages: int) -> None:
+def _show_count(count: int, packages: int) -> None:
     if sys.stdout.isatty():
-        print(f"\rset-up       {seen}/{packages} ", end="\n" if seen == packages else "")
+        print(f"\rset-up       {count}/{packages} ", end="\n" if count == packages else "")
         sys.stdout.flush()
-    elif seen % 40 == 0 or seen == packages:
-        print(f"set-up       {seen}/{packages}", flush=True)
+    elif count % 40 == 0 or count == packages:
+        print(f"set-up       {count}/{packages}", flush=True)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,12 @@ class RankSpec:
     memory: CellMemory | None = None
     """The memory that all ranks of the cell share; on CPU."""
     exchange_parts: tuple[int, ...] = (1,)
-    """The numbers of parts in which large sp steps may exchange; the best one is measured."""
+    """The numbers of parts in which large sp steps may exchange; start-up measures the best one."""
     parts: int = 1
     """The number of parts of the weights, of which the rank holds one; 1: it holds all."""
     ranks_per_device: int = 1
     joins: bool = False
-    """Whether the others serve already; in their memory it replaces a lost process."""
+    """Whether the others already serve; the rank then replaces a lost process in their memory."""
 
 
 def modes_widths(spec: RankSpec) -> tuple[int, ...]:

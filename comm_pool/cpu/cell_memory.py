@@ -44,10 +44,10 @@ class CellMemory:
         access = mmap.PROT_READ | mmap.PROT_WRITE if is_own else mmap.PROT_READ
         return mmap.mmap(file, num_bytes, mmap.MAP_SHARED, access)
 
-    def put(self, name: str, told: bytes) -> None:
+    def put(self, name: str, content: bytes) -> None:
         """Replace a piece that is read as a whole."""
         os.ftruncate(self._files[name], 0)
-        os.pwrite(self._files[name], told, 0)
+        os.pwrite(self._files[name], content, 0)
 
     def get(self, name: str) -> bytes:
         """Return the bytes that were last `put`."""
@@ -85,7 +85,7 @@ def kv_name(rank: int) -> str:
     return f"kv-{rank}"
 
 
-def measured_name(rank: int) -> str:
+def measurements_name(rank: int) -> str:
     """Name the start-up measurements of a rank."""
     return f"measured-{rank}"
 
@@ -95,7 +95,7 @@ def cell_memory(world: int, widths: Collection[int], mixed: Collection[Mixed]) -
     aligned = communicator_plan(world, widths)
     strided = [ranks for lists in reducing_groups(world, mixed).values() for ranks in lists]
     of_ranks = (
-        name(rank) for name in (mailbox_name, kv_name, measured_name) for rank in range(world)
+        name(rank) for name in (mailbox_name, kv_name, measurements_name) for rank in range(world)
     )
     planes = (plane_name(ranks) for ranks in (*aligned, *strided))
     return CellMemory((*of_ranks, *planes, *(queue_name(ranks) for ranks in aligned)))

@@ -46,7 +46,7 @@ class SharedPlane:
     A part has two halves, used in turn: before a member writes a half, it has met everyone in the
     collective after the half's last use, so nobody reads it any more. Each formation counts from 1
     again, so a member that was aborted anywhere in an earlier one starts level with the others. A
-    member that comes too late finds words of another formation, and discards what it read.
+    late member finds words of another formation and discards the bytes that it has read.
     """
 
     def __init__(

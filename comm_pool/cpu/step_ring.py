@@ -80,8 +80,8 @@ class StepRing:
         start = self._start + words[place] % SLOTS * SLOT_BYTES
         length = self._length(start)
         at = start + _LENGTH_BYTES
-        told = self._memory[at : at + abs(length)]
-        message = told if length > 0 else _read(*told.decode().split())
+        content = self._memory[at : at + abs(length)]
+        message = content if length > 0 else _read(*content.decode().split())
         with FENCE:
             words[place] += 1
         if message is None:
@@ -96,12 +96,12 @@ class StepRing:
         self._memory[start:at] = length.to_bytes(_LENGTH_BYTES, "little", signed=True)
 
     def _length(self, start: int) -> int:
-        told = self._memory[start : start + _LENGTH_BYTES]
-        return int.from_bytes(told, "little", signed=True)
+        encoded = self._memory[start : start + _LENGTH_BYTES]
+        return int.from_bytes(encoded, "little", signed=True)
 
 
 def _read(path: str, name: str) -> bytes | None:
-    """Return a long message; None if its leader has ended, so that it does not count."""
+    """Return a long message; None if its leader has ended, which voids the message."""
     try:
         with Path(path).open("rb") as file:
             # The leader's pid may belong to another process by now.

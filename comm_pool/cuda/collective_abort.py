@@ -170,7 +170,7 @@ class SignalPump:
 
 
 class CallGate:
-    """A gate before the calls of one communicator: once closed, nobody uses that.
+    """A gate before the calls of one communicator: once closed, it lets none through.
 
     A call with an aborted communicator would crash the process.
     """
@@ -257,7 +257,7 @@ def _through_torch(group: GroupCoordinator, guard: CallGate) -> _Nccl:
 
 
 def undivided(communicator: Any) -> AbstractContextManager[None]:
-    """Make all calls of a group's communicator inside or none, so that no call lacks its others."""
+    """Make all calls of a group's communicator inside or none, never a part of them."""
     guard = getattr(communicator, GUARD_NAME, None)
     return guard.undivided() if guard is not None else nullcontext()
 
@@ -355,7 +355,7 @@ def _enabled(communicator: Any, name: str) -> Any:
 def unblock(
     ways: Sequence[CollectiveAborter], pump: SignalPump, is_wanted: Callable[[], bool]
 ) -> None:
-    """Close and drain groups for good, while that is wanted; to be repeated until it is not.
+    """Close and drain groups for good while `is_wanted` holds; repeat it until it does not.
 
     Collectives that wait by any other mechanism stay blocked.
     """

@@ -38,7 +38,7 @@ def run_status(options: argparse.Namespace) -> int:
     status = client.get("/admin/status")
     if options.json:
         return _print_json(status)
-    serving = "serving" if status["serving"] else f"on the way to {status['target']}"
+    serving = "serving" if status["serving"] else f"switching to {status['target']}"
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
     print(f"gateways {status['gateways']}   policy {status['policy']}")
@@ -93,16 +93,18 @@ def run_renew(options: argparse.Namespace) -> int:
         return _print_json(answer)
     if options.ranks:
         names = ", ".join(map(str, sorted(options.ranks)))
-        print(f"Ranks {names} are started again together, while the others serve.")
+        print(f"Ranks {names} restart together while the others serve.")
         return 0
-    print("All ranks are started again; requests wait until they serve: see `aileron status`.")
+    print("All ranks restart, and requests wait until they serve: see `aileron status`.")
     return 0
 
 
 def run_explain(options: argparse.Namespace) -> int:
     """Show the decisions that led to the layout."""
     if not 1 <= options.last <= LAST_MAX:
-        raise CliError(f"--last {options.last}: between 1 and {LAST_MAX}.", USAGE_STATUS)
+        raise CliError(
+            f"--last {options.last}: use a number between 1 and {LAST_MAX}.", USAGE_STATUS
+        )
     client = AdminClient(find_admin_url(options.admin_url))
     answer = client.get(f"/admin/decisions?last={options.last}")
     if options.json:
@@ -120,9 +122,9 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def decision_text(decision: dict[str, Any]) -> str:
     """Return one decision: choice, reason, inputs and candidates."""
-    kept = "" if decision.get("changes", True) else "  kept"
+    suffix = "" if decision.get("changes", True) else "  kept"
     lines = [
-        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){kept}",
+        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){suffix}",
         f"    because: {decision['reason']}",
     ]
     lines += [f"    {tier}: {_counts(each)}" for tier, each in decision["inputs"].items()]
@@ -137,16 +139,16 @@ def decision_text(decision: dict[str, Any]) -> str:
 def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
     if "refused" in candidate:
         return candidate["layout"], "-", "-", "-", candidate["refused"]
-    seen = ", ".join(
+    times = ", ".join(
         f"{tier} {each['ttft_ms']:.0f} / {each['tpot_ms']:.1f}"
         for tier, each in candidate["tiers"].items()
     )
     met = f"{candidate['goals_met']:.0%}"
-    return candidate["layout"], met, candidate["worth"], candidate["cost"], seen
+    return candidate["layout"], met, candidate["worth"], candidate["cost"], times
 
 
 def step_times_text(times: dict[str, Any]) -> str:
-    """Return the measured steps of one width, and from which size on a shift group uses sp."""
+    """Return the step times of one width, and the size from which a shift group uses sp."""
     width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
     sizes = [point["tokens"] for point in next(iter(curves.values()))]
     names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
@@ -163,8 +165,9 @@ def step_times_text(times: dict[str, Any]) -> str:
 
 
 def _choice(group: str, mode: str, start: int | None) -> str:
-    chosen = f"from {start} tokens on in {mode}, below in tp" if start else "always in tp"
-    return f"{group} computes a step {chosen}."
+    if not start:
+        return f"{group} computes all steps in tp."
+    return f"{group} computes steps of at least {start} tokens in {mode}, smaller ones in tp."
 
 
 def _print_json(answer: Mapping[str, Any]) -> int:
@@ -253,11 +256,11 @@ def switches_table(switches: list[dict[str, Any]]) -> str:
     """Return a table of switches; the demo shows it too."""
     return format_table(
         [header for header, _ in SWITCH_COLUMNS],
-        [[_shown(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
+        [[_cell_text(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
     )
 
 
-def _shown(value: object) -> object:
+def _cell_text(value: object) -> object:
     if isinstance(value, dict):
         return _counts({name: count for name, count in value.items() if count}) or "none"
     return f"{value:.1f}" if isinstance(value, float) else value

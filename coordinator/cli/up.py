@@ -63,8 +63,8 @@ def _require_free_ports(config: Config) -> None:
     host, _, port = config.coordinator.listen.rpartition(":")
     if not host or not port.isdigit():
         raise CliError(
-            f"coordinator.listen '{config.coordinator.listen}' is no host:port, such as "
-            "127.0.0.1:8002."
+            f"coordinator.listen '{config.coordinator.listen}' is no host:port: set "
+            "one such as 127.0.0.1:8002."
         )
     require_free(host, int(port), "coordinator.listen in the --config file")
 
@@ -110,10 +110,10 @@ def _members(
 
     members = []
     for name, limit_s in STOP_LIMITS_S.items():
-        shown = LOG_NAMES[name]
+        log_name = LOG_NAMES[name]
         own_env = env if name == "coordinator" else _without(env, ADMIN_KEY_ENV)
-        log = Path(config.run_dir) / f"{shown}.log"
-        spec = ChildSpec(shown, command_of(name, config_file), own_env, log)
+        log = Path(config.run_dir) / f"{log_name}.log"
+        spec = ChildSpec(log_name, command_of(name, config_file), own_env, log)
         child = Child(spec, on_event, on_line if verbose else None)
         members.append(CellProcess(child, restarts=name != "rank", stop_limit_s=limit_s))
     return members
@@ -129,7 +129,7 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
         case {"event": "worker_progress", "stage": "config", "done": 0}:
             return "worker has imported vLLM and reads the model's configuration"
         case {"event": "rank_exited", "rank": rank, "starts_in_s": float(delay_s)}:
-            return f"rank {rank} ended; starting it again in {delay_s:.1f} s, the others serve on"
+            return f"rank {rank} ended; starting it again in {delay_s:.1f} s, the others serve"
         case {"event": "rank_failed", "rank": rank, "reason": reason}:
             return f"rank {rank} failed: {reason}"
     return None

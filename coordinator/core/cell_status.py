@@ -1,10 +1,10 @@
-"""What a cell publishes to its gateways about itself, and when. Pure; called by the core."""
+"""Publishes the state of a cell to its gateways. Pure; the core calls it."""
 
 from collections.abc import Sequence
 
 from comm_pool.layout import format_layout
 from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesHeld
-from coordinator.protocol.prefixes import SeenPrefixes
+from coordinator.protocol.prefixes import PrefixHistory
 from coordinator.protocol.terms import Tier
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
@@ -15,35 +15,44 @@ from coordinator.tasks.task_pool import TaskPool
 class CellStatusPublisher:
     """Remembers the state last published to gateways, and returns the news.
 
-    The load of the cell and the prompts that it has seen are for gateways that know other cells.
+    In a fleet, gateways also get the cell's load and its recent prompts.
     """
 
-    __slots__ = ("_fresh", "_in_fleet", "_made_of", "_seen", "_world", "is_draining", "told")
+    __slots__ = (
+        "_fresh",
+        "_in_fleet",
+        "_made_of",
+        "_prompts",
+        "_world",
+        "is_draining",
+        "last_state",
+    )
 
     def __init__(self, world: int, *, in_fleet: bool) -> None:
         self._world = world
         self._in_fleet = in_fleet
-        self._seen = SeenPrefixes()
+        self._prompts = PrefixHistory()
         self._fresh: dict[int, None] = {}
-        """Blocks of prompts that came since the last tick, in order."""
-        self.told: CellState | None = None
+        """Blocks of the prompts that arrived since the last tick, in order."""
+        self.last_state: CellState | None = None
         self.is_draining = False
         """The cell is about to end."""
         self._made_of = (-1, False, False)
-        """The inputs of `told` that do not wait for a tick."""
+        """The inputs of `last_state` that do not wait for a tick."""
 
-    def came(self, prefixes: Sequence[int]) -> None:
+    def remember(self, prefixes: Sequence[int]) -> None:
         """Record the prompt of a new task."""
         if self._in_fleet:
-            self._seen.came(prefixes)
+            self._prompts.remember(prefixes)
             for each in prefixes:
                 self._fresh.pop(each, None)
                 self._fresh[each] = None
 
     def greeting(self) -> list[CellState | PrefixesHeld]:
         """Return the first messages to a gateway."""
-        greeting: list[CellState | PrefixesHeld] = [self.told] if self.told is not None else []
-        return [*greeting, PrefixesHeld(tuple(self._seen))] if self._seen else greeting
+        state, prompts = self.last_state, self._prompts
+        greeting: list[CellState | PrefixesHeld] = [state] if state is not None else []
+        return [*greeting, PrefixesHeld(tuple(prompts))] if prompts else greeting
 
     def news(
         self,
@@ -59,17 +68,18 @@ class CellStatusPublisher:
         `groups` are those that take tasks now; None repeats the load published last.
         """
         known = (switcher.version, bool(switcher.served_layout.groups), self.is_draining)
-        if self.told is not None and not is_tick and known == self._made_of:
+        last = self.last_state
+        if last is not None and not is_tick and known == self._made_of:
             return []
         self._made_of = known
         news: list[CellState | PrefixesHeld] = []
         if is_tick and self._fresh:
             news.append(PrefixesHeld(tuple(self._fresh)))
             self._fresh = {}
-        load = self.told.load if self.told else None
+        load = last.load if last else None
         if groups is not None:
             load = _load(pool, roster, groups)
-        queued = self.told.queued if self.told and not is_tick else len(pool.tasks.queue)
+        queued = last.queued if last and not is_tick else len(pool.tasks.queue)
         cell = CellState(
             layout=format_layout(switcher.target.layout, self._world),
             epoch=switcher.epoch,
@@ -81,8 +91,8 @@ class CellStatusPublisher:
             draining=self.is_draining,
             load=load,
         )
-        if cell != self.told:
-            self.told = cell
+        if cell != last:
+            self.last_state = cell
             news.append(cell)
         return news
 

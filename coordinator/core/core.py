@@ -11,7 +11,7 @@ from typing import assert_never
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.core.cell_status import CellStatusPublisher
 from coordinator.core.gateways import Gateways
-from coordinator.core.shown import CoreViews
+from coordinator.core.read_model import CoreViews
 from coordinator.model.events import (
     CellDrains,
     Effect,
@@ -19,12 +19,12 @@ from coordinator.model.events import (
     ForecastMade,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     Observed,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
     ReinstateMode,
     RenewalWanted,
     SwitchRecorded,
@@ -58,11 +58,11 @@ from coordinator.ranks.roster import Arrival, Roster
 from coordinator.switching.directive_sender import DirectiveSender
 from coordinator.switching.fallback import fall_back, put_back
 from coordinator.switching.layout_restorer import (
-    RESTORED,
+    RESTORATION,
     LayoutRestorer,
     RenewalTimes,
     renewal,
-    restored,
+    restoration,
 )
 from coordinator.switching.stragglers import Stragglers
 from coordinator.switching.switcher import Switcher
@@ -87,10 +87,10 @@ class Core(CoreViews):
         "_answers",
         "_coordinator_id",
         "_gateways",
+        "_publisher",
         "_restoring",
         "_steering",
         "_stragglers",
-        "_teller",
         "_version",
     )
 
@@ -118,7 +118,7 @@ class Core(CoreViews):
             RenewalTimes(settings.renew_idle_ms, settings.renew_busy_ms),
             is_fixed=settings.policy is None,
         )
-        self._teller = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
+        self._publisher = CellStatusPublisher(settings.world, in_fleet=settings.in_fleet)
         self._version = self._switcher.version
         """The version of the directives sent last."""
 
@@ -128,8 +128,8 @@ class Core(CoreViews):
             case RankOpened(hello):
                 self._answers.opened(hello.rank)
                 effects = self._rank_opened(hello, now_ms)
-            case RankSaid(_, report):
-                effects = self._rank_said(report, now_ms)
+            case RankReported(_, report):
+                effects = self._rank_reported(report, now_ms)
             case RankClosed(rank, incarnation):
                 self._roster.on_closed(rank, incarnation)
                 effects = [note("rank_session_closed", rank=rank)]
@@ -137,8 +137,8 @@ class Core(CoreViews):
                 effects = self._rank_exited(rank, now_ms)
             case GatewayOpened(hello):
                 effects = self._gateway_opened(hello, now_ms)
-            case GatewaySaid(gateway, message):
-                effects = self._gateway_said(gateway, message, now_ms)
+            case GatewaySent(gateway, message):
+                effects = self._gateway_sent(gateway, message, now_ms)
             case GatewayClosed(gateway):
                 self._gateways.closed(gateway, now_ms)
                 effects = [note("gateway_session_closed", gateway=gateway)]
@@ -162,7 +162,7 @@ class Core(CoreViews):
         """Assert the invariants of all parts; costs O(tasks)."""
         self._pool.integrity()
         self._switcher.integrity()
-        assert self._pool.recovering == self._switcher.recovering, "half recovered."
+        assert self._pool.recovering == self._switcher.recovering, "only one of the two recovered."
 
     def _rank_opened(self, hello: RankHello, now_ms: int) -> list[Effect]:
         arrival = self._roster.on_hello(hello, now_ms)
@@ -183,7 +183,7 @@ class Core(CoreViews):
             effects += self._pool.adopted(hello.rank, adopted, now_ms)
         return effects
 
-    def _rank_said(self, report: Report, now_ms: int) -> list[Effect]:
+    def _rank_reported(self, report: Report, now_ms: int) -> list[Effect]:
         if not self._roster.on_report(report, now_ms):
             return []
         cut_out = self._switcher.on_report(report, now_ms)
@@ -222,17 +222,17 @@ class Core(CoreViews):
     def _gateway_opened(self, hello: GatewayHello, now_ms: int) -> list[Effect]:
         self._gateways.heard(hello.gateway)
         self._pool.gateway_opened(hello.gateway, now_ms)
-        said = (Welcome(self._coordinator_id), *self._teller.greeting())
+        greeting = (Welcome(self._coordinator_id), *self._publisher.greeting())
         opened = note("gateway_session_opened", gateway=hello.gateway)
-        return [opened, *(ToGateway(hello.gateway, each) for each in said)]
+        return [opened, *(ToGateway(hello.gateway, each) for each in greeting)]
 
-    def _gateway_said(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
+    def _gateway_sent(self, gateway: str, message: GatewayToCore, now_ms: int) -> list[Effect]:
         self._gateways.heard(gateway)
         match message:
             case Submit():
                 if self._steering is not None and message.header.task not in self._pool.tasks:
-                    self._steering.came(message, now_ms)
-                self._teller.came(message.prefixes)
+                    self._steering.on_submit(message, now_ms)
+                self._publisher.remember(message.prefixes)
                 return self._pool.submit(message, now_ms)
             case Withdraw(task):
                 return self._pool.withdraw(task)
@@ -279,7 +279,7 @@ class Core(CoreViews):
             case RenewalWanted(ranks):
                 return renewal(self._roster, ranks or tuple(self._roster), OPERATOR)
             case CellDrains():
-                self._teller.is_draining = True
+                self._publisher.is_draining = True
                 return [note("cell_drains")]
 
     def _lost(self, ranks: Iterable[Rank], now_ms: int) -> list[Effect]:
@@ -294,7 +294,7 @@ class Core(CoreViews):
             self._stragglers.prune(self._pool.tasks.loads.of)
         if starved := self._switcher.starved():
             layout = self._switcher.target.layout
-            self._switcher.retarget(layout, Carry.PAUSE, "pages came free", now_ms, fresh=starved)
+            self._switcher.retarget(layout, Carry.PAUSE, "pages became free", now_ms, fresh=starved)
         for name in self._gateways.take_gone(now_ms, self._settings.gateway_gone_ms):
             effects += [warning("gateway_gone", gateway=name), *self._pool.gateway_gone(name)]
         if self._steering is not None:
@@ -306,31 +306,33 @@ class Core(CoreViews):
         layout = self._restoring.layout_due(self._switcher, self._roster, now_ms)
         if layout is not None:
             carry = self._settings.default_carry
-            wanted = SwitchWanted(layout, carry, RESTORED)
-            return self._switch_wanted(wanted, now_ms, restored(layout, carry, now_ms))
+            wanted = SwitchWanted(layout, carry, RESTORATION)
+            return self._switch_wanted(wanted, now_ms, restoration(layout, carry, now_ms))
         is_idle = not len(self._pool.tasks)
         due = self._restoring.renewal_due(self._switcher, self._roster, now_ms, is_idle=is_idle)
         return renewal(self._roster, due, "idle" if is_idle else "busy") if due else []
 
     def _steer(self, steering: PolicyController, now_ms: int) -> list[Effect]:
         """Evaluate the policy and carry out its verdict."""
-        looked = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
-        if looked is None:
+        evaluation = steering.look(self._switcher, self._roster, self._pool.tasks, now_ms)
+        if evaluation is None:
             return []
-        effects: list[Effect] = [Observed(looked.costs)] if looked.costs is not None else []
-        effects.append(Observed(looked.seen))
-        if looked.expected:
-            effects.append(ForecastMade(looked.seen.epoch, steering.horizon_ms, looked.expected))
+        effects: list[Effect] = [Observed(evaluation.costs)] if evaluation.costs is not None else []
+        effects.append(Observed(evaluation.observation))
+        if evaluation.expected:
+            effects.append(
+                ForecastMade(evaluation.observation.epoch, steering.horizon_ms, evaluation.expected)
+            )
         carry = self._settings.default_carry
-        decision = recorded(looked.verdict, carry, now_ms)
-        layout = looked.verdict.choice.layout
+        decision = recorded(evaluation.verdict, carry, now_ms)
+        layout = evaluation.verdict.choice.layout
         if layout == self._switcher.target.layout:
             self._decisions.add(decision)
         elif self.why_unreachable(layout) is None:
             wanted = SwitchWanted(layout, carry, POLICY, now_ms)
             effects += self._switch_wanted(wanted, now_ms, decision)
-        if looked.verdict.changes:
-            steering.keep(looked.verdict)
+        if evaluation.verdict.changes:
+            steering.keep(evaluation.verdict)
         return effects
 
     def _follow_up(self, event: Event, now_ms: int) -> list[Effect]:
@@ -344,7 +346,7 @@ class Core(CoreViews):
             self._version = self._switcher.version
             directives = self._answers.directives(self._roster, now_ms)
             effects += [*self._refresh_context(), *directives]
-        elif isinstance(event, RankSaid):
+        elif isinstance(event, RankReported):
             effects += self._answers.answer(event.rank, now_ms)
         if self._pool.recovering and not self._switcher.recovering:
             effects += self._pool.recovered(now_ms)
@@ -354,7 +356,7 @@ class Core(CoreViews):
             self._switcher.log.count(carry, count)
         if self._pool.tasks.queue:
             effects += self._place(now_ms)
-        effects += self._tell_cell(is_tick=isinstance(event, Tick))
+        effects += self._publish_status(is_tick=isinstance(event, Tick))
         for record in self._switcher.log.take_finished():
             effects.append(SwitchRecorded(record))
             if self._steering is not None:
@@ -363,12 +365,12 @@ class Core(CoreViews):
 
     def _leave_drifted(self, now_ms: int) -> list[Effect]:
         """Continue without modes that have drifted."""
-        fallen = fall_back(self._switcher, self._roster, now_ms)
-        effects = [*fallen.notes]
-        for rank in fallen.left_out:
+        fallback = fall_back(self._switcher, self._roster, now_ms)
+        effects = [*fallback.notes]
+        for rank in fallback.wrong:
             effects += self._pool.lost(rank, now_ms)
-        if fallen.decision is not None:
-            self._decisions.add(fallen.decision)
+        if fallback.decision is not None:
+            self._decisions.add(fallback.decision)
         return effects
 
     def _place(self, now_ms: int) -> list[Effect]:
@@ -382,8 +384,9 @@ class Core(CoreViews):
         return placed
 
     def _open_groups(self) -> tuple[OpenGroup, ...]:
-        kept = self._steering.kept(self._switcher.target.layout) if self._steering else None
-        return open_groups(self._switcher, self._roster, self._stragglers, kept)
+        layout = self._switcher.target.layout
+        reserved_groups = self._steering.reserved_groups(layout) if self._steering else None
+        return open_groups(self._switcher, self._roster, self._stragglers, reserved_groups)
 
     def _refresh_context(self) -> list[Effect]:
         if self._switcher.recovering:
@@ -391,13 +394,15 @@ class Core(CoreViews):
         before = self._pool.context_tokens_max
         longest = max_context_tokens(self._roster, self._switcher.alive)
         if not longest:
-            # No rank is there; those that come back are likely to be as large as before.
+            # No rank is available. Those that return are likely to be as large as before.
             return []
         self._pool.context_tokens_max = longest
         return self._pool.recheck_context() if longest < before else []
 
-    def _tell_cell(self, *, is_tick: bool) -> list[Effect]:
+    def _publish_status(self, *, is_tick: bool) -> list[Effect]:
         """Publish the cell's news to gateways."""
         groups = self._open_groups() if is_tick and self._settings.in_fleet else None
-        news = self._teller.news(self._switcher, self._pool, self._roster, groups, is_tick=is_tick)
+        news = self._publisher.news(
+            self._switcher, self._pool, self._roster, groups, is_tick=is_tick
+        )
         return [ToGateway(name, each) for name in self._gateways.present() for each in news]

@@ -10,7 +10,7 @@ class Gateways:
         self._closed_ms: dict[str, int | None] = {}
 
     def heard(self, gateway: str) -> None:
-        """Record that a gateway is present, whatever its state was."""
+        """Record that a gateway is present."""
         self._closed_ms[gateway] = None
 
     def closed(self, gateway: str, now_ms: int) -> None:

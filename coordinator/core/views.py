@@ -87,7 +87,7 @@ def decision_view(decision: Decision) -> View:
 
 def step_times_view(roster: Roster) -> View:
     """Return step times by width and mode, as measured by the lowest rank that has any."""
-    seen = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
+    record = next((roster[rank] for rank in roster if roster[rank].hello.step_times), None)
     return {
         "step_times": [
             {
@@ -99,7 +99,7 @@ def step_times_view(roster: Roster) -> View:
                     for mode, points in times.curves
                 },
             }
-            for times in (seen.hello.step_times if seen else ())
+            for times in (record.hello.step_times if record else ())
         ]
     }
 
@@ -150,10 +150,10 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         "leader": group.leader,
         "formation": binding.formation,
     }
-    seen = roster.get(group.leader)
-    report = seen.report if seen else None
+    record = roster.get(group.leader)
+    report = record.report if record else None
     is_bound = report is not None and report.binding == binding
-    slots = min(group.width, seen.hello.kv_heads) if seen else 1
+    slots = min(group.width, record.hello.kv_heads) if record else 1
     view |= {
         "running": report.running if report and is_bound else 0,
         "waiting": report.waiting if report and is_bound else 0,
@@ -165,20 +165,20 @@ def _group_view(binding: Binding, roster: Roster) -> View:
     return view
 
 
-def _rank_view(rank: Rank, seen: RankRecord, now_ms: int) -> View:
+def _rank_view(rank: Rank, record: RankRecord, now_ms: int) -> View:
     view: View = {
         "rank": rank,
-        "pid": seen.hello.pid,
-        "device": seen.hello.device,
-        "incarnation": seen.incarnation,
-        "restarts": seen.restarts,
-        "connected": seen.is_connected,
-        "exited": seen.has_exited,
-        "heartbeat_age_ms": now_ms - seen.heard_at_ms,
-        "out_ms": max(0, seen.out_until_ms - now_ms),
-        "memory": dict(seen.hello.memory),
+        "pid": record.hello.pid,
+        "device": record.hello.device,
+        "incarnation": record.incarnation,
+        "restarts": record.restarts,
+        "connected": record.is_connected,
+        "exited": record.has_exited,
+        "heartbeat_age_ms": now_ms - record.heard_at_ms,
+        "out_ms": max(0, record.out_until_ms - now_ms),
+        "memory": dict(record.hello.memory),
     }
-    report = seen.report
+    report = record.report
     if report is None:
         return view | {"phase": "never reported"}
     return view | {

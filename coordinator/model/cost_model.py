@@ -13,7 +13,7 @@ from coordinator.model.step_line import StepLine, fit, plus, sums_of
 from coordinator.protocol.messages.steps import ServedSteps, StepSums, WidthTimes
 
 PRIOR_STEPS = 20.0
-"""Number of served steps that one start-up measurement weighs as much as."""
+"""Weight of one start-up measurement, in served steps."""
 
 STEPS_REMEMBERED = 2_000.0
 """Served steps fade: after this many newer steps, one counts half."""
@@ -80,14 +80,14 @@ class StepFits:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is known yet."""
+        """True while nothing is known."""
         return not self._lines
 
     def line(self, mode: Mode, width: int) -> StepLine | None:
         """Return the line of a mode and width, or None if it is unknown."""
         return self._lines.get((mode, width))
 
-    def measured(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
+    def add_curves(self, times: Iterable[WidthTimes], context_share: float = 0.0) -> None:
         """Add the curves of a start-up.
 
         They are measured without context, so the caller gives a first estimate: reading a token's
@@ -111,7 +111,7 @@ class StepFits:
                 self._priors[mode, each.width] = sums_of(steps, PRIOR_STEPS)
                 self._refit(mode, each.width)
 
-    def served(self, steps: Iterable[ServedSteps]) -> None:
+    def add_steps(self, steps: Iterable[ServedSteps]) -> None:
         """Add the steps that a leader served since its last report."""
         for each in steps:
             key = each.mode, each.width

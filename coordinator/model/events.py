@@ -38,7 +38,7 @@ class RankOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSaid:
+class RankReported:
     """A report arrived over the rank's current session."""
 
     rank: Rank
@@ -68,7 +68,7 @@ class GatewayOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewaySaid:
+class GatewaySent:
     """A message arrived over the gateway's current session."""
 
     gateway: str
@@ -118,11 +118,11 @@ class Tick:
 
 Event = (
     RankOpened
-    | RankSaid
+    | RankReported
     | RankClosed
     | RankExited
     | GatewayOpened
-    | GatewaySaid
+    | GatewaySent
     | GatewayClosed
     | SwitchWanted
     | ReinstateMode

@@ -7,7 +7,7 @@ milliseconds of the coordinator's clock, rates are per second, lengths in tokens
 import msgspec
 
 
-class TierSeen(msgspec.Struct, frozen=True, omit_defaults=True):
+class TierObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tasks of a tier; unstarted ones have no token yet, whether placed or not."""
 
     tier: int
@@ -19,7 +19,7 @@ class TierSeen(msgspec.Struct, frozen=True, omit_defaults=True):
     context_tokens: int = 0
     """Tokens whose KV the running tasks hold."""
     to_come_tokens: float = 0.0
-    """Tokens that the running tasks are likely to generate yet, at most their limits."""
+    """Tokens that the running tasks are still likely to generate, at most their limits."""
     longest_tokens: int = 0
     """The longest context that any of them may reach."""
     rate_short: float = 0.0
@@ -31,7 +31,7 @@ class TierSeen(msgspec.Struct, frozen=True, omit_defaults=True):
     """Mean output of the newest tasks that ended."""
 
 
-class GroupSeen(msgspec.Struct, frozen=True, omit_defaults=True):
+class GroupObservation(msgspec.Struct, frozen=True, omit_defaults=True):
     """A group of the layout and its tasks, running or not, by tier (index 0 is interactive)."""
 
     name: str
@@ -42,7 +42,7 @@ class GroupSeen(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks_total: int = 0
 
 
-class SwitchSeen(msgspec.Struct, frozen=True):
+class SwitchObservation(msgspec.Struct, frozen=True):
     """A switch of the last minute: its age since it was wanted, its layouts and its cause."""
 
     ago_ms: int
@@ -59,9 +59,9 @@ class Observation(msgspec.Struct, frozen=True, omit_defaults=True, tag="observat
     """The wanted layout; it serves unless `is_switching`."""
     epoch: int
     is_switching: bool
-    tiers: tuple[TierSeen, ...]
-    groups: tuple[GroupSeen, ...] = ()
-    switches: tuple[SwitchSeen, ...] = ()
+    tiers: tuple[TierObservation, ...]
+    groups: tuple[GroupObservation, ...] = ()
+    switches: tuple[SwitchObservation, ...] = ()
     """Newest last."""
     pinned_ms: int = 0
     """How long an operator's layout stays pinned."""

@@ -15,7 +15,7 @@ from coordinator.model.step_line import StepLine
 from coordinator.protocol.terms import Tier
 
 
-class LineSeen(msgspec.Struct, frozen=True):
+class StepLineRecord(msgspec.Struct, frozen=True):
     """A `StepLine`, in microseconds."""
 
     base_us: float
@@ -23,17 +23,17 @@ class LineSeen(msgspec.Struct, frozen=True):
     context_us: float
 
 
-class GroupCostSeen(msgspec.Struct, frozen=True):
+class GroupCostRecord(msgspec.Struct, frozen=True):
     """A `GroupCost`."""
 
-    decode: LineSeen
-    prefill: LineSeen
+    decode: StepLineRecord
+    prefill: StepLineRecord
     capacity_tokens: int
     tasks_max: int
     chunk_tokens: int
 
 
-class GoalSeen(msgspec.Struct, frozen=True):
+class GoalRecord(msgspec.Struct, frozen=True):
     """A `TierGoal`."""
 
     ttft_ms: float | None
@@ -42,21 +42,21 @@ class GoalSeen(msgspec.Struct, frozen=True):
     width_min: int
 
 
-class CostsSeen(msgspec.Struct, frozen=True, tag="costs"):
+class CostRecord(msgspec.Struct, frozen=True, tag="costs"):
     """The layouts that exist and what they cost, as of a time."""
 
     time_ms: int
     world: int
     modes: dict[int, Mode]
-    groups: dict[str, GroupCostSeen]
+    groups: dict[str, GroupCostRecord]
     pause_ms: float
     kv_bytes_per_token: float
     link_bytes_per_s: float
-    goals: dict[str, GoalSeen]
+    goals: dict[str, GoalRecord]
     settings: dict[str, float]
 
 
-Line = Observation | CostsSeen
+Line = Observation | CostRecord
 SETTINGS = (
     "decide_every_ms",
     "stay_ms",
@@ -81,25 +81,25 @@ def decode(text: bytes) -> Line:
     return line
 
 
-def costs_seen(
+def cost_record(
     now_ms: int,
     world: int,
     modes: Mapping[int, Mode],
     costs: CostModel,
     settings: PolicySettings,
-) -> CostsSeen:
+) -> CostRecord:
     """Return the log line of the cost model."""
     switch = costs.switch
-    return CostsSeen(
+    return CostRecord(
         time_ms=now_ms,
         world=world,
         modes=dict(modes),
-        groups={name: _group_seen(each) for name, each in costs.groups.items()},
+        groups={name: _group_record(each) for name, each in costs.groups.items()},
         pause_ms=round(switch.pause_s * 1e3, 3),
         kv_bytes_per_token=round(switch.kv_bytes_per_token, 1),
         link_bytes_per_s=round(switch.bytes_per_s),
         goals={
-            tier.name.lower(): GoalSeen(
+            tier.name.lower(): GoalRecord(
                 None if goal.ttft_s is None else goal.ttft_s * 1e3,
                 None if goal.tpot_s is None else goal.tpot_s * 1e3,
                 goal.weight,
@@ -111,10 +111,10 @@ def costs_seen(
     )
 
 
-def costs_of(seen: CostsSeen) -> CostModel:
+def costs_of(record: CostRecord) -> CostModel:
     """Return the cost model of a log line."""
     groups = {}
-    for name, each in seen.groups.items():
+    for name, each in record.groups.items():
         decode_line = _line_of(each.decode)
         same = each.prefill == each.decode
         groups[name] = GroupCost(
@@ -124,11 +124,11 @@ def costs_of(seen: CostsSeen) -> CostModel:
             each.tasks_max,
             each.chunk_tokens,
         )
-    switch = SwitchCost(seen.pause_ms / 1e3, seen.kv_bytes_per_token, seen.link_bytes_per_s)
+    switch = SwitchCost(record.pause_ms / 1e3, record.kv_bytes_per_token, record.link_bytes_per_s)
     return CostModel(groups, switch)
 
 
-def settings_of(seen: CostsSeen, changed: Mapping[str, float]) -> PolicySettings:
+def settings_of(record: CostRecord, changed: Mapping[str, float]) -> PolicySettings:
     """Return the settings of a log line, with some of them changed."""
     goals = {
         Tier[name.upper()]: TierGoal(
@@ -137,9 +137,9 @@ def settings_of(seen: CostsSeen, changed: Mapping[str, float]) -> PolicySettings
             goal.weight,
             goal.width_min,
         )
-        for name, goal in seen.goals.items()
+        for name, goal in record.goals.items()
     }
-    values = {**seen.settings, **changed}
+    values = {**record.settings, **changed}
     whole = {name: int(value) for name, value in values.items() if name not in _SHARES}
     shares = {name: float(value) for name, value in values.items() if name in _SHARES}
     return PolicySettings(goals, **whole, **shares)  # type: ignore[arg-type]
@@ -148,21 +148,21 @@ def settings_of(seen: CostsSeen, changed: Mapping[str, float]) -> PolicySettings
 _SHARES = ("gain_min", "latency_gain_min")
 
 
-def _group_seen(cost: GroupCost) -> GroupCostSeen:
-    return GroupCostSeen(
-        _line_seen(cost.decode),
-        _line_seen(cost.prefill),
+def _group_record(cost: GroupCost) -> GroupCostRecord:
+    return GroupCostRecord(
+        _line_record(cost.decode),
+        _line_record(cost.prefill),
         cost.capacity_tokens,
         cost.tasks_max,
         cost.chunk_tokens,
     )
 
 
-def _line_seen(line: StepLine) -> LineSeen:
-    return LineSeen(
+def _line_record(line: StepLine) -> StepLineRecord:
+    return StepLineRecord(
         round(line.base_s * 1e6, 3), round(line.token_s * 1e6, 6), round(line.context_s * 1e6, 9)
     )
 
 
-def _line_of(seen: LineSeen) -> StepLine:
-    return StepLine(seen.base_us * 1e-6, seen.token_us * 1e-6, seen.context_us * 1e-6)
+def _line_of(record: StepLineRecord) -> StepLine:
+    return StepLine(record.base_us * 1e-6, record.token_us * 1e-6, record.context_us * 1e-6)

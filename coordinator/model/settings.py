@@ -115,7 +115,8 @@ class CoreSettings:
     policy: PolicyStart | None = None
     """The adaptive policy; None leaves layouts to operators."""
     settled_ms: int = SETTLED_MS
-    """A layout left because of a loss is restored once it could have been for this long."""
+    """The coordinator restores a layout that it left because of a loss once the layout has been
+    possible for this long."""
     renew_idle_ms: int = 0
     """All ranks restart if wanted groups lack communicators and the cell has had no task for this
     long; 0 is never."""

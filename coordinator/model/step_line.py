@@ -1,8 +1,8 @@
 """A fitted line for step times: T = A + B·tokens + C·context.
 
-Least squares of relative errors, so a decode of 10 ms counts as much as a prefill of a second. Only
-the sums of the normal equations are kept of a step: leaders report them, and a factor fades old
-ones. A, B and C are never negative. The cost model calls this module.
+Least squares of relative errors, so a decode of 10 ms counts as much as a prefill of a second.
+Leaders report only the sums of the normal equations, and a factor fades old ones. A, B and C are
+never negative. The cost model calls this module.
 """
 
 from collections.abc import Iterable
@@ -39,10 +39,13 @@ def sums_of(steps: Iterable[tuple[float, float, float]], weight: float = 1.0) ->
     return total
 
 
-def plus(left: StepSums, right: StepSums, keep: float = 1.0) -> StepSums:
-    """Return the sum of both; `left` is weighted by `keep`."""
+def plus(first: StepSums, second: StepSums, keep: float = 1.0) -> StepSums:
+    """Return the sum of both; `first` is weighted by `keep`."""
     return StepSums(
-        *(keep * getattr(left, name) + getattr(right, name) for name in StepSums.__struct_fields__)
+        *(
+            keep * getattr(first, name) + getattr(second, name)
+            for name in StepSums.__struct_fields__
+        )
     )
 
 

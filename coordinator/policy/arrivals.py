@@ -10,8 +10,8 @@ from collections import deque
 from coordinator.policy.demand import LONG_WINDOW_S, SHORT_WINDOW_S
 from coordinator.protocol.terms import Tier
 
-LENGTHS_KEPT = 64
-"""Newest tasks of a tier whose lengths are remembered."""
+LENGTHS_MAX = 64
+"""Number of newest tasks of a tier whose lengths are remembered."""
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -53,18 +53,18 @@ class TierArrivals:
     def __init__(self) -> None:
         self._short = _Window(SHORT_WINDOW_S)
         self._long = _Window(LONG_WINDOW_S)
-        self._prompts: deque[int] = deque(maxlen=LENGTHS_KEPT)
-        self._outputs: deque[int] = deque(maxlen=LENGTHS_KEPT)
+        self._prompts: deque[int] = deque(maxlen=LENGTHS_MAX)
+        self._outputs: deque[int] = deque(maxlen=LENGTHS_MAX)
         self._quantiles: tuple[int, ...] | None = None
 
-    def came(self, prompt_tokens: int, now_ms: int) -> None:
+    def on_arrival(self, prompt_tokens: int, now_ms: int) -> None:
         """Count a task."""
         self._short.add(now_ms / 1000)
         self._long.add(now_ms / 1000)
         self._prompts.append(prompt_tokens)
         self._quantiles = None
 
-    def ended(self, output_tokens: int) -> None:
+    def on_end(self, output_tokens: int) -> None:
         """Record how many tokens a finished task generated."""
         self._outputs.append(output_tokens)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from comm_pool.layout import Layout, Rank, format_layout
 from coordinator.model.events import Expected
-from coordinator.model.observation import GroupSeen, Observation, SwitchSeen
-from coordinator.model.observation_log import CostsSeen, costs_seen
+from coordinator.model.observation import GroupObservation, Observation, SwitchObservation
+from coordinator.model.observation_log import CostRecord, cost_record
 from coordinator.model.policy_settings import PolicyStart
 from coordinator.model.records import SwitchRecord
 from coordinator.policy.arrivals import Arrivals
@@ -37,9 +37,9 @@ class Evaluation:
     `expected` is the forecast of each tier if the serving layout stays.
     """
 
-    seen: Observation
+    observation: Observation
     verdict: Verdict
-    costs: CostsSeen | None
+    costs: CostRecord | None
     expected: tuple[Expected, ...] = ()
 
 
@@ -50,10 +50,10 @@ class PolicyController:
         "_arrivals",
         "_costs_due_ms",
         "_due_ms",
-        "_kept_in",
         "_knowledge",
         "_pinned_until_ms",
         "_reserved",
+        "_reserved_layout",
         "_start",
         "_state",
         "_tiers",
@@ -67,7 +67,7 @@ class PolicyController:
         self._due_ms = 0
         self._costs_due_ms = 0
         self._pinned_until_ms = 0
-        self._kept_in: Layout | None = None
+        self._reserved_layout: Layout | None = None
         self._reserved: tuple[Rank, ...] = ()
         self._tiers = 0
 
@@ -76,29 +76,29 @@ class PolicyController:
         """The length of the forecast."""
         return self._start.settings.horizon_ms
 
-    def kept(self, layout: Layout) -> dict[Rank, int]:
+    def reserved_groups(self, layout: Layout) -> dict[Rank, int]:
         """Return `layout`'s reserved groups: leader -> number of the most urgent tiers."""
-        return dict.fromkeys(self._reserved, self._tiers) if layout == self._kept_in else {}
+        return dict.fromkeys(self._reserved, self._tiers) if layout == self._reserved_layout else {}
 
-    def came(self, message: Submit, now_ms: int) -> None:
+    def on_submit(self, message: Submit, now_ms: int) -> None:
         """Count a new task."""
         header = message.header
-        self._arrivals[header.tier].came(header.prompt_tokens, now_ms)
+        self._arrivals[header.tier].on_arrival(header.prompt_tokens, now_ms)
 
     def on_hello(self, hello: RankHello) -> None:
-        """Add what a rank measured at its start."""
+        """Add a rank's start-up measurements."""
         self._knowledge.on_hello(hello)
 
     def on_report(self, report: Report, tasks: TaskTable) -> None:
-        """Add what a leader served; call it before the pool forgets the tasks that ended."""
+        """Add a leader's served steps and ended tasks, before the pool forgets these tasks."""
         self._knowledge.on_report(report)
         for ended in report.ended:
             task = tasks.get(ended.task)
             if task is not None and ended.cause is EndCause.FINISHED:
-                self._arrivals[task.header.tier].ended(ended.generated)
+                self._arrivals[task.header.tier].on_end(ended.generated)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Add how long a switch took."""
+        """Add the times of a switch."""
         self._knowledge.on_switch(record)
 
     def pin(self, now_ms: int) -> None:
@@ -109,7 +109,8 @@ class PolicyController:
     def keep(self, verdict: Verdict) -> None:
         """Reserve the groups of the verdict; it applies once the verdict's layout is the target."""
         choice = verdict.choice
-        self._kept_in, self._reserved, self._tiers = choice.layout, choice.reserved, choice.tiers
+        self._reserved_layout = choice.layout
+        self._reserved, self._tiers = choice.reserved, choice.tiers
 
     def look(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
@@ -121,22 +122,23 @@ class PolicyController:
         costs = self._knowledge.costs(roster, switcher.alive)
         space = self._knowledge.space(roster, switcher.alive)
         current = switcher.target.layout
-        seen = self._observe(switcher, roster, tasks, now_ms)
+        observation = self._observe(switcher, roster, tasks, now_ms)
         settings = self._start.settings
-        verdict, self._state = decide(seen, current, space, costs, settings, self._state)
-        told = None
+        verdict, self._state = decide(observation, current, space, costs, settings, self._state)
+        cost_line = None
         if now_ms >= self._costs_due_ms:
             self._costs_due_ms = now_ms + COSTS_EVERY_MS
             modes = self._knowledge.modes(roster, switcher.alive)
-            told = costs_seen(now_ms, roster.world, modes, costs, settings)
-        return Evaluation(seen, verdict, told, forecast_of(seen, current, verdict, costs, settings))
+            cost_line = cost_record(now_ms, roster.world, modes, costs, settings)
+        expected = forecast_of(observation, current, verdict, costs, settings)
+        return Evaluation(observation, verdict, cost_line, expected)
 
     def _observe(
         self, switcher: Switcher, roster: Roster, tasks: TaskTable, now_ms: int
     ) -> Observation:
         tiers, by_leader = observe_tiers(tasks, self._arrivals, now_ms)
         layout = switcher.target.layout
-        kept = self.kept(layout)
+        reserved = self.reserved_groups(layout)
         return Observation(
             time_ms=now_ms,
             layout=format_layout(layout, roster.world),
@@ -146,19 +148,19 @@ class PolicyController:
             groups=_groups(layout, roster, by_leader, tasks),
             switches=_recent(switcher, now_ms),
             pinned_ms=max(0, self._pinned_until_ms - now_ms),
-            reserved=tuple(int(rank) for rank in kept),
-            reserved_tiers=self._tiers if kept else 0,
+            reserved=tuple(int(rank) for rank in reserved),
+            reserved_tiers=self._tiers if reserved else 0,
         )
 
 
 def _groups(
     layout: Layout, roster: Roster, by_leader: Mapping[int, Collection[int]], tasks: TaskTable
-) -> tuple[GroupSeen, ...]:
+) -> tuple[GroupObservation, ...]:
     found = []
     for group in layout.groups:
         report = roster.report_of(group.leader)
         found.append(
-            GroupSeen(
+            GroupObservation(
                 name=group.name,
                 leader=int(group.leader),
                 tasks=tuple(by_leader.get(group.leader, ())),
@@ -170,11 +172,11 @@ def _groups(
     return tuple(found)
 
 
-def _recent(switcher: Switcher, now_ms: int) -> tuple[SwitchSeen, ...]:
+def _recent(switcher: Switcher, now_ms: int) -> tuple[SwitchObservation, ...]:
     """Return the switches of the last minute, oldest first."""
     newest = switcher.log.last(64)
     return tuple(
-        SwitchSeen(now_ms - each.started_ms, each.from_layout, each.to_layout, each.cause)
+        SwitchObservation(now_ms - each.started_ms, each.from_layout, each.to_layout, each.cause)
         for each in newest
         if now_ms - each.started_ms < MINUTE_MS and each.from_layout != each.to_layout
     )

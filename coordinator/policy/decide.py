@@ -1,7 +1,7 @@
 """The decision: a pure function of an observation, with a reason in words.
 
 It leaves an arrangement only for one that raises the predicted goodput by more than the switch
-costs, or that is as good for the goals and has looked faster for a while. A layout has a minimum
+costs, or that meets the goals as well and has looked faster for a while. A layout has a minimum
 stay, before which its predecessor never returns, and switches per minute are bounded. `controller`
 calls this module on a clock; `aileron replay` and the simulator call it offline.
 """
@@ -22,7 +22,7 @@ POLICY = "policy"
 """Cause of a switch that the policy asked for."""
 
 AS_GOOD = 0.99
-"""Arrangements with this share of the best goodput are as good for the goals."""
+"""Arrangements with this share of the best goodput meet the goals as well."""
 
 STRESS = 2.0
 """A layout is also scored at a rate this many standard deviations higher."""
@@ -31,7 +31,7 @@ URGENT_GAIN = 0.25
 """A relative gain above this waits only for a third of the minimum stay."""
 
 RESERVED_WORTH = 0.94
-"""Discount for reservations: reserved groups idle while others wait, which means do not show."""
+"""Discount for reservations: reserved groups idle while others wait, and mean values hide that."""
 
 STAY_ASSUMED_S = 20.0
 """Assumed stay of a layout chosen for speed alone, in which its switch must pay off."""
@@ -91,7 +91,7 @@ class Verdict:
 
 
 def decide(
-    seen: Observation,
+    observation: Observation,
     current: Layout,
     space: LayoutSpace,
     costs: CostModel,
@@ -99,37 +99,37 @@ def decide(
     state: State,
 ) -> tuple[Verdict, State]:
     """Return the verdict and what to remember; `current` is the layout of the observation."""
-    here = standing(seen, current)
-    if seen.is_switching:
+    here = standing(observation, current)
+    if observation.is_switching:
         return Verdict(here, "a switch is under way", changes=False), state
     pinned = ""
-    if seen.pinned_ms:
-        seconds = -(-seen.pinned_ms // 1000)
-        pinned = f"an operator chose this layout: it is left alone for {seconds} s more"
+    if observation.pinned_ms:
+        seconds = -(-observation.pinned_ms // 1000)
+        pinned = f"an operator chose this layout: the policy leaves it alone for {seconds} s more"
         state = replace(state, preferred="", since_ms=0)
-    demands = demands_of(seen, settings)
+    demands = demands_of(observation, settings)
     if unknown := [group.name for group in current.groups if group.name not in costs.groups]:
         reason = pinned or f"the steps of {unknown[0]} were not measured"
         return Verdict(here, reason, changes=False), state
-    judged = _judge(seen, here, space, costs, settings, demands)
+    candidates = _score_all(observation, here, space, costs, settings, demands)
     if pinned:
         # Report the candidates anyway: the decision to add cells needs them.
-        told = Verdict(here, pinned, changes=False)
-        return replace(told, candidates=tuple(judged), demands=tuple(demands)), state
-    now = next(each for each in judged if each.arrangement == here)
-    best = _best(judged, now, settings)
-    state = _remember(state, best, here, seen.time_ms)
-    verdict, state = _choose(seen, now, best, settings, state)
-    return replace(verdict, candidates=tuple(judged), demands=tuple(demands)), state
+        verdict = Verdict(here, pinned, changes=False)
+        return replace(verdict, candidates=tuple(candidates), demands=tuple(demands)), state
+    now = next(each for each in candidates if each.arrangement == here)
+    best = _best(candidates, now, settings)
+    state = _remember(state, best, here, observation.time_ms)
+    verdict, state = _choose(observation, now, best, settings, state)
+    return replace(verdict, candidates=tuple(candidates), demands=tuple(demands)), state
 
 
-def standing(seen: Observation, current: Layout) -> Arrangement:
+def standing(observation: Observation, current: Layout) -> Arrangement:
     """Return the arrangement that was observed; `current` is its layout."""
-    return Arrangement(current, tuple(_leaders(seen.reserved)), seen.reserved_tiers)
+    return Arrangement(current, tuple(_leaders(observation.reserved)), observation.reserved_tiers)
 
 
-def _judge(
-    seen: Observation,
+def _score_all(
+    observation: Observation,
     here: Arrangement,
     space: LayoutSpace,
     costs: CostModel,
@@ -143,23 +143,23 @@ def _judge(
         wanted += [each for each in arrangements(layout, tiers) if each != here]
     context = sum(demand.context for demand in demands)
     # Groups that change wait for the longest running step.
-    first = score(here, seen, demands, costs, settings, here.layout)
+    first = score(here, observation, demands, costs, settings, here.layout)
     step_s = max((tier.tpot_s for tier in first.tiers), default=0.0)
     world = max(1, len(here.layout.ranks))
-    scores = [score(each, seen, demands, costs, settings, here.layout) for each in wanted]
+    scores = [score(each, observation, demands, costs, settings, here.layout) for each in wanted]
     top = max(found.worth for found in scores)
-    judged = []
+    candidates = []
     for each, found in zip(wanted, scores, strict=True):
         moved = len(diff(here.layout, each.layout)) / world
         lost_s = (costs.switch.seconds(context * moved) + step_s) * moved if moved else 0.0
         worth = found.worth
         if not found.refused and (worth >= top * IN_QUESTION or each == here):
-            stressed = score(each, seen, busier, costs, settings, here.layout)
+            stressed = score(each, observation, busier, costs, settings, here.layout)
             worth = (worth + stressed.worth * found.asked / stressed.asked) / 2
         if each.reserved:
             worth *= RESERVED_WORTH
-        judged.append(ScoredCandidate(each, found, worth, lost_s))
-    return judged
+        candidates.append(ScoredCandidate(each, found, worth, lost_s))
+    return candidates
 
 
 def _busier(demand: Demand, horizon_s: float) -> Demand:
@@ -168,14 +168,14 @@ def _busier(demand: Demand, horizon_s: float) -> Demand:
 
 
 def _best(
-    judged: list[ScoredCandidate], now: ScoredCandidate, settings: PolicySettings
+    candidates: list[ScoredCandidate], now: ScoredCandidate, settings: PolicySettings
 ) -> ScoredCandidate:
     """Return the preferred candidate: the most goodput, and the fastest among equals.
 
     If no candidate beats the present one net of its switch, the cost of the switch is ignored: the
     layout would stay in place for long.
     """
-    possible = [each for each in judged if not each.score.refused] or judged
+    possible = [each for each in candidates if not each.score.refused] or candidates
     after = {id(each): each.after_switch(settings.horizon_ms) for each in possible}
     top = max(after.values())
     if now.score.refused or top > now.worth * (1 + settings.gain_min):
@@ -201,9 +201,9 @@ def _remember(state: State, best: ScoredCandidate, here: Arrangement, now_ms: in
 
 
 def _changed(
-    state: State, reason: _Reason, now_ms: int, left: Layout, settings: PolicySettings
+    state: State, reason: _Reason, now_ms: int, previous: Layout, settings: PolicySettings
 ) -> State:
-    """Return what to remember when the present layout is left."""
+    """Return what to remember when the layout changes from `previous`."""
     if reason.is_for_speed:
         return replace(state, faster_ms=now_ms)
     if state.faster_ms is None or now_ms - state.faster_ms >= REGRET_MS:
@@ -217,12 +217,12 @@ def _changed(
         faster_ms=None,
         caution_ms=caution_ms,
         careful_until_ms=now_ms + caution_ms,
-        avoided_groups=len(left.groups),
+        avoided_groups=len(previous.groups),
     )
 
 
 def _choose(
-    seen: Observation,
+    observation: Observation,
     now: ScoredCandidate,
     best: ScoredCandidate,
     settings: PolicySettings,
@@ -237,19 +237,19 @@ def _choose(
         return stay(_words_for_best(now))
     reason = _why(now, best, settings)
     if reason is None:
-        return stay(f"{there.name} would be little better")
-    careful_ms = state.careful_until_ms - seen.time_ms
+        return stay(f"{there.name} would be only a little better")
+    careful_ms = state.careful_until_ms - observation.time_ms
     if reason.is_for_speed and careful_ms > 0 and len(there.layout.groups) <= state.avoided_groups:
         seconds = -(-careful_ms // 1000)
-        return stay(f"so wide a layout was not for long: {there.name} may be tried in {seconds} s")
-    # Even an urgent change needs two evaluations: one of many is off by chance.
+        return stay(f"a layout this wide did not last: {there.name} may be tried in {seconds} s")
+    # Even an urgent change needs two evaluations: a single one may be off by chance.
     settle_ms = settings.decide_every_ms if reason.urgent else settings.settle_ms
-    if seen.time_ms - state.since_ms < settle_ms:
+    if observation.time_ms - state.since_ms < settle_ms:
         return stay(f"{there.name} has looked better for too short a time")
     if there.layout != here.layout:
-        if held := _held_back(seen, now, best, settings):
+        if held := _held_back(observation, now, best, settings):
             return stay(f"{held}; otherwise {there.name}, because {reason.words}")
-        state = _changed(state, reason, seen.time_ms, here.layout, settings)
+        state = _changed(state, reason, observation.time_ms, here.layout, settings)
     return Verdict(there, reason.words, changes=True), state
 
 
@@ -273,18 +273,20 @@ def _why(now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings) 
 
 
 def _held_back(
-    seen: Observation, now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings
+    observation: Observation, now: ScoredCandidate, best: ScoredCandidate, settings: PolicySettings
 ) -> str:
     """Return why no switch is allowed now, or an empty string."""
-    last = seen.switches[-1] if seen.switches else None
+    last = observation.switches[-1] if observation.switches else None
     if last is not None and last.ago_ms < settings.stay_ms:
         is_urgent = best.worth > now.worth * (1 + URGENT_GAIN) or bool(now.score.refused)
         returns = format_layout(best.arrangement.layout) == last.from_layout
         if returns or not is_urgent or last.ago_ms * 3 < settings.stay_ms:
-            return f"the layout is kept for at least {settings.stay_ms / 1000:g} s"
-    own = [each for each in seen.switches if each.cause == POLICY and each.ago_ms < MINUTE_MS]
+            return f"the layout stays for at least {settings.stay_ms / 1000:g} s"
+    own = [
+        each for each in observation.switches if each.cause == POLICY and each.ago_ms < MINUTE_MS
+    ]
     if len(own) >= settings.switches_per_minute_max:
-        return f"{len(own)} switches in a minute are enough"
+        return f"{len(own)} switches in the last minute reach the limit"
     return ""
 
 

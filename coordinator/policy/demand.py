@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from comm_pool.layout import Group, Layout, Rank
-from coordinator.model.observation import GroupSeen, Observation, TierSeen
+from coordinator.model.observation import GroupObservation, Observation, TierObservation
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.predict import Demand
 from coordinator.protocol.terms import Tier
@@ -36,23 +36,23 @@ def expected_rate(short: float, long: float) -> float:
     return long
 
 
-def demands_of(seen: Observation, settings: PolicySettings) -> list[Demand]:
+def demands_of(observation: Observation, settings: PolicySettings) -> list[Demand]:
     """Return the demand of each tier that has any; for an idle cell, one standard request's."""
     found = [
         _demand(tier, settings)
-        for tier in seen.tiers
+        for tier in observation.tiers
         if tier.unstarted or tier.running or max(tier.rate_short, tier.rate_long) > IDLE_RATE
     ]
     if found:
         return found
-    known = next((tier for tier in seen.tiers if tier.prompts), None)
+    known = next((tier for tier in observation.tiers if tier.prompts), None)
     prompts = known.prompts if known else PROMPTS_ASSUMED
     output = known.output_tokens if known else OUTPUT_ASSUMED
     goal = settings.goals[Tier.STANDARD]
     return [Demand(Tier.STANDARD, goal, IDLE_RATE, prompts, output or OUTPUT_ASSUMED)]
 
 
-def _demand(tier: TierSeen, settings: PolicySettings) -> Demand:
+def _demand(tier: TierObservation, settings: PolicySettings) -> Demand:
     return Demand(
         tier=tier.tier,
         goal=settings.goals[Tier(tier.tier)],
@@ -68,13 +68,13 @@ def _demand(tier: TierSeen, settings: PolicySettings) -> Demand:
 
 
 def foreign_share(
-    groups: Iterable[Group], seen: Sequence[GroupSeen], current: Layout, tier: int
+    groups: Iterable[Group], observations: Sequence[GroupObservation], current: Layout, tier: int
 ) -> float:
     """Return the share of a tier's tasks that the ranks of these groups run now."""
     ranks = {rank for group in groups for rank in group.ranks}
     here = total = 0.0
     members: dict[Rank, Group] = {group.leader: group for group in current.groups}
-    for each in seen:
+    for each in observations:
         count = each.tasks[tier] if tier < len(each.tasks) else 0
         group = members.get(Rank(each.leader))
         if not count or group is None:

@@ -39,14 +39,14 @@ def _demand(demand: Demand) -> Mapping[str, object]:
     }
 
 
-def _candidate(judged: ScoredCandidate) -> Mapping[str, object]:
-    score = judged.score
+def _candidate(candidate: ScoredCandidate) -> Mapping[str, object]:
+    score = candidate.score
     if score.refused:
-        return {"layout": judged.arrangement.name, "refused": score.refused}
+        return {"layout": candidate.arrangement.name, "refused": score.refused}
     return {
-        "layout": judged.arrangement.name,
+        "layout": candidate.arrangement.name,
         "goals_met": round(score.attainment, 3),
-        "worth": round(judged.worth, 3),
+        "worth": round(candidate.worth, 3),
         "cost": round(score.cost, 3),
         "use": round(score.use, 3),
         "tiers": {

@@ -20,20 +20,22 @@ from coordinator.protocol.terms import Tier
 
 
 def forecast_of(
-    seen: Observation,
+    observation: Observation,
     current: Layout,
     verdict: Verdict,
     costs: CostModel,
     settings: PolicySettings,
 ) -> tuple[Expected, ...]:
     """Return what each tier with tasks can expect if `current`, the observed layout, stays."""
-    if seen.is_switching:
+    if observation.is_switching:
         return ()
-    here = standing(seen, current)
-    judged = next((each for each in verdict.candidates if each.arrangement == here), None)
-    found: Score | None = judged.score if judged is not None else None
+    here = standing(observation, current)
+    candidate = next((each for each in verdict.candidates if each.arrangement == here), None)
+    found: Score | None = candidate.score if candidate is not None else None
     if found is None:
-        found = score(here, seen, demands_of(seen, settings), costs, settings, current)
+        found = score(
+            here, observation, demands_of(observation, settings), costs, settings, current
+        )
     return _by_tier(found.tiers)
 
 

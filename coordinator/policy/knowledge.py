@@ -36,18 +36,18 @@ class Knowledge:
 
     __slots__ = (
         "_fits",
-        "_given",
         "_pause_s",
         "_space",
         "_space_of",
         "_speed",
+        "_step_times",
         "_widths",
         "version",
     )
 
-    def __init__(self, widths: Collection[int], given: Mapping[str, StepLine]) -> None:
+    def __init__(self, widths: Collection[int], step_times: Mapping[str, StepLine]) -> None:
         self._widths = sorted({1, *widths})
-        self._given = given
+        self._step_times = step_times
         self._fits = StepFits()
         self._pause_s = PAUSE_ASSUMED_S
         self._speed = LINK_ASSUMED_BYTES_S
@@ -57,20 +57,20 @@ class Knowledge:
         """Grows when the set of layouts changes."""
 
     def on_hello(self, hello: RankHello) -> None:
-        """Add what a rank measured at its start."""
+        """Add a rank's start-up measurements."""
         memory = dict(hello.memory)
         tokens = max(1, hello.pages_total * hello.tokens_per_slot)
         weights = memory.get("weights", 0)
         share = memory.get("kv", 0) / tokens / weights if weights else 0.0
-        self._fits.measured(hello.step_times, share)
+        self._fits.add_curves(hello.step_times, share)
 
     def on_report(self, report: Report) -> None:
-        """Add what a leader served."""
+        """Add a leader's served steps."""
         if report.served:
-            self._fits.served(report.served)
+            self._fits.add_steps(report.served)
 
     def on_switch(self, record: SwitchRecord) -> None:
-        """Add how long a switch took."""
+        """Add the times of a switch."""
         if record.outcome is not Outcome.SERVED or record.stall_ms is None:
             return
         pause_s = max(0.0, record.stall_ms - record.reshard_ms) / 1000
@@ -100,7 +100,7 @@ class Knowledge:
             out = roster.guard.modes_out()
             if step_name(Mode.TP, width) in out:
                 continue
-            shifts = not self._given and all(_shifts(roster, rank, width) for rank in alive)
+            shifts = not self._step_times and all(_shifts(roster, rank, width) for rank in alive)
             shifts = shifts and step_name(Mode.SP, width) not in out
             found[width] = Mode.SHIFT if shifts else Mode.TP
         return found
@@ -137,8 +137,8 @@ class Knowledge:
         )
 
     def _line(self, mode: Mode, width: int) -> StepLine | None:
-        if self._given:
-            return self._given.get(f"{mode}{width}")
+        if self._step_times:
+            return self._step_times.get(f"{mode}{width}")
         return self._fits.line(mode, width)
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.model.observation import TierSeen
+from coordinator.model.observation import TierObservation
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.demand import OUTPUT_ASSUMED
 from coordinator.protocol.terms import Tier
 from coordinator.tasks.task import HELD, State, Task
 
-LEFT_MIN_SHARE = 0.25
+REMAINDER_MIN_SHARE = 0.25
 """A task longer than the mean is expected to go on for this share of the mean."""
 
 
@@ -26,7 +26,7 @@ class _Count:
 
 def observe_tiers(
     tasks: Iterable[Task], arrivals: Arrivals, now_ms: int
-) -> tuple[tuple[TierSeen, ...], dict[int, list[int]]]:
+) -> tuple[tuple[TierObservation, ...], dict[int, list[int]]]:
     """Return every tier's tasks, and each leader's number of tasks by tier.
 
     Costs O(tasks).
@@ -45,20 +45,20 @@ def observe_tiers(
             mean = outputs[header.tier]
             count.running += 1
             count.context_tokens += header.prompt_tokens + task.generated
-            expected = max(mean - task.generated, LEFT_MIN_SHARE * mean)
+            expected = max(mean - task.generated, REMAINDER_MIN_SHARE * mean)
             count.to_come += min(expected, header.max_tokens - task.generated)
             continue
         count.unstarted += 1
         count.unstarted_tokens += header.prompt_tokens + task.generated
         if task.state is State.QUEUED or not task.generated:
             count.oldest_ms = max(count.oldest_ms, now_ms - task.arrived_ms)
-    return tuple(_seen(tier, counts[tier], arrivals, now_ms) for tier in Tier), by_leader
+    return tuple(_observe_tier(tier, counts[tier], arrivals, now_ms) for tier in Tier), by_leader
 
 
-def _seen(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) -> TierSeen:
+def _observe_tier(tier: Tier, count: _Count, arrivals: Arrivals, now_ms: int) -> TierObservation:
     known = arrivals[tier]
     short, long = known.rates(now_ms)
-    return TierSeen(
+    return TierObservation(
         tier=int(tier),
         unstarted=count.unstarted,
         unstarted_tokens=count.unstarted_tokens,

@@ -3,9 +3,9 @@
 A group that batches continuously is a shared processor. A step takes A + B·tokens + C·context; its
 tokens are one per running task and the prompts that came during the step before; the running tasks
 are those that arrive during one's life (Little's law). The fixed point gives the time per token.
-Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if more
-arrives than the group can do. Goals are met in part around their limits, as lengths and arrivals
-vary. Called by `decide`.
+Backlog of the same and more urgent tiers gives the wait, which grows over the horizon if arrivals
+exceed the group's capacity. Near its limit a goal is met in part, as lengths and arrivals vary.
+`score` calls this module.
 """
 
 import math
@@ -202,10 +202,10 @@ class _Load:
         full_s = self._full_step_s()
         per_task = cost.decode.token_s + cost.decode.context_s * self._mean_context
         running = sum(each.running for each in self._demands)
-        left = sum(each.to_come for each in self._demands) / running if running else 0.0
+        remaining = sum(each.to_come for each in self._demands) / running if running else 0.0
         step_s = min(full_s, 2 * cost.decode.seconds(1, 0))
         for _ in range(ROUNDS):
-            staying = running * min(1.0, left * step_s / horizon_s)
+            staying = running * min(1.0, remaining * step_s / horizon_s)
             busy = prompts = 0.0
             for each in self._demands:
                 arriving = each.rate + each.unstarted / horizon_s

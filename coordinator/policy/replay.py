@@ -11,8 +11,8 @@ import msgspec
 
 from comm_pool.layout import Layout, format_layout, parse_layout
 from coordinator.model.cost_model import CostModel
-from coordinator.model.observation import Observation, SwitchSeen
-from coordinator.model.observation_log import CostsSeen, Line, costs_of, settings_of
+from coordinator.model.observation import Observation, SwitchObservation
+from coordinator.model.observation_log import CostRecord, Line, costs_of, settings_of
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import Arrangement, LayoutSpace
 from coordinator.policy.decide import MINUTE_MS, POLICY, State, decide
@@ -49,7 +49,7 @@ def replay(
     run: _Run | None = None
     found: list[Replayed] = []
     for line in lines:
-        if isinstance(line, CostsSeen):
+        if isinstance(line, CostRecord):
             settings = settings_of(line, changed or {})
             space = LayoutSpace(line.world, line.modes)
             if run is None:
@@ -57,11 +57,13 @@ def replay(
                 run.widths = tuple(line.modes)
             run.costs, run.settings, run.space = costs_of(line), settings, space
         elif run is None:
-            raise ReplayError("it does not begin with costs: it is no log of observations.")
+            raise ReplayError(
+                "it does not begin with costs: name a file that `policy.observation_log` wrote."
+            )
         elif not line.is_switching:
             found.append(run.step(line, layout))
     if not found:
-        raise ReplayError("there is no observation in it.")
+        raise ReplayError("it holds no observation: let the cell run longer before you replay it.")
     return found
 
 
@@ -77,17 +79,17 @@ class _Run:
     state: State = field(default_factory=State)
     switches: tuple[tuple[int, str, str], ...] = ()
 
-    def step(self, seen: Observation, layout: str | None) -> Replayed:
+    def step(self, observation: Observation, layout: str | None) -> Replayed:
         """Process one observation."""
-        was = self._parse(seen.layout)
+        was = self._parse(observation.layout)
         if self.here is None:
             self.here = Arrangement(self._parse(layout) if layout else was)
         reason = ""
         if self.is_adaptive:
             own = msgspec.structs.replace(
-                seen,
+                observation,
                 layout=format_layout(self.here.layout, self.world),
-                switches=self._recent(seen.time_ms),
+                switches=self._recent(observation.time_ms),
                 pinned_ms=0,
                 reserved=tuple(int(rank) for rank in self.here.reserved),
                 reserved_tiers=self.here.tiers,
@@ -99,22 +101,26 @@ class _Run:
                 reason = verdict.reason
                 names = str(self.here.layout), str(verdict.choice.layout)
                 if names[0] != names[1]:
-                    self.switches = (*self.switches, (seen.time_ms, *names))
+                    self.switches = (*self.switches, (observation.time_ms, *names))
                 self.here = verdict.choice
-        kept = tuple(rank for rank in was.ranks if rank in seen.reserved)
-        there = Arrangement(was, kept, seen.reserved_tiers if kept else 0)
-        met, asked = self._met(seen, there, was)
-        own_met, _ = self._met(seen, self.here, was)
-        return Replayed(seen.time_ms, there.name, self.here.name, met, own_met, asked, reason)
+        reserved = tuple(rank for rank in was.ranks if rank in observation.reserved)
+        there = Arrangement(was, reserved, observation.reserved_tiers if reserved else 0)
+        met, asked = self._met(observation, there, was)
+        own_met, _ = self._met(observation, self.here, was)
+        return Replayed(
+            observation.time_ms, there.name, self.here.name, met, own_met, asked, reason
+        )
 
-    def _met(self, seen: Observation, there: Arrangement, was: Layout) -> tuple[float, float]:
-        demands = demands_of(seen, self.settings)
-        found = score(there, seen, demands, self.costs, self.settings, was)
+    def _met(
+        self, observation: Observation, there: Arrangement, was: Layout
+    ) -> tuple[float, float]:
+        demands = demands_of(observation, self.settings)
+        found = score(there, observation, demands, self.costs, self.settings, was)
         return (0.0 if found.refused else found.attainment), found.asked
 
-    def _recent(self, now_ms: int) -> tuple[SwitchSeen, ...]:
+    def _recent(self, now_ms: int) -> tuple[SwitchObservation, ...]:
         return tuple(
-            SwitchSeen(now_ms - at, before, after, POLICY)
+            SwitchObservation(now_ms - at, before, after, POLICY)
             for at, before, after in self.switches
             if now_ms - at < MINUTE_MS
         )
@@ -139,8 +145,8 @@ def summary(found: list[Replayed]) -> dict[str, float]:
 
 def without_repeats(found: list[Replayed]) -> list[Replayed]:
     """Return only observations at which something changed, in the log or in the replay."""
-    kept: list[Replayed] = []
+    rows: list[Replayed] = []
     for each in found:
-        if not kept or each.reason or (each.was, each.now) != (kept[-1].was, kept[-1].now):
-            kept.append(replace(each))
-    return kept
+        if not rows or each.reason or (each.was, each.now) != (rows[-1].was, rows[-1].now):
+            rows.append(replace(each))
+    return rows

@@ -1,7 +1,7 @@
 """How good an arrangement is for a demand; `decide` calls this module.
 
-First come the requests per second that meet their tiers' goals. Among arrangements that are as good
-for the goals comes speed: latency relative to the goals, or the groups' use if a tier has none.
+Requests per second that meet their tiers' goals count first. Speed decides among arrangements that
+meet the goals as well: latency relative to the goals, or the groups' use if a tier has none.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Score:
 
     @property
     def use(self) -> float:
-        """The share of its capacity that arrivals need; above 1 it falls behind.
+        """The share of its capacity that arrivals need; above 1 the queue grows.
 
         If there are several kinds of groups, that of the busiest.
         """
@@ -45,14 +45,14 @@ class Score:
 
 def score(
     arrangement: Arrangement,
-    seen: Observation,
+    observation: Observation,
     demands: Sequence[Demand],
     costs: CostModel,
     settings: PolicySettings,
     current: Layout,
 ) -> Score:
     """Predict what the arrangement makes of the demands."""
-    if reason := _refuse(arrangement, seen, costs, settings):
+    if reason := _refuse(arrangement, observation, costs, settings):
         return Score(0.0, 0.0, 1.0, 0.0, refused=reason)
     horizon_s = settings.horizon_ms / 1000
     reserved = [g for g in arrangement.layout.groups if g.leader in arrangement.reserved]
@@ -62,7 +62,7 @@ def score(
         # Less urgent tasks stay where they run, even in groups that are reserved from now on.
         urgent = [each for each in demands if each.tier < arrangement.tiers]
         rest = [each for each in demands if each.tier >= arrangement.tiers]
-        parts = [foreign_share(reserved, seen.groups, current, each.tier) for each in rest]
+        parts = [foreign_share(reserved, observation.groups, current, each.tier) for each in rest]
         stay = [each.under_way(part) for each, part in zip(rest, parts, strict=True)]
         gone = [each.without_running(part) for each, part in zip(rest, parts, strict=True)]
         forecasts += _pool(reserved, [*urgent, *stay], costs, horizon_s)
@@ -94,17 +94,17 @@ def _pool(
 
 
 def _refuse(
-    arrangement: Arrangement, seen: Observation, costs: CostModel, settings: PolicySettings
+    arrangement: Arrangement, observation: Observation, costs: CostModel, settings: PolicySettings
 ) -> str:
     layout = arrangement.layout
     known = [costs.groups.get(group.name) for group in layout.groups]
     if any(cost is None for cost in known):
         return "its steps were not measured"
-    longest = max((tier.longest_tokens for tier in seen.tiers), default=0)
+    longest = max((tier.longest_tokens for tier in observation.tiers), default=0)
     holds = max(cost.capacity_tokens for cost in known if cost is not None)
     if longest > holds:
         return f"no group holds {longest} tokens"
-    for tier in seen.tiers:
+    for tier in observation.tiers:
         wanted = settings.goals[Tier(tier.tier)].width_min
         if (tier.unstarted or tier.running) and _narrowest(arrangement, tier.tier) < wanted:
             return f"{Tier(tier.tier).name.lower()} tasks ask for a group {wanted} wide"
@@ -113,9 +113,9 @@ def _refuse(
 
 def _narrowest(arrangement: Arrangement, tier: int) -> int:
     """Return the width of the narrowest group that may take tasks of a tier."""
-    is_kept = bool(arrangement.reserved) and tier < arrangement.tiers
+    is_reserved = bool(arrangement.reserved) and tier < arrangement.tiers
     return min(
         group.width
         for group in arrangement.layout.groups
-        if not arrangement.reserved or (group.leader in arrangement.reserved) == is_kept
+        if not arrangement.reserved or (group.leader in arrangement.reserved) == is_reserved
     )

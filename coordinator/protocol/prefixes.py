@@ -1,7 +1,7 @@
-"""Hashes of the first blocks of prompts, and a memory of those that a cell has seen.
+"""Hashes of the first blocks of prompts, and a memory of those that a cell has read.
 
 A block's hash covers every token before it, as in vLLM's prefix cache, but blocks here have the
-same size in every layout and their hashes cross the network. A seen block is a hint for placing
+same size in every layout and their hashes cross the network. A known block is a hint for placing
 requests, not proof that its KV is still there. Source: the approximate prefix cache of the Gateway
 API Inference Extension. Gateways and the core call this module. Pure.
 """
@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_MAX
 
 BLOCK_TOKENS = 64
 """Tokens of a block; a shorter remainder has no hash."""
@@ -35,12 +35,12 @@ def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-class SeenPrefixes:
-    """The blocks seen last; two instances with the same input in the same order are equal."""
+class PrefixHistory:
+    """The newest blocks; two instances with the same input in the same order are equal."""
 
     __slots__ = ("_hashes", "_most")
 
-    def __init__(self, most: int = PREFIXES_KEPT_MAX) -> None:
+    def __init__(self, most: int = PREFIXES_MAX) -> None:
         self._hashes: OrderedDict[int, None] = OrderedDict()
         self._most = most
 
@@ -49,10 +49,10 @@ class SeenPrefixes:
         return len(self._hashes)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate from the least recently seen block."""
+        """Iterate from the oldest block to the newest."""
         return iter(self._hashes)
 
-    def came(self, hashes: Iterable[int]) -> None:
+    def remember(self, hashes: Iterable[int]) -> None:
         """Remember these blocks as the newest, and forget the oldest above the limit."""
         for each in hashes:
             self._hashes[each] = None

@@ -13,7 +13,7 @@ from coordinator.ranks.roster import Roster
 def why_unreachable(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
     """Return the reason why `layout` cannot be reached, or None."""
     wide = [group for group in layout.groups if group.width > 1]
-    # Lazily, in order: of an unavailable rank nothing may be known.
+    # Lazily and in order, as the roster may know nothing of an unavailable rank.
     reasons = itertools.chain(
         [_refuse_narrow(layout, roster), _refuse_ranks(layout, roster, alive)],
         (_refuse_group(group, roster) for group in wide),
@@ -35,12 +35,15 @@ def _refuse_narrow(layout: Layout, roster: Roster) -> str | None:
 def _refuse_ranks(layout: Layout, roster: Roster, alive: Collection[Rank]) -> str | None:
     for rank in layout.ranks:
         if rank >= roster.world:
-            return f"rank {rank} does not exist: the cell has ranks 0 to {roster.world - 1}."
+            return f"rank {rank} does not exist: use ranks 0 to {roster.world - 1}."
         if rank not in alive:
             return f"rank {rank} is not available; write 'off1' in its place."
-    left_out = [rank for rank in alive if rank not in layout.ranks]
-    if left_out:
-        return f"rank {left_out[0]} is available but not in the layout: every rank must serve."
+    unused = [rank for rank in alive if rank not in layout.ranks]
+    if unused:
+        return (
+            f"rank {unused[0]} is available but not in the layout: add it, as every available rank "
+            f"must serve."
+        )
     return None
 
 
@@ -49,17 +52,17 @@ def _refuse_group(group: Group, roster: Roster) -> str | None:
         newest = max(group.ranks, key=lambda rank: roster[rank].hello.cohort)
         return (
             f"rank {newest} was restarted without all others of {group.name}, so they have no "
-            f"communicators: keep them in dp, or say `aileron renew`, which restarts all ranks."
+            f"communicators: keep them in dp, or run `aileron renew`, which restarts all ranks."
         )
     if (rank := roster.closed_by(group.ranks)) is not None:
         return (
-            f"rank {rank} has closed {group.name} of ranks {group.ranks[0]} to {group.ranks[-1]} "
-            f"when a member was lost: use other groups, or say `aileron renew`, which restarts "
+            f"rank {rank} aborted {group.name} of ranks {group.ranks[0]} to {group.ranks[-1]} "
+            f"after a member was lost: use other groups, or run `aileron renew`, which restarts "
             f"all ranks."
         )
     for rank in group.ranks:
         if not roster.supports(rank, group.width):
-            return f"rank {rank} does not support groups {group.width} wide."
+            return f"rank {rank} does not support groups {group.width} wide: use another width."
         if group.mode not in (Mode.SP, Mode.SHIFT):
             continue
         if not roster.can_compute(rank, group.width, group.mixed or Mode.SP):
@@ -90,6 +93,6 @@ def _refuse_drifted(group: Group, roster: Roster) -> str | None:
         return None
     return (
         f"{probed.mode} of ranks {group.ranks[0]} to {group.ranks[-1]} is out of service, because "
-        f"its probe was off by {probed.error_nats:.3g} nats: restart its ranks, or say "
+        f"its probe was off by {probed.error_nats:.3g} nats: restart its ranks, or run "
         f"`aileron put-back {probed.mode}`."
     )

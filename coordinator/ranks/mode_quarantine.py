@@ -1,10 +1,10 @@
-"""Quarantine of modes whose numerics drifted, and the layout that is left without them. Pure.
+"""Quarantine of modes whose numerics drifted, and the layout that remains without them. Pure.
 
 Ranks probe their modes at start and, if configured, after each switch, and repeat the newest
 results in every report. A drift quarantines the mode for those ranks until an operator reinstates
 it or one of the ranks restarts. The group falls back to tp, if that is another mode, or to dp. A
-rank whose dp is quarantined leaves all layouts: its own weights are wrong. If no other rank is
-left, it serves on: a doubtful answer beats none, and the alert is out.
+rank whose dp is quarantined leaves all layouts: its own weights are wrong. If there is no other
+rank, it keeps serving: a doubtful answer beats none, and the alert has fired.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,11 +19,11 @@ Place = tuple[tuple[Rank, ...], str]
 class ModeQuarantine:
     """The results of probes, and the quarantined modes."""
 
-    __slots__ = ("_newest", "_unsaid", "barred")
+    __slots__ = ("_newest", "_unreported", "barred")
 
     def __init__(self) -> None:
         self._newest: dict[Place, Probed] = {}
-        self._unsaid: list[Probed] = []
+        self._unreported: list[Probed] = []
         self.barred: dict[Place, Probed] = {}
         """The quarantined modes, each with the probe that showed the drift."""
 
@@ -36,7 +36,7 @@ class ModeQuarantine:
             self._newest[place] = each
             if each.has_drifted and place not in self.barred:
                 self.barred[place] = each
-                self._unsaid.append(each)
+                self._unreported.append(each)
 
     def renewed(self, rank: Rank) -> None:
         """A new process takes the rank's place: results of its groups no longer apply."""
@@ -53,10 +53,10 @@ class ModeQuarantine:
             del self.barred[place]
         return bool(places)
 
-    def take_unsaid(self) -> list[Probed]:
+    def take_unreported(self) -> list[Probed]:
         """Return the modes quarantined since the last call."""
-        unsaid, self._unsaid = self._unsaid, []
-        return unsaid
+        unreported, self._unreported = self._unreported, []
+        return unreported
 
     def newest(self) -> list[Probed]:
         """Return the newest probe of each mode of each group, by ranks."""
@@ -83,8 +83,8 @@ class ModeQuarantine:
         quarantined too.
         """
         groups = [each for group in layout.groups for each in self._instead_of(group, narrowest)]
-        left = [each for each in groups if each.width > 1 or not self.is_wrong(each.leader)]
-        return Layout(tuple(left or groups[:1]))
+        serving = [each for each in groups if each.width > 1 or not self.is_wrong(each.leader)]
+        return Layout(tuple(serving or groups[:1]))
 
     def _instead_of(self, group: Group, narrowest: int) -> Collection[Group]:
         if group.width == 1 or self.why_not(group) is None:

@@ -36,7 +36,7 @@ SLOW_OUT_MS = (30_000, 60_000)
 
 BRIEF_OUT_MS = 1_000
 """Ejection time of a rank that ran out of memory and cannot be spared: long enough for the others
-to hear of it and to leave the step."""
+to hear of it and leave the step."""
 
 OUT_MS_MAX = 960_000
 FORGIVEN_AFTER_MS = 1_800_000
@@ -96,7 +96,7 @@ class OutlierDetector:
         self._oom_formation[report.rank] = report.oom_formation
         if report.rank not in serving:
             return []
-        out = self._out(report.rank, self._settings.late_out_ms, "had no room for a step", now_ms)
+        out = self._out(report.rank, self._settings.late_out_ms, "ran out of memory", now_ms)
         return [out if self._spared(serving) else replace(out, out_ms=BRIEF_OUT_MS)]
 
     def slow(self, serving: Collection[Rank], now_ms: int) -> list[Ejection]:
@@ -173,14 +173,14 @@ def out_ms(times_ms: Sequence[int], count: int) -> int:
 
 def paces_of(sums: Mapping[Rank, StepSums]) -> dict[Rank, float]:
     """Return each rank's step time as a multiple of the average over all ranks."""
-    judged = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
+    eligible = {rank: each for rank, each in sums.items() if each.steps >= STEPS_MIN}
     total = StepSums()
-    for each in judged.values():
+    for each in eligible.values():
         total = plus(total, each)
-    line = fit(total) if judged else None
+    line = fit(total) if eligible else None
     if line is None:
         return {}
-    return {rank: pace for rank, each in judged.items() if (pace := _pace(each, line)) > 0}
+    return {rank: pace for rank, each in eligible.items() if (pace := _pace(each, line)) > 0}
 
 
 def slow_ranks(paces: Mapping[Rank, float], factor: float) -> list[Rank]:

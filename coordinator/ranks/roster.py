@@ -60,13 +60,13 @@ class Roster:
     lives.
     """
 
-    __slots__ = ("_seen", "guard", "narrowest", "widest", "world")
+    __slots__ = ("_records", "guard", "narrowest", "widest", "world")
 
     def __init__(self, world: int, narrowest: int = 1) -> None:
         self.world = world
         self.narrowest = narrowest
         """The narrowest groups that can serve; ranks in narrower ones wait for others."""
-        self._seen: dict[Rank, RankRecord] = {}
+        self._records: dict[Rank, RankRecord] = {}
         self.widest = 1
         """The widest group that any process supports."""
         self.guard = ModeQuarantine()
@@ -74,37 +74,37 @@ class Roster:
 
     def __getitem__(self, rank: Rank) -> RankRecord:
         """Return the record of a rank that was heard."""
-        return self._seen[rank]
+        return self._records[rank]
 
     def get(self, rank: Rank) -> RankRecord | None:
         """Return the record of a rank, or None if it was never heard."""
-        return self._seen.get(rank)
+        return self._records.get(rank)
 
     def __contains__(self, rank: Rank) -> bool:
         """Return whether the rank was ever heard."""
-        return rank in self._seen
+        return rank in self._records
 
     def __iter__(self) -> Iterator[Rank]:
         """All ranks that were ever heard, ascending."""
-        return iter(sorted(self._seen))
+        return iter(sorted(self._records))
 
     def on_hello(self, hello: RankHello, now_ms: int) -> Arrival:
         """Record a session's first message."""
-        seen = self._seen.get(hello.rank)
+        record = self._records.get(hello.rank)
         self.widest = max(self.widest, *hello.widths)
-        if seen is None:
-            self._seen[hello.rank] = RankRecord(hello, now_ms)
+        if record is None:
+            self._records[hello.rank] = RankRecord(hello, now_ms)
             return Arrival.FIRST
-        is_older = hello.incarnation < seen.incarnation
-        if is_older or (seen.has_exited and hello.incarnation == seen.incarnation):
+        is_older = hello.incarnation < record.incarnation
+        if is_older or (record.has_exited and hello.incarnation == record.incarnation):
             return Arrival.STALE
-        if hello.incarnation > seen.incarnation:
+        if hello.incarnation > record.incarnation:
             self.guard.renewed(hello.rank)
-            self._seen[hello.rank] = RankRecord(hello, now_ms, restarts=seen.restarts + 1)
+            self._records[hello.rank] = RankRecord(hello, now_ms, restarts=record.restarts + 1)
             return Arrival.RESTARTED
-        seen.hello = hello
-        seen.heard_at_ms = now_ms
-        seen.is_connected = True
+        record.hello = hello
+        record.heard_at_ms = now_ms
+        record.is_connected = True
         return Arrival.AGAIN
 
     def on_report(self, report: Report, now_ms: int) -> bool:
@@ -112,39 +112,39 @@ class Roster:
 
         An older report of the same process shows that it lives, but replaces nothing.
         """
-        seen = self._seen.get(report.rank)
-        if seen is None or seen.incarnation != report.incarnation or seen.has_exited:
+        record = self._records.get(report.rank)
+        if record is None or record.incarnation != report.incarnation or record.has_exited:
             return False
-        seen.heard_at_ms = now_ms
-        seen.closed = seen.closed.union(report.closed)
+        record.heard_at_ms = now_ms
+        record.closed = record.closed.union(report.closed)
         self.guard.take(report.probed)
-        if seen.report is None or _order(report) >= _order(seen.report):
-            seen.report = report
+        if record.report is None or _order(report) >= _order(record.report):
+            record.report = report
         return True
 
     def take_cuts(self, report: Report) -> list[str]:
         """Return the addresses to which the rank's link broke since the last call."""
-        seen = self._seen[report.rank]
-        before, seen.cuts = seen.cuts, {each.reply_to: each.number for each in report.links}
-        return [to for to, number in seen.cuts.items() if number > before.get(to, 0)]
+        record = self._records[report.rank]
+        before, record.cuts = record.cuts, {each.reply_to: each.number for each in report.links}
+        return [to for to, number in record.cuts.items() if number > before.get(to, 0)]
 
     def on_closed(self, rank: Rank, incarnation: int) -> None:
         """Record that a session ended; the process may live and come back."""
-        seen = self._seen.get(rank)
-        if seen is not None and seen.incarnation == incarnation:
-            seen.is_connected = False
+        record = self._records.get(rank)
+        if record is not None and record.incarnation == incarnation:
+            record.is_connected = False
 
     def on_exited(self, rank: Rank) -> None:
         """Record that the process ended; its messages still in flight no longer count."""
-        seen = self._seen.get(rank)
-        if seen is not None:
-            seen.has_exited = True
-            seen.is_connected = False
+        record = self._records.get(rank)
+        if record is not None:
+            record.has_exited = True
+            record.is_connected = False
 
     def report_of(self, rank: Rank) -> Report | None:
         """Return the newest report of the known incarnation."""
-        seen = self._seen.get(rank)
-        return seen.report if seen else None
+        record = self._records.get(rank)
+        return record.report if record else None
 
     def reported(self) -> tuple[Rank, ...]:
         """Return the ranks that have reported and whose process has not ended, ascending."""
@@ -156,19 +156,19 @@ class Roster:
 
     def silent_since(self, rank: Rank, now_ms: int) -> int:
         """Return how long the rank has been silent, in milliseconds."""
-        return now_ms - self._seen[rank].heard_at_ms
+        return now_ms - self._records[rank].heard_at_ms
 
     def is_out(self, rank: Rank, now_ms: int) -> bool:
         """Return whether to leave the rank out: it is ejected, or it computes wrongly."""
-        return now_ms < self._seen[rank].out_until_ms or self.guard.is_wrong(rank)
+        return now_ms < self._records[rank].out_until_ms or self.guard.is_wrong(rank)
 
     def forgive(self, stall_ms: int, now_ms: int) -> None:
         """Move all silences' starts later: the coordinator did not listen for this long.
 
         Ranks heard after the stall have not been silent since.
         """
-        for seen in self._seen.values():
-            seen.heard_at_ms = min(now_ms, seen.heard_at_ms + stall_ms)
+        for record in self._records.values():
+            record.heard_at_ms = min(now_ms, record.heard_at_ms + stall_ms)
 
     def serves(self, group: Group) -> bool:
         """Return whether the group has all of the weights; else its rank waits for others."""
@@ -184,19 +184,19 @@ class Roster:
 
     def has_peers(self, rank: Rank) -> bool:
         """Return whether the rank can be in a wide group, and so share KV with others."""
-        widths = self._seen[rank].hello.widths
+        widths = self._records[rank].hello.widths
         return any(self.supports(rank, width) for width in widths if width > 1)
 
     def is_one_cohort(self, ranks: Iterable[Rank]) -> bool:
         """Return whether the ranks, as far as heard, share communicators."""
-        cohorts = {self._seen[rank].hello.cohort for rank in ranks if rank in self._seen}
+        cohorts = {self._records[rank].hello.cohort for rank in ranks if rank in self._records}
         return len(cohorts) <= 1
 
     def closed_by(self, ranks: Iterable[Rank]) -> Rank | None:
         """Return a member that has aborted a formation of exactly these ranks, or None."""
         group = tuple(ranks)
-        members = (rank for rank in group if rank in self._seen)
-        return next((rank for rank in members if group in self._seen[rank].closed), None)
+        members = (rank for rank in group if rank in self._records)
+        return next((rank for rank in members if group in self._records[rank].closed), None)
 
     def can_form(self, ranks: Iterable[Rank]) -> bool:
         """Return whether the ranks have communicators as a group, without a restart."""
@@ -206,7 +206,7 @@ class Roster:
     @property
     def has_closed(self) -> bool:
         """Whether any group is unusable after an aborted formation."""
-        return any(seen.closed for seen in self._seen.values())
+        return any(record.closed for record in self._records.values())
 
     def supports(self, rank: Rank, width: int) -> bool:
         """Return whether the rank can be a member of its group of this width."""
@@ -214,13 +214,13 @@ class Roster:
             return True
         first = rank - rank % width
         peers = map(Rank, range(first, first + width))
-        return width in self._seen[rank].hello.widths and self.can_form(peers)
+        return width in self._records[rank].hello.widths and self.can_form(peers)
 
     def can_compute(self, rank: Rank, width: int, mode: StepMode) -> bool:
         """Return whether the rank can compute steps of such groups in a mode."""
         return any(
             times.width == width and str(mode) in dict(times.curves)
-            for times in self._seen[rank].hello.step_times
+            for times in self._records[rank].hello.step_times
         )
 
 

@@ -21,11 +21,11 @@ from coordinator.model.events import (
     Event,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
 )
 from coordinator.protocol import wire
 from coordinator.protocol.messages.gateway import BatchesRun, GatewayHello
@@ -47,7 +47,7 @@ STOP_GRACE_S = 1.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Key = TypeVar("Key", Rank, str)
-Said = TypeVar("Said")
+Decoded = TypeVar("Decoded")
 
 REPLACED = Closing(grpc.StatusCode.ABORTED, "a newer session of the same peer took over.")
 
@@ -145,14 +145,14 @@ class CellServer:
             await context.abort(refused.closing.code, refused.closing.reason)
         listener = asyncio.create_task(_listen(context, session))
         try:
-            while not isinstance(said := await session.outbox.take(), Closing):
-                await context.write(wire.encode(said))
+            while not isinstance(item := await session.outbox.take(), Closing):
+                await context.write(wire.encode(item))
         finally:
             session.close()
             listener.cancel()
-        if said is not ENDED:
-            log.warning("session_closed", peer=context.peer(), reason=said.reason)
-            await context.abort(said.code, said.reason)
+        if item is not ENDED:
+            log.warning("session_closed", peer=context.peer(), reason=item.reason)
+            await context.abort(item.code, item.reason)
 
     def _authenticate(self, context: Context) -> None:
         given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_METADATA_KEY, "")
@@ -168,7 +168,7 @@ class CellServer:
         hello = _decode(wire.decode_rank_up, raw)
         if not isinstance(hello, RankHello):
             raise RefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "a rank's session starts with a hello."
+                grpc.StatusCode.INVALID_ARGUMENT, "start a rank's session with a hello."
             )
         _require_version(hello.version)
         rank = hello.rank
@@ -185,7 +185,7 @@ class CellServer:
         if hello.incarnation <= self._ended.get(rank, -1):
             raise RefusedError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this process of rank {rank} has ended, as its launcher says.",
+                f"the launcher reported the end of this process of rank {rank}: end it.",
             )
         self._incarnations[rank] = hello.incarnation
 
@@ -194,18 +194,18 @@ class CellServer:
             if not isinstance(report, Report) or report.rank != rank:
                 raise RefusedError(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"only reports of rank {rank} belong into its session.",
+                    f"send only reports of rank {rank} in its session.",
                 )
-            return RankSaid(rank, report)
+            return RankReported(rank, report)
 
         closed = RankClosed(rank, hello.incarnation)
         return await self._open(self._owner.rank_outboxes, rank, RankOpened(hello), read, closed)
 
     async def _open_launcher(self, raw: bytes) -> _Session:
         async def hear(message: bytes) -> None:
-            said = _decode(wire.decode_launcher_up, message)
-            _require_version(said.version)
-            for rank, incarnation in said.ended:
+            report = _decode(wire.decode_launcher_up, message)
+            _require_version(report.version)
+            for rank, incarnation in report.ended:
                 if 0 <= rank < self._world and incarnation > self._ended.get(rank, -1):
                     self._ended[rank] = incarnation
                     await self._owner.post(
@@ -225,29 +225,29 @@ class CellServer:
         hello = _decode(wire.decode_gateway_up, raw)
         if not isinstance(hello, GatewayHello):
             raise RefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "a gateway's session starts with a hello."
+                grpc.StatusCode.INVALID_ARGUMENT, "start a gateway's session with a hello."
             )
         _require_version(hello.version)
         gateway, outboxes = hello.gateway, self._owner.gateway_outboxes
         if gateway not in outboxes and len(outboxes) >= GATEWAYS_MAX:
             raise RefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
+                f"{GATEWAYS_MAX} gateways are connected, the most that a cell serves: end one.",
             )
 
         self._owner.batches.pop(gateway, None)
 
         def read(message: bytes) -> Event | None:
-            said = _decode(wire.decode_gateway_up, message)
-            if isinstance(said, Measures):
-                self.aggregator.take(gateway, said)
+            update = _decode(wire.decode_gateway_up, message)
+            if isinstance(update, Measures):
+                self.aggregator.take(gateway, update)
                 return None
-            if isinstance(said, GatewayHello):
-                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
-            if isinstance(said, BatchesRun):
-                self._owner.batches[gateway] = said.batches
+            if isinstance(update, GatewayHello):
+                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "send one hello in a session.")
+            if isinstance(update, BatchesRun):
+                self._owner.batches[gateway] = update.batches
                 return None
-            return GatewaySaid(gateway, said)
+            return GatewaySent(gateway, update)
 
         closed = GatewayClosed(gateway)
         for gone in self._owner.batches.keys() - outboxes.keys():
@@ -262,7 +262,7 @@ class CellServer:
         read: Callable[[bytes], Event | None],
         closed: Event,
     ) -> _Session:
-        """Make a new outbox that of `key`, in the step in which the core handles `opened`."""
+        """Give `key` a new outbox in the step in which the core handles `opened`."""
         outbox = Outbox()
         owner = self._owner
 
@@ -292,10 +292,10 @@ async def _hello(context: Context) -> bytes:
             raw = await context.read()
     except TimeoutError:
         raise RefusedError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_LIMIT_S:.0f} s."
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"send a hello within {HELLO_LIMIT_S:.0f} s."
         ) from None
     if not isinstance(raw, bytes):
-        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the session ended without a hello.")
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "start a session with a hello.")
     return raw
 
 
@@ -311,7 +311,7 @@ async def _listen(context: Context, session: _Session) -> None:
         session.outbox.close(closing)
 
 
-def _decode(decoder: Callable[[bytes], Said], raw: bytes) -> Said:
+def _decode(decoder: Callable[[bytes], Decoded], raw: bytes) -> Decoded:
     try:
         return decoder(raw)
     except msgspec.DecodeError as error:

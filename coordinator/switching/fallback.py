@@ -2,8 +2,8 @@
 
 The new layout does without the quarantined modes. Tasks of the groups that change are recomputed
 from their tokens, so nothing that a drifted mode computed survives except tokens that clients have
-seen. A group that a member has aborted while it was about to be formed again is treated alike. The
-core calls this module after every event.
+seen. The same applies to a group that a member aborted while it was about to form again. The core
+calls this module after every event.
 """
 
 from collections.abc import Iterator
@@ -24,38 +24,38 @@ CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
-class Fallen:
+class Fallback:
     """Notes to log, ranks that computed wrongly, and the decision if the layout has to change."""
 
     notes: tuple[Effect, ...] = ()
-    left_out: tuple[Rank, ...] = ()
+    wrong: tuple[Rank, ...] = ()
     decision: Decision | None = None
 
 
-def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallen:
+def fall_back(switcher: Switcher, roster: Roster, now_ms: int) -> Fallback:
     """Retarget the switcher if its layout holds a quarantined mode or an aborted group."""
     guard = roster.guard
     if switcher.recovering or not (guard.barred or roster.has_closed):
-        return Fallen()
+        return Fallback()
     notes = tuple(_notes(roster))
     wanted = switcher.target.layout
     can_be = _without_closed(wanted, roster)
-    left = guard.remaining(can_be, roster.narrowest)
-    wrong = tuple(rank for rank in switcher.alive if rank not in left.ranks)
-    if left == wanted:
-        return Fallen(notes)
+    replacement = guard.remaining(can_be, roster.narrowest)
+    wrong = tuple(rank for rank in switcher.alive if rank not in replacement.ranks)
+    if replacement == wanted:
+        return Fallback(notes)
     if wrong:
         switcher.lose(wrong, now_ms, "computes wrongly")
-    cause = CLOSED if left == can_be else GUARD
-    switcher.retarget(left, Carry.RECOMPUTE, cause, now_ms)
+    cause = CLOSED if replacement == can_be else GUARD
+    switcher.retarget(replacement, Carry.RECOMPUTE, cause, now_ms)
     reason = (
-        "a member has closed its group, as another one was lost"
+        "a member aborted its group after another one was lost"
         if cause == CLOSED
         else "out of service: " + ", ".join(sorted(guard.modes_out()))
     )
-    choice = format_layout(left, roster.world)
+    choice = format_layout(replacement, roster.world)
     decision = Decision(now_ms, choice, Carry.RECOMPUTE, reason, cause=cause)
-    return Fallen(notes, wrong, decision)
+    return Fallback(notes, wrong, decision)
 
 
 def _without_closed(layout: Layout, roster: Roster) -> Layout:
@@ -74,7 +74,7 @@ def put_back(roster: Roster, mode: str) -> list[Effect]:
 
 
 def _notes(roster: Roster) -> Iterator[Effect]:
-    for each in roster.guard.take_unsaid():
+    for each in roster.guard.take_unreported():
         yield warning(
             "mode_out_of_service",
             mode=each.mode,

@@ -19,7 +19,7 @@ from coordinator.ranks.layout_check import why_unreachable
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
 
-RESTORED = "restored"
+RESTORATION = "restored"
 """Cause of a switch back to the layout that was wanted before a loss."""
 
 RENEWALS_APART_MS = 300_000
@@ -55,11 +55,11 @@ class RenewalTimes:
 
 
 class LayoutRestorer:
-    """The layout that was decided last, and what is needed to have it again.
+    """The layout that was decided last, and how to restore it.
 
-    Where a policy decides (`is_fixed` is False), it finds out itself what can be formed, and this
-    class only requests restarts. A layout is restored once it could have been for `settled_ms`:
-    ranks come back one by one, and some are soon lost again.
+    Where a policy decides (`is_fixed` is False), the policy finds out which groups can form, and
+    this class only requests restarts. A layout is restored once it has been possible for
+    `settled_ms`: ranks come back one by one, and some are soon lost again.
     """
 
     __slots__ = (
@@ -100,11 +100,11 @@ class LayoutRestorer:
         if self._wanted is None:
             # After a coordinator restart, the layout that the ranks last heard counts as wanted,
             # unless ranks only waited for each other in it.
-            told = switcher.served_layout
-            self._wanted = told if roster.serves_whole(told) else self._initial
+            last_layout = switcher.served_layout
+            self._wanted = last_layout if roster.serves_whole(last_layout) else self._initial
         wanted = _completed(self._wanted, self._initial, roster)
-        has_left = switcher.is_serving and switcher.target.layout != wanted
-        can_be = has_left and why_unreachable(wanted, roster, switcher.alive) is None
+        differs = switcher.is_serving and switcher.target.layout != wanted
+        can_be = differs and why_unreachable(wanted, roster, switcher.alive) is None
         return wanted if self._possible.is_over(self._settled_ms, now_ms, is_true=can_be) else None
 
     def renewal_due(
@@ -161,14 +161,14 @@ def _completed(layout: Layout, initial: Layout, roster: Roster) -> Layout:
     return layout
 
 
-def restored(layout: Layout, carry: Carry, now_ms: int) -> Decision:
-    """Return the decision to have the layout again."""
-    reason = "it was left because of a loss, and can be formed again"
-    return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORED)
+def restoration(layout: Layout, carry: Carry, now_ms: int) -> Decision:
+    """Return the decision to restore the layout."""
+    reason = "the cell can form this layout again after a loss"
+    return Decision(now_ms, format_layout(layout), carry, reason, cause=RESTORATION)
 
 
 def renewal(roster: Roster, ranks: Iterable[Rank], cause: str) -> list[Effect]:
     """Ask the launcher to restart the processes of these ranks together."""
     known = tuple((rank, roster[rank].incarnation) for rank in ranks if rank in roster)
-    told = note("renewal_wanted", ranks=[rank for rank, _ in known], cause=cause)
-    return [told, ToLauncher(RenewRanks(known))]
+    entry = note("renewal_wanted", ranks=[rank for rank, _ in known], cause=cause)
+    return [entry, ToLauncher(RenewRanks(known))]

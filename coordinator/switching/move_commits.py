@@ -21,13 +21,13 @@ COMMITTED_REMEMBERED = 1_024
 class MoveCommits:
     """The last migration and its outcome."""
 
-    __slots__ = ("_adopted", "_committed", "_offered", "_told", "movers")
+    __slots__ = ("_adopted", "_committed", "_last_directive", "_offered", "movers")
 
     def __init__(self) -> None:
         self._committed: deque[int] = deque(maxlen=COMMITTED_REMEMBERED)
         self._offered: dict[Rank, RankHello] = {}
-        """What ranks would continue, until recovery knows whether they do."""
-        self._told = 0, 0
+        """The hellos of ranks that would continue a migration, until recovery knows its outcome."""
+        self._last_directive = 0, 0
         """The latest directive epoch that any rank reports, and the last committed migration it
         named."""
         self.movers: tuple[Rank, ...] = ()
@@ -49,12 +49,12 @@ class MoveCommits:
         `reports` are those in which the movers acknowledge the migration. Returns whether it is
         committed.
         """
-        given = list(reports)
-        if any(report is None or report.has_failed for report in given):
+        acks = list(reports)
+        if any(report is None or report.has_failed for report in acks):
             return False
         self._committed.append(epoch)
         self._adopted += [
-            (report.rank, adopted) for report in given if report for adopted in report.adopted
+            (report.rank, adopted) for report in acks if report for adopted in report.adopted
         ]
         return True
 
@@ -64,14 +64,14 @@ class MoveCommits:
 
     def on_report(self, report: Report) -> None:
         """Store what a rank heard from an earlier coordinator; true even if its process ended."""
-        self._told = max(self._told, (report.heard_in_epoch, report.moved))
+        self._last_directive = max(self._last_directive, (report.heard_in_epoch, report.moved))
 
     def recover(self) -> None:
         """Assume that an earlier coordinator committed nothing later than the ranks have heard of.
 
         No rank has carried out a migration whose commit none has heard of.
         """
-        epoch = self._told[1]
+        epoch = self._last_directive[1]
         self._committed.append(epoch)
         for rank, hello in sorted(self._offered.items()):
             if hello.adopted_in == epoch:

@@ -19,10 +19,10 @@ from coordinator.protocol.terms import Binding
 
 @dataclass(slots=True)
 class _Lease:
-    kept: LeaseRetention | None = None
+    retention: LeaseRetention | None = None
     is_bound: bool = False
-    """The group serves: its lease is whole, and `kept` is what it started from."""
-    served_born: int = 0
+    """The group serves: its lease is whole, and `retention` is what it started from."""
+    last_formation: int = 0
     """The last formation that leased pages; retained sets of earlier ones are out of date."""
 
 
@@ -40,8 +40,8 @@ class RetainedLeases:
 
     def on_report(self, leader: Rank, reported: tuple[LeaseRetention, ...]) -> bool:
         """Store what a leader still needs; return whether anything changed."""
-        own = [kept for kept in reported if kept.ranks[:1] == (leader,)]
-        return [self._accept(kept) for kept in own].count(True) > 0
+        own = [retention for retention in reported if retention.ranks[:1] == (leader,)]
+        return [self._accept(retention) for retention in own].count(True) > 0
 
     def bind(self, binding: Binding) -> None:
         """Freeze the set: the group is about to lease on top of the retained pages."""
@@ -50,7 +50,7 @@ class RetainedLeases:
             return
         lease = self._leases.setdefault(binding.group.ranks, _Lease())
         lease.is_bound = True
-        lease.served_born = binding.formation
+        lease.last_formation = binding.formation
 
     def unbind(self, binding: Binding) -> None:
         """Accept reports of the group's leader again."""
@@ -79,34 +79,36 @@ class RetainedLeases:
                 self._give_up(ranks, epoch)
 
     def know(self, binding: Binding) -> None:
-        """Record that these ranks may share a lease: if one is lost, the others must hear."""
+        """Record that these ranks may share a lease: if one is lost, the others must know."""
         if binding.group.width > 1:
             self._leases.setdefault(binding.group.ranks, _Lease())
 
     def for_rank(self, rank: Rank) -> tuple[LeaseRetention, ...]:
         """Return what the rank retains, for each group that it is a member of."""
         return tuple(
-            lease.kept for ranks, lease in self._leases.items() if rank in ranks and lease.kept
+            lease.retention
+            for ranks, lease in self._leases.items()
+            if rank in ranks and lease.retention
         )
 
     def _give_up(self, ranks: tuple[Rank, ...], epoch: int) -> None:
         lease = self._leases.setdefault(ranks, _Lease())
-        version = lease.kept.version if lease.kept else 0
-        lease.kept = LeaseRetention(ranks, version + 1, (), epoch)
+        version = lease.retention.version if lease.retention else 0
+        lease.retention = LeaseRetention(ranks, version + 1, (), epoch)
 
-    def _accept(self, kept: LeaseRetention) -> bool:
-        lease = self._leases.setdefault(kept.ranks, _Lease())
-        if lease.is_bound or kept.formation < lease.served_born:
+    def _accept(self, retention: LeaseRetention) -> bool:
+        lease = self._leases.setdefault(retention.ranks, _Lease())
+        if lease.is_bound or retention.formation < lease.last_formation:
             return False
-        if lease.kept is not None and _order(kept) <= _order(lease.kept):
+        if lease.retention is not None and _order(retention) <= _order(lease.retention):
             return False
-        lost_in = (self._lost_in.get(rank, -1) for rank in kept.ranks)
-        if kept.formation <= max(self._given_up.get(kept.ranks, -1), *lost_in):
+        lost_in = (self._lost_in.get(rank, -1) for rank in retention.ranks)
+        if retention.formation <= max(self._given_up.get(retention.ranks, -1), *lost_in):
             # The leader had not heard of the loss; its tasks learn of it from the echo.
-            kept = msgspec.structs.replace(kept, indices=())
-        lease.kept = kept
+            retention = msgspec.structs.replace(retention, indices=())
+        lease.retention = retention
         return True
 
 
-def _order(kept: LeaseRetention) -> tuple[int, int]:
-    return kept.formation, kept.version
+def _order(retention: LeaseRetention) -> tuple[int, int]:
+    return retention.formation, retention.version

@@ -13,7 +13,7 @@ from coordinator.model.records import SwitchLog, SwitchRecord
 from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
-from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
+from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
 from coordinator.ranks.outliers import Ejection, OutlierDetector
 from coordinator.ranks.recovery import Resumed, resume
 from coordinator.ranks.roster import Arrival, Roster
@@ -41,8 +41,8 @@ class Switcher:
         "_drain_until_ms",
         "_grants",
         "_health",
-        "_kept",
         "_last_tick_ms",
+        "_leases",
         "_moves",
         "_recover_ms",
         "_recover_until_ms",
@@ -63,7 +63,7 @@ class Switcher:
         self._roster = roster
         self._grants = PageGrants(roster)
         self._health = OutlierDetector(settings.health, roster.world)
-        self._kept = RetainedLeases()
+        self._leases = RetainedLeases()
         self._moves = MoveCommits()
         self._drain_until_ms = 0
         self._last_tick_ms = now_ms
@@ -113,16 +113,16 @@ class Switcher:
         layout = self.target.layout
         self._health.renewed(rank)
         if arrival is Arrival.RESTARTED and rank in self.alive:
-            self._kept.drop(rank, self.epoch)
+            self._leases.drop(rank, self.epoch)
             layout = layout.without((rank,)).plus((rank,))
             self._change(layout, f"rank {rank} restarted", now_ms, fresh=(rank,))
         else:
-            self._kept.drop(rank, self.epoch)
-            self._change(layout.plus((rank,)), f"rank {rank} came", now_ms)
+            self._leases.drop(rank, self.epoch)
+            self._change(layout.plus((rank,)), f"rank {rank} joined", now_ms)
 
     def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
         """Handle a report that the roster counted; return its rank if it is cut out."""
-        if self._kept.on_report(report.rank, report.kept):
+        if self._leases.on_report(report.rank, report.retentions):
             self.version += 1
         if self.recovering:
             self._moves.on_report(report)
@@ -165,13 +165,13 @@ class Switcher:
     def end_wait(self, now_ms: int) -> None:
         """If the switch in progress waits for tasks to end, stop waiting."""
         if self.stage.phase is Phase.PARK:
-            self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
+            self._set_carry(PLAN_AFTER_WAIT.get(self.carry, self.carry), now_ms)
 
     def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
         """Continue without these ranks at once, for a cause such as a process's end."""
         lost = [rank for rank in ranks if rank in self.alive and not self.recovering]
         for rank in lost:
-            self._kept.drop(rank, self.epoch)
+            self._leases.drop(rank, self.epoch)
         if names := ", ".join(map(str, lost)):
             self._change(self.target.layout.without(lost), f"rank {names} {cause}", now_ms)
 
@@ -192,7 +192,7 @@ class Switcher:
         groups that serve can speculate: during another switch the tasks migrate at once.
         """
         if carry is Carry.SPECULATE and not self.is_serving:
-            carry = PLAN_BEHIND[carry]
+            carry = PLAN_AFTER_WAIT[carry]
         if layout == self.target.layout and not fresh and self.epoch:
             if self.stage.phase is Phase.PARK:
                 self._set_carry(carry, now_ms)
@@ -217,7 +217,7 @@ class Switcher:
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
             abandoned_formation=0 if self.recovering else void(report, self.target, self._roster),
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
-            kept=self._kept.for_rank(rank),
+            retentions=self._leases.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
             moved=self._moves.committed(report.stage.epoch),
         )
@@ -236,9 +236,9 @@ class Switcher:
 
     def integrity(self) -> None:
         """Assert that ranks and grants agree with the target."""
-        assert self.alive == self.target.layout.ranks, "the ranks of the target are others."
+        assert self.alive == self.target.layout.ranks, "alive ranks differ from the target's."
         granted = self._grants.all_of()
-        assert granted <= set(self.target.bindings), "a group of no target has a grant."
+        assert granted <= set(self.target.bindings), "a group outside the target has a grant."
         if self.stage.phase is Phase.SERVE:
             assert granted == set(self.target.bindings), "a serving group has no grant."
         assert self.recovering or self.epoch > 0, "no target after recovery."
@@ -265,7 +265,7 @@ class Switcher:
         for binding in previous.bindings:
             if binding not in self.target.bindings:
                 self._grants.drop(binding)
-                self._kept.unbind(binding)
+                self._leases.unbind(binding)
         self.version += 1
         self._start_record(cause, now_ms)
 
@@ -300,17 +300,17 @@ class Switcher:
     def _take_out(self, now_ms: int) -> tuple[Rank, ...]:
         """Cut out ranks that hold the others up, for a while."""
         if self.is_serving:
-            outcasts = self._health.slow(self.alive, now_ms)
+            ejections = self._health.slow(self.alive, now_ms)
         else:
             late = {} if self.is_draining or self.is_speculating else self._late()
-            outcasts = self._health.late(self.stage, late, self.alive, now_ms)
-        return self._leave_out(outcasts, now_ms)
+            ejections = self._health.late(self.stage, late, self.alive, now_ms)
+        return self._leave_out(ejections, now_ms)
 
-    def _leave_out(self, outcasts: Collection[Ejection], now_ms: int) -> tuple[Rank, ...]:
-        for each in outcasts:
+    def _leave_out(self, ejections: Collection[Ejection], now_ms: int) -> tuple[Rank, ...]:
+        for each in ejections:
             self._roster[each.rank].out_until_ms = now_ms + each.out_ms
             self.lose((each.rank,), now_ms, each.cause)
-        return tuple(each.rank for each in outcasts)
+        return tuple(each.rank for each in ejections)
 
     def _late(self) -> dict[Rank, Binding | None]:
         return who_is_late(self._roster, self.alive, self.stage, self.target)
@@ -344,14 +344,14 @@ class Switcher:
             return False
         # Their ranks lease pages now, perhaps before they are granted any.
         for binding in self.target.bindings:
-            self._kept.know(binding)
+            self._leases.know(binding)
         return self._moves.cover(each for each in self.target.bindings if each not in self._grants)
 
     def _grant(self) -> None:
         for binding in self.target.bindings:
             if binding not in self._grants:
                 self._grants.add(binding)
-                self._kept.bind(binding)
+                self._leases.bind(binding)
 
     def _forgive_own_stall(self, now_ms: int) -> None:
         stall_ms = now_ms - self._last_tick_ms
@@ -376,15 +376,15 @@ class Switcher:
         self.alive = resumed.target.layout.ranks
         self.served_layout = resumed.target.layout
         self.stage = resumed.stage
-        self._kept.recover(self._roster.leases(), resumed.stage.epoch)
+        self._leases.recover(self._roster.leases(), resumed.stage.epoch)
         self._moves.recover()
         for binding in self.target.bindings:
-            self._kept.know(binding)
+            self._leases.know(binding)
         for binding in resumed.serving:
-            self._kept.bind(binding)
+            self._leases.bind(binding)
             self._grants.resume(binding)
         for rank in resumed.gone:
-            self._kept.drop(rank, self.epoch)
+            self._leases.drop(rank, self.epoch)
         if not resumed.is_settled:
             stopped = set(self.target.bindings).difference(resumed.serving)
             fresh = [rank for binding in stopped for rank in binding.group.ranks]

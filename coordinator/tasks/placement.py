@@ -43,7 +43,7 @@ class OpenGroup:
     blocks_total: int
     block_tokens: int
 
-    tiers_kept: int = 0
+    reserved_tiers: int = 0
     """Number of the most urgent tiers that it is reserved for; 0 takes every task."""
 
     cut_off: frozenset[str] = frozenset()
@@ -76,11 +76,11 @@ def open_groups(
     switcher: Switcher,
     roster: Roster,
     stragglers: Stragglers,
-    kept: Mapping[Rank, int] | None = None,
+    reserved_groups: Mapping[Rank, int] | None = None,
 ) -> tuple[OpenGroup, ...]:
     """Return the groups to place into: granted, in the target, and serving by leaders' reports.
 
-    `kept`: leaders of reserved groups -> number of the most urgent tiers that they take. While a
+    `reserved_groups`: leader -> number of the most urgent tiers that its group takes. While a
     switch waits for stragglers, groups that are to change and have none are open too.
     """
     if switcher.recovering:
@@ -93,16 +93,16 @@ def open_groups(
     for binding in bindings:
         if not roster.serves(binding.group):
             continue
-        seen = roster[binding.group.leader]
-        report = seen.report
+        record = roster[binding.group.leader]
+        report = record.report
         if report is not None and report.binding == binding and report.blocks_total > 0:
-            hello = seen.hello
+            hello = record.hello
             group = OpenGroup(
                 binding,
                 hello.max_tasks,
                 report.blocks_total,
                 hello.tokens_per_slot,
-                kept.get(binding.group.leader, 0) if kept else 0,
+                reserved_groups.get(binding.group.leader, 0) if reserved_groups else 0,
                 frozenset(link.reply_to for link in report.links if link.is_open),
             )
             groups.append(group)
@@ -161,11 +161,11 @@ def _for_tier(
     A task that fits nowhere else may go to a group reserved for more urgent tiers.
     """
     tier = task.header.tier
-    if not any(tier >= group.tiers_kept > 0 for group in groups):
+    if not any(tier >= group.reserved_tiers > 0 for group in groups):
         return free
-    if not any(group.could_hold(task) for group in groups if not tier >= group.tiers_kept > 0):
+    if not any(group.could_hold(task) for group in groups if not tier >= group.reserved_tiers > 0):
         return free
-    return [group for group in free if not tier >= group.tiers_kept > 0]
+    return [group for group in free if not tier >= group.reserved_tiers > 0]
 
 
 class Loads:
@@ -235,7 +235,7 @@ class Loads:
             group = self._best_for(task, [each for each in groups_for if self.has_room(each, task)])
             if group is not None:
                 self.count(group.leader, task.id, task.context_tokens)
-                self.homes.came(group.binding, task.prefixes)
+                self.homes.remember(group.binding, task.prefixes)
                 chosen.append((task, group))
                 continue
             claimed = self._best_for(task, [each for each in groups_for if each.could_hold(task)])
@@ -249,8 +249,8 @@ class Loads:
 
     def _best_for(self, task: Task, groups: Sequence[OpenGroup]) -> OpenGroup | None:
         """Return the least loaded group reserved for the task's tier, or else of the rest."""
-        kept = [group for group in groups if task.header.tier < group.tiers_kept]
-        return min(kept or groups, key=lambda group: self._weight(group, task), default=None)
+        reserved = [group for group in groups if task.header.tier < group.reserved_tiers]
+        return min(reserved or groups, key=lambda group: self._weight(group, task), default=None)
 
     def _weight(self, group: OpenGroup, task: Task) -> tuple[float, Rank]:
         known_tokens = self.homes.matched_tokens(group.binding, task.prefixes)

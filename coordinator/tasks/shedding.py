@@ -47,7 +47,9 @@ class Shedding:
         tier_max = self._bounds.of(tier).tasks_max
         retry_s = self.retry_after_s(queue, tier, now_ms)
         if tier_max is not None and queue.count(tier) >= tier_max:
-            reason = f"{queue.count(tier)} requests of this tier are waiting already."
+            reason = (
+                f"{queue.count(tier)} requests of this tier are waiting already: try again later."
+            )
             return TaskFailed(_of_longest_line(tasks, new), "queue_full", reason, retry_s)
         if len(queue) < self._bounds.tasks_max:
             return None
@@ -55,10 +57,10 @@ class Shedding:
             if lower <= tier:
                 break
             if victim := _newest(tasks, lower, queue.longest(lower)):
-                reason = "more urgent requests took its place in the queue."
+                reason = "more urgent requests took its place in the queue: try again later."
                 retry_s = self.retry_after_s(queue, lower, now_ms)
                 return TaskFailed(victim, "tier_capacity", reason, retry_s)
-        reason = f"{len(queue)} requests are waiting already."
+        reason = f"{len(queue)} requests are waiting already: try again later."
         return TaskFailed(_of_longest_line(tasks, new), "queue_full", reason, retry_s)
 
     def overdue(self, tasks: TaskTable, now_ms: int) -> list[TaskFailed]:
@@ -73,7 +75,7 @@ class Shedding:
             ]
             code = "tier_capacity" if self.has_groups else "no_healthy_workers"
             why = "all groups are busy" if self.has_groups else "no group serves"
-            reason = f"the request has waited for {wait_ms / 1000:.1f} s: {why}."
+            reason = f"{why}, and the request waited for {wait_ms / 1000:.1f} s: try again later."
             retry_s = self.retry_after_s(tasks.queue, tier, now_ms)
             found += [TaskFailed(task, code, reason, retry_s) for task in late]
         return found

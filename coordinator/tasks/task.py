@@ -15,7 +15,10 @@ ATTEMPTS_APART = 1_000
 """More attempts of one task than one coordinator makes; a new coordinator starts above them."""
 
 LOSSES_MAX = 3
-LOST_TOO_OFTEN = f"the request was lost with its rank more than {LOSSES_MAX} times, and may be why."
+LOST_TOO_OFTEN = (
+    f"more than {LOSSES_MAX} ranks were lost while they ran this request, which may be the cause: "
+    f"change it before you send it again."
+)
 NOT_RUN = "The engine could not run this request: check its parameters, "
 FAILURES = {
     EndCause.REFUSED: ("invalid_value", NOT_RUN + "and send it again."),
@@ -71,8 +74,8 @@ class Task:
     leader: Rank | None = None
     former: frozenset[Rank] = frozenset()
     """Leaders that gave it away and whose last tokens may still be in flight."""
-    told: int = 0
-    """The highest attempt of which the gateway took tokens, or takes none any more."""
+    acked_attempt: int = 0
+    """The highest attempt that the gateway knows: it took tokens of it, or refuses them now."""
     losses: int = 0
     """How many ranks were lost while they led it."""
     is_charged: bool = False
@@ -86,7 +89,7 @@ class Task:
     @property
     def is_fresh(self) -> bool:
         """Whether no rank has had it yet, so its client has got no token."""
-        return not (self.attempt or self.told or self.tokens)
+        return not (self.attempt or self.acked_attempt or self.tokens)
 
     @property
     def context_tokens(self) -> int:
@@ -112,7 +115,7 @@ def new_task(message: Submit, arrival: int, arrived_ms: int) -> Task:
         tokens=message.delivered_tokens,
         generated=len(message.delivered_tokens),
         attempt=message.attempt,
-        told=message.attempt,
+        acked_attempt=message.attempt,
     )
 
 
@@ -122,15 +125,18 @@ def too_long(task: Task, limit: int) -> TaskFailed | None:
         return None
     reason = (
         f"the largest context here is {limit} tokens, but the request asks for "
-        f"{task.context_tokens_max}: {task.header.prompt_tokens} in the prompt and up to "
-        f"{task.header.max_tokens} to generate."
+        f"{task.context_tokens_max}, {task.header.prompt_tokens} in the prompt and up to "
+        f"{task.header.max_tokens} to generate: shorten one of them."
     )
     return TaskFailed(task.id, "context_length_exceeded", reason)
 
 
 def out_of_time(task: Task) -> TaskFailed:
     """Return the failure of a task at its deadline."""
-    reason = f"the request did not finish within {task.header.deadline_ms} ms."
+    reason = (
+        f"the request did not finish within {task.header.deadline_ms} ms: allow more time, or ask "
+        f"for fewer tokens."
+    )
     return TaskFailed(task.id, "deadline_exceeded", reason)
 
 
@@ -171,4 +177,4 @@ def is_newest(task: Task, rank: Rank, held: HeldTask, *, recovering: bool) -> bo
     if task.state in HELD:
         is_known = task.leader == rank and task.attempt == held.attempt
         return is_known or (recovering and held.attempt > task.attempt)
-    return task.state is State.ASKED and recovering and held.attempt >= task.told
+    return task.state is State.ASKED and recovering and held.attempt >= task.acked_attempt

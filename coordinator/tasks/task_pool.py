@@ -76,8 +76,7 @@ class TaskPool:
         self._tasks = TaskTable(limits.ageing_ms)
         self._ended = EndedTasks()
         self._unclaimed: dict[TaskId, int] = {}
-        """Tasks that no gateway has claimed since it, or this coordinator, started -> time
-        limit."""
+        """Tasks not claimed since their gateway or this coordinator started -> time limit."""
         self._deadlines: list[tuple[int, TaskId]] = []
         self._arrivals = 0
         self._carried: Counter[Carry] = Counter()
@@ -105,18 +104,19 @@ class TaskPool:
         self._unclaimed.pop(task.id, None)
         if task.payload is None:
             task.payload, task.prefixes = message.payload, message.prefixes
-        was_elsewhere = cells_before(message.attempt) > cells_before(max(task.attempt, task.told))
-        task.told = max(task.told, message.attempt)
+        last_attempt = max(task.attempt, task.acked_attempt)
+        was_elsewhere = cells_before(message.attempt) > cells_before(last_attempt)
+        task.acked_attempt = max(task.acked_attempt, message.attempt)
         if was_elsewhere:
-            return self._take_back(task, task.told, now_ms)
+            return self._take_back(task, task.acked_attempt, now_ms)
         if task.state is State.ASKED and not self.recovering:
             if message.attempt < task.attempt:
                 # Sent before the gateway read the request: tokens may still be in flight to it.
                 return [ask(task)]
-            return self._go_on_behind(task, message, now_ms)
-        if task.state in HELD and task.attempt < task.told:
+            return self._requeue(task, message, now_ms)
+        if task.state in HELD and task.attempt < task.acked_attempt:
             # An earlier coordinator gave that attempt up. Tokens of a later one may be in flight.
-            return self._take_back(task, task.told, now_ms)
+            return self._take_back(task, task.acked_attempt, now_ms)
         return []
 
     def release(self, task_id: TaskId, *, is_done: bool = False) -> list[Effect]:
@@ -131,7 +131,7 @@ class TaskPool:
         if task is None:
             return []
         is_known = is_done and task.state is State.PLACED and task.attempt == 1 and not task.former
-        return self._end(task, told_by=task.leader if is_known else None)
+        return self._end(task, reporter=task.leader if is_known else None)
 
     def withdraw(self, task_id: TaskId) -> list[Effect]:
         """Give a task up for another cell, if no rank has had it."""
@@ -156,9 +156,9 @@ class TaskPool:
         if task is None:
             return []
         if (failure := FAILURES.get(message.cause)) is not None:
-            return self._fail(TaskFailed(task.id, *failure), told_by=rank)
+            return self._fail(TaskFailed(task.id, *failure), reporter=rank)
         has_tokens = message.cause is EndCause.FINISHED
-        return self._end(task, told_by=rank, pushed_by=rank if has_tokens else None)
+        return self._end(task, reporter=rank, pushed_by=rank if has_tokens else None)
 
     def returned(self, rank: Rank, message: TaskReturned, now_ms: int) -> list[Effect]:
         """Queue a task that its leader gave back; it continues after its tokens so far."""
@@ -237,7 +237,7 @@ class TaskPool:
         for task in self._tasks:
             if task.payload is None:
                 self._unclaimed[task.id] = now_ms + self._limits.claim_ms
-            if task.state is State.ASKED and task.payload is not None and not task.told:
+            if task.state is State.ASKED and task.payload is not None and not task.acked_attempt:
                 # Its gateway had never submitted it before, so no rank has ever run it.
                 self._tasks.enter(task, State.QUEUED, now_ms)
             elif task.state is State.ASKED:
@@ -277,8 +277,8 @@ class TaskPool:
         """Assert the invariant; costs O(tasks)."""
         self._tasks.integrity()
         for task in self._tasks:
-            assert task.id not in self._ended, f"task {task.id} has ended and has not."
-        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is waited for."
+            assert task.id not in self._ended, f"task {task.id} is both ended and unfinished."
+        assert all(map(self._tasks.__contains__, self._unclaimed)), "an ended task is unclaimed."
 
     def _admit(self, message: Submit, now_ms: int) -> list[Effect]:
         """Take in an unknown task, or refuse it."""
@@ -286,22 +286,22 @@ class TaskPool:
         if failure := too_long(task, self.context_tokens_max):
             return [ToGateway(task.header.gateway, failure)]
         # A stream that has begun is never refused.
-        shed = None if task.told else self._shedding.make_room(self._tasks, task, now_ms)
+        shed = None if task.acked_attempt else self._shedding.make_room(self._tasks, task, now_ms)
         if shed is not None and shed.task == task.id:
             return [ToGateway(task.header.gateway, shed)]
         effects = [] if shed is None else self._fail(shed)
         self._arrivals += 1
-        if self.recovering or task.told:
+        if self.recovering or task.acked_attempt:
             # A rank not heard yet may hold it, or may have run it before it was lost.
             task.state = State.ASKED
             task.attempt += ATTEMPTS_APART
         self._add(task)
-        return [*effects, ask(task)] if task.told and not self.recovering else effects
+        return [*effects, ask(task)] if task.acked_attempt and not self.recovering else effects
 
     def _again(self, message: Submit, ended: EndedTask) -> list[Effect]:
         """Handle the submission of a task that has ended."""
         task_id = message.header.task
-        # If another cell has had the task since, it comes back: here it ended by being withdrawn.
+        # If another cell has had the task since, it comes back: this cell withdrew it.
         if cells_before(message.attempt) == cells_before(ended.attempt):
             if ended.failure is not None:
                 return [ToGateway(ended.header.gateway, ended.failure)]
@@ -314,7 +314,7 @@ class TaskPool:
         self._add(new_task(message, ended.arrival, ended.arrived_ms))
         return []
 
-    def _go_on_behind(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
+    def _requeue(self, task: Task, message: Submit, now_ms: int) -> list[Effect]:
         """Queue a task again; it continues after the tokens that its gateway delivered."""
         effects = dropped(task)
         task.former = frozenset()
@@ -329,7 +329,7 @@ class TaskPool:
             heappush(self._deadlines, (task.arrived_ms + task.header.deadline_ms, task.id))
 
     def _place(self, task: Task, group: OpenGroup, now_ms: int) -> Effect:
-        task.attempt = max(task.attempt, task.told) + 1
+        task.attempt = max(task.attempt, task.acked_attempt) + 1
         self._shedding.placed(now_ms)
         self._tasks.queue.placed(task, now_ms)
         self._tasks.enter(task, State.PLACED, now_ms, group.leader)
@@ -379,10 +379,10 @@ class TaskPool:
         return effects
 
     def _end(
-        self, task: Task, *, told_by: Rank | None = None, pushed_by: Rank | None = None
+        self, task: Task, *, reporter: Rank | None = None, pushed_by: Rank | None = None
     ) -> list[Effect]:
         """Forget a task; its leader drops it, unless that leader reported the end."""
-        effects = dropped(task) if task.leader != told_by else []
+        effects = dropped(task) if task.leader != reporter else []
         self._tasks.remove(task)
         self._unclaimed.pop(task.id, None)
         pushers = task.former | {pushed_by} if pushed_by is not None else frozenset()
@@ -390,9 +390,9 @@ class TaskPool:
         self._ended.add(task.id, ended)
         return effects
 
-    def _fail(self, failure: TaskFailed, *, told_by: Rank | None = None) -> list[Effect]:
+    def _fail(self, failure: TaskFailed, *, reporter: Rank | None = None) -> list[Effect]:
         """End a task and send its gateway the reason."""
         task = self._tasks[failure.task]
-        effects = self._end(task, told_by=told_by)
+        effects = self._end(task, reporter=reporter)
         self._ended[task.id].failure = failure
         return [*effects, ToGateway(task.header.gateway, failure)]

@@ -22,7 +22,7 @@ GENERATED_TOKENS_COUNTED_MAX = 1_024
 """Most generated tokens charged to a task's tenant: many clients set no limit."""
 
 
-LINES_KEPT_MAX = 1_024
+IDLE_LINES_MAX = 1_024
 """Tenants of a tier whose share is remembered while they have nothing queued."""
 
 
@@ -107,7 +107,7 @@ class TaskQueue:
         if not self._counts[tier]:
             # No task waits, so no tenant is owed anything.
             self._lines[tier].clear()
-        elif len(self._lines[tier]) > LINES_KEPT_MAX:
+        elif len(self._lines[tier]) > IDLE_LINES_MAX:
             self._forget_idle(tier)
 
     def placed(self, task: Task, now_ms: int) -> None:

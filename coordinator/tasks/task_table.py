@@ -64,8 +64,8 @@ class TaskTable:
 
     def add(self, task: Task) -> None:
         """Add a new task that no leader holds."""
-        assert task.id not in self._tasks, f"task {task.id} is there already."
-        assert task.state not in HELD, f"new task {task.id} is held by no leader."
+        assert task.id not in self._tasks, f"task {task.id} exists already."
+        assert task.state not in HELD, f"new task {task.id} has a leader's state."
         self._tasks[task.id] = task
         self._by_gateway.setdefault(task.header.gateway, set()).add(task.id)
         if task.state is State.QUEUED:

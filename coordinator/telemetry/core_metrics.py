@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from coordinator.model.events import Effect, Event, GatewaySaid, RankSaid, ToGateway, ToRank
+from coordinator.model.events import Effect, Event, GatewaySent, RankReported, ToGateway, ToRank
 from coordinator.model.records import SwitchRecord
 from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
 from coordinator.protocol.messages.rank import Place
@@ -31,7 +31,7 @@ SWITCH_BOUNDS_S: Final = (
 
 QUEUE_WAIT: Final = Measure(
     "aileron_queue_wait_seconds",
-    "From a task's arrival in the pool to its first placement.",
+    "Time from a task's arrival in the pool to its first placement.",
     ("tier",),
     WAIT_BOUNDS_S,
 )
@@ -40,23 +40,23 @@ FAILURES: Final = Measure(
 )
 REQUEUED: Final = Measure(
     "aileron_tasks_requeued",
-    "Tasks that came back to the queue, by why their group lost or returned them.",
+    "Tasks that queue again after their group lost or returned them, by reason.",
     ("reason",),
 )
 RECOMPUTED: Final = Measure(
     "aileron_recomputed_tokens",
-    "Tokens of tasks whose KV was lost or given up, placed again; prefix hits among them too.",
+    "Tokens of tasks placed again after their KV was lost or given up, prefix hits included.",
 )
 SWITCHES: Final = Measure("aileron_switch", "Switches that ended.", ("from", "to", "outcome"))
 SWITCH_DURATION: Final = Measure(
     "aileron_switch_duration_seconds",
-    "Time that switches took by phase, of the slowest rank; phases without work are left out.",
+    "Duration of switches by phase, of the slowest rank; phases without work are omitted.",
     ("phase",),
     SWITCH_BOUNDS_S,
 )
 SWITCH_STALL: Final = Measure(
     "aileron_switch_stall_seconds",
-    "Longest pause that any client's stream saw in a switch.",
+    "Longest pause of any client's stream in a switch.",
     (),
     SWITCH_BOUNDS_S,
 )
@@ -113,17 +113,17 @@ class CoreMetrics:
     def saw_event(self, event: Event, now_ms: int) -> None:
         """Record when tasks arrive, return and end."""
         match event:
-            case GatewaySaid(message=Submit(header=header, attempt=0)):
+            case GatewaySent(message=Submit(header=header, attempt=0)):
                 arrival = (now_ms, header.tier.name.lower())
                 self._arrived.setdefault(header.task, arrival)
                 while len(self._arrived) > WAITING_MAX:
                     self._arrived.popitem(last=False)
-            case GatewaySaid(message=Cancel(task) | Done(task)):
+            case GatewaySent(message=Cancel(task) | Done(task)):
                 self._gone(task)
-            case RankSaid(report=report):
+            case RankReported(report=report):
                 for returned in report.returned:
                     lost_kv = returned.cause is ReturnCause.RECOMPUTE
-                    self._came_back(returned.task, str(returned.cause), lost_kv=lost_kv)
+                    self._on_requeue(returned.task, str(returned.cause), lost_kv=lost_kv)
             case _:
                 pass
 
@@ -131,7 +131,7 @@ class CoreMetrics:
         self._arrived.pop(task, None)
         self._again.discard(task)
 
-    def _came_back(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
+    def _on_requeue(self, task: TaskId, reason: str, *, lost_kv: bool) -> None:
         self.tally.count(REQUEUED, reason)
         if lost_kv and len(self._again) < WAITING_MAX:
             self._again.add(task)
@@ -147,7 +147,7 @@ class CoreMetrics:
                     self._again.discard(header.task)
                     self.tally.count(RECOMPUTED, by=header.prompt_tokens + len(generated))
             case ToGateway(message=Resubmit(task=task)):
-                self._came_back(task, RANK_LOST, lost_kv=True)
+                self._on_requeue(task, RANK_LOST, lost_kv=True)
             case ToGateway(message=TaskFailed(task=task, code=code)):
                 self._gone(task)
                 self.tally.count(FAILURES, code if code in FAILURE_REASONS else "other")

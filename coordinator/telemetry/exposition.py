@@ -83,8 +83,8 @@ def use_metrics(decisions: View) -> Iterator[Metric]:
     rows = [((), min(newest))] if newest else []
     yield _gauge(
         "aileron_best_layout_use_ratio",
-        "Part of what the cell's best layout can do for which requests ask now, as the adaptive "
-        "policy predicts; while it is low, a switch is cheaper than a cell.",
+        "Share of the best layout's capacity that current requests need, as the adaptive policy "
+        "predicts; while it is low, a switch costs less than a cell.",
         (),
         rows,
     )
@@ -101,8 +101,8 @@ def probe_metrics(probes: Iterable[View], out: Iterable[View]) -> Iterator[Metri
         list(states.items()),
     )
     for name, text, field in (
-        ("error", "How far the newest probe was off, per token, in nats.", "error_nats"),
-        ("error_max", "From where on a mode is taken out of service.", "error_max_nats"),
+        ("error", "Error of the newest probe, in nats per token.", "error_nats"),
+        ("error_max", "Probe error from which a mode is taken out of service.", "error_max_nats"),
     ):
         values = [(labels, each[field]) for labels, each in rows]
         yield _gauge(f"aileron_probe_{name}_nats", text, ("mode", "ranks"), values)
@@ -128,18 +128,24 @@ def rank_metrics(ranks: Iterable[View]) -> Iterator[Metric]:
     )
     yield _gauge(
         "aileron_rank_state",
-        "Where a rank is on its way into an epoch; 1 for the state that it is in.",
+        "State of a rank in the switch to its epoch; 1 for the state that it is in.",
         ("rank", "state"),
         [((str(r["rank"]), _state(r)), 1) for r in ranks],
     )
     for name, text, field in (
-        ("heartbeat_age", "Time since a rank was heard.", "heartbeat_age_ms"),
-        ("lease_left", "Time for which a rank may still step unheard.", "lease_left_ms"),
+        ("heartbeat_age", "Time since a rank's last heartbeat.", "heartbeat_age_ms"),
+        (
+            "lease_left",
+            "Time for which a rank may still step without another heartbeat.",
+            "lease_left_ms",
+        ),
     ):
         rows = [((str(r["rank"]),), r[field] / 1_000) for r in heard]
         yield _gauge(f"aileron_{name}_seconds", text, ("rank",), rows)
     restarts = CounterMetricFamily(
-        "aileron_rank_restarts", "Processes that took a rank's place.", labels=("rank",)
+        "aileron_rank_restarts",
+        "Processes that replaced an earlier process of the rank.",
+        labels=("rank",),
     )
     for rank in heard:
         restarts.add_metric((str(rank["rank"]),), rank["restarts"])
@@ -192,7 +198,7 @@ def queue_metrics(queue: View, now_ms: int) -> Iterator[Metric]:
     tiers = queue["tiers"].items()
     for name, text, field in (
         ("queue_depth", "Tasks that wait for a group.", "queued"),
-        ("queue_tokens", "Most tokens that waiting tasks may come to.", "tokens"),
+        ("queue_tokens", "Most tokens that the waiting tasks may reach.", "tokens"),
         ("tier_placed", "Tasks that a group holds.", "placed"),
     ):
         yield _gauge(f"aileron_{name}", text, ("tier",), [((t,), each[field]) for t, each in tiers])
@@ -262,9 +268,9 @@ def tally_metrics(families: Iterable[Family], model: str) -> Iterator[Metric]:
     for family in families:
         if family.name.startswith(VLLM_PREFIX):
             names = ("model_name", "engine", *family.labels)
-            yield _measured(family, names, (model, CELL_ENGINE))
+            yield _family_metric(family, names, (model, CELL_ENGINE))
         else:
-            yield _measured(family, family.labels)
+            yield _family_metric(family, family.labels)
 
 
 def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
@@ -272,7 +278,7 @@ def gen_ai_metrics(tally: Tally, model: str) -> Iterator[Metric]:
     for name, measure in _GEN_AI.items():
         series = _by(tally, measure, "operation")
         values = tuple(Series((each.labels[0], PROVIDER, model), *_rest(each)) for each in series)
-        yield _measured(
+        yield _family_metric(
             Family(name, measure.text, _GEN_AI_LABELS, measure.bounds, values), _GEN_AI_LABELS
         )
 
@@ -284,8 +290,14 @@ def prediction_metrics(
     names = ("measure", "tier")
     for place, (name, text) in enumerate(
         (
-            ("predicted", "Mean time that the adaptive policy predicted last, and compared."),
-            ("observed", "Mean time that was observed where the policy predicted."),
+            (
+                "predicted",
+                "Mean time in the last compared prediction of the adaptive policy.",
+            ),
+            (
+                "observed",
+                "Mean time that was observed over the span of the last compared prediction.",
+            ),
         )
     ):
         rows = [(labels, pair[place]) for labels, pair in last.items()]
@@ -315,7 +327,7 @@ def _rest(series: Series) -> tuple[float, tuple[int, ...]]:
     return series.value, series.counts
 
 
-def _measured(
+def _family_metric(
     family: Family, labels: tuple[str, ...], before: tuple[str, ...] = ()
 ) -> CounterMetricFamily | HistogramMetricFamily:
     if not family.bounds:

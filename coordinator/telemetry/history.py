@@ -71,8 +71,8 @@ class History:
         """Return the samples after `number`; all of them if that number is from another process."""
         if number > self._number:
             number = 0
-        behind = min(self._number - number, len(self._samples))
-        return list(self._samples)[len(self._samples) - behind :]
+        newer = min(self._number - number, len(self._samples))
+        return list(self._samples)[len(self._samples) - newer :]
 
     def _grown(self, name: str, tier: str) -> list[float]:
         new = self._counted[-1].get((name, tier), ())

@@ -20,7 +20,7 @@ from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 from coordinator.telemetry.prediction_tracker import PredictionTracker
 
 CACHED_MS = 1_000
-DECISIONS_LOOKED_AT = 16
+DECISIONS_MAX = 16
 
 View = Mapping[str, Any]
 
@@ -95,7 +95,7 @@ class _CellCollector(Collector):
         yield from self._facts_metrics()
         yield from exposition.layout_metrics(layout)
         yield from exposition.rank_metrics(ranks)
-        yield from exposition.use_metrics(self._views.decisions(DECISIONS_LOOKED_AT))
+        yield from exposition.use_metrics(self._views.decisions(DECISIONS_MAX))
         yield from exposition.probe_metrics(of_ranks["probes"], layout["out_of_service"])
         yield from exposition.queue_metrics(self._views.queue(), self._views.clock())
         model = self._facts.model
@@ -107,7 +107,7 @@ class _CellCollector(Collector):
         yield from exposition.prediction_metrics(prediction_tracker.last)
         yield GaugeMetricFamily(
             "aileron_reshard_bytes_per_second",
-            "How fast the last switch with a move pulled KV, over all ranks.",
+            "Speed at which the last switch with a migration pulled KV, over all ranks.",
             value=watcher.reshard_bytes_per_s,
         )
         by_tier = {each.name: each for each in (TTFT, TPOT, DURATION)}

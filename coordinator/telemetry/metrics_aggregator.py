@@ -10,7 +10,7 @@ from collections import OrderedDict
 from coordinator.protocol.metrics_wire import OWN, VLLM_PREFIX, Family, Measure, Measures, Tally
 
 GATEWAYS_REMEMBERED = 1_024
-"""Gateways whose last totals are kept; the least recently heard are forgotten."""
+"""Number of gateways whose last totals are stored; the least recently heard are forgotten."""
 FAMILIES_MAX = 256
 SERIES_MAX = 512
 """Series of one name, over all gateways, at most."""
@@ -27,13 +27,13 @@ class MetricsAggregator:
         self._measures: dict[str, Measure] = {}
         self._last_totals: OrderedDict[str, _Totals] = OrderedDict()
 
-    def take(self, gateway: str, said: Measures) -> None:
+    def take(self, gateway: str, measures: Measures) -> None:
         """Add the growth since the gateway's last message."""
         totals = self._last_totals.setdefault(gateway, {})
         self._last_totals.move_to_end(gateway)
         while len(self._last_totals) > GATEWAYS_REMEMBERED:
             self._last_totals.popitem(last=False)
-        for family in said.families:
+        for family in measures.families:
             measure = self._known(family)
             if measure is not None:
                 self._take(totals, family, measure)

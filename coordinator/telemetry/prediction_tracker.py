@@ -22,13 +22,13 @@ LEAST: Final = 0.01
 
 RATIO: Final = Measure(
     "aileron_policy_prediction_ratio",
-    "What the adaptive policy predicted of the layout that served, over what was observed.",
+    "Ratio of the adaptive policy's prediction for the serving layout to the observation.",
     ("measure", "tier"),
     RATIO_BOUNDS,
 )
 PREDICTIONS: Final = Measure(
     "aileron_policy_predictions",
-    "Predictions of the adaptive policy that were followed, by what became of them.",
+    "Predictions of the adaptive policy, by outcome of their comparison.",
     ("outcome",),
 )
 
@@ -40,12 +40,12 @@ class _Totals:
     ttft: tuple[float, int]
     pauses: tuple[float, int]
     good: float
-    judged: float
+    total: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
-    foreseen: ForecastMade
+class _Prediction:
+    forecast: ForecastMade
     until_ms: int
     before: dict[str, _Totals]
 
@@ -55,7 +55,7 @@ class PredictionTracker:
 
     def __init__(self, measurements: Tally) -> None:
         self._measurements = measurements
-        self._followed: _Followed | None = None
+        self._prediction: _Prediction | None = None
         self.tally = Tally()
         self.last: dict[tuple[str, str], tuple[float, float]] = {}
         """(measure, tier) -> the last predicted and observed values, in seconds."""
@@ -67,23 +67,23 @@ class PredictionTracker:
         """Compare the followed prediction once its time is over, and follow the next one."""
         if not isinstance(effect, ForecastMade):
             return
-        followed = self._followed
-        if followed is not None and followed.foreseen.epoch != effect.epoch:
+        prediction = self._prediction
+        if prediction is not None and prediction.forecast.epoch != effect.epoch:
             self.tally.count(PREDICTIONS, "switched")
-            followed = None
-        elif followed is not None and now_ms >= followed.until_ms:
-            compared = [self._compare(each, followed) for each in followed.foreseen.tiers]
+            prediction = None
+        elif prediction is not None and now_ms >= prediction.until_ms:
+            compared = [self._compare(each, prediction) for each in prediction.forecast.tiers]
             self.tally.count(PREDICTIONS, "compared" if any(compared) else "idle")
-            followed = None
-        if followed is None:
+            prediction = None
+        if prediction is None:
             tiers = [each.tier for each in effect.tiers]
             until_ms = now_ms + effect.horizon_ms
-            followed = _Followed(effect, until_ms, {tier: self._totals(tier) for tier in tiers})
-        self._followed = followed
+            prediction = _Prediction(effect, until_ms, {tier: self._totals(tier) for tier in tiers})
+        self._prediction = prediction
 
-    def _compare(self, expected: Expected, followed: _Followed) -> bool:
+    def _compare(self, expected: Expected, prediction: _Prediction) -> bool:
         """Compare the prediction for a tier; False if nothing was observed."""
-        before, now = followed.before[expected.tier], self._totals(expected.tier)
+        before, now = prediction.before[expected.tier], self._totals(expected.tier)
         for name, predicted_s, old, new in (
             (TTFT_NAME, expected.ttft_s, before.ttft, now.ttft),
             (TPOT_NAME, expected.tpot_s, before.pauses, now.pauses),
@@ -92,8 +92,8 @@ class PredictionTracker:
             if observed_s > 0:
                 self.last[name, expected.tier] = (predicted_s, observed_s)
                 self.tally.observe(RATIO, predicted_s / observed_s, name, expected.tier)
-        if judged := now.judged - before.judged:
-            share = (now.good - before.good) / judged
+        if total := now.total - before.total:
+            share = (now.good - before.good) / total
             ratio = max(expected.attainment, LEAST) / max(share, LEAST)
             self.tally.observe(RATIO, ratio, ATTAINMENT, expected.tier)
         return now != before
@@ -103,7 +103,7 @@ class PredictionTracker:
             ttft=self._sum(TTFT, tier),
             pauses=self._sum(ITL, tier),
             good=self._sum(SLO_GOOD, tier)[0],
-            judged=self._sum(SLO_TOTAL, tier)[0],
+            total=self._sum(SLO_TOTAL, tier)[0],
         )
 
     def _sum(self, measure: Measure, tier: str) -> tuple[float, int]:

@@ -61,7 +61,7 @@ def used_for_another() -> ApiError:
 
 def being_answered() -> ApiError:
     """Return the error for a key whose first request has no answer yet."""
-    text = "The request with this Idempotency-Key is being answered: try again soon."
+    text = "The first request with this key is still being answered: try again soon."
     return api_error(IN_PROGRESS, text)
 
 

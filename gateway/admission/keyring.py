@@ -61,7 +61,7 @@ class KeyRing:
             if key is not None and hmac.compare_digest(key.hash, digest):
                 return key
         if not await self._wrong.hit(self._wrong_limit, address):
-            text = "Too many wrong API keys came from this address; wait before the next one."
+            text = "Too many wrong API keys came from this address: wait before the next try."
             return api_error("rate_limit_exceeded", text, retry_after_s=60)
         if not secret:
             text = "No API key was sent: send it as `Authorization: Bearer KEY`."

@@ -49,10 +49,10 @@ class Admission:
         free = max(int(self._requests_max * SHARE_OF_TIER[tier]), 1) - len(self)
         if free <= 0:
             is_full = len(self) >= self._requests_max
-            text = "The gateway answers as many requests as it can at once."
+            text = "The gateway is at its limit of open requests: try again later."
             return api_error("queue_full" if is_full else "tier_capacity", text)
         if self._held[tenant] >= TENANT_FACTOR * free:
-            text = "The gateway answers as many requests of this client as others leave room for."
+            text = "This client has too many open requests: wait until some have ended."
             return api_error("tier_capacity", text)
         self._held[tenant] += 1
         self._all_held += 1

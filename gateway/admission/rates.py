@@ -64,7 +64,7 @@ class RateLimits:
         return await self._count(lambda limiter: _admit(limiter, key, prompt_tokens), budget)
 
     async def charge(self, key: ApiKey, tokens: int, budget: WaitBudget) -> None:
-        """Charge generated tokens, at most what is left of the limit."""
+        """Charge generated tokens, at most the rest of the limit."""
         if key.tokens_per_minute and tokens > 0:
             await self._count(lambda limiter: _charge(limiter, key, tokens), budget)
 
@@ -128,7 +128,7 @@ async def _admit(
     what, item = full[0]
     reset_s = next(window.reset_s for window in windows if window.what == what)
     wait_s = min(max(round(reset_s + 0.5), 1), RETRY_AFTER_MAX_S)
-    text = f"The limit of {item.amount} {what} per minute of this API key is reached."
+    text = f"This API key has used its {item.amount} {what} per minute: try again later."
     error = api_error("rate_limit_exceeded", text, retry_after_s=wait_s)
     return replace(error, extra_headers=tuple(headers))
 
@@ -144,8 +144,8 @@ def _never_fits(what: str, amount: int, cost: int) -> ApiError:
 
 async def _charge(limiter: SlidingWindowCounterRateLimiter, key: ApiKey, tokens: int) -> None:
     item = RateLimitItemPerMinute(key.tokens_per_minute)
-    left = (await limiter.get_window_stats(item, key.id, "tokens")).remaining
-    if (cost := min(tokens, left)) > 0:
+    remaining = (await limiter.get_window_stats(item, key.id, "tokens")).remaining
+    if (cost := min(tokens, remaining)) > 0:
         await limiter.hit(item, key.id, "tokens", cost=cost)
 
 

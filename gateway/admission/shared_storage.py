@@ -26,14 +26,14 @@ log = structlog.get_logger(__name__)
 
 
 class StorageAwayError(Exception):
-    """Redis was not asked, or did not answer in time: do without it."""
+    """Redis was not asked, or did not answer in time: go on without it."""
 
 
 class WaitBudget:
     """Remaining time that one request may wait for Redis."""
 
     def __init__(self) -> None:
-        self.left_s = STORAGE_WAIT_S
+        self.remaining_s = STORAGE_WAIT_S
 
 
 class SharedStorage:
@@ -68,7 +68,7 @@ class SharedStorage:
         loop_time = asyncio.get_running_loop().time
         began_s = loop_time()
         try:
-            async with asyncio.timeout(budget.left_s):
+            async with asyncio.timeout(budget.remaining_s):
                 return await work()
         except Exception as error:
             # Requests go on whatever the driver raises.
@@ -77,4 +77,4 @@ class SharedStorage:
             log.warning("shared_storage_away", reason=type(error).__name__, retry_s=STORAGE_RETRY_S)
             raise StorageAwayError from error
         finally:
-            budget.left_s -= loop_time() - began_s
+            budget.remaining_s -= loop_time() - began_s

@@ -32,10 +32,10 @@ from gateway.batches.terms import (
     ENDPOINTS,
     EXPIRES_AFTER_S_MAX,
     EXPIRES_AFTER_S_MIN,
-    KEPT_S,
     METADATA_KEY_CHARS_MAX,
     METADATA_MAX,
     METADATA_VALUE_CHARS_MAX,
+    RETENTION_S,
     WINDOW_S,
     BatchRecord,
     FileRecord,
@@ -144,7 +144,9 @@ class _Api:
         if not upload.has_file or not upload.part.bytes:
             raise _invalid("file", "must be a file that is not empty")
         if upload.fields.get("purpose") != UPLOAD_PURPOSE:
-            raise _invalid("purpose", f"must be {UPLOAD_PURPOSE}: only files of batches are kept")
+            raise _invalid(
+                "purpose", f"must be {UPLOAD_PURPOSE}: only files of batches are accepted"
+            )
         now_s = int(time.time())
         record = FileRecord(
             id=new_id("file-"),
@@ -210,7 +212,7 @@ class _Api:
             created_at=now_s,
             expires_at=now_s + WINDOW_S,
             metadata=wanted.metadata,
-            files_expire_after_s=after.seconds if after else KEPT_S,
+            files_expire_after_s=after.seconds if after else RETENTION_S,
         )
         await self._store.call(lambda store: store.add_batch(record))
         self._desk.poke()
@@ -273,16 +275,16 @@ def _guarded(answer: Answer) -> Answer:
         except FileInUseError:
             error = api_error("conflict", "A batch needs the file: cancel it first, or wait.")
         except NotAllowedError as refused:
-            error = api_error("conflict", f"This cannot be done: {refused}")
+            error = api_error("conflict", f"The batch's status does not allow this: {refused}")
         except TooManyError as refused:
             text = f"A tenant may have {refused}: delete some, or wait until they have ended."
             error = api_error("quota_exceeded", text)
         except StorageFullError:
-            text = "The server has no room left for files and batches; try again later."
+            text = "The server has no room for more files and batches: try again later."
             error = api_error("storage_full", text, retry_after_s=5)
         except StorageError as failure:
             log.warning("storage_failed", reason=str(failure))
-            text = "Files and batches cannot be reached now; try again later."
+            text = "The storage of files and batches is not available: try again later."
             error = api_error("storage_unavailable", text, retry_after_s=5)
         return respond(error)
 
@@ -290,7 +292,7 @@ def _guarded(answer: Answer) -> Answer:
 
 
 async def _off(_: Request) -> Response:
-    text = "Files and batches are switched off here: the operator has to set batches.data_dir."
+    text = "Files and batches are off on this server: its operator must set batches.data_dir."
     return respond(api_error("not_implemented", text))
 
 
@@ -302,7 +304,7 @@ def _read_wanted(body: bytes) -> _BatchWanted:
         name = ".".join(str(part) for part in first["loc"][:1])
         raise _invalid(name or "body", _RULES.get(name, "is not a parameter of batches")) from None
     if wanted.endpoint == "/v1/embeddings":
-        raise _invalid("endpoint", "may not be /v1/embeddings: the model served makes none")
+        raise _invalid("endpoint", "must not be /v1/embeddings: this server's model makes none")
     if wanted.endpoint not in ENDPOINTS:
         raise _invalid("endpoint", _RULES["endpoint"])
     for key, value in (wanted.metadata or {}).items():
@@ -334,7 +336,7 @@ def _expires_after_s(fields: Mapping[str, str]) -> int:
         if (key := f"expires_after[{name}]") in fields
     }
     if not given:
-        return KEPT_S
+        return RETENTION_S
     try:
         return _ExpiresAfter.model_validate(given).seconds
     except ValidationError:

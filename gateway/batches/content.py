@@ -72,7 +72,7 @@ class Part:
             raise storage_error(error) from error
 
     def drop(self) -> None:
-        """Remove it, if it was not kept."""
+        """Remove it, unless `keep` has renamed it."""
         with suppress(OSError):
             # Buffered bytes may no longer fit on the disk; they are not needed.
             self._file.close()
@@ -92,7 +92,7 @@ class Content:
 
     def path(self, file_id: str) -> Path:
         """Return the path of a file's bytes."""
-        assert _ID.fullmatch(file_id), "ids are made by us."
+        assert _ID.fullmatch(file_id), "the gateway makes all ids."
         return self._folder / file_id
 
     def delete(self, file_id: str) -> None:

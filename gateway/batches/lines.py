@@ -85,7 +85,7 @@ def read_line(text: bytes, number: int, endpoint: str) -> Line:
     try:
         line = msgspec.json.decode(text, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidLineError("invalid_json_line", "This line is no JSON object.") from error
+        raise InvalidLineError("invalid_json_line", "This line is not a JSON object.") from error
     custom_id, body = line.custom_id, bytes(line.body)
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= CUSTOM_ID_CHARS_MAX:
         text_ = f"custom_id must be a text of 1 to {CUSTOM_ID_CHARS_MAX} characters."
@@ -151,7 +151,7 @@ class Survey:
             self._note(error.code, error.message, number, error.param)
             return
         if line.custom_id in self._ids:
-            text_ = "This custom_id stands in an earlier line too; each may come once."
+            text_ = "An earlier line has this custom_id too: use each one once."
             self._note("duplicate_custom_id", text_, number, "custom_id")
         elif self.model and line.model != self.model:
             text_ = "All lines of a batch must name the same model."

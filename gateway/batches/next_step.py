@@ -25,9 +25,9 @@ _TRY_AGAIN: Final[frozenset[int]] = frozenset({408, 500, 502, 504})
 class Step(Enum):
     """What a batch needs."""
 
-    VALIDATE = "look through its input file"
+    VALIDATE = "check its input file"
     RUN = "run lines that have no result"
-    CLOSE = "go over to writing its files"
+    CLOSE = "stop running lines and begin to write its files"
     WRITE = "write its files"
     NOTHING = "it has ended"
 

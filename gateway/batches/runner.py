@@ -81,7 +81,7 @@ class BatchRun:
         """The claim with that record."""
         return self._claim
 
-    def heard(self, batch: BatchRecord) -> None:
+    def take_record(self, batch: BatchRecord) -> None:
         """Take the store's record; another process may have begun to cancel the batch."""
         if batch.status is not self.batch.status:
             self._claim = replace(self._claim, batch=batch)
@@ -129,7 +129,7 @@ class BatchRun:
             batch = await self._store.call(lambda store: store.batch(record.tenant, record.id))
             if batch is None or batch.status is claim.batch.status:
                 raise
-            self.heard(batch)
+            self.take_record(batch)
         else:
             self._claim = replace(claim, batch=record)
 
@@ -185,9 +185,9 @@ class BatchRun:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self) -> None:
-        left_s = self.batch.expires_at - time.time()
+        remaining_s = self.batch.expires_at - time.time()
         try:
-            async with asyncio.timeout(min(LOOK_S, max(left_s, 0))):
+            async with asyncio.timeout(min(LOOK_S, max(remaining_s, 0))):
                 await self._wake.wait()
         except TimeoutError:
             return
@@ -213,8 +213,9 @@ class BatchRun:
         batch = self.batch
         try:
             line = await asyncio.to_thread(self._read_line, number)
-            left_ms = max(round((batch.expires_at - time.time()) * 1_000), 1)
-            answer = await self._answer(LineCall(batch.endpoint, line.body, batch.tenant, left_ms))
+            deadline_ms = max(round((batch.expires_at - time.time()) * 1_000), 1)
+            call = LineCall(batch.endpoint, line.body, batch.tenant, deadline_ms)
+            answer = await self._answer(call)
         except StorageError as error:
             log.warning("line_waits", batch=batch.id, line=number, reason=str(error))
             book.refused(number, 503, time.time())

@@ -15,7 +15,7 @@ from coordinator.protocol.messages.gateway import BatchProgress
 from gateway.batches.content import Content
 from gateway.batches.runner import AnswerLine, BatchRun
 from gateway.batches.store import Claim, FileInUseError, LeaseLostError, StorageError, StoreCalls
-from gateway.batches.terms import KEPT_S, BatchRecord
+from gateway.batches.terms import RETENTION_S, BatchRecord
 
 RUNS_MAX = 8
 """Most batches that one gateway runs at once."""
@@ -81,7 +81,7 @@ class BatchService:
     async def run(
         self,
         is_ready: Callable[[], bool],
-        tell: Callable[[Sequence[BatchProgress]], None],
+        publish: Callable[[Sequence[BatchProgress]], None],
     ) -> None:
         """Work until cancelled; claim new batches only while requests can be served."""
         while True:
@@ -94,7 +94,7 @@ class BatchService:
                 self._note_trouble("")
             except StorageError as error:
                 self._note_trouble(str(error))
-            tell(self.progress())
+            publish(self.progress())
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._wake.wait()
@@ -152,7 +152,7 @@ class BatchService:
                 task.cancel()
             else:
                 if run.claim is claim:
-                    run.heard(batch)
+                    run.take_record(batch)
 
     async def _sweep(self) -> None:
         """Delete expired files, old batches, and files that a crash left without a record."""
@@ -163,7 +163,7 @@ class BatchService:
         old = await self._store.call(lambda store: store.expired_files(int(now_s), SWEEP_FILES))
         for file in old:
             await self._delete(file.tenant, file.id)
-        await self._store.call(lambda store: store.delete_old_batches(int(now_s) - KEPT_S))
+        await self._store.call(lambda store: store.delete_old_batches(int(now_s) - RETENTION_S))
         for name in await asyncio.to_thread(lambda: list(self._content.abandoned(now_s))):
             if not await self._is_known(name):
                 await asyncio.to_thread(self._content.delete, name)

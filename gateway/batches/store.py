@@ -24,7 +24,7 @@ class StorageError(Exception):
 
 
 class StorageFullError(StorageError):
-    """There is no room left."""
+    """The disk or the Redis of the store is full."""
 
 
 class LeaseLostError(Exception):

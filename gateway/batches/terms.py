@@ -22,10 +22,10 @@ BYTES_PER_TENANT_MAX = 16 * 1024**3
 """Most bytes of all files of a tenant, including result files."""
 BATCHES_UNFINISHED_MAX = 64
 """Most batches of one tenant that have not ended."""
-KEPT_S = 30 * 24 * 3_600
+RETENTION_S = 30 * 24 * 3_600
 """Lifetime of files and ended batches, unless a file's own is shorter."""
 EXPIRES_AFTER_S_MIN = 3_600
-EXPIRES_AFTER_S_MAX = KEPT_S
+EXPIRES_AFTER_S_MAX = RETENTION_S
 FILENAME_CHARS_MAX = 255
 METADATA_MAX = 16
 METADATA_KEY_CHARS_MAX = 64
@@ -152,7 +152,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
     """Time at which lines without a result expire."""
     metadata: dict[str, str] | None = None
-    files_expire_after_s: int = KEPT_S
+    files_expire_after_s: int = RETENTION_S
     """Lifetime of the result files."""
     status: Status = Status.VALIDATING
     model: str | None = None

@@ -91,7 +91,9 @@ class _Form:
     def _take_header(self, which: int, data: bytes) -> None:
         self._header_bytes += len(data)
         if self._header_bytes > HEADER_BYTES_MAX:
-            raise BadFormError("The headers of a field are too long.")
+            raise BadFormError(
+                f"The headers of a form field may have {HEADER_BYTES_MAX} bytes at most."
+            )
         self._header[which].extend(data)
 
     def _header_ends(self) -> None:
@@ -107,7 +109,7 @@ class _Form:
                 raise BadFormError("Upload one file at a time.")
             self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
         elif len(self.fields) >= FIELDS_MAX:
-            raise BadFormError("The form has too many fields.")
+            raise BadFormError(f"The form may have {FIELDS_MAX} fields at most.")
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._name == FILE_FIELD:
@@ -115,7 +117,7 @@ class _Form:
             return
         self._value += data[start:end]
         if len(self._value) > FIELD_BYTES_MAX:
-            raise BadFormError("A field of the form is too long.")
+            raise BadFormError(f"A form field may have {FIELD_BYTES_MAX} bytes at most.")
 
     def _part_ends(self) -> None:
         if self._name != FILE_FIELD:
@@ -166,4 +168,8 @@ async def _fill(reader: BodyReader, form: _Form, part: Part) -> ApiError | None:
                 text = f"A file may have {FILE_BYTES_MAX} bytes at most: upload it in parts."
                 return api_error("request_too_large", text)
             await asyncio.to_thread(part.write, data)
-    return None if form.is_complete else api_error("invalid_value", "The form breaks off.")
+    return (
+        None
+        if form.is_complete
+        else api_error("invalid_value", "The form is incomplete: send it up to its last boundary.")
+    )

@@ -158,19 +158,19 @@ class RelayedLLM(AsyncLLM):
             raise TaskFailedError(unfit.error) from None
 
 
-_NO_CORS = "answers to pages of other origins are the business of a proxy in front"
-_NO_TLS = "TLS is the business of a proxy in front"
+_NO_CORS = "let a proxy in front answer pages of other origins"
+_NO_TLS = "let a proxy in front terminate TLS"
 _NOT_OFFERED = {
     **dict.fromkeys(
         ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"), _NO_CORS
     ),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), _NO_TLS),
-    "api_key": "keys are in gateway.keys_file",
-    "host": "it is gateway.host",
-    "port": "it is gateway.port",
-    "uds": "the gateway listens at gateway.host and gateway.port",
-    "middleware": "nothing comes between the gateway and vLLM",
-    "root_path": "paths are those of OpenAI's API",
+    "api_key": "set gateway.keys_file",
+    "host": "set gateway.host",
+    "port": "set gateway.port",
+    "uds": "set gateway.host and gateway.port",
+    "middleware": "the gateway calls vLLM's app directly",
+    "root_path": "the gateway serves the paths of OpenAI's API",
 }
 """Options of vLLM's server that have no effect here, or a wrong one, and why."""
 

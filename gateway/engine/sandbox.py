@@ -21,7 +21,7 @@ WORKERS_MAX = 2
 ANSWERS_MAX = 1_024
 """Answers that are remembered, so that a repeated question costs nothing."""
 LATE_S = 5.0
-"""Longest silence of a worker after its alarm, before it is given up."""
+"""Longest silence of a worker after its alarm, before its call fails."""
 WAIT_S = 30.0
 """Longest wait of a call for a worker."""
 MESSAGE_BYTES_MAX = 16 * 1024**2
@@ -50,7 +50,7 @@ class ForkServer:
         self.pid = os.fork()
         if not self.pid:
             self._control.close()
-            _run_nursery(theirs, prepare, limit_s)
+            _run_fork_server(theirs, prepare, limit_s)
         theirs.close()
 
     def hire(self) -> socket.socket:
@@ -71,8 +71,8 @@ class ForkServer:
 class Sandbox:
     """Sends questions to workers of a fork server; belongs to one event loop."""
 
-    def __init__(self, nursery: ForkServer) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._permits = asyncio.Semaphore(WORKERS_MAX)
         self._idle: list[socket.socket] = []
         self._answers: OrderedDict[bytes, bytes] = OrderedDict()
@@ -98,9 +98,9 @@ class Sandbox:
         return answer
 
     async def _ask_worker(self, question: bytes) -> bytes:
-        worker = self._idle.pop() if self._idle else self._nursery.hire()
+        worker = self._idle.pop() if self._idle else self._fork_server.hire()
         try:
-            async with asyncio.timeout(self._nursery.limit_s + LATE_S):
+            async with asyncio.timeout(self._fork_server.limit_s + LATE_S):
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(worker, _LENGTH.pack(len(question)) + question)
                 (size,) = _LENGTH.unpack(await _read(worker, _LENGTH.size))
@@ -120,7 +120,7 @@ class Sandbox:
         for worker in self._idle:
             worker.close()
         self._idle.clear()
-        self._nursery.close()
+        self._fork_server.close()
 
 
 async def _read(worker: socket.socket, size: int) -> bytes:
@@ -134,7 +134,9 @@ async def _read(worker: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _run_nursery(control: socket.socket, prepare: Callable[[], Call], limit_s: float) -> NoReturn:
+def _run_fork_server(
+    control: socket.socket, prepare: Callable[[], Call], limit_s: float
+) -> NoReturn:
     """Fork workers until the process that made this one is gone."""
     status = 1
     try:

@@ -1,4 +1,4 @@
-"""vLLM's private engine wire format, seen from the engine's side (vLLM 0.32.0).
+"""The engine's side of vLLM's private engine wire format (vLLM 0.32.0).
 
 The only module that knows vLLM's frames: `EngineCoreRequest` as ranks read it, `EngineCoreOutputs`
 as they write it, and the method calls that come from AsyncLLM's ROUTER socket and are answered at
@@ -167,9 +167,11 @@ def read_request(request: EngineCoreRequest) -> AddRequest | UnfitRequest | None
     # AsyncLLM goes on using its own: all choices of a request share one params object.
     request, params = copy.copy(request), request.sampling_params
     if params is None:
-        return UnfitRequest(request.request_id, "This model generates text; it does not pool.")
+        return UnfitRequest(request.request_id, "This model generates text only: it does not pool.")
     if request.resumable:
-        return UnfitRequest(request.request_id, "Streamed input is not supported.")
+        return UnfitRequest(
+            request.request_id, "Streamed input is not supported: send the whole prompt."
+        )
     note = _read_note(request.session_id)
     request.session_id = note.session_id
     if params.seed is None:
@@ -229,7 +231,7 @@ def answer_utility(call: UtilityCall) -> tuple[bytes, ...]:
     if call.method in answers:
         output = UtilityOutput(call.call_id, result=UtilityResult(answers[call.method]))
     else:
-        reason = f"{call.method} is not available behind this gateway"
+        reason = f"{call.method} is not available in this gateway"
         output = UtilityOutput(call.call_id, failure_message=reason)
     return _encode(EngineCoreOutputs(utility_output=output))
 

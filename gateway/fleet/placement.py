@@ -1,6 +1,6 @@
 """Which cell gets a task, and which queued tasks a busy cell should give to an idle one.
 
-A task goes to the least loaded cell that can hold it, or to one that has seen the beginning of its
+A task goes to the least loaded cell that can hold it, or to one that knows the beginning of its
 prompt and is not much busier. A gateway's knowledge of a cell is as old as the cell's last message,
 so it adds the tasks it has sent since. After the scorers of the Gateway API Inference Extension,
 with a bound in place of weights. Called by the roster. Pure.
@@ -52,7 +52,7 @@ class Candidate:
     sent: int = 0
     """Tasks sent to it since it reported a new load."""
     matched_blocks: int = 0
-    """How many of the prompt's first blocks it has seen."""
+    """How many of the prompt's first blocks it knows."""
 
 
 def is_open(cell: Candidate) -> bool:
@@ -82,7 +82,7 @@ def load_for(cell: Candidate, tier: Tier) -> float:
 def choose(needs: Needs, cells: Sequence[Candidate]) -> str | None:
     """Return the cell for a task; None if no cell can take it now."""
     fit = [cell for cell in cells if can_hold(cell, needs)]
-    # A cell that switches or starts will serve soon, but one that serves now is sooner.
+    # A cell that switches or starts will serve soon; a serving one begins at once.
     fit = [cell for cell in fit if cell.is_serving] or fit
     if not fit:
         return None

@@ -15,7 +15,7 @@ from gateway.fleet.roster import CellRoster, MoveReason
 from gateway.open_requests import OpenRequest, OpenRequests
 
 FULL_CODES = frozenset({"queue_full", "tier_capacity", "no_healthy_workers"})
-"""Refusals with these codes say nothing about other cells."""
+"""Refusals with these codes do not apply to other cells."""
 
 Updates = list[tuple[str, GatewayUp]]
 """Each cell with its message, in order."""
@@ -54,15 +54,15 @@ class Rebalancer:
         """Move tasks out of cells they must leave, and tasks that no connected cell has."""
         if not (self._cells.in_fleet and self._cells.are_open):
             return []
-        left, up = self._cells.left(now_s), self._cells.up
+        evacuations, up = self._cells.evacuations(now_s), self._cells.up
         away = [
             task
             for task in self._book
-            if task.cell in left or not (task.submitted or task.cell in up)
+            if task.cell in evacuations or not (task.submitted or task.cell in up)
         ]
         updates: Updates = []
         for task in away:
-            updates += self._move(task, left.get(task.cell or "", MoveReason.DEAD))
+            updates += self._move(task, evacuations.get(task.cell or "", MoveReason.DEAD))
         return updates
 
     def refused(self, task_id: TaskId, code: str, cell: str) -> Updates:

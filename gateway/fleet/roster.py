@@ -1,10 +1,9 @@
 """The cells a gateway knows, their last reported state, and which of them tasks must leave.
 
 A cell is *found* while the configuration or the registry names it. Tasks leave a cell that drains
-or is dead. A cell is dead if it has no rank left, or if its session is down and it is either no
-longer found or has been down for `dead_after_s`. A cell that is no longer found stays while its
-session is up, so a registry that is down or empty removes nothing. Called by the relay and the
-fleet; pure.
+or is dead. A cell is dead if no rank is alive, or if its session is down and it is either no longer
+found or has been down for `dead_after_s`. A cell that is no longer found stays while its session is
+up, so a registry that is down or empty removes nothing. Called by the relay and the fleet; pure.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from coordinator.protocol.messages.gateway import CellState, PrefixesHeld
-from coordinator.protocol.prefixes import SeenPrefixes
+from coordinator.protocol.prefixes import PrefixHistory
 from gateway.fleet.placement import UNKNOWN_LOAD, Candidate, Needs, Spill, choose, is_open, spill
 
 ALONE = ""
@@ -28,7 +27,7 @@ class MoveReason(StrEnum):
     """Why a task leaves its cell."""
 
     DEAD = "dead"
-    """The cell cannot be reached, or has no rank left."""
+    """The cell does not respond, or has no rank alive."""
     DRAINING = "draining"
     FULL = "full"
     """It refused the task, and another one may have room."""
@@ -43,7 +42,7 @@ class _Cell:
     down_since_s: float = 0.0
     state: CellState | None = None
     sent: int = 0
-    prefixes: SeenPrefixes = field(default_factory=SeenPrefixes)
+    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
 
 class CellRoster:
@@ -108,7 +107,7 @@ class CellRoster:
         if cell is None:
             return False
         if isinstance(message, PrefixesHeld):
-            cell.prefixes.came(message.hashes)
+            cell.prefixes.remember(message.hashes)
             return False
         was_open = is_open(self._candidate(name, cell, 0))
         if cell.state is None or cell.state.load != message.load:
@@ -121,7 +120,7 @@ class CellRoster:
         if (cell := self._cells.get(name)) is not None:
             cell.sent += 1
             # The cell will report it to all gateways; the next request may arrive earlier.
-            cell.prefixes.came(prefixes)
+            cell.prefixes.remember(prefixes)
 
     def choose(
         self, needs: Needs, prefixes: Sequence[int], without: Collection[str] = ()
@@ -142,11 +141,11 @@ class CellRoster:
             return []
         return spill([self._candidate(name, cell, 0) for name, cell in self._cells.items()])
 
-    def left(self, now_s: float) -> dict[str, MoveReason]:
+    def evacuations(self, now_s: float) -> dict[str, MoveReason]:
         """Return the cells that tasks must leave, each with the reason."""
         if not self.in_fleet:
             return {}
-        reasons = {name: self._why_left(cell, now_s) for name, cell in self._cells.items()}
+        reasons = {name: self._evacuation_reason(cell, now_s) for name, cell in self._cells.items()}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def forget(self, in_use: Collection[str], now_s: float) -> list[str]:
@@ -161,7 +160,7 @@ class CellRoster:
             del self._cells[name]
         return gone
 
-    def _why_left(self, cell: _Cell, now_s: float) -> MoveReason | None:
+    def _evacuation_reason(self, cell: _Cell, now_s: float) -> MoveReason | None:
         if cell.is_up:
             state = cell.state
             if state is None or (state.ranks_alive and not state.draining):

@@ -1,4 +1,4 @@
-"""One answer on its way out: its headers, its error shape, and the delayed start of a stream.
+"""One answer to a client: its headers, its error shape, and the delayed start of a stream.
 
 Called by the edge; `Answer.send` takes the place of the ASGI server's `send`.
 """
@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 
 SEND_STALL_S = 60.0
-"""Longest time that a client may not read before its request is given up."""
+"""Longest time without a read by the client, before its request ends."""
 
 ERROR_BODY_BYTES_MAX = 1024**2
 """Most bytes of the application's error body that are read to reshape it."""
@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request came."""
+        """Seconds since the request arrived."""
         return asyncio.get_running_loop().time() - self._began_s
 
     def client_gone(self) -> None:
@@ -297,7 +297,7 @@ class Answer:
 
 
 def _broken_off() -> ApiError:
-    return api_error("internal_error", "The stream broke off.")
+    return api_error("internal_error", "The stream ended early: send the request again.")
 
 
 def _is_stream(start: Message) -> bool:

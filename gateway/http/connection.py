@@ -77,9 +77,14 @@ class Connection(HttpToolsProtocol):
         counts[self._address] += 1
         per_address = self._limits.per_address_max
         if len(self.connections) > self._limits.connections_max:
-            self._refuse(api_error("too_many_connections", "The server has no connection left."))
+            self._refuse(
+                api_error(
+                    "too_many_connections",
+                    "The server is at its limit of connections: try again later.",
+                )
+            )
         elif per_address and counts[self._address] > per_address:
-            text = f"One address may hold {per_address} connections at most."
+            text = f"One address may hold {per_address} connections at most: close some."
             self._refuse(api_error("too_many_connections", text))
         else:
             self._start_header_timer()

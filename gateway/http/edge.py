@@ -80,7 +80,7 @@ class Edge:
         spans: RequestSpans | None = None,
         replays: SharedIdempotencyCache | None = None,
     ) -> None:
-        """Without keys every client is let in."""
+        """Without keys the edge accepts every client."""
         self._app = app
         self._keys = keys or KeyRing("")
         self._rates = rates or RateLimits(SharedStorage("memory://"))
@@ -162,7 +162,7 @@ class Edge:
         scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
         is_post = scope["method"] == "POST"
         if is_post and self.draining:
-            return api_error("draining", "This server is shutting down.")
+            return api_error("draining", "This server is shutting down: send the request again.")
         self._open += 1
         self.idle.clear()
         try:

@@ -24,7 +24,7 @@ class FieldNames:
     free: frozenset[str]
     """Fields that contain keys of the client's choice."""
 
-    def way_to(self, location: Iterable[str | int]) -> str | None:
+    def path_to(self, location: Iterable[str | int]) -> str | None:
         """Return pydantic's location as a dotted path, without the branches of unions."""
         parts: list[str] = []
         for part in location:

@@ -95,12 +95,12 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 def _refers_to_itself(schema: dict[str, Any]) -> bool:
     """Return whether a reference leads back to itself over references alone."""
     for node in _objects(schema):
-        seen: set[str] = set()
+        references: set[str] = set()
         at: Any = node
         while isinstance(at, dict) and isinstance(at.get("$ref"), str):
-            if at["$ref"] in seen:
+            if at["$ref"] in references:
                 return True
-            seen.add(at["$ref"])
+            references.add(at["$ref"])
             at = _resolve(schema, at["$ref"])
     return False
 

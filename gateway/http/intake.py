@@ -91,7 +91,9 @@ class RequestHead:
     def check(self, http_version: str) -> ApiError | None:
         """Return the error in the headers themselves, if any."""
         if self.repeated & SINGLE_HEADERS:
-            return api_error("invalid_http", "A header came twice that may come once.")
+            return api_error(
+                "invalid_http", "The request repeats a header that must be unique: send it once."
+            )
         if http_version == "1.1" and not self.headers.get("host"):
             return api_error("invalid_http", "HTTP/1.1 requests need a Host header.")
         return None
@@ -259,8 +261,8 @@ class BufferedBody:
 
 
 def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, Any]:
-    """Return the scope for vLLM; without `length` the client's Content-Length is kept."""
-    kept: Headers = [
+    """Return the scope for vLLM; without `length` the client's Content-Length stays."""
+    forwarded: Headers = [
         (name, value)
         for name, value in scope["headers"]
         if name.lower() not in _DROPPED and not name.lower().startswith(_INNER_PREFIXES)
@@ -270,10 +272,10 @@ def inner_scope(scope: Scope, answer: Answer, length: int | None) -> dict[str, A
         VLLM_PRIORITY_HEADER: str(PRIORITY_OF_TIER[answer.tier]),
     }
     if length is None:
-        kept += [pair for pair in scope["headers"] if pair[0].lower() in _OF_THE_BODY]
+        forwarded += [pair for pair in scope["headers"] if pair[0].lower() in _OF_THE_BODY]
     else:
         own["content-length"] = str(length)
-    headers = kept + [(name.encode(), value.encode()) for name, value in own.items()]
+    headers = forwarded + [(name.encode(), value.encode()) for name, value in own.items()]
     # The server drops the body of an answer to HEAD.
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "headers": headers, "method": method}

@@ -1,6 +1,6 @@
 """Spreads the retries of clients that are refused together, so that they do not return together.
 
-Called where refusals leave: by each answer, and by refused connections.
+Called for every refusal: by its answer, or by the refused connection.
 """
 
 import random

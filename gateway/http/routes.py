@@ -141,11 +141,11 @@ def _named(path: str) -> str:
 def close_other_routes(app: FastAPI) -> None:
     """Leave only vLLM's listed routes in the application; raises if one of them is missing."""
     plain = [route for route in app.router.routes if isinstance(route, Route)]
-    kept = [route for route in plain if _names(route) and _names(route) <= VLLM_ROUTES]
-    missing = VLLM_ROUTES - {name for route in kept for name in _names(route)}
+    open_routes = [route for route in plain if _names(route) and _names(route) <= VLLM_ROUTES]
+    missing = VLLM_ROUTES - {name for route in open_routes for name in _names(route)}
     if missing:
         raise RuntimeError(f"this vLLM lacks the routes {sorted(missing)}.")
-    app.router.routes[:] = kept
+    app.router.routes[:] = open_routes
 
 
 def _names(route: Route) -> set[tuple[str, str]]:
@@ -214,7 +214,7 @@ def _invalid_request(error: RequestValidationError, names: FieldNames) -> ApiErr
         text = strip_echo(text) or "the value is not valid"
     if first.get("type") == "json_invalid":
         return api_error("invalid_json", "The request's body is not valid JSON.")
-    param = names.way_to(first.get("loc", ())[1:]) or (named if named in PARAMETERS else None)
+    param = names.path_to(first.get("loc", ())[1:]) or (named if named in PARAMETERS else None)
     return api_error("invalid_value", f"{param}: {text}" if param else text, param)
 
 

@@ -119,7 +119,7 @@ class TaskSpan:
         self.traceparent = span.traceparent
 
     def crossed(self, epoch: int, pause_s: float) -> None:
-        """Record a switch: the first token of `epoch` came after a pause of `pause_s`."""
+        """Record a switch: the first token of `epoch` arrived after a pause of `pause_s`."""
         self._crossings += 1
         if self._crossings <= CROSSINGS_MAX:
             about = {"aileron.epoch": epoch, "aileron.pause_seconds": pause_s}

@@ -86,7 +86,7 @@ class CellSessions:
 
     @property
     def home(self) -> CoordinatorSession | None:
-        """The session with the cell that gets what belongs to no cell; None if no cell is up.
+        """The session with the cell that gets messages of no cell; None if no cell is up.
 
         Each gateway prefers its own home, which distributes a fleet's gateways over the cells.
         """

@@ -75,7 +75,7 @@ class Relay:
     ) -> None:
         """Start without tasks; `to_front_end` must accept outputs without blocking.
 
-        `answer_call` sends the answer to a call that came over vLLM's socket.
+        `answer_call` sends the answer to a call that arrived over vLLM's socket.
         """
         self._session = session
         self._clock = clock
@@ -113,7 +113,7 @@ class Relay:
                 self._answer_failure([request_id], api_error("unsupported_parameter", reason))
 
     def session_opened(self, cell: str = ALONE) -> Iterable[GatewayUp]:
-        """Return the messages that tell a cell's coordinator about everything open there."""
+        """Return the messages that report all open tasks of a cell to its coordinator."""
         self.cells.opened(cell)
         return self.book.session_opened(cell)
 
@@ -174,7 +174,7 @@ class Relay:
         self._report_gaps(now_s)
 
     def tick(self) -> None:
-        """Fail what has waited too long; called at a fixed interval."""
+        """Fail tasks that have waited too long; called at a fixed interval."""
         now_s = self._clock()
         for task, error in self.book.expired(now_s):
             self._fail(task, error)
@@ -203,7 +203,7 @@ class Relay:
         )
         payload = wire.encode(request.frames)
         if len(payload) > PAYLOAD_BYTES_MAX:
-            error = api_error("request_too_large", "The prompt is too large to be passed on.")
+            error = api_error("request_too_large", "The prompt is too large: shorten it.")
             self._refuse(header.task, error, span)
             return
         prefixes = prefix_hashes(request.prompt_token_ids)
@@ -357,7 +357,9 @@ class _Part:
     epoch: int
 
 
-_LOST = api_error("internal_error", "A part of the generated text was lost.")
+_LOST = api_error(
+    "internal_error", "A part of the generated text was lost: send the request again."
+)
 
 
 def _check_batch(batch: TokenBatch, token_ids: Sequence[Sequence[int]]) -> None:

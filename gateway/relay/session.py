@@ -28,8 +28,8 @@ WELCOME_WAIT_S = 5.0
 OUTBOX_MESSAGES_MAX = 65_536
 """Most unsent messages; one more ends the session, and the next one sends the open tasks again."""
 
-Said = GatewayUp | Measures
-Method = grpc.aio.StreamStreamMultiCallable[Said, GatewayDown]
+Outgoing = GatewayUp | Measures
+Method = grpc.aio.StreamStreamMultiCallable[Outgoing, GatewayDown]
 
 log = structlog.get_logger(__name__)
 
@@ -55,12 +55,12 @@ class _Outbox:
     """Unsent messages of one session; closed with it, so that the next one starts empty."""
 
     def __init__(self) -> None:
-        self._messages: deque[Said] = deque()
+        self._messages: deque[Outgoing] = deque()
         self._changed = asyncio.Event()
         self._empty = asyncio.Event()
         self.overflowed = False
 
-    def put(self, message: Said) -> None:
+    def put(self, message: Outgoing) -> None:
         if len(self._messages) >= OUTBOX_MESSAGES_MAX:
             self.overflowed = True
         self._messages.append(message)
@@ -75,7 +75,7 @@ class _Outbox:
     async def wait_empty(self) -> None:
         await self._empty.wait()
 
-    async def __aiter__(self) -> AsyncIterator[Said]:
+    async def __aiter__(self) -> AsyncIterator[Outgoing]:
         while True:
             while self._messages:
                 if self.overflowed:
@@ -102,7 +102,7 @@ class CoordinatorSession:
         """Whether messages can be sent."""
         return self._outbox is not None
 
-    def send(self, message: Said) -> None:
+    def send(self, message: Outgoing) -> None:
         """Send soon and in order; drop the message if the session is down."""
         if self._outbox is not None:
             self._outbox.put(message)
@@ -166,5 +166,5 @@ class CoordinatorSession:
         for message in listener.session_opened():
             outbox.put(message)
         log.info("coordinator_session_opened", coordinator=answer.coordinator)
-        async for said in answers:
-            listener.on_coordinator_message(said)
+        async for incoming in answers:
+            listener.on_coordinator_message(incoming)

@@ -13,7 +13,7 @@ from prometheus_client.samples import Sample
 from coordinator.protocol.metrics_wire import VLLM_PREFIX, Family, Series
 
 ADDED_LABELS = frozenset({"model_name", "engine"})
-LEFT_OUT = frozenset(
+EXCLUDED_METRICS = frozenset(
     {
         # Only counted if vLLM runs the model in the same process.
         *("vllm:estimated_flops_per_gpu", "vllm:estimated_read_bytes_per_gpu"),
@@ -28,7 +28,7 @@ LEFT_OUT = frozenset(
 def engine_families(registry: CollectorRegistry = REGISTRY) -> Iterator[Family]:
     """Yield vLLM's counters and histograms with their current values."""
     for metric in registry.collect():
-        if metric.name.startswith(VLLM_PREFIX) and metric.name not in LEFT_OUT:
+        if metric.name.startswith(VLLM_PREFIX) and metric.name not in EXCLUDED_METRICS:
             if metric.type == "counter":
                 yield _counter(metric)
             elif metric.type == "histogram":

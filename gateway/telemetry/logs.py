@@ -9,7 +9,7 @@ from coordinator.protocol.logs import without_words
 
 QUIET_LOGGERS = ("uvicorn.access", "httpx", "asyncio")
 QUOTING_LOGGERS = ("vllm.entrypoints.", "vllm.renderers.", "vllm.v1.engine.", "vllm.reasoning.")
-"""Loggers whose lines quote requests: only lines with a stack are kept, without their text."""
+"""Loggers whose lines quote requests: only lines with a stack pass, without their text."""
 
 
 class _QuotesNothing(logging.Filter):

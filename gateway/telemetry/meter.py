@@ -1,9 +1,9 @@
 """Measures a gateway's requests and streams.
 
-TTFT, the pauses between tokens and the objectives are measured where tokens are handed to the front
-end, for the stream's cell at that time; requests are measured where their answers end. Labels are
-tiers, listed routes, status codes and known error codes, never client text. Called by the relay and
-the edge with their clock's time in seconds; pure.
+The relay reports tokens as it hands them to the front end: TTFT, pauses and objectives count for
+the stream's cell at that time. The edge reports requests as their answers end. Labels are tiers,
+listed routes, status codes and known error codes, never client text. Called by the relay and the
+edge with their clock's time in seconds; pure.
 """
 
 import math
@@ -53,7 +53,7 @@ class RequestMeter:
     """Counts and times of one gateway process since its start."""
 
     def __init__(self, targets: Mapping[Tier, SloTarget] | None = None) -> None:
-        """Judge by these objectives; a tier without one is not judged."""
+        """Check tasks against these objectives; ignore tiers without one."""
         self._targets = targets or {}
         self._cells: dict[str, Tally] = {}
         self.tally = Tally()

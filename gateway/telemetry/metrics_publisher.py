@@ -13,12 +13,12 @@ from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures, Se
 from gateway.fleet.roster import CellRoster
 from gateway.telemetry.meter import RequestMeter
 
-TELL_TICKS = 4
+PUBLISH_TICKS = 4
 """Ticks between two messages with the gateway's own measures."""
-ENGINE_TELL_TICKS = 20
+ENGINE_PUBLISH_TICKS = 20
 """Ticks between two messages with vLLM's own metrics, which take 3 ms to read."""
 COORDINATORS_REMEMBERED = 1_024
-"""Coordinators whose shares are kept; the least recently used are dropped first."""
+"""Coordinators whose shares stay in memory; the least recently used are dropped first."""
 
 
 class Session(Protocol):
@@ -103,13 +103,13 @@ class MetricsPublisher:
         """Count a tick, and publish what is due."""
         self._ticks += 1
         home = self._fleet.home
-        if self._ticks % TELL_TICKS == 0:
-            self._tell_own(home)
-        if home is not None and self._ticks % ENGINE_TELL_TICKS == 0:
+        if self._ticks % PUBLISH_TICKS == 0:
+            self._publish_own(home)
+        if home is not None and self._ticks % ENGINE_PUBLISH_TICKS == 0:
             self._of_engine.give(home.coordinator, self._engine())
             home.send(self._of_engine.message(home.coordinator))
 
-    def _tell_own(self, home: Session | None) -> None:
+    def _publish_own(self, home: Session | None) -> None:
         sessions: dict[str, Session] = {}
         if home is not None:
             self._own.give(home.coordinator, self._meter.tally.families())

@@ -17,10 +17,10 @@ from kvadaptor.reshard.terms import FallbackCause, Ints, ReshardInput
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Chain -> new group and carried blocks; and tasks that no group takes, with the cause."""
+    """Chain -> new group and number of carried blocks; tasks that no group takes, and why."""
 
     group_of: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
     refused: dict[int, FallbackCause] = field(default_factory=dict)
 
 
@@ -50,11 +50,11 @@ def share_out(
         ):
             share.refused[task] = FallbackCause.PAGES
     share.group_of.update(book.group_of)
-    share.kept.update((task, blocks.chains[task].size) for task in book.group_of)
+    share.sizes.update((task, blocks.chains[task].size) for task in book.group_of)
     for chain in cached:
-        group, kept = book.admit_prefix(chain)
-        if kept or not blocks.chains[chain].size:
-            share.group_of[chain], share.kept[chain] = group, kept
+        group, size = book.admit_prefix(chain)
+        if size or not blocks.chains[chain].size:
+            share.group_of[chain], share.sizes[chain] = group, size
     return share
 
 
@@ -83,7 +83,7 @@ class _Book:
         return sorted(range(len(more)), key=lambda group: self.load(group, more[group]))
 
     def admit_all(self, wanted: Mapping[int, int]) -> bool:
-        """Let every group have the tasks that it is to have, if there is ample room for all."""
+        """Give every group its wanted tasks, if there is ample room for all."""
         room = self.room.copy()
         for task, group in wanted.items():
             room[group] -= self._blocks.chains[task].size
@@ -97,7 +97,7 @@ class _Book:
         return True
 
     def admit(self, task: int, group: int) -> bool:
-        """Let the group have the task if it has the pages."""
+        """Give the group the task if it has the pages."""
         numbers = self._blocks.numbers[task]
         more = numbers.size - int(np.count_nonzero(self._holds[group, numbers]))
         if self.count[group] + more > self.room[group]:
@@ -112,10 +112,10 @@ class _Book:
         shared = numbers.size - np.array(self._new_blocks(chain))
         group = min(range(shared.size), key=lambda each: (-shared[each], self.load(each)))
         needed = np.cumsum(~self._holds[group, numbers])
-        kept = int(np.searchsorted(needed, self.room[group] - self.count[group], side="right"))
-        if kept:
-            self._take(group, numbers[:kept], int(needed[kept - 1]))
-        return group, kept
+        size = int(np.searchsorted(needed, self.room[group] - self.count[group], side="right"))
+        if size:
+            self._take(group, numbers[:size], int(needed[size - 1]))
+        return group, size
 
     def _new_blocks(self, chain: int) -> list[int]:
         numbers = self._blocks.numbers[chain]
@@ -128,11 +128,11 @@ class _Book:
 
 
 def _balance(given: ReshardInput, blocks: Blocks, tasks: Sequence[int]) -> dict[int, int]:
-    """Spread tasks over the groups, largest first, where the busiest rank then has least.
+    """Assign tasks to groups, largest first, each to the group with the lowest load afterwards.
 
-    Blocks that only another group has count twice, as they would be there twice. A group whose
-    pages would not do comes last; of equal ones that is preferred where more of the task lies right
-    already.
+    A block that only another group holds counts twice, because both would then hold it. A group
+    with too few pages comes last. Among equal groups, the one with more of the task already in
+    place wins.
     """
     book = _Book(given, blocks)
     sizes = [blocks.chains[task].size for task in tasks]

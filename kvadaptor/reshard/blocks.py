@@ -95,7 +95,7 @@ def _check_groups(given: ReshardInput) -> tuple[int, int]:
     for ranks in (*olds, *news):
         lead, width = ranks[0], len(ranks)
         if width & (width - 1) or ranks != tuple(range(lead, lead + width)) or lead % width:
-            raise ReshardError(f"ranks {ranks} are no aligned group.")
+            raise ReshardError(f"ranks {ranks} are not an aligned group.")
     units = max(len(ranks) for ranks in (*olds, *news))
     if units != len(spans[0]):
         raise ReshardError("no old or new group spans the component.")

@@ -79,7 +79,7 @@ class _Search:
         return self._add_cached(bare, max(cheap, bare.outcome.rounds))
 
     def _try(self, late: frozenset[int], cached: Sequence[int], limit: int) -> _Trial | None:
-        """Place all tasks but `late`; None if that takes more rounds than the limit."""
+        """Place all tasks except `late`; None if that takes more rounds than the limit."""
         given, blocks = self._given, self._blocks
         tasks = [task for task in self._tasks if task not in late]
         share = share_out(given, blocks, tasks, cached)
@@ -90,7 +90,7 @@ class _Search:
     def _leave_out(self) -> _Trial:
         """Find what fits, in order of urgency, skipping tasks that do not fit."""
         limit = self._given.rounds_max
-        kept: list[int] = []
+        fitting: list[int] = []
         rest = list(self._tasks)
         best = self._try(frozenset(self._tasks), (), limit)
         assert best is not None, "placing nothing takes no rounds."
@@ -100,17 +100,17 @@ class _Search:
             low = 0
             while high - low > 1 and trials < TRIALS_MAX:
                 middle = len(rest) if high > len(rest) else (low + high) // 2
-                late = frozenset(self._tasks).difference(kept, rest[:middle])
+                late = frozenset(self._tasks).difference(fitting, rest[:middle])
                 trial = self._try(late, (), limit)
                 trials += 1
                 if trial is None:
                     high = middle
                 else:
                     low, best, self.late = middle, trial, late
-            kept += rest[:low]
+            fitting += rest[:low]
             rest = rest[low + 1 :]
             high = len(rest) + 1
-        self.late = frozenset(self._tasks).difference(kept)
+        self.late = frozenset(self._tasks).difference(fitting)
         return best
 
     def _add_cached(self, bare: _Trial, limit: int) -> _Trial:
@@ -132,7 +132,7 @@ def _needs(given: ReshardInput, blocks: Blocks, share: Share) -> tuple[Need, ...
     wanted = np.zeros((len(given.new), blocks.source.shape[1]), dtype=np.bool_)
     for number, row in enumerate(wanted):
         mine = (chain for chain, group in share.group_of.items() if group == number)
-        row[joined(blocks.numbers[chain][: share.kept[chain]] for chain in mine)] = True
+        row[joined(blocks.numbers[chain][: share.sizes[chain]] for chain in mine)] = True
     needs = []
     for group, row in zip(given.new, wanted, strict=True):
         numbers = np.flatnonzero(row)
@@ -174,10 +174,10 @@ def _plan(blocks: Blocks, best: _Trial, late: Collection[int]) -> ReshardPlan:
 
 def _carried(blocks: Blocks, share: Share, logical: Ints, moved: Bools) -> tuple[Carried, ...]:
     chains = sorted(share.group_of)
-    kept = [blocks.numbers[chain][: share.kept[chain]] for chain in chains]
-    sizes = [each.size for each in kept]
+    prefixes = [blocks.numbers[chain][: share.sizes[chain]] for chain in chains]
+    sizes = [each.size for each in prefixes]
     of_chains = np.array([share.group_of[chain] for chain in chains], dtype=np.int64)
-    numbers, groups = joined(kept), np.repeat(of_chains, sizes)
+    numbers, groups = joined(prefixes), np.repeat(of_chains, sizes)
     moves = np.concatenate(([0], np.cumsum(moved[groups, numbers])))
     ends = np.cumsum([0, *sizes])
     in_place = (np.diff(moves[ends]) == 0).tolist()

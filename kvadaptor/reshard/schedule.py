@@ -93,7 +93,7 @@ class _Member:
         own = self.right[:, at_home].sum(axis=0)
         at_home = at_home[busy[self.home[at_home]] == own]
         vacant = (busy == 0) & ~self.taken
-        kept = self._keep(at_home, pending.size, vacant)
+        in_place = self._keep(at_home, pending.size, vacant)
         rest = pending[self.slot[pending] < 0]
         order = self._open(vacant)[: rest.size]
         if rest.size > order.size:
@@ -102,7 +102,7 @@ class _Member:
         self.slot[placed] = order
         self.taken[order] = True
         self.touched[order // self.width] = True
-        return np.concatenate((kept, placed))
+        return np.concatenate((in_place, placed))
 
     def _keep(self, at_home: Ints, pending: int, vacant: Bools) -> Ints:
         """Keep blocks in place, in as many pages as leave room for the others."""
@@ -117,19 +117,19 @@ class _Member:
         empty = int(np.count_nonzero((holes == self.width) & ~self.touched))
         # For x = 0, 1, ... kept pages, fullest first: the blocks left to place, and the pages left.
         gain = np.concatenate(([0], np.cumsum(count[full] + holes[full])))
-        left = pending - settled - int(holes[self.touched].sum()) - gain
-        fresh = -(-np.maximum(left, 0) // self.width)
+        rest = pending - settled - int(holes[self.touched].sum()) - gain
+        fresh = -(-np.maximum(rest, 0) // self.width)
         done_now = np.flatnonzero((fresh <= empty) & (fresh + np.arange(fresh.size) <= room))
         keep = int(done_now[-1]) if done_now.size else max(0, room - empty)
         allowed = self.touched.copy()
         allowed[full[:keep]] = True
-        kept = at_home[allowed[page]]
-        slots = self.home[kept]
-        self.slot[kept] = slots
+        in_place = at_home[allowed[page]]
+        slots = self.home[in_place]
+        self.slot[in_place] = slots
         self.taken[slots] = True
         vacant[slots] = False
         self.touched[slots // self.width] = True
-        return kept
+        return in_place
 
     def _open(self, vacant: Bools) -> Ints:
         """Return the vacant slots in the order to fill them, within the budget of pages."""

@@ -74,11 +74,11 @@ class ReshardInput:
     """One component: the smallest aligned span that contains every old and new affected group.
 
     `old` and `new` each cover the same ranks exactly; one of these groups is the whole span, so
-    its width is U, which must divide `num_kv_heads` (H). `num_pages` is the pages of a rank with
-    page 0 (of the rank with most). `free` is, per rank, the pages that are nobody's or hold no
-    chain's slot. A page in neither `free` nor a chain is never touched. The room of tasks in the
-    plan's fallbacks is used. Cached chains are carried only as far as this keeps the plan within
-    `cached_rounds_max` rounds, or as many as tasks need without them.
+    its width is U, which must divide `num_kv_heads` (H). `num_pages` counts the pages of the rank
+    with most, page 0 included. `free` is, per rank, the pages that have no owner or hold no chain's
+    slot. A page in neither `free` nor a chain is never touched. The plan may use the pages of tasks
+    that fall back. It carries cached chains only while it stays within `cached_rounds_max` rounds,
+    or within as many as tasks need without them.
     """
 
     num_kv_heads: int

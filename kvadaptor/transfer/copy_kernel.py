@@ -24,7 +24,7 @@ def _copy_units(  # type: ignore[no-untyped-def]
     tile_words: tl.constexpr,
     tile_copies: tl.constexpr,
 ):
-    # Copies run fastest and layers slowest: concurrent copies lie in one layer, which keeps to few
+    # Copies vary fastest and layers slowest: concurrent copies lie in one layer, which touches few
     # memory pages of each rank.
     tiles = tl.cdiv(num_copies, tile_copies)
     chunks: tl.constexpr = (words + tile_words - 1) // tile_words

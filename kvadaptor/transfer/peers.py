@@ -174,7 +174,7 @@ def _open_file(handle: CpuHandle) -> torch.Tensor:
             )
         mapping = mmap.mmap(fd, handle.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError) as error:
-        raise PeerMappingError(f"the memory behind {path} cannot be mapped: {error}.") from error
+        raise PeerMappingError(f"the memory at {path} cannot be mapped: {error}.") from error
     finally:
         os.close(fd)
     with warnings.catch_warnings():
@@ -298,9 +298,9 @@ def _attempt(action: Callable[[], T]) -> T | PeerMappingError:
 
 
 def _gather(own: Any, cpu_group: Any) -> dict[int, Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(cpu_group)
-    dist.all_gather_object(gathered, own, group=cpu_group)
-    return dict(enumerate(gathered))
+    everyone: list[Any] = [None] * dist.get_world_size(cpu_group)
+    dist.all_gather_object(everyone, own, group=cpu_group)
+    return dict(enumerate(everyone))
 
 
 def _refusal(answers: Mapping[int, Any]) -> str | None:

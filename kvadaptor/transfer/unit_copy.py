@@ -29,7 +29,7 @@ TABLE_ROWS = 4
 
 
 class MoveError(ValueError):
-    """Units that do not exist, or memory that cannot be copied so; nothing was copied."""
+    """Units that do not exist, or memory that cannot be copied in units; nothing was copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +153,7 @@ class KernelCopier:
         started = time.perf_counter()
         word = self._kernel.WORD_BYTES
         if unit_bytes % word:
-            raise MoveError(f"units of {unit_bytes} bytes are no multiple of {word}.")
+            raise MoveError(f"units of {unit_bytes} bytes are not a multiple of {word}.")
         base = jobs[0].target[:word].view(torch.int64)
         columns = [self._columns(job, base.data_ptr(), unit_bytes) for job in jobs]
         first = self._take(count)

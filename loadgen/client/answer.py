@@ -46,11 +46,11 @@ class AnswerReader:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether a first token has come."""
+        """Whether a first token has arrived."""
         return bool(self._token_times_s)
 
     def feed(self, chunk: bytes, now_s: float) -> int:
-        """Take bytes that came at `now_s`; return how many token events they completed."""
+        """Take bytes that arrived at `now_s`; return how many token events they completed."""
         before = len(self._token_times_s)
         try:
             events = self._parser.feed(chunk)

@@ -1,7 +1,7 @@
 """Sends one request over aiohttp and times its stream. Thin: `answer` judges it.
 
 Never raises for faults of a server or a network: every outcome is a `RequestRecord`. No retries and
-no redirects, so that each failure is seen once. Callers stop a request by cancelling it, which is
+no redirects, so that each failure counts once. Callers stop a request by cancelling it, which is
 passed on.
 """
 
@@ -80,7 +80,7 @@ class Client:
         except TimeoutError:
             return Failure(FailureKind.TIMEOUT, "timeout", f"no end within {timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            return Failure(FailureKind.CONNECTION_ERROR, type(error).__name__, _shown(str(error)))
+            return Failure(FailureKind.CONNECTION_ERROR, type(error).__name__, _excerpt(str(error)))
 
     async def _exchange(
         self, planned: PlannedRequest, body: bytes, exchange: "_Exchange", sent_s: float
@@ -124,7 +124,7 @@ class Client:
 
 @dataclass(slots=True)
 class _Exchange:
-    """The state of a running request, kept outside so that no exception loses it."""
+    """The state of a running request, outside its call so that no exception loses it."""
 
     reader: AnswerReader
     reply: Reply | None = None
@@ -149,11 +149,11 @@ def _status_failure(status: int, body: bytes) -> Failure:
         parsed = None
     error = error_in(parsed) if isinstance(parsed, dict) else None
     if error is None:
-        return Failure(kind, str(status), _shown(body.decode("utf-8", errors="replace")))
+        return Failure(kind, str(status), _excerpt(body.decode("utf-8", errors="replace")))
     # vLLM repeats the status as the code; once is enough.
     code = str(status) if error.code in (str(status), "unknown") else f"{status} {error.code}"
     return Failure(kind, code, error.message)
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     return " ".join(text.split())[:MAX_MESSAGE_CHARS]

@@ -1,8 +1,8 @@
 """The two ways to pace requests: an open loop follows its send times, a closed loop the answers.
 
 In an open loop a send never waits for an answer; requests above `max_in_flight` are dropped and
-recorded. Every planned request that was reached ends as exactly one record, also when the run is
-cancelled. `send` is a parameter: loops know nothing of HTTP.
+recorded. Every request that a loop begins ends as exactly one record, even if the run is cancelled.
+`send` is a parameter: loops know nothing of HTTP.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def _fly_in_turn(waiting: Iterable[PlannedRequest], bench: Bench) -> None:
 
 
 async def _fly(planned: PlannedRequest, body: bytes, bench: Bench) -> None:
-    """Send one request; its record is kept even if the run is cancelled meanwhile."""
+    """Send one request; also record it if the run is cancelled meanwhile."""
     started_s = bench.clock()
     bench.meter.sent()
     try:

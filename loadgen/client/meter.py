@@ -1,6 +1,6 @@
 """Live counters of a run, for the progress line. Pure: every call passes the time.
 
-The client counts tokens as they come, the loops count requests; `snapshot` returns the totals and
+The client counts tokens as they arrive, the loops count requests; `snapshot` returns the totals and
 the rates of the last `RECENT_S`. The report does not use it.
 """
 

@@ -1,7 +1,7 @@
-"""Whether the load generator itself kept up, measured while it runs.
+"""Measures during a run whether the load generator itself keeps up.
 
-A generator that falls behind makes a server look better than it is: late sends are load that never
-came (coordinated omission). So latencies count from the planned time, and these numbers show the
+A slow generator makes a server look better than it is: late sends are load that the server never
+gets (coordinated omission). So latencies count from the planned time, and these numbers show the
 client's own part in them: the delay of its sends, the delay of the event loop that stamps the
 tokens, and the load of its one core.
 """
@@ -60,18 +60,18 @@ def overhead_as_json(records: Sequence[RequestRecord], overhead: Overhead) -> di
     return {
         "cpu_share": rounded(overhead.cpu_share),
         "loop_delay_ms": summarise(overhead.loop_delay_ms),
-        "fell_behind": fell_behind(records, overhead),
+        "fell_behind": overload_warnings(records, overhead),
     }
 
 
-def fell_behind(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
+def overload_warnings(records: Sequence[RequestRecord], overhead: Overhead) -> list[str]:
     """Return one sentence for each sign that the client did not keep up. Pure."""
     found = []
     late_ms = summarise(lag_ms(record) for record in records)["p99"]
     if late_ms is not None and late_ms > LATE_MS:
         found.append(
-            f"The client fell behind its schedule: 1% of the sends were more than {late_ms:.0f} ms "
-            "late; latencies count from the planned time and contain that delay."
+            "The client did not keep its schedule: 1% of the sends were more than "
+            f"{late_ms:.0f} ms late. Latencies count from the planned time and contain that delay."
         )
     delay_ms = summarise(overhead.loop_delay_ms)["p99"]
     if delay_ms is not None and delay_ms > LATE_MS:

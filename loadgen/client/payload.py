@@ -56,11 +56,11 @@ def made_ahead(
     Each is used once. Making a long prompt takes milliseconds, in which no token could be timed.
     """
     ready: dict[int, bytes] = {}
-    left = bytes_max
+    remaining_bytes = bytes_max
     for planned in plan:
         body = make(planned)
-        left -= len(body)
-        if left < 0:
+        remaining_bytes -= len(body)
+        if remaining_bytes < 0:
             break
         ready[planned.index] = body
 

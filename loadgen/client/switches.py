@@ -71,8 +71,8 @@ class SwitchWatch:
                 epoch = int(each["epoch"])
                 if epoch not in self._before:
                     at_s = self._events.get(epoch, {}).get("at_s", round(asked_s, 3))
-                    kept = {name: each.get(name) for name in RECORD_FIELDS}
-                    self._events[epoch] = {"at_s": at_s, **kept}
+                    fields = {name: each.get(name) for name in RECORD_FIELDS}
+                    self._events[epoch] = {"at_s": at_s, **fields}
         except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError):
             # A coordinator that restarts is part of the measurement; the report counts missed
             # polls.

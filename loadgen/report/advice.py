@@ -1,4 +1,4 @@
-"""Warnings about a report whose numbers say less than they seem to. Pure.
+"""Warnings that a report's numbers are incomplete or estimated. Pure.
 
 Dropped requests, estimated token counts, or prompts of an unexpected length do not fail a run, but
 the report's reader must know.
@@ -46,7 +46,10 @@ def _dropped(records: Sequence[RequestRecord]) -> str | None:
     )
     if not dropped:
         return None
-    return f"{dropped} requests were never sent because --max-in-flight was reached."
+    return (
+        f"{dropped} requests were never sent because --max-in-flight was reached: raise it, or "
+        "lower the rate."
+    )
 
 
 def _no_usage(whole: Sequence[RequestRecord]) -> str | None:

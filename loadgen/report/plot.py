@@ -1,7 +1,7 @@
 """Draws a report: load, tokens, TTFT and gaps over time, with phases, errors and switches.
 
-Uses only the report's per-second series, without a display. The picture shows at a glance whether
-the server kept up when the rate changed, and what a client saw meanwhile.
+Uses only the report's per-second series, without a display. The picture shows whether the server
+keeps up when the rate changes, and what a client sees meanwhile.
 """
 
 import io

@@ -1,8 +1,8 @@
 """The outcome of each request, and the latencies computed from it.
 
 A `RequestRecord` is made once, when its request is over, and never changes. Times are seconds since
-the start of the run. A latency function returns None if the request never got that far, so
-statistics count only real observations.
+the start of the run. A latency function returns None if the request did not get that far:
+statistics count observations only.
 """
 
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def lag_ms(record: RequestRecord) -> float | None:
 def due_s(record: RequestRecord) -> float | None:
     """Return the start of its latency: planned time, or send in a closed loop; None if unsent.
 
-    Measured from the send, a late client would hide that its lateness spared the server load
+    Latencies counted from the send would hide that a late client spared the server load
     (coordinated omission, Gil Tene).
     """
     if record.sent_s is None or record.planned.at_s is None:

@@ -1,8 +1,8 @@
 """The run second by second: arrivals, ends, delivered tokens and latencies.
 
 Pure: folds the records into columns of equal length, one entry per `INTERVAL_S`. A request's TTFT
-appears in the second it was sent, a gap in the second the late token came, an error in the second
-it happened. `good` (answers within their tier's limits) appears in the second they were due, for
+appears in the second of its send, a gap in the second of its later token, an error in the second it
+happened. `good` (answers within their tier's limits) appears in the second they were due, for
 comparison with the load. `tokens` counts every delivered token, also of streams that later failed.
 """
 

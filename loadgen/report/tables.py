@@ -1,6 +1,6 @@
 """Terminal tables of a report and of a comparison. Pure: dictionaries in, rich tables out.
 
-Numbers that were not measured are shown as a dash, never as 0.
+A dash, never 0, stands for a number without a measurement.
 """
 
 from collections.abc import Mapping, Sequence

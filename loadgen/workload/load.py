@@ -1,6 +1,6 @@
 """Which load to make: phases, a preset, a trace or a closed loop, and the form of its requests.
 
-Checked and frozen here, so that nothing can be refused later. A preset or a trace brings its own
+Everything is checked here, so that nothing is refused later. A preset or a trace brings its own
 lengths; options that it would ignore are refused.
 """
 

@@ -189,10 +189,10 @@ class _Planner:
 def _pick_tier(tiers: Sequence[tuple[str, float]], draw: float) -> str | None:
     if not tiers:
         return None
-    left = draw * sum(weight for _, weight in tiers)
+    remaining = draw * sum(weight for _, weight in tiers)
     for name, weight in tiers:
-        left -= weight
-        if left < 0:
+        remaining -= weight
+        if remaining < 0:
             return name
     return tiers[-1][0]
 

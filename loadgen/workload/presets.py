@@ -1,4 +1,4 @@
-"""Named workloads, including those of the papers that this field compares itself with.
+"""Named workloads, including those of papers on this subject.
 
 Pure data and one function. `bursty` and `priority` follow Flying Serving (arXiv 2602.22593),
 sections 6.1.3 and 6.3: low load of 2-5 and bursts of 10-30 requests per second, about 4 000
@@ -125,7 +125,7 @@ PRESETS = {
         ),
     ),
     "agentic": Preset(
-        "4/s from 24 agents of 4 kinds, each turn behind the agent's prefix and all its history",
+        "4/s from 24 agents of 4 kinds, each turn after the agent's prefix and all its history",
         (Phase("steady", 4, 300.0),),
         (
             Part(

@@ -1,4 +1,4 @@
-"""What prompts say: seeded words, or token ids, optionally after a prefix and a history.
+"""The text of prompts: seeded words, or token ids, optionally after a prefix and a history.
 
 Pure: a prompt depends only on the seed, the request's index, its lengths, its prefix group and its
 session, so runs with one seed send the same prompts to different servers. Requests of a prefix

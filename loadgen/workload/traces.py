@@ -40,7 +40,7 @@ class Trace:
     columns: str
     rows: tuple[TraceRow, ...]
     duration_s: float
-    left_out: int
+    skipped_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def _taken(
     name: str, columns: _Columns, timed: Iterable[tuple[float, int, int]], window: Window
 ) -> Trace:
     rows: list[TraceRow] = []
-    left_out, last_s = 0, 0.0
+    skipped_rows, last_s = 0, 0.0
     end_s = math.inf if window.length_s is None else window.start_s + window.length_s
     for at_s, prompt_tokens, output_tokens in timed:
         if at_s >= end_s:
@@ -108,7 +108,7 @@ def _taken(
             continue
         last_s = at_s - window.start_s
         if not prompt_tokens or not output_tokens:
-            left_out += 1
+            skipped_rows += 1
             continue
         rows.append(TraceRow(last_s, prompt_tokens, output_tokens))
         if len(rows) > MAX_PLANNED_REQUESTS:
@@ -120,7 +120,7 @@ def _taken(
         raise UsageError(f"--trace {name} has no request with tokens in the wanted time.")
     # The last request needs a phase to lie in, so the window ends a little after it.
     length_s = max(MIN_WINDOW_S, math.nextafter(last_s, math.inf))
-    return Trace(columns.name, tuple(rows), window.length_s or length_s, left_out)
+    return Trace(columns.name, tuple(rows), window.length_s or length_s, skipped_rows)
 
 
 def _timed_rows(
@@ -154,7 +154,7 @@ def _seconds(where: str, columns: _Columns, row: Mapping[str, str]) -> float:
     except (ValueError, OverflowError):
         seconds = math.nan
     if not math.isfinite(seconds) or seconds < 0:
-        raise UsageError(f"{where} has {columns.time} '{_shown(text)}', which is not a time.")
+        raise UsageError(f"{where} has {columns.time} '{_excerpt(text)}', which is not a time.")
     return seconds
 
 
@@ -162,7 +162,7 @@ def _tokens(where: str, column: str, row: Mapping[str, str]) -> int:
     text = row[column].strip()
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) > MAX_LENGTH_TOKENS:
         raise UsageError(
-            f"{where} has {column} '{_shown(text)}', which is not a whole number from 0 to "
+            f"{where} has {column} '{_excerpt(text)}', which is not a whole number from 0 to "
             f"{MAX_LENGTH_TOKENS}."
         )
     return int(text)
@@ -189,7 +189,7 @@ def _columns_of(name: str, header: list[str]) -> _Columns:
             return columns
     known = " or ".join(f"{each.time}, {each.prompt}, {each.output}" for each in FORMATS)
     raise UsageError(
-        f"--trace {name} has the columns '{_shown(', '.join(header))}'; it needs {known}, "
+        f"--trace {name} has the columns '{_excerpt(', '.join(header))}'; it needs {known}, "
         "each once."
     )
 
@@ -206,7 +206,7 @@ def _short_lines(name: str, readline: Callable[[int], str]) -> Iterator[str]:
         yield line
 
 
-def _shown(text: str) -> str:
+def _excerpt(text: str) -> str:
     """Return external text, short and on one line."""
     plain = "".join(char if char.isprintable() else "?" for char in text)
     return plain if len(plain) <= EXCERPT_CHARS_MAX else f"{plain[:EXCERPT_CHARS_MAX]}…"

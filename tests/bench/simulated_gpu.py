@@ -27,7 +27,7 @@ from loadgen.workload.plan import PlannedRequest
 from tests.bench.simulated_run import TAIL_S, tier_of
 from tests.harness.cells.servers import ROOT
 from tests.harness.runs.provenance import commit, today
-from tools.simulator.cell import Arrival, Seen, SimCell, is_good
+from tools.simulator.cell import Arrival, RequestTimes, SimCell, is_good
 
 PROMPT_TOKENS_MAX = 8_192
 """Longer prompts take several steps, whose times were not measured one by one."""
@@ -88,9 +88,9 @@ def compare(server: str, report: Mapping[str, Any], steps: Mapping[str, Any]) ->
     rows = []
     for phase in report["phases"]:
         if phase["requests"]["ok"]:
-            inside = [x for x in run.seen if phase["start_s"] <= x.arrive_s < phase["end_s"]]
+            inside = [x for x in run.requests if phase["start_s"] <= x.arrive_s < phase["end_s"]]
             rows.append(Compared(server, phase["name"], _real(phase), _simulated(inside)))
-    return [*rows, Compared(server, "all", _real(report["total"]), _simulated(run.seen))]
+    return [*rows, Compared(server, "all", _real(report["total"]), _simulated(run.requests))]
 
 
 def plan_of(report: Mapping[str, Any]) -> Sequence[PlannedRequest]:
@@ -153,7 +153,7 @@ def _times(summaries: Mapping[str, Any]) -> dict[str, float]:
     return {f"{kind} {q}": summaries[f"{kind}_ms"][q] for kind, q in map(str.split, MEASURES)}
 
 
-def _simulated(seen: Sequence[Seen]) -> Slice:
+def _simulated(seen: Sequence[RequestTimes]) -> Slice:
     ended = [each for each in seen if each.end_s is not None]
     summaries = {
         "ttft_ms": summarise([1e3 * (each.ttft_s or 0.0) for each in ended]),

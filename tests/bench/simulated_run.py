@@ -21,13 +21,13 @@ from typing import Any
 import yaml
 
 from comm_pool.layout import parse_layout
-from coordinator.model.observation_log import CostsSeen, costs_of, decode, settings_of
+from coordinator.model.observation_log import CostRecord, costs_of, decode, settings_of
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.protocol.terms import Tier
 from tests.harness.cells.admin import switch
 from tests.harness.cells.servers import MODEL, ROOT, free_port, running
 from tests.harness.runs.provenance import commit, cores_and_processor, today
-from tools.simulator.cell import Arrival, Run, Seen, SimCell, is_good
+from tools.simulator.cell import Arrival, RequestTimes, Run, SimCell, is_good
 
 ADAPTIVE = "adaptive"
 LOAD_LIMIT_S = 900
@@ -89,7 +89,7 @@ def compare(name: str, options: argparse.Namespace) -> Compared:
     layout = name if name != ADAPTIVE else f"dp{options.ranks}"
     real = outcome_of([seen_of(each) for each in records], costs, switches)
     run = simulate(records, costs, layout, is_adaptive=name == ADAPTIVE)
-    return Compared(name, real, outcome_of(run.seen, costs, len(run.switches)))
+    return Compared(name, real, outcome_of(run.requests, costs, len(run.switches)))
 
 
 def serve(name: str, options: argparse.Namespace, log: Path) -> tuple[list[dict[str, Any]], int]:
@@ -140,14 +140,14 @@ def _preset(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def newest_costs(log: Path) -> CostsSeen:
+def newest_costs(log: Path) -> CostRecord:
     """The last costs that the cell wrote down: fitted to all that it had served by then."""
     lines = [decode(line) for line in log.read_bytes().splitlines()]
-    return [line for line in lines if isinstance(line, CostsSeen)][-1]
+    return [line for line in lines if isinstance(line, CostRecord)][-1]
 
 
 def simulate(
-    records: Sequence[dict[str, Any]], seen: CostsSeen, name: str, *, is_adaptive: bool
+    records: Sequence[dict[str, Any]], seen: CostRecord, name: str, *, is_adaptive: bool
 ) -> Run:
     """Give a simulated cell the requests that were sent, when they were."""
     costs, settings = costs_of(seen), settings_of(seen, {})
@@ -173,13 +173,15 @@ def tier_of(name: str | None) -> Tier:
     return Tier[(name or "standard").upper()]
 
 
-def seen_of(record: dict[str, Any]) -> Seen:
+def seen_of(record: dict[str, Any]) -> RequestTimes:
     """What a real client saw, in the simulator's words."""
     times = record["token_times_s"]
-    return Seen(_tier(record), record["sent_s"], times[0], times[-1], record["output_tokens"])
+    return RequestTimes(
+        _tier(record), record["sent_s"], times[0], times[-1], record["output_tokens"]
+    )
 
 
-def outcome_of(seen: Sequence[Seen], costs: CostsSeen, switches: int) -> Outcome:
+def outcome_of(seen: Sequence[RequestTimes], costs: CostRecord, switches: int) -> Outcome:
     """Fold requests into what is compared."""
     settings = settings_of(costs, {})
     ended = [each for each in seen if each.end_s is not None]

@@ -176,11 +176,11 @@ def test_carried_chains_are_hit_and_the_newest_is_reused_last(
     newest, older = old.movable(100)[1]
     assert (newest.hashes, older.hashes) == (second.hashes, first.hashes)
     assert older.prefixes == prefix_hashes(PROMPT), "by which the coordinator knows it"
-    assert older.kept_as(np.array([20]), BLOCK).prefixes == (), "half of the tokens that it names"
+    assert older.prefix_in(np.array([20]), BLOCK).prefixes == (), "half of the tokens that it names"
     assert prefixes_of([older, newest, older]) == older.prefixes + newest.prefixes
     carried = [
-        older.kept_as(np.array([20, 21]), BLOCK),
-        newest.kept_as(np.array([13, 14]), BLOCK),
+        older.prefix_in(np.array([20, 21]), BLOCK),
+        newest.prefix_in(np.array([13, 14]), BLOCK),
     ]
     new.adopt([], carried, np.array([3, 5]), np.array([]))
     new.grant(np.array([3, 5]))

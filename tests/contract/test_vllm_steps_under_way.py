@@ -38,9 +38,9 @@ def test_a_task_is_told_as_it_will_be_behind_the_step_under_way(
     assert len(written) < len(ids(old, "a"))
     finish(old, under_way, token=9)
     assert old.written_blocks().size == 0
-    assert old.brought([state]) == {"a": [9]}
+    assert old.tokens_since([state]) == {"a": [9]}
     moved = restored("a", PROMPT, state, hasher)
-    go_on(moved, old.brought([state])["a"])
+    go_on(moved, old.tokens_since([state])["a"])
     assert list(moved.output_token_ids) == [7, 9]
     assert moved.block_hashes == old.requests["a"].block_hashes
     new.adopt([(moved, np.array([9, 10, 11]))], [], np.array([2, 3]), np.array([]))
@@ -56,7 +56,7 @@ def test_a_chunk_of_a_prompt_brings_no_token(base: VllmConfig, hasher: Any) -> N
     assert (state.computed, state.settled) == (BUDGET, 0)
     assert old.written_blocks().tolist() == ids(old, "a")[: -(-BUDGET // BLOCK)]
     finish(old, under_way)
-    assert old.brought([state]) == {"a": []}
+    assert old.tokens_since([state]) == {"a": []}
 
 
 def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
@@ -69,13 +69,13 @@ def test_blocks_that_a_step_under_way_writes_are_not_free_before_its_end(
     under_way = old.plan_step(lambda: None)
     blocks, states = ids(old, "a"), list(told(old).values())
     old.take_back(["a"])
-    assert [old.frees_behind] == [True]
+    assert [old.frees_after_step] == [True]
     assert set(blocks) <= set(old.written_blocks().tolist())
     assert set(blocks) <= set(old.held_blocks()), "nobody else may have them yet"
     finish(old, under_way)
-    assert not old.frees_behind
+    assert not old.frees_after_step
     assert not set(blocks[1:]) & set(old.held_blocks())
-    assert list(old.brought(states)) == ["b"], "nothing is told of a task that is gone"
+    assert list(old.tokens_since(states)) == ["b"], "nothing is told of a task that is gone"
 
 
 def test_a_step_that_will_never_end_holds_no_blocks(base: VllmConfig, hasher: Any) -> None:
@@ -84,10 +84,10 @@ def test_a_step_that_will_never_end_holds_no_blocks(base: VllmConfig, hasher: An
     free = old.grants.free
     old.plan_step(lambda: None)
     old.take_back(["a"])
-    assert old.frees_behind
+    assert old.frees_after_step
     old.forget_steps()
-    assert (old.frees_behind, old.grants.free) == (False, free)
+    assert (old.frees_after_step, old.grants.free) == (False, free)
     old.add_task(fresh("b", PROMPT[::-1], hasher), [])
     assert step(old) == {"b": 80}
     old.take_back(["b"])
-    assert (old.frees_behind, old.grants.free) == (False, free)
+    assert (old.frees_after_step, old.grants.free) == (False, free)

@@ -135,23 +135,27 @@ async def is_ready(http: httpx.AsyncClient, port: int) -> bool:
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """Play the demo; returns the exit status."""
+    """Start a cell and play the demo on it; returns the exit status."""
     port, admin_port = free_ports(2)
     async with cell(arguments, port, admin_port):
-        admin = AdminClient(f"http://127.0.0.1:{admin_port}")
-        client = AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="unused", max_retries=0
-        )
-        model = (await client.models.list()).data[0].id
-        streams = [Stream(number) for number in range(STREAMS)]
-        talks = [asyncio.create_task(converse(client, model, stream)) for stream in streams]
-        answers = []
-        async with asyncio.timeout(RUN_LIMIT_S):
-            for layout in (f"tp{arguments.ranks}", f"dp{arguments.ranks}"):
-                answers.append(await next_layout(admin, layout, streams))
-            await asyncio.gather(*talks)
-        await client.close()
-        switches = admin.get("/admin/switches?last=2")["switches"]
+        url, admin_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}"
+        return await play(url, admin_url, arguments.ranks)
+
+
+async def play(url: str, admin_url: str, ranks: int) -> int:
+    """Switch a cell that serves under running streams; returns the exit status."""
+    admin = AdminClient(admin_url)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+    model = (await client.models.list()).data[0].id
+    streams = [Stream(number) for number in range(STREAMS)]
+    talks = [asyncio.create_task(converse(client, model, stream)) for stream in streams]
+    answers = []
+    async with asyncio.timeout(RUN_LIMIT_S):
+        for layout in (f"tp{ranks}", f"dp{ranks}"):
+            answers.append(await next_layout(admin, layout, streams))
+        await asyncio.gather(*talks)
+    await client.close()
+    switches = admin.get("/admin/switches?last=2")["switches"]
     return show(streams, answers, switches)
 
 

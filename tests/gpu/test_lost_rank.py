@@ -112,7 +112,7 @@ async def lose(
     assert after[1 - rank] == before[1 - rank], "the other one lives on"
     assert after[rank] != before[rank]
     assert "rank_stuck" not in cell.log("worker")
-    assert "not_let_out" not in cell.log("worker")
+    assert "unblock_failed" not in cell.log("worker")
 
 
 async def pause_in(

@@ -75,4 +75,4 @@ async def test_no_process_ends(cell: BareCell, folder: Path, layout: str, rank: 
     told = cell.log("worker")
     assert "CUDA out of memory" in told
     assert "rank_stuck" not in told
-    assert "not_let_out" not in told
+    assert "unblock_failed" not in told

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from coordinator.model.observation import Observation
-from coordinator.model.observation_log import CostsSeen, decode
+from coordinator.model.observation_log import CostRecord, decode
 from coordinator.policy.replay import replay
 from coordinator.protocol.terms import Tier
 from tests.harness.cells.bare_cell import BareCell, TaskClient, bare_cell
@@ -189,7 +189,7 @@ def test_the_log_can_be_run_again(cell: BareCell) -> None:
     lines = [decode(line) for line in (cell.folder / "seen.jsonl").read_bytes().splitlines()]
     is_wide = [isinstance(each, Observation) and each.layout == "tp4" for each in lines]
     lines = lines[: is_wide.index(True) + 20]
-    assert isinstance(lines[0], CostsSeen)
+    assert isinstance(lines[0], CostRecord)
     found = replay(lines, is_adaptive=True)
     assert any(each.now == "tp4" for each in found)
     assert len({each.now for each in replay(lines, is_adaptive=False, layout="dp4")}) == 1

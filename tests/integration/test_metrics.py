@@ -25,7 +25,7 @@ from PIL import Image
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.engine_metrics import LEFT_OUT
+from gateway.telemetry.engine_metrics import EXCLUDED_METRICS
 from tests.harness.browser.browser import NO_BROWSER, Page, browser, find_browser
 from tests.harness.cells.admin import get_json
 from tests.harness.cells.busy_client import CHAT, BusyClients, post
@@ -216,7 +216,7 @@ def test_vllms_names_are_those_that_the_documentation_lists(cell: Product) -> No
     assert listed == set(rows)
     sentence = text.partition("\nLeft out are ")[2].partition("\n\n")[0]
     left_out = set(re.findall(r"`(vllm:\w+)`", sentence))
-    assert left_out == (vllms_names() | LEFT_OUT) - names.keys()
+    assert left_out == (vllms_names() | EXCLUDED_METRICS) - names.keys()
 
 
 def labels_of(family: Metric) -> str:

@@ -40,7 +40,7 @@ from tests.harness.faults.oom_worker import COPIES, FOLDER, STEP
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(500)]
 
-LOST = '"event": "held_step_lost"'
+LOST = '"event": "deferred_step_lost"'
 
 
 @pytest.fixture(scope="module")

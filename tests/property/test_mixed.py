@@ -127,15 +127,15 @@ def test_of_eight_ranks_each_reduces_with_the_one_across() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("sp4", "no mixed group, such as 'sp2tp2'"),
-        ("tp2sp2", "no mixed group"),
-        ("shift2tp2", "no mixed group"),
-        ("sp2tp2 ", "no mixed group"),
-        ("sp02tp2", "no mixed group"),
+        ("sp4", "not a mixed group, such as 'sp2tp2'"),
+        ("tp2sp2", "not a mixed group"),
+        ("shift2tp2", "not a mixed group"),
+        ("sp2tp2 ", "not a mixed group"),
+        ("sp02tp2", "not a mixed group"),
         ("sp1tp4", "shares out no tokens; use 'tp4'"),
         ("sp4tp1", "splits no weights; use 'sp4'"),
-        ("sp3tp2", "sp3 in 'sp3tp2' is no power of two"),
-        ("sp2tp6", "tp6 in 'sp2tp6' is no power of two"),
+        ("sp3tp2", "sp3 in 'sp3tp2' is not a power of two"),
+        ("sp2tp6", "tp6 in 'sp2tp6' is not a power of two"),
     ],
 )
 def test_what_is_not_mixed_is_refused_with_the_reason(text: str, reason: str) -> None:

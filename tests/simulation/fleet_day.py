@@ -87,8 +87,8 @@ def measure(layout: str) -> Curve:
         load = arrivals(load_of(rate, SAMPLE_S), index)
         fixed = None if layout == ADAPTIVE else layout
         run = simulate(load, SAMPLE_S + GRACE_S, LLAMA_70B_FP8, fixed)
-        met.append(sum(is_good(each, SETTINGS) for each in run.seen) / len(load))
-        ended = sum(each.end_s is not None and each.end_s <= SAMPLE_S for each in run.seen)
+        met.append(sum(is_good(each, SETTINGS) for each in run.requests) / len(load))
+        ended = sum(each.end_s is not None and each.end_s <= SAMPLE_S for each in run.requests)
         most = max(most, ended / SAMPLE_S)
     return Curve(tuple(met), most)
 

@@ -156,7 +156,8 @@ def _any_commit(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resol
 
 def _keeps_past_the_move(self: SwitchParticipant, wanted: Directive, epoch: int) -> Resolve:
     resolve = _resolve(self, wanted, epoch)
-    return dataclasses.replace(resolve, is_kept=wanted.carry in (Carry.RESHARD, Carry.SPECULATE))
+    stays_parked = wanted.carry in (Carry.RESHARD, Carry.SPECULATE)
+    return dataclasses.replace(resolve, stays_parked=stays_parked)
 
 
 _resolve = SwitchParticipant._resolve
@@ -247,7 +248,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "recovery forgets moves": ((MoveCommits, "on_report", _forgets_moves),),
     "half joined groups stay": ((Switcher, "_half_formed", _all_have_joined),),
     "closed groups are formed again": ((Roster, "closed_by", _nothing_is_closed),),
-    "rounds do not wait": ((SimMoving, "_meet", _waits_for_nobody),),
+    "rounds do not wait": ((SimMoving, "_await_round", _waits_for_nobody),),
 }
 
 

@@ -13,12 +13,12 @@ from itertools import accumulate
 
 from tests.simulation.policy_runs import FIXED, GRACE_S, SETTINGS, box_of, good, simulate
 from tests.simulation.policy_shapes import Phase, any_shape, arrivals
-from tools.simulator.cell import Run, Seen, is_good
+from tools.simulator.cell import RequestTimes, Run, is_good
 
 BOUND = 0.97
 
 
-def missed(seen: Seen) -> str:
+def missed(seen: RequestTimes) -> str:
     """Say which goal a request missed."""
     goal = SETTINGS.goals[seen.tier]
     if seen.first_s is None or (goal.ttft_s is not None and (seen.ttft_s or 0.0) > goal.ttft_s):
@@ -26,10 +26,10 @@ def missed(seen: Seen) -> str:
     return "unfinished" if seen.end_s is None else "time per token"
 
 
-def losses(run: Run, best: Run) -> list[Seen]:
+def losses(run: Run, best: Run) -> list[RequestTimes]:
     """Return what was seen of requests that met their goals in `best` and not in `run`."""
-    met = {_key(each) for each in best.seen if is_good(each, SETTINGS)}
-    return [each for each in run.seen if _key(each) in met and not is_good(each, SETTINGS)]
+    met = {_key(each) for each in best.requests if is_good(each, SETTINGS)}
+    return [each for each in run.requests if _key(each) in met and not is_good(each, SETTINGS)]
 
 
 def layout_at(run: Run, at_s: float, first: str = "dp4") -> str:
@@ -74,7 +74,7 @@ def tell(seed: int, phases: Sequence[Phase]) -> None:
     print(f"  gained {len(losses(fixed[best], run))}")
 
 
-def _key(seen: Seen) -> tuple[float, int, int]:
+def _key(seen: RequestTimes) -> tuple[float, int, int]:
     return seen.arrive_s, int(seen.tier), seen.output
 
 

@@ -66,7 +66,7 @@ def compare(phases: Sequence[Phase], seed: int, costs: CostModel) -> Compared:
 
 def good(run: Run) -> int:
     """Return how many requests were complete within their goals."""
-    return sum(is_good(each, SETTINGS) for each in run.seen)
+    return sum(is_good(each, SETTINGS) for each in run.requests)
 
 
 def box_of(seed: int) -> CostModel:

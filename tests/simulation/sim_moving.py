@@ -64,7 +64,7 @@ class SimMoving:
         self.group: Ranks | None = None
         """The group that was left with tasks which may move."""
         self._formation = -1
-        self._is_told = False
+        self._is_published = False
         """Peers count on what this rank has of the group, until the move is decided."""
         self.pending: Pending | None = None
         self.adopted: tuple[Adopted, ...] = ()
@@ -76,9 +76,9 @@ class SimMoving:
         self._run: Iterator[None] = iter(())
 
     @property
-    def told_group(self) -> Ranks | None:
+    def published_group(self) -> Ranks | None:
         """The group that was left, if what is held of it must stay until the move is decided."""
-        return self.group if self._is_told else None
+        return self.group if self._is_published else None
 
     @property
     def goal(self) -> Ranks | None:
@@ -90,17 +90,17 @@ class SimMoving:
     def hear_of_leases(self, directive: Directive) -> None:
         """Free what a directive says is not needed; what must not be touched yet is told again."""
         holdings, bound, goal = self._process.holdings, self._process.bound, self.goal
-        for kept in directive.kept:
-            holdings.apply(kept, (bound, self.told_group, goal))
+        for kept in directive.retentions:
+            holdings.apply(kept, (bound, self.published_group, goal))
         if self._process.participant.wanted is directive and directive.stage.epoch > 0:
             holdings.forget_lost(dict(directive.members), (bound, goal))
 
     # ------------------------------------------------------------------ the move
 
-    def left(self, binding: Binding, epoch: int) -> None:
+    def on_leave(self, binding: Binding, epoch: int) -> None:
         """Tasks and pages of this group stay as they are, and peers are told."""
         self.group, self._formation = binding.group.ranks, binding.formation
-        self._tell(epoch)
+        self._publish(epoch)
 
     def start(self, move: Reshard, is_overtaken: Callable[[], bool]) -> None:
         self.under_way = move
@@ -138,9 +138,9 @@ class SimMoving:
     def _own_board(self) -> Board:
         return self._mailboxes[self._process.rank]
 
-    def _tell(self, epoch: int) -> None:
+    def _publish(self, epoch: int) -> None:
         self.adopted = ()
-        self._is_told = True
+        self._is_published = True
         if self.group is not None and self._process.holdings.has_lost(self.group):
             # Other members may not know yet; without this rank's share its tasks cannot move.
             group = None
@@ -154,7 +154,7 @@ class SimMoving:
     def _move(self, directive: Directive, is_overtaken: Callable[[], bool]) -> Iterator[None]:
         epoch = directive.stage.epoch
         if self._own_board.epoch != epoch:
-            self._tell(epoch)
+            self._publish(epoch)
         at = partial(self._process.world.point, self._process.rank)
         at("boards are read")
         manifests: dict[Rank, Manifest] = {}
@@ -173,7 +173,7 @@ class SimMoving:
         rng = self._process.world.rng
         for number in range(1, plan.rounds + 1):
             if number > 1:
-                yield from self._meet(epoch, movers, number, is_overtaken)
+                yield from self._await_round(epoch, movers, number, is_overtaken)
             if number == 1:
                 self._restore(plan)
                 if rng.random() < self._process.world.faults.move_fails:
@@ -203,7 +203,7 @@ class SimMoving:
                 raise MoveFailed
             yield
 
-    def _meet(
+    def _await_round(
         self, epoch: int, movers: tuple[Rank, ...], number: int, is_overtaken: Callable[[], bool]
     ) -> Iterator[None]:
         for rank in movers:
@@ -259,7 +259,7 @@ class SimMoving:
         """Go on with what was taken over, or with what was left."""
         stats = self._process.world.stats
         pending, self.pending = self.pending, None
-        self.adopted, self._is_told = (), False
+        self.adopted, self._is_published = (), False
         if self._acknowledged is not None:
             directive, since = self._acknowledged
             if directive.stage.epoch == resolve.epoch and self._process.cut_out_at < since:
@@ -280,7 +280,7 @@ class SimMoving:
             and pending.plan.rounds > 1
         )
         stats.spoiled_moves += is_spoiled
-        if resolve.is_kept and not is_spoiled:
+        if resolve.stays_parked and not is_spoiled:
             return
         group, self.group = self.group, None
         if group is not None and group[0] == self._process.rank:
@@ -303,7 +303,7 @@ class SimMoving:
         given = 0
         if self.group is not None and len(self.group) == 1:
             given = now.owned
-        elif self.group is not None and self.group in plan.left:
+        elif self.group is not None and self.group in plan.old_groups:
             given = now.leased.get(self.group, 0)
         rank = self._process.rank
         mine = [each for each in plan.placed if rank in each.binding.group.ranks]
@@ -314,7 +314,7 @@ class SimMoving:
         if group is None:
             return
         holdings = self._process.holdings
-        is_whole = group in plan.left
+        is_whole = group in plan.old_groups
         if group[0] == self._process.rank:
             gone = {
                 each.cargo.header.task: each.cargo.attempt

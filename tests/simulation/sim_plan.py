@@ -70,7 +70,7 @@ class Plan:
 
     bindings: tuple[Binding, ...]
     placed: tuple[Placed, ...]
-    left: frozenset[Ranks]
+    old_groups: frozenset[Ranks]
     """The groups that take part whole."""
     rounds: int
     manifests: Mapping[Rank, Manifest]

@@ -251,11 +251,11 @@ class SimRank:
     def _left(self, move: Leave) -> None:
         self.holdings.not_joined()
         if move.carry is Carry.RESHARD and not move.group_lost:
-            self.migration.left(move.binding, move.directive.stage.epoch)
+            self.migration.on_leave(move.binding, move.directive.stage.epoch)
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            kept = self.holdings.kept_still(move.kept)
+            kept = self.holdings.kept_still(move.retention)
             told = move.grant_pages, kept, self.holdings.version_of(move.binding.group.ranks)
             begin = Begin(move.binding.formation, *told)
             if not self._tell(move.binding, begin):

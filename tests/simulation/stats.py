@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from coordinator.policy.decide import POLICY
-from coordinator.switching.layout_restorer import RESTORED
+from coordinator.switching.layout_restorer import RESTORATION
 
 
 @dataclass
@@ -62,4 +62,4 @@ class Stats:
         """Count a switch that ended, by what it was for."""
         self.switches += 1
         self.policy_switches += cause == POLICY
-        self.restored += cause == RESTORED
+        self.restored += cause == RESTORATION

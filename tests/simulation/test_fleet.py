@@ -34,13 +34,13 @@ def test_cells_behind_the_placement_are_as_good_as_one_with_its_share() -> None:
     rate, cells = 12.0, 4
     load = arrivals(load_of(rate * cells, SECONDS), 1)
     runs = run_fleet([cell() for _ in range(cells)], load, SECONDS + GRACE_S)
-    assert sum(len(run.seen) for run in runs) == len(load)
+    assert sum(len(run.requests) for run in runs) == len(load)
     alone = arrivals(load_of(rate, SECONDS), 2)
     single = good(cell().run(alone, SECONDS + GRACE_S)) / len(alone)
     met = sum(map(good, runs)) / len(load)
     print(f"\nwithin goals: {met:.3f} of {cells} cells' requests, {single:.3f} of a single cell's")
     assert met == pytest.approx(single, abs=0.05)
-    busiest = max(len(run.seen) for run in runs)
+    busiest = max(len(run.requests) for run in runs)
     assert busiest < 1.2 * len(load) / cells
 
 

@@ -61,12 +61,12 @@ def test_no_layout_is_come_back_to_within_the_stay(compared: list[Compared]) -> 
 
 def test_every_request_is_told_of_once(compared: list[Compared]) -> None:
     for each in compared:
-        assert len(each.run.seen) == each.asked
+        assert len(each.run.requests) == each.asked
 
 
 def test_the_simulated_cell_takes_what_the_cost_model_says() -> None:
     run = simulate([Arrival(0.0, Tier.STANDARD, 4_096, 101)], 60, LLAMA_70B_FP8, "tp4")
-    (seen,) = run.seen
+    (seen,) = run.requests
     assert seen.ttft_s == pytest.approx(0.196, rel=0.01)
     assert seen.tpot_s == pytest.approx(0.0096, rel=0.02)
     assert is_good(seen, SETTINGS)
@@ -77,7 +77,7 @@ def test_measured_throughput_is_found_again() -> None:
     load = [Arrival(0.0, Tier.BATCH, 1_024, 128)] * 256
     for layout, groups, measured in (("tp4", 1, 20_500), ("tp2+tp2", 2, 13_400)):
         cell = SimCell(parse_layout(layout, 4, WIDTHS), LLAMA_70B_FP8, PolicySettings())
-        ends = [each.end_s for each in cell.run(load * groups, 300).seen]
+        ends = [each.end_s for each in cell.run(load * groups, 300).requests]
         assert None not in ends
         rate = 256 * 1_152 / max(end for end in ends if end is not None)
         assert rate == pytest.approx(measured, rel=0.1)

@@ -4,7 +4,7 @@ from coordinator.model.events import (
     Effect,
     Event,
     ForecastMade,
-    GatewaySaid,
+    GatewaySent,
     Note,
     Observed,
     RankOpened,
@@ -55,7 +55,7 @@ def event_line(event: Event) -> str:
         case RankOpened(hello):
             held = [f"{each.header.task}#{each.attempt}" for each in hello.held]
             return f"rank {hello.rank} says hello ({hello.incarnation}), holds {held}"
-        case GatewaySaid(gateway, message):
+        case GatewaySent(gateway, message):
             return f"{gateway} says {_message(message)}"
         case _:
             return str(event)[:LINE_CHARS]
@@ -77,9 +77,9 @@ def _move(move: Move) -> str:
             return f"serve {_binding(binding)} with {pages} pages on top of {indices}"
         case Reshard():
             return "moved its share"
-        case Resolve(epoch, is_committed, is_kept):
+        case Resolve(epoch, is_committed, stays_parked):
             how = "committed" if is_committed else "not committed"
-            return f"resolve {epoch}: {how}{', kept' if is_kept else ''}"
+            return f"resolve {epoch}: {how}{', kept' if stays_parked else ''}"
         case Park():
             return "park"
         case Ack():

@@ -17,13 +17,13 @@ from coordinator.model.events import (
     ForecastMade,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     Note,
     Observed,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
     SwitchRecorded,
     SwitchWanted,
     Tick,
@@ -273,7 +273,7 @@ class World:
                     session, "up", lambda: self._open(rank, session, opened), later
                 )
             case Report() if message.ended or message.returned:
-                said = RankSaid(rank, message)
+                said = RankReported(rank, message)
                 self.network.in_order(session, "up", lambda: self.core_event(said), later)
             case Report() if self.now < later:
                 pass
@@ -284,7 +284,7 @@ class World:
     def _report_arrives(self, core: Core | None, rank: Rank, report: Report) -> None:
         # No message outlives the process that it was sent to.
         if core is self.core and not self.faults.is_cut(rank):
-            self.core_event(RankSaid(rank, report))
+            self.core_event(RankReported(rank, report))
 
     def to_core(self, session: Session, gateway: str, message: GatewayToCore) -> None:
         later = self.trouble.until(gateway, "up")
@@ -294,7 +294,7 @@ class World:
                 session, "up", lambda: self._open(gateway, session, opened), later
             )
         else:
-            said = GatewaySaid(gateway, message)
+            said = GatewaySent(gateway, message)
             self.network.in_order(session, "up", lambda: self.core_event(said), later)
 
     def _open(self, peer: Rank | str, session: Session, opened: Event) -> None:
@@ -318,10 +318,10 @@ class World:
     def core_event(self, event: Event) -> None:
         if self.core is None:
             return
-        if self._trace is not None and not isinstance(event, Tick | RankSaid):
+        if self._trace is not None and not isinstance(event, Tick | RankReported):
             self.say(f"core <- {event_line(event)}")
         audit = None
-        if isinstance(event, GatewaySaid) and isinstance(event.message, Submit):
+        if isinstance(event, GatewaySent) and isinstance(event.message, Submit):
             audit = QueueAudit(self.core, self.settings.queue, event.message)
         effects = self.core.handle(event, self._core_now_ms)
         if audit is not None:

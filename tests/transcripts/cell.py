@@ -12,9 +12,9 @@ from coordinator.model.events import (
     Effect,
     Event,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     RankOpened,
-    RankSaid,
+    RankReported,
     SwitchWanted,
     Tick,
     ToRank,
@@ -114,14 +114,14 @@ class ObedientRank:
             pages=PageReport(PAGES + 1, self.pages_free, PAGES - self.pages_free, 0),
             blocks_free=self.blocks_total,
             blocks_total=self.blocks_total,
-            kept=self.kept,
+            retentions=self.kept,
             ended=tuple(ended),
             returned=tuple(returned),
             progress=tuple(progress),
             adopted=self.adopted if self.participant.is_moving else (),
             has_failed=self.has_failed,
-            moved=self.participant.told[0],
-            heard_in_epoch=self.participant.told[1],
+            moved=self.participant.known_migration[0],
+            heard_in_epoch=self.participant.known_migration[1],
             closed=self.closed,
             free_pages_after_commit=self.pages_free,
         )
@@ -183,7 +183,7 @@ class Cell:
     def report(self, rank: int, **fields: Iterable[object]) -> None:
         process = self.ranks[Rank(rank)]
         report = process.report(self.now_ms, **fields)  # type: ignore[arg-type]
-        self.event(RankSaid(Rank(rank), report))
+        self.event(RankReported(Rank(rank), report))
 
     def settle(self, *ranks: int) -> None:
         """Let these ranks (all, if none is named) obey and report until nothing moves."""
@@ -222,7 +222,7 @@ class Cell:
         self.event(GatewayOpened(GatewayHello(PROTOCOL_VERSION, name)))
 
     def say(self, message: GatewayToCore, gateway: str = "g") -> None:
-        self.event(GatewaySaid(gateway, message))
+        self.event(GatewaySent(gateway, message))
 
     def serve(self) -> None:
         """Bring everything up: all ranks report, the first layout serves."""
@@ -240,5 +240,5 @@ def _content(directive: Directive) -> tuple[object, ...]:
         directive.target,
         directive.carry,
         directive.grants,
-        directive.kept,
+        directive.retentions,
     )

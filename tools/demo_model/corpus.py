@@ -210,9 +210,9 @@ def _definitions(tree: ast.Module, module: str) -> Iterator[tuple[str, _Definiti
 
 def _first_paragraphs(text: str) -> str:
     """Return whole paragraphs up to the answer limit, so that answers end naturally."""
-    kept = ""
+    answer = ""
     for paragraph in text.strip().split("\n\n"):
-        if kept and len(kept) + len(paragraph) > MAX_ANSWER_CHARS:
+        if answer and len(answer) + len(paragraph) > MAX_ANSWER_CHARS:
             break
-        kept += ("\n\n" if kept else "") + paragraph
-    return kept[: 2 * MAX_ANSWER_CHARS]
+        answer += ("\n\n" if answer else "") + paragraph
+    return answer[: 2 * MAX_ANSWER_CHARS]

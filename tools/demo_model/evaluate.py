@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Recompute the held-out loss of a model folder.")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="model folder")
     parser.add_argument(
-        "--max-tokens", type=int, default=None, help="use only the first so many tokens"
+        "--max-tokens", type=int, default=None, help="use at most this number of tokens"
     )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

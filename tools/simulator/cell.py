@@ -1,4 +1,4 @@
-"""A simulated cell: takes arrivals and returns what each request saw.
+"""A simulated cell: takes arrivals and returns the times of each request.
 
 The task table, the placement and the decision are the product's. Groups are modelled, and a switch
 takes the cost model's time after the running step of each changed group. Tests call this module.
@@ -11,7 +11,7 @@ from itertools import count
 
 from comm_pool.layout import Group, Layout, Rank, diff, format_layout
 from coordinator.model.cost_model import CostModel
-from coordinator.model.observation import GroupSeen, Observation, SwitchSeen
+from coordinator.model.observation import GroupObservation, Observation, SwitchObservation
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.arrivals import Arrivals
 from coordinator.policy.candidates import Arrangement, LayoutSpace
@@ -45,7 +45,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RequestTimes:
     """The times of one request, in seconds; `first_s` and `end_s` are None if they never came."""
 
     tier: Tier
@@ -71,18 +71,18 @@ class Seen:
 class Run:
     """The result of a load: every request, and every switch as (time, layout, reason)."""
 
-    seen: list[Seen] = field(default_factory=list)
+    requests: list[RequestTimes] = field(default_factory=list)
     switches: list[tuple[float, str, str]] = field(default_factory=list)
 
     def good(self, settings: PolicySettings) -> int:
         """Return how many requests ended within their goals."""
-        return sum(is_good(each, settings) for each in self.seen)
+        return sum(is_good(each, settings) for each in self.requests)
 
 
-def is_good(seen: Seen, settings: PolicySettings) -> bool:
+def is_good(times: RequestTimes, settings: PolicySettings) -> bool:
     """Return whether a request ended and met its tier's goals."""
-    goal = settings.goals[seen.tier]
-    ttft_s, tpot_s = seen.ttft_s, seen.tpot_s
+    goal = settings.goals[times.tier]
+    ttft_s, tpot_s = times.ttft_s, times.tpot_s
     if ttft_s is None or tpot_s is None:
         return False
     in_ttft = goal.ttft_s is None or ttft_s <= goal.ttft_s
@@ -119,7 +119,7 @@ class SimCell:
         self._offered = 0
         self._has_begun = False
         self._form(layout)
-        self.run_of = Run()
+        self.result = Run()
 
     def run(self, arrivals: Sequence[Arrival], until_s: float) -> Run:
         """Serve these requests, in order of their times, and stop at `until_s`."""
@@ -163,10 +163,10 @@ class SimCell:
         """Return the results; requests in progress count as incomplete."""
         for task in self._tasks.values():
             header = task.task.header
-            self.run_of.seen.append(
-                Seen(header.tier, task.arrive_s, task.first_s, None, task.output)
+            self.result.requests.append(
+                RequestTimes(header.tier, task.arrive_s, task.first_s, None, task.output)
             )
-        return self.run_of
+        return self.result
 
     def _push(self, at_s: float, kind: str, what: object) -> None:
         heappush(self._events, (at_s, next(self._order), kind, what))
@@ -200,7 +200,7 @@ class SimCell:
         task = Task(header, index, self._now_ms, State.QUEUED, self._now_ms, payload=b"")
         self._tasks[header.task] = SimTask(task, arrival.output, self._now_s)
         self._table.add(task)
-        self._arrivals[arrival.tier].came(arrival.prompt, self._now_ms)
+        self._arrivals[arrival.tier].on_arrival(arrival.prompt, self._now_ms)
         self._place()
 
     def _place(self) -> None:
@@ -215,14 +215,14 @@ class SimCell:
             self._give(self._groups[group.leader], self._tasks[task.id])
 
     def _open_groups(self) -> list[OpenGroup]:
-        kept = self._here.reserved
+        reserved = self._here.reserved
         return [
             OpenGroup(
                 Binding(each.group, 1),
                 each.cost.tasks_max,
                 each.cost.capacity_tokens // BLOCK_TOKENS,
                 BLOCK_TOKENS,
-                self._here.tiers if each.group.leader in kept else 0,
+                self._here.tiers if each.group.leader in reserved else 0,
             )
             for each in self._groups.values()
             if not each.stopping
@@ -246,9 +246,9 @@ class SimCell:
             header = task.task.header
             del self._tasks[header.task]
             self._table.remove(task.task)
-            self._arrivals[header.tier].ended(task.output)
-            self.run_of.seen.append(
-                Seen(header.tier, task.arrive_s, task.first_s, self._now_s, task.output)
+            self._arrivals[header.tier].on_end(task.output)
+            self.result.requests.append(
+                RequestTimes(header.tier, task.arrive_s, task.first_s, self._now_s, task.output)
             )
         if group.stopping:
             self._stopped()
@@ -272,9 +272,9 @@ class SimCell:
 
     def _decide(self) -> None:
         assert self._space is not None
-        seen = self._observe()
+        observation = self._observe()
         verdict, self._state = decide(
-            seen, self._here.layout, self._space, self._costs, self._settings, self._state
+            observation, self._here.layout, self._space, self._costs, self._settings, self._state
         )
         if verdict.changes:
             self._change(verdict.choice, verdict.reason)
@@ -286,7 +286,7 @@ class SimCell:
             return
         names = format_layout(self._here.layout), format_layout(choice.layout)
         self._switches.append((self._now_ms, *names))
-        self.run_of.switches.append((self._now_s, choice.name, reason))
+        self.result.switches.append((self._now_s, choice.name, reason))
         self._target = choice
         changed = diff(self._here.layout, choice.layout)
         self._here = Arrangement(self._here.layout)
@@ -308,11 +308,11 @@ class SimCell:
             is_switching=self._target is not None,
             tiers=tiers,
             groups=tuple(
-                GroupSeen(each.group.name, int(leader), tuple(by_leader.get(leader, ())))
+                GroupObservation(each.group.name, int(leader), tuple(by_leader.get(leader, ())))
                 for leader, each in self._groups.items()
             ),
             switches=tuple(
-                SwitchSeen(self._now_ms - at, before, after, "policy")
+                SwitchObservation(self._now_ms - at, before, after, "policy")
                 for at, before, after in recent
             ),
             reserved=tuple(int(rank) for rank in self._here.reserved),

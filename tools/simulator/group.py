@@ -25,7 +25,7 @@ class SimTask:
     arrive_s: float
     has_kv: bool = False
     """A group has started it and holds its KV, which a switch may migrate."""
-    prefill_left: int = 0
+    remaining_prefill_tokens: int = 0
     first_s: float | None = None
     done_at: int = 0
     """The group's step count at which its last token comes."""
@@ -62,7 +62,7 @@ class SimGroup:
 
     def add(self, task: SimTask, now_s: float) -> None:
         """Add a task; running decodes end at their next step."""
-        if task.has_kv and task.prefill_left:
+        if task.has_kv and task.remaining_prefill_tokens:
             self.filling.append((task.order, task.task.id, task))
         elif task.has_kv:
             task.done_at = self.steps + task.output - task.task.generated
@@ -93,7 +93,7 @@ class SimGroup:
         for _, _, task in sorted(self.filling):
             if budget <= 0:
                 break
-            part = min(task.prefill_left, budget)
+            part = min(task.remaining_prefill_tokens, budget)
             self._chunks.append((task, part))
             budget -= part
         if not running and not self._chunks:
@@ -115,8 +115,8 @@ class SimGroup:
         self.context += len(self.decoding) * self._stride
         self.ends_s = None
         for task, part in self._chunks:
-            task.prefill_left -= part
-            if not task.prefill_left:
+            task.remaining_prefill_tokens -= part
+            if not task.remaining_prefill_tokens:
                 self._begin_decoding(task, now_s)
         self._chunks = []
         done = []
@@ -138,7 +138,7 @@ class SimGroup:
         for _, _, task in self.decoding:
             task.task.generated = self.generated(task)
         for _, _, task in self.filling:
-            task.has_kv = task.prefill_left < task.tokens
+            task.has_kv = task.remaining_prefill_tokens < task.tokens
         begun = [task for _, _, task in [*self.decoding, *self.filling]]
         held = [task for task in begun if task.has_kv]
         fresh = [task for task in begun if not task.has_kv]
@@ -165,6 +165,6 @@ class SimGroup:
                 return
             heappop(self.waiting)
             task.has_kv = True
-            task.prefill_left = length
+            task.remaining_prefill_tokens = length
             held += length
             self.filling.append((task.order, task.task.id, task))

@@ -25,7 +25,7 @@ REPEATS = 3
 DECODES_AT_ONCE = 4
 """Decode steps that are timed together.
 
-A lone one takes 2 to 4 ms longer than in service, as the device waits for its launch.
+A single one takes 2 to 4 ms longer than in service, as the device waits for its launch.
 """
 
 CPU_TOKENS_MAX = 512

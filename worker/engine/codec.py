@@ -30,7 +30,7 @@ class RequestCodec:
             self._structured_output.grammar_init(request)
         return request
 
-    def restored(self, payload: bytes, state: RunningState) -> Request:
+    def continued_request(self, payload: bytes, state: RunningState) -> Request:
         """Build a request that continues where another group left it, with its block hashes."""
         core_request: EngineCoreRequest = self._decoder.decode(decode_frames(payload))
         request = Request.from_engine_core_request(core_request, None)

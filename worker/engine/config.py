@@ -210,11 +210,11 @@ def thinned(sizes: list[int]) -> list[int]:
     """
     steps = ((64, 1), (128, 16), (256, 32))
 
-    def is_kept(size: int) -> bool:
+    def is_captured(size: int) -> bool:
         step = next((step for limit, step in steps if size <= limit), 64)
         return size % step == 0
 
-    return [size for size in sizes if is_kept(size) or size == max(sizes)]
+    return [size for size in sizes if is_captured(size) or size == max(sizes)]
 
 
 def mode_config(base: VllmConfig, key: ModeKey, layout: str = "LBHNC") -> VllmConfig:

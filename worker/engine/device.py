@@ -137,7 +137,7 @@ def used_bytes(device: torch.device) -> int:
     """Return the device memory in use, by this process or others; 0 on CPU."""
     if device.type == "cpu":
         return 0
-    gc.collect()  # Garbage of the loading would count for good.
+    gc.collect()  # Garbage from loading would count as used.
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -211,7 +211,7 @@ def activation_bytes(device: torch.device, profile: Callable[[], None]) -> int:
 
 
 def kv_budget_bytes(config: VllmConfig, device: torch.device, before: int, reserved: int) -> int:
-    """Return the memory for KV: the configured size, else what is left of the device.
+    """Return the memory for KV: the configured size, else the rest of the device.
 
     `before` bytes were in use before the rank allocated anything; as in vLLM, they do not count
     against the configured share. `reserved` bytes stay free for activations and for graphs captured

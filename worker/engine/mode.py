@@ -17,7 +17,7 @@ from worker.engine.step_times import StepTimes
 
 
 class NoRoomError(RuntimeError):
-    """The device ran out of memory in a step; the launched part of it does not count.
+    """The device ran out of memory in a step; the results of its launched part are void.
 
     torch raises before it launches the work that needs the memory, so device and process stay
     intact.

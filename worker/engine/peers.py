@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from comm_pool.cpu.cell_memory import CellMemory, clear, kv_name, mailbox_name
 from comm_pool.layout import Rank
-from comm_pool.mailbox import MAILBOX_BYTES, RankMailbox, open_boards
+from comm_pool.mailbox import MAILBOX_BYTES, RankMailbox, open_mailboxes
 from kvadaptor.transfer.movers import Mover, PeerMover, make_mover
 from kvadaptor.views import KVBuffer
 
@@ -53,13 +53,13 @@ def shared_peers(memory: CellMemory, rank: Rank, world: int, kv: KVBuffer) -> Pe
     return mailboxes, PeerMover(rank, raws, kv.geometry)
 
 
-def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
+def open_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
     """Open the mailboxes and KV of the `world` ranks from `first` on, which started together.
 
     A collective of them. The mover numbers ranks from `first`.
     """
     of_world = get_world_group()
-    opened = open_boards(rank - first, partial(_gather, of_world.cpu_group, world))
+    opened = open_mailboxes(rank - first, partial(_gather, of_world.cpu_group, world))
     mailboxes = {Rank(each): mailbox for each, mailbox in enumerate(opened, first)}
     mover, refusal = make_mover(
         kv.raw,
@@ -68,7 +68,9 @@ def gathered_peers(rank: Rank, first: Rank, world: int, kv: KVBuffer) -> Peers:
         device_group=of_world.device_group,
     )
     if refusal is not None:
-        log.warning("kv_not_mapped", reason=refusal, instead="moves are sent, at 2/3 the speed")
+        log.warning(
+            "kv_not_mapped", reason=refusal, instead="KV is sent through NCCL, at 2/3 of the speed"
+        )
     return mailboxes, mover
 
 

@@ -40,7 +40,7 @@ from worker.engine.device import (
     used_bytes,
 )
 from worker.engine.mode import PreparedMode
-from worker.engine.peers import gathered_peers, shared_peers, take_kv
+from worker.engine.peers import open_peers, shared_peers, take_kv
 from worker.engine.probe_steps import ProbeBatch
 from worker.engine.scheduling.scheduler import AsyncModeScheduler, ModeScheduler
 from worker.engine.startup_cache import Probes, StartupMeasurements
@@ -165,7 +165,10 @@ class RankEngine:
         with set_current_vllm_config(config):
             specs = whole_specs(runner.get_kv_cache_spec(), config)
         if not all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
-            raise ViewError("the model has layers without plain attention; they cannot be split.")
+            raise ViewError(
+                "the model has layers without plain attention, which cannot be split: serve a "
+                "model whose layers all have full attention."
+            )
         reserved = self._reserved_bytes(configs, runners, progress)
         budget = kv_budget_bytes(config, self.device, self.other_bytes["context"], reserved)
         geometry = geometry_of(specs)
@@ -189,7 +192,7 @@ class RankEngine:
         if spec.memory is not None:
             mailboxes, mover = shared_peers(spec.memory, spec.rank, spec.world, self.kv)
         else:
-            mailboxes, mover = gathered_peers(spec.rank, spec.first, spec.world, self.kv)
+            mailboxes, mover = open_peers(spec.rank, spec.first, spec.world, self.kv)
         for width in spec.widths:
             if width <= self.kv.geometry.num_kv_heads:  # Replicated heads do not migrate.
                 mover.warm(width)
@@ -273,7 +276,7 @@ class RankEngine:
         """
         spec, known = self.spec, None
         if spec.joins and spec.memory is not None:
-            known = StartupMeasurements.left(spec.memory, spec.rank)
+            known = StartupMeasurements.load(spec.memory, spec.rank)
         for done, (key, mode) in enumerate(self.modes.items()):
             progress("warm", done, len(self.modes))
             self.select(key.width)
@@ -293,7 +296,7 @@ class RankEngine:
             self.probed = {**known.probed, **self.probed}
         elif spec.memory is not None:
             times = {key.width: mode.times for key, mode in self.modes.items()}
-            StartupMeasurements(times, self.probed).leave(spec.memory, spec.rank)
+            StartupMeasurements(times, self.probed).store(spec.memory, spec.rank)
             self.communicators.of_width(max(spec.widths)).group.barrier()
         self.communicators.join()
         progress("warm", len(self.modes), len(self.modes))

@@ -1,4 +1,4 @@
-"""Measurements that a rank made at start-up together with others, cached for its successor.
+"""Measurements that a rank made at start-up together with others, stored for its successor.
 
 A rank that restarts while the others serve computes alone. It takes the step times and probe
 results of wide groups from its predecessor, which had the same weights and the same place in every
@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from comm_pool.cpu.cell_memory import CellMemory, measured_name
+from comm_pool.cpu.cell_memory import CellMemory, measurements_name
 from comm_pool.layout import Rank, StepMode
 from worker.engine.step_times import StepTimes
 
@@ -24,12 +24,12 @@ class StartupMeasurements:
     times: Mapping[int, StepTimes]
     probed: Probes
 
-    def leave(self, memory: CellMemory, rank: Rank) -> None:
+    def store(self, memory: CellMemory, rank: Rank) -> None:
         """Store them for the next process of the rank."""
-        memory.put(measured_name(rank), pickle.dumps(self, protocol=5))
+        memory.put(measurements_name(rank), pickle.dumps(self, protocol=5))
 
     @classmethod
-    def left(cls, memory: CellMemory, rank: Rank) -> "StartupMeasurements":
+    def load(cls, memory: CellMemory, rank: Rank) -> "StartupMeasurements":
         """Return what the rank's first process stored."""
-        found: StartupMeasurements = pickle.loads(memory.get(measured_name(rank)))  # noqa: S301 -- our own
+        found: StartupMeasurements = pickle.loads(memory.get(measurements_name(rank)))  # noqa: S301 -- our own
         return found

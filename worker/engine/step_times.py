@@ -40,8 +40,8 @@ class StepCurve:
         if tokens <= first[0] or len(self.points) == 1:
             return float(first[1])
         after = min(bisect_left(self.points, (tokens, 0)), len(self.points) - 1)
-        (left, left_us), (right, right_us) = self.points[after - 1], self.points[after]
-        return left_us + (right_us - left_us) * (tokens - left) / (right - left)
+        (low, low_us), (high, high_us) = self.points[after - 1], self.points[after]
+        return low_us + (high_us - low_us) * (tokens - low) / (high - low)
 
 
 def fitted(samples: Mapping[int, Sequence[float]]) -> StepCurve:
@@ -151,7 +151,7 @@ def chosen_parts(
     return tuple(found)
 
 
-def told(times: StepTimes) -> WidthTimes:
+def width_times(times: StepTimes) -> WidthTimes:
     """Return the times as a rank reports them to the coordinator."""
     curves = tuple((str(mode), curve.points) for mode, curve in times.curves.items())
     mixed = tuple((str(each), times.from_tokens(each)) for each in times.mixed)

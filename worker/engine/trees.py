@@ -126,7 +126,10 @@ class TreeBuilder:
     def _require_views(self, name: str, tree: nn.Module, replica: nn.Module) -> None:
         foreign = foreign_bytes(tree, replica)
         if foreign:
-            raise ViewError(f"the {name} tree owns {foreign} bytes outside of the replica.")
+            raise ViewError(
+                f"the {name} tree owns {foreign} bytes outside of the replica: leave its width out "
+                "of --widths, and please report it with the model's config.json."
+            )
         self.view_bytes[name] = foreign
 
     def _add_sp(self, trees: dict[StepMode, nn.Module], key: ModeKey, replica: nn.Module) -> None:

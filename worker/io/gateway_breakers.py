@@ -43,20 +43,20 @@ class GatewayBreakers:
         self._links: dict[str, _Link] = {}
         self._cuts = 0
 
-    def added(self, address: str, now_s: float) -> None:
+    def add(self, address: str, now_s: float) -> None:
         """Note that a connection is being made."""
         self._links[address] = _Link(now_s)
 
-    def removed(self, address: str) -> None:
+    def remove(self, address: str) -> None:
         """Note that the connection is closed for good."""
         del self._links[address]
 
-    def came_up(self, address: str, now_s: float) -> None:
+    def mark_up(self, address: str, now_s: float) -> None:
         """Note that both ends have agreed on the connection."""
         link = self._links[address]
         link.is_up, link.since_s = True, now_s
 
-    def went_down(self, address: str, now_s: float) -> None:
+    def mark_down(self, address: str, now_s: float) -> None:
         """Note that the connection is lost, refused, or silent for too long."""
         link = self._links[address]
         if link.is_up:
@@ -80,7 +80,7 @@ class GatewayBreakers:
             if not link.is_up and now_s - link.since_s >= GONE_AFTER_S
         ]
 
-    def told(self) -> tuple[LinkCut, ...]:
+    def link_cuts(self) -> tuple[LinkCut, ...]:
         """Return what to report: every link that broke and is not forgiven yet."""
         return tuple(
             LinkCut(address, link.number, link.is_open)

@@ -1,8 +1,8 @@
 """A rank's gRPC session with its coordinator: the heartbeat, on a thread of its own.
 
 Reports go up on an interval and on every change; directives and tasks come down into the main
-loop's inbox. A broken session is reopened with a fresh `RankHello`; unsent events are kept and sent
-after it. Heartbeats continue while a long step runs.
+loop's inbox. A broken session is reopened with a fresh `RankHello`; unsent events are sent after
+it. Heartbeats continue while a long step runs.
 """
 
 import asyncio
@@ -158,8 +158,8 @@ class RankSession:
         """Return the next message; None at the end of the session or if it is half open.
 
         The coordinator answers each due report. Without answers this side's reports may still
-        arrive, and the coordinator would take a rank that has stopped, as its lease is over, for a
-        serving one. Time in which this process itself was stopped does not count as silence.
+        arrive: the rank stops when its lease ends, but the coordinator would count it as serving.
+        Time in which this process itself was stopped does not count as silence.
         """
         read = asyncio.ensure_future(call.read())
         silent_s = 0.0
@@ -171,7 +171,9 @@ class RankSession:
             if self._hello is not None:
                 silent_s += self._heartbeat_s
         read.cancel()
-        log.warning("session_silent", seconds=self._silence_s, advice="opening another one")
+        log.warning(
+            "session_silent", seconds=self._silence_s, advice="the rank opens another session"
+        )
         return None
 
     async def _reports(self) -> AsyncIterator[RankUp]:

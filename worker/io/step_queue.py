@@ -16,7 +16,7 @@ FOLLOWER_POLL_S = 0.01
 """How long a joined follower waits for a step before it checks its inbox again."""
 
 LEADER_SEND_LIMIT_S = 30.0
-"""A follower that reads nothing for this long is taken for lost."""
+"""A follower that reads nothing for this long counts as lost."""
 
 
 LOSS_POLL_S = 0.05
@@ -27,13 +27,13 @@ LOSS_POLL_S = 0.05
 class Begin:
     """The formation serves: keep these lease indices, then lease this many more pages.
 
-    `version` is that of the leader's newest retention of the lease, which `kept` supersedes.
+    `version` is that of the leader's newest retention of the lease; `lease_indices` supersede it.
     `is_busy`: steps follow at once, as the leader has tasks. `meets`: copies of the migration that
     formed the group may be in flight, so members first wait for each other's.
     """
 
     formation: int
-    kept: tuple[int, ...]
+    lease_indices: tuple[int, ...]
     grant_pages: int
     version: int = -1
     is_busy: bool = False
@@ -53,11 +53,11 @@ class Step:
 class LeaveGroup:
     """The leader has left; its followers may leave too.
 
-    `kept` are the lease indices that its tasks still hold; None: the whole lease, for a migration.
+    `lease_indices` are those that its tasks still hold; None: the whole lease, for a migration.
     """
 
     formation: int
-    kept: tuple[int, ...] | None
+    lease_indices: tuple[int, ...] | None
 
 
 QueueMessage = Begin | Step | LeaveGroup
@@ -82,11 +82,11 @@ def send(
     """
     deadline = time.monotonic() + wait_s
     while True:
-        left_s = deadline - time.monotonic()
+        remaining_s = deadline - time.monotonic()
         try:
-            return queue.enqueue(message, timeout=max(0.0, min(left_s, LOSS_POLL_S)))
+            return queue.enqueue(message, timeout=max(0.0, min(remaining_s, LOSS_POLL_S)))
         except TimeoutError:
-            if left_s <= LOSS_POLL_S:
+            if remaining_s <= LOSS_POLL_S:
                 raise
         if is_lost():
             raise PeerLostError(message.formation)

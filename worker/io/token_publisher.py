@@ -2,9 +2,9 @@
 
 One ZeroMQ PUSH socket per reply address; a message is the encoded `TokenBatch` header and the
 frames of vLLM's outputs. Pushes are unanswered, so the sockets' heartbeats show whether a gateway
-is reachable; `gateway_breakers` decides what follows. The stepping thread pushes itself: it only
-queues frames, which ZeroMQ's own thread sends. A Python thread in between would need the
-interpreter lock back from the next step per frame, which was most of a rank's share of time to
+is reachable; `gateway_breakers` decides which links to use. The stepping thread pushes itself: it
+only queues frames, which ZeroMQ's own thread sends. A Python thread in between would wait for the
+interpreter lock during the next step, once per frame; that was most of a rank's share of time to
 first token.
 """
 
@@ -34,7 +34,7 @@ UNSENT_BATCHES_MAX = 100_000
 """Maximum batches queued in a socket for a gateway that does not read; more are dropped."""
 
 LINGER_MS = 1_000
-"""Maximum time that a closing socket tries to send what is left."""
+"""Maximum time that a closing socket tries to send its queued batches."""
 
 WATCH_S = 0.1
 """How often links are checked for changes."""
@@ -74,7 +74,7 @@ class TokenPublisher:
         """`watch` calls `tell` when links break and when they are used again."""
         self._encoder = encoder
         self._tell = tell
-        self._told: tuple[LinkCut, ...] = ()
+        self._link_cuts: tuple[LinkCut, ...] = ()
         self._links = GatewayBreakers()
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._context = zmq.Context(io_threads=1)
@@ -99,14 +99,14 @@ class TokenPublisher:
         for reply_to, line in self._lines.items():
             while line.monitor.poll(0):
                 if recv_monitor_message(line.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._links.came_up(reply_to, now_s)
+                    self._links.mark_up(reply_to, now_s)
                 else:
-                    self._links.went_down(reply_to, now_s)
+                    self._links.mark_down(reply_to, now_s)
         for reply_to in self._links.tick(now_s):
             self._close(reply_to)
-        if (told := self._links.told()) != self._told:
-            self._told = told
-            self._tell(told)
+        if (link_cuts := self._links.link_cuts()) != self._link_cuts:
+            self._link_cuts = link_cuts
+            self._tell(link_cuts)
 
     def close(self) -> None:
         """Close all sockets after their queues are sent, or after `LINGER_MS`."""
@@ -120,13 +120,13 @@ class TokenPublisher:
             if len(self._lines) >= GATEWAYS_MAX:
                 self._close(next(iter(self._lines)))
             line = self._lines[reply_to] = _connect(self._context, reply_to)
-            self._links.added(reply_to, time.monotonic())
+            self._links.add(reply_to, time.monotonic())
         self._lines.move_to_end(reply_to)
         return line
 
     def _close(self, reply_to: str) -> None:
         self._lines.pop(reply_to).close()
-        self._links.removed(reply_to)
+        self._links.remove(reply_to)
 
 
 def _connect(context: zmq.Context[Any], reply_to: str) -> _Line:

@@ -1,8 +1,8 @@
 """Reports ended ranks to the coordinator, and passes its restart orders to the launcher.
 
 The launcher forks ranks repeatedly, so it must not have the threads of a gRPC client. It writes
-what it saw into a pipe. This process holds the session and repeats the whole status in each new
-one.
+the status of its ranks into a pipe. This process holds the session and repeats the whole status in
+each new one.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ _decode_status = msgspec.json.Decoder(ProcessStatus).decode
 
 
 class ExitPipe:
-    """The launcher's end of the pipe; `tell` never blocks and may be called repeatedly."""
+    """The launcher's end of the pipe; `send` never blocks."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
 
-    def tell(self, status: ProcessStatus) -> None:
-        """Replace the last status; if the exit reporter does not read, the next event sends it."""
+    def send(self, status: ProcessStatus) -> None:
+        """Replace the last status; if the exit reporter does not read, the next call sends it."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.writer, msgspec.json.encode(status) + b"\n")
 
@@ -88,7 +88,7 @@ Renew = Callable[[tuple[Rank, ...]], None]
 """Orders a restart of these ranks together."""
 
 
-def run_herald(target: str, token: str, reader: int, renew: Renew) -> None:
+def run_exit_reporter(target: str, token: str, reader: int, renew: Renew) -> None:
     """Hold a session with the coordinator at `target` until the pipe ends."""
     asyncio.run(_ExitReporter(target, token, reader, renew).run())
 
@@ -128,16 +128,16 @@ class _ExitReporter:
             method = channel.stream_stream(
                 LAUNCHER_PATH, request_serializer=encode, response_deserializer=None
             )
-            call = method(self._words(), metadata=((TOKEN_METADATA_KEY, self._token),))
-            async for said in call:
-                self._hear(decode_launcher_down(said))
+            call = method(self._statuses(), metadata=((TOKEN_METADATA_KEY, self._token),))
+            async for message in call:
+                self._obey(decode_launcher_down(message))
 
-    def _hear(self, wanted: RenewRanks) -> None:
+    def _obey(self, wanted: RenewRanks) -> None:
         """Order a restart of these ranks, unless they have been restarted since the request."""
         if wanted.ranks and set(wanted.ranks) <= set(self._status.newest):
             self._renew(tuple(sorted(rank for rank, _ in wanted.ranks)))
 
-    async def _words(self) -> AsyncIterator[RanksEnded]:
+    async def _statuses(self) -> AsyncIterator[RanksEnded]:
         while not self._closing:
             self._changed.clear()
             yield RanksEnded(PROTOCOL_VERSION, self._status.ended)

@@ -26,7 +26,7 @@ from coordinator.protocol.config import Config, shared_token
 from worker.cohort import Cohort
 from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
-from worker.launch.exit_reporter import ExitPipe, OrderPipe, ProcessStatus, run_herald
+from worker.launch.exit_reporter import ExitPipe, OrderPipe, ProcessStatus, run_exit_reporter
 from worker.launch.heartbeat import Heartbeat
 from worker.launch.process import announce, build_engine, serve_rank
 from worker.launch.restarts import Restarts, split
@@ -44,11 +44,11 @@ TOGETHER_MARGIN_S = {"cpu": 0.5, "cuda": 1.0}
 On CUDA the survivors first try to abort their collectives, and releasing a device takes 0.3 s.
 """
 
-HERALD_PAUSE_S = 0.1
+EXIT_REPORTER_PAUSE_S = 0.1
 """Pause before the exit reporter is restarted, so that one that cannot start costs little."""
 
 WAKE_S = 0.5
-"""Maximum wait for a signal; the launcher then detects whatever it missed."""
+"""Maximum wait for a signal; the launcher then checks all ranks anyway."""
 
 PR_SET_PDEATHSIG = 1
 AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -86,7 +86,7 @@ def _fork(run: Callable[[], None], failed: Callable[[BaseException], None]) -> i
         failed(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Interpreter shutdown would run destructors of torch and ZeroMQ in an order nobody tests.
+    # Interpreter shutdown would run destructors of torch and ZeroMQ in an untested order.
     os._exit(status)
 
 
@@ -100,7 +100,7 @@ class Launcher:
         """The pipe on which each rank's process signals that it can serve."""
         self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}
         """Heartbeat and progress tracker per child pid."""
-        # Stuck members of a group end a little later than the one that they wait for.
+        # Members that wait for a lost one end a little later than it does.
         margin_s = TOGETHER_MARGIN_S[config.cell.device]
         together_s = config.cell.stuck_after_ms / 1e3 + margin_s
         self._shares_memory = config.cell.device == "cpu"
@@ -113,15 +113,15 @@ class Launcher:
             block=1 if self._shares_memory else config.narrowest,
         )
         self._memory: CellMemory | None = None
-        """The shared memory of the cohort of all ranks that was started last."""
+        """The shared memory of the last cohort of all ranks."""
         self._cohort = 0
         """The number of that cohort."""
         self._pipe = ExitPipe()
         self._orders = OrderPipe()
-        self._herald = 0
+        self._exit_reporter_pid = 0
         self._is_stopping = False
         self._is_renewing = False
-        """All ranks are to end and to restart together."""
+        """Whether all ranks are ending and then restart together."""
         self._kill_at_s: dict[int, float] = {}
         """When to kill the processes that were asked to end, by pid."""
 
@@ -131,17 +131,17 @@ class Launcher:
         base = replica_config(self._config)
         prepare_launcher(base)
         announce("worker_progress", stage="config", done=1, total=1)
-        # From here on the launcher waits for these signals, so none is lost between two waits.
+        # Block these signals from here on, so that none is lost between two waits for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-        self._start_herald()
+        self._start_exit_reporter()
         cell = self._config.cell
         self._start(base, everyone(self._config), cell.dist_port)
         failed = self._keep_up(base)
-        os.kill(self._herald, signal.SIGKILL)
-        os.waitpid(self._herald, 0)
+        os.kill(self._exit_reporter_pid, signal.SIGKILL)
+        os.waitpid(self._exit_reporter_pid, 0)
         return 1 if failed else 0
 
-    def _start_herald(self) -> None:
+    def _start_exit_reporter(self) -> None:
         listen, token = self._config.coordinator.listen, shared_token()
 
         launcher = os.getpid()
@@ -154,13 +154,13 @@ class Launcher:
             os.close(self._pipe.writer)
             if self._memory is not None:
                 self._memory.close()
-            run_herald(listen, token, self._pipe.reader, order)
+            run_exit_reporter(listen, token, self._pipe.reader, order)
 
-        self._herald = _fork(run, lambda _: None)
-        self._tell_herald()
+        self._exit_reporter_pid = _fork(run, lambda _: None)
+        self._send_status()
 
-    def _tell_herald(self) -> None:
-        self._pipe.tell(ProcessStatus(self._restarts.ended(), self._restarts.newest()))
+    def _send_status(self) -> None:
+        self._pipe.send(ProcessStatus(self._restarts.ended(), self._restarts.newest()))
 
     def _start(self, base: EngineConfig, ranks: tuple[Rank, ...], port: int) -> None:
         joins = self._shares_memory and len(ranks) < self._config.cell.ranks
@@ -172,7 +172,7 @@ class Launcher:
         together = {rank: self._restarts.started(rank, cohort, wall_s) for rank in ranks}
         for rank in ranks:
             self._start_rank(base, rank, cohort, together)
-        self._tell_herald()
+        self._send_status()
 
     def _renew_memory(self) -> None:
         if self._memory is not None:
@@ -210,11 +210,11 @@ class Launcher:
         failed = False
         while self._pids or (not self._is_stopping and self._are_due):
             self._await_signal()
-            self._see_who_is_ready()
-            failed |= self._see_who_ended()
+            self._note_ready_ranks()
+            failed |= self._reap_ended()
             now_s = time.monotonic()
             self._kill_late(now_s)
-            self._kill_still(now_s)
+            self._kill_stuck(now_s)
             if not self._is_stopping:
                 self._start_due(base, now_s)
         return failed
@@ -232,7 +232,7 @@ class Launcher:
             self._is_renewing = False
         # With shared memory each rank can start alone.
         for ranks in split(due, () if self._shares_memory else cell.widths, cell.ranks):
-            # If the port is taken meanwhile, the start is tried again.
+            # If another process takes the port first, the start fails and is retried.
             port = 0 if self._shares_memory else free_ports(1)[0]
             self._start(base, ranks, port)
 
@@ -240,10 +240,10 @@ class Launcher:
         wait_s, due_s = WAKE_S, self._restarts.next_due_s()
         if due_s is not None and not (self._is_stopping or self._is_renewing):
             wait_s = min(WAKE_S, max(0.0, due_s - time.monotonic()))
-        taken = signal.sigtimedwait(AWAITED, wait_s)
-        if taken is None or taken.si_signo == signal.SIGCHLD:
+        received = signal.sigtimedwait(AWAITED, wait_s)
+        if received is None or received.si_signo == signal.SIGCHLD:
             return
-        if taken.si_signo != signal.SIGUSR1:
+        if received.si_signo != signal.SIGUSR1:
             self._stop()
             return
         orders = self._orders.take() or [everyone(self._config)]
@@ -272,56 +272,56 @@ class Launcher:
 
     def _kill_late(self, now_s: float) -> None:
         for pid in [pid for pid, at_s in self._kill_at_s.items() if now_s >= at_s]:
-            reason = f"it ran on for {STOP_LIMIT_S} s"
+            reason = f"it did not end within {STOP_LIMIT_S} s of SIGTERM"
             log.warning("rank_killed", rank=self._pids[pid], reason=reason)
             os.kill(pid, signal.SIGKILL)
 
-    def _kill_still(self, now_s: float) -> None:
-        still = [
+    def _kill_stuck(self, now_s: float) -> None:
+        stuck = [
             pid
             for pid, (heartbeat, progress) in self._heartbeats.items()
             if heartbeat.beats and progress.is_stuck(now_s)
         ]
-        for pid in still:
-            reason = "its process stands still as a whole"
+        for pid in stuck:
+            reason = "its whole process makes no progress"
             log.warning("rank_stuck", rank=self._pids[pid], reason=reason)
             os.kill(pid, signal.SIGKILL)
-            self._drop_pulse(pid)
+            self._drop_heartbeat(pid)
 
-    def _drop_pulse(self, pid: int) -> None:
+    def _drop_heartbeat(self, pid: int) -> None:
         if (watched := self._heartbeats.pop(pid, None)) is not None:
             watched[0].close()
 
-    def _see_who_is_ready(self) -> None:
+    def _note_ready_ranks(self) -> None:
         for rank, reader in self._ready.items():
             with suppress(BlockingIOError):
                 if os.read(reader, 1) == READY:
                     self._restarts.ready(rank, time.monotonic())
 
-    def _see_who_ended(self) -> bool:
+    def _reap_ended(self) -> bool:
         """Handle all processes that ended; return whether the cell cannot start."""
         failed = False
         while (ended := _next_ended()) is not None:
             pid, status = ended
-            if pid == self._herald:
-                time.sleep(HERALD_PAUSE_S)
-                self._start_herald()
+            if pid == self._exit_reporter_pid:
+                time.sleep(EXIT_REPORTER_PAUSE_S)
+                self._start_exit_reporter()
             elif (rank := self._pids.pop(pid, None)) is not None:
                 failed |= self._rank_ended(rank, pid, os.waitstatus_to_exitcode(status))
         return failed
 
     def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
         os.close(self._ready.pop(rank))
-        self._drop_pulse(pid)
+        self._drop_heartbeat(pid)
         self._kill_at_s.pop(pid, None)
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
         stuck = self._restarts.waits_for(rank) if code else []
         delay_s = None
         if self._is_renewing or code == 0 or self._is_stopping or cannot_start:
-            self._restarts.left(rank)
+            self._restarts.record_end(rank)
         else:
             delay_s = self._restarts.exited(rank, time.monotonic())
-        self._tell_herald()
+        self._send_status()
         announce("rank_exited", rank=rank, pid=pid, code=code, starts_in_s=delay_s)
         if cannot_start:
             self._stop()

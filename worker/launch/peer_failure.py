@@ -1,7 +1,7 @@
 """Detects that a rank is in a group that has lost a member, or is stuck in it. Pure.
 
-The watchdog asks from another thread than the one that owns the participant, so all that is read
-here is replaced as a whole, never changed.
+The watchdog calls this from another thread than the one that owns the participant, so the objects
+read here are replaced as a whole, never changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ group can be formed again.
 
 @dataclass(frozen=True, slots=True)
 class _DegradedFormation:
-    """The formation that lacks a member, and when that was first seen."""
+    """The formation that lacks a member, and since when this rank knows."""
 
     formation: int
     since_s: float
@@ -54,14 +54,14 @@ class PeerFailure:
         self,
         participant: Participation,
         limit_s: float,
-        behind: Callable[[], Joined | None] = lambda: None,
+        draining_group: Callable[[], Joined | None] = lambda: None,
     ) -> None:
-        """`behind`: the group that the rank has left, while it may still compute in it."""
+        """`draining_group`: the group that the rank has left, while it may still compute in it."""
         self._participant = participant
-        self._behind = behind
+        self._draining_group = draining_group
         self._limit_s = limit_s
         self._present: dict[Rank, int] | None = None
-        self._bereaved: _DegradedFormation | None = None
+        self._degraded: _DegradedFormation | None = None
         self._unblocked = -1
         """The aborted formation; this rank leaves it even if the lost rank returns."""
 
@@ -70,29 +70,28 @@ class PeerFailure:
         if isinstance(message, Directive) and message.stage.epoch > 0:
             self._present = dict(message.members)
 
-    def bereaved(self) -> Binding | None:
-        """Return the group that the rank is joined to, or computes in, if that lacks a member."""
+    def degraded_binding(self) -> Binding | None:
+        """Return the group that the rank is joined to, or computes in, if it lacks a member."""
         present = self._present
-        for joined in (self._participant.joined, self._behind()):
+        for joined in (self._participant.joined, self._draining_group()):
             if joined is None or present is None:
                 continue
             if joined[0].formation == self._unblocked or _lacks_one(joined, present):
                 return joined[0]
         return None
 
-    def must_be_let_out(self, now_s: float) -> bool:
-        """Return whether to unblock this rank: it is joined to such a group, alive, past the grace.
+    def must_unblock(self, now_s: float) -> bool:
+        """Return whether to unblock this rank: a live member of such a group, past the grace time.
 
-        A rank that was itself lost, such as one that was stopped and continues, ends where it is
-        stuck. Nor is a rank unblocked from a group that it has left while its last step is in
-        flight.
+        A rank that was itself lost, such as one that was stopped and continues, is not unblocked;
+        nor is a rank whose last step in a group that it has left is in flight.
         """
         lacking_s, joined, present = self._lacking_s(now_s), self._participant.joined, self._present
         if lacking_s < GRACE_S or joined is None or present is None:
             return False
         binding, members = joined
         own = self._participant.rank
-        if binding != self.bereaved() or present.get(own) != members.get(own):
+        if binding != self.degraded_binding() or present.get(own) != members.get(own):
             return False
         self._unblocked = binding.formation
         return True
@@ -103,10 +102,10 @@ class PeerFailure:
 
     def _lacking_s(self, now_s: float) -> float:
         """Return for how long the group has been known to lack a member; 0 if it does not."""
-        binding = self.bereaved()
+        binding = self.degraded_binding()
         if binding is None:
-            self._bereaved = None
+            self._degraded = None
             return 0.0
-        if self._bereaved is None or self._bereaved.formation != binding.formation:
-            self._bereaved = _DegradedFormation(binding.formation, now_s)
-        return now_s - self._bereaved.since_s
+        if self._degraded is None or self._degraded.formation != binding.formation:
+            self._degraded = _DegradedFormation(binding.formation, now_s)
+        return now_s - self._degraded.since_s

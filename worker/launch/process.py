@@ -21,11 +21,11 @@ from coordinator.protocol.tracing import start_tracing
 from worker.engine.codec import OutputCodec
 from worker.engine.config import EngineConfig
 from worker.engine.rank_engine import RankEngine, settle_environment
-from worker.engine.step_times import told
+from worker.engine.step_times import width_times
 from worker.io.session import Inbox, RankSession
 from worker.io.token_publisher import TokenPublisher
 from worker.launch.peer_failure import PeerFailure
-from worker.launch.watchdog import Progress, call_out, watch
+from worker.launch.watchdog import Progress, abort_formation, watch
 from worker.rank.loop import RankLoop
 from worker.rank.runtime import GroupRuntime
 from worker.rank.traced_tasks import TracedTasks
@@ -71,7 +71,10 @@ def build_engine(base: EngineConfig, spec: RankSpec) -> RankEngine:
 def longest_step_s(engine: RankEngine) -> float:
     """Return the longest step measured at start-up, in seconds; the largest step is among them."""
     points = (
-        us for times in engine.step_times() for _, curve in told(times).curves for _, us in curve
+        us
+        for times in engine.step_times()
+        for _, curve in width_times(times).curves
+        for _, us in curve
     )
     return max(points, default=0) / 1e6
 
@@ -95,13 +98,13 @@ def serve_rank(
     inbox: Inbox = Inbox()
     participant = SwitchParticipant(rank, incarnation)
 
-    def call_me_out(binding: Binding, now_s: float) -> None:
-        call_out(binding, loss, engine.communicators, now_s)
+    def abort(binding: Binding, now_s: float) -> None:
+        abort_formation(binding, loss, engine.communicators, now_s)
 
     def heard(message: RankDown) -> None:
         loss.heard(message)
-        if (binding := loss.bereaved()) is not None:
-            # The session's thread may not wait: the watchdog does what takes time.
+        if (binding := loss.degraded_binding()) is not None:
+            # The session's thread must not wait: the watchdog does the slow part.
             engine.communicators.abort(binding.group.ranks, binding.formation)
 
     heartbeat_s = config.coordinator.heartbeat_ms / 1e3
@@ -115,9 +118,9 @@ def serve_rank(
     if tracing is not None:
         runtime.book = TracedTasks(tracing, rank)
     limit_s = max(config.cell.step_limit_ms / 1e3, STEPS_LIMIT * longest_step_s(engine))
-    # If collectives can raise by themselves, a rank may take as long as its step does.
+    # Where collectives can raise by themselves, a rank may take as long as its step does.
     stuck_s = limit_s if engine.communicators.can_abort else config.cell.stuck_after_ms / 1e3
-    loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.behind)
+    loss = PeerFailure(participant, stuck_s, lambda: runtime.steps.draining_group)
     loop = RankLoop(config, engine, runtime, session, inbox, participant, publisher.watch)
 
     def stop(number: int, _frame: object) -> None:
@@ -129,7 +132,7 @@ def serve_rank(
     # Start-up objects live for good: collections during steps need not scan them.
     gc.collect()
     gc.freeze()
-    watch(loss, Progress(lambda: loop.passes, limit_s), call_me_out, beat)
+    watch(loss, Progress(lambda: loop.passes, limit_s), abort, beat)
     announce("rank_progress", rank=rank, stage="ready", done=1, total=1)
     on_ready()
     try:

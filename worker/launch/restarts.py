@@ -22,12 +22,12 @@ def split(ranks: Collection[Rank], widths: Collection[int], world: int) -> list[
     if len(ranks) == world:
         return [tuple(sorted(ranks))]
     found: list[tuple[Rank, ...]] = []
-    left = set(ranks)
+    rest = set(ranks)
     for width in sorted({1, *widths}, reverse=True):
         for first in range(0, world, width):
             group = tuple(map(Rank, range(first, first + width)))
-            if left.issuperset(group):
-                left.difference_update(group)
+            if rest.issuperset(group):
+                rest.difference_update(group)
                 found.append(group)
     return sorted(found)
 
@@ -50,7 +50,7 @@ class Restarts:
         self._block = block
         self._running: set[Rank] = set()
         self._is_prepared = False
-        """Some rank was ready, so its whole cohort has prepared what it shares."""
+        """Whether a rank was ready; its whole cohort has then prepared the shared objects."""
         self._incarnations: dict[Rank, int] = {}
         self._cohorts: dict[Rank, Cohort] = {}
         self._ended: dict[Rank, int] = {}
@@ -59,7 +59,7 @@ class Restarts:
         self._were_ready: set[Rank] = set()
         self._due: dict[Rank, float] = {}
         self._renewed: dict[Rank, tuple[Rank, ...]] = {}
-        """Ranks that are ended to start together, until they do."""
+        """Ranks that are being ended, each with the ranks that it then starts with."""
 
     def started(self, rank: Rank, cohort: Cohort, wall_s: int) -> int:
         """Return the incarnation of a process that starts at this wall time, in seconds.
@@ -85,8 +85,8 @@ class Restarts:
         """Whether each rank could serve at some time."""
         return len(self._were_ready) == self._world
 
-    def left(self, rank: Rank) -> None:
-        """Note that the rank's process ended and is not to be restarted."""
+    def record_end(self, rank: Rank) -> None:
+        """Record that the rank's process ended, without scheduling a restart."""
         self._ended[rank] = self._incarnations[rank]
         self._running.discard(rank)
         self._ready_at.pop(rank, None)
@@ -94,7 +94,7 @@ class Restarts:
     def exited(self, rank: Rank, now_s: float) -> float:
         """Note that the rank's process ended; return the delay of its restart in seconds."""
         ready_at = self._ready_at.get(rank)
-        self.left(rank)
+        self.record_end(rank)
         was_steady = ready_at is not None and now_s - ready_at > STEADY_S
         failures = 1 if was_steady else self._failures.get(rank, 0) + 1
         self._failures[rank] = failures
@@ -135,7 +135,7 @@ class Restarts:
         self._renewed.clear()
 
     def waits_for(self, rank: Rank) -> list[Rank]:
-        """Return the ranks that cannot become ready, as they were started with this one."""
+        """Return the ranks that cannot become ready without this one: they started together."""
         if rank in self._ready_at:
             return []
         peers: Iterable[Rank] = self._cohorts[rank].ranks
@@ -150,7 +150,7 @@ class Restarts:
         return sorted(rank for rank, at_s in self._startable().items() if soon_s >= at_s)
 
     def next_due_s(self) -> float | None:
-        """Return when `take_due` next returns ranks; None if nothing waits."""
+        """Return when `take_due` next returns ranks; None if no rank waits."""
         if self._shares_memory and not self._is_prepared:
             return max(self._due.values()) if len(self._due) == self._world else None
         return min(self._startable().values(), default=None)

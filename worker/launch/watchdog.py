@@ -1,9 +1,9 @@
 """Aborts the main loop's formation when it has lost a member, and kills a stuck process.
 
 On CPU a collective with a dead peer raises once the formation is marked. On CUDA it would never
-end, so its kernels are unblocked; their results are invalid, and the mark is set before. If they
-still do not end, no thread can stop them. The process is then useless, since its group is
-dissolved, and is killed; its tasks resume elsewhere after the last delivered token.
+end, so the watchdog unblocks its kernels, after the mark, since their results are invalid. If they
+still do not end, no thread can stop them. The watchdog then kills the process, which is useless
+since its group is dissolved; its tasks resume elsewhere after the last delivered token.
 """
 
 import faulthandler
@@ -37,18 +37,18 @@ class Progress:
         self._passes = passes
         self._limit_s = limit_s
         self._poll_s = poll_s
-        self._seen = -1
+        self._last_passes = -1
         self._still_s = 0.0
-        self._looked_at_s: float | None = None
+        self._last_poll_s: float | None = None
 
     def is_stuck(self, now_s: float) -> bool:
         """Return whether nothing has moved for longer than the limit; call it every `poll_s`."""
-        before, self._looked_at_s = self._looked_at_s, now_s
-        seen, self._seen = self._seen, self._passes()
-        if seen != self._seen or before is None:
+        last_poll_s, self._last_poll_s = self._last_poll_s, now_s
+        last_passes, self._last_passes = self._last_passes, self._passes()
+        if last_passes != self._last_passes or last_poll_s is None:
             self._still_s = 0.0
             return False
-        self._still_s += min(now_s - before, 2 * self._poll_s)
+        self._still_s += min(now_s - last_poll_s, 2 * self._poll_s)
         return self._still_s > self._limit_s
 
 
@@ -59,25 +59,25 @@ class Communicators(Protocol):
         """Mark a formation as aborted."""
 
     def unblock(self, ranks: tuple[Rank, ...], is_wanted: Callable[[], bool]) -> None:
-        """Abort this rank's collectives of the group, as long as that is wanted."""
+        """Abort this rank's collectives of the group, as long as `is_wanted` returns true."""
 
 
-def call_out(
+def abort_formation(
     binding: Binding, loss: PeerFailure, communicators: Communicators, now_s: float
 ) -> None:
-    """Abort a formation that lacks a member, and unblock this rank from it if need be.
+    """Abort a formation that lacks a member, and unblock this rank from it if necessary.
 
     A detached step is never unblocked: tasks may have migrated with its results, so it completes or
     this process ends.
     """
     ranks = binding.group.ranks
     communicators.abort(ranks, binding.formation)
-    if not loss.must_be_let_out(now_s):
+    if not loss.must_unblock(now_s):
         return
     try:
-        communicators.unblock(ranks, lambda: loss.bereaved() == binding)
-    except Exception:  # The last resort must not end with its thread.
-        log.exception("not_let_out", group=binding.group.name)
+        communicators.unblock(ranks, lambda: loss.degraded_binding() == binding)
+    except Exception:  # The watchdog must survive: it still has to kill the process.
+        log.exception("unblock_failed", group=binding.group.name)
 
 
 def watch(
@@ -95,13 +95,13 @@ def watch(
         while True:
             beat()
             now_s = time.monotonic()
-            if (binding := loss.bereaved()) is not None:
+            if (binding := loss.degraded_binding()) is not None:
                 abort(binding, now_s)
             if loss.is_stuck(now_s):
-                reason = "it does not leave a group that has lost a member"
+                reason = "it has not left a group that lost a member"
                 break
             if progress.is_stuck(now_s):
-                reason = "its main loop does not go on"
+                reason = "its main loop makes no progress"
                 break
             time.sleep(POLL_S)
         log.warning("rank_stuck", reason=reason)

@@ -12,7 +12,7 @@ from typing import Any
 
 from comm_pool.layout import Group
 
-HOLD_LIMIT_S = 0.01
+DEFER_LIMIT_S = 0.01
 """Maximum delay of a deferred step, for peers to leave and for the migration to be planned."""
 
 
@@ -24,20 +24,20 @@ class DeferredStep:
         self.group = group
         self._compute = compute
         self._is_over = False
-        self._held_s = time.monotonic()
+        self._deferred_s = time.monotonic()
         self.began_ns = 0
         """When its computation began, on the host's monotonic clock; 0 before that."""
         self.copy_event = self
-        """vLLM's output has an event; callers may query either for whether the tokens are there."""
+        """Stands for the event of vLLM's output: callers query either one for the tokens."""
 
     def query(self) -> bool:
-        """Return whether nothing is left to compute; any thread may call this."""
+        """Return whether the step is over; any thread may call this."""
         return self._is_over
 
     @property
     def is_late(self) -> bool:
-        """Whether the step has waited longer than `HOLD_LIMIT_S`."""
-        return time.monotonic() - self._held_s > HOLD_LIMIT_S
+        """Whether the step has waited longer than `DEFER_LIMIT_S`."""
+        return time.monotonic() - self._deferred_s > DEFER_LIMIT_S
 
     def get_output(self) -> Any:
         """Compute the step; call once. The step is over even if this raises."""

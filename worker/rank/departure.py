@@ -2,7 +2,8 @@
 
 Tasks of the group that leaves first wait for the last group. So a leader whose step ends long
 before those of its future peers computes one more step meanwhile. Step ends then lie within half a
-step of each other. Mailboxes hold the ends that peers expect. Used by the rank's main loop alone.
+step of each other. Each mailbox holds the end that its owner expects. Used by the rank's main loop
+alone.
 """
 
 import time
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from worker.rank.runtime import GroupRuntime
 
 STEPS_MAX = 3
-"""Maximum extra steps after a rank was asked to leave: the ends that peers expect may be wrong."""
+"""Maximum extra steps of a rank that is asked to leave: the ends that peers expect may be wrong."""
 
 
 def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int]) -> bool:
@@ -26,8 +27,8 @@ def is_worth_a_step(own_end_ns: int, step_ns: int, other_ends_ns: Iterable[int])
 
     `step_ns` is the usual duration of a step; 0 means unknown, and then the answer is no.
     """
-    behind_ns = max(other_ends_ns, default=0) - own_end_ns
-    return step_ns > 0 and behind_ns > step_ns / 2
+    gap_ns = max(other_ends_ns, default=0) - own_end_ns
+    return step_ns > 0 and gap_ns > step_ns / 2
 
 
 def _end(mailbox: RankMailbox, epoch: int) -> int:
@@ -44,7 +45,7 @@ class Departure:
         self._rank = rank
         self._epoch = 0
         self._steps = 0
-        self._held_in = 0
+        self._deferred_in = 0
 
     def is_put_off(self, move: Move | None) -> bool:
         """Return whether the rank runs another step before this action; counts that step."""
@@ -67,19 +68,19 @@ class Departure:
         self._steps += worth
         return worth
 
-    def is_held_for(self, move: Leave) -> bool:
-        """Return whether to plan and defer a last step before this action; once per epoch."""
+    def defers_step_for(self, move: Leave) -> bool:
+        """Return, once per epoch, whether to plan and defer a last step before this action."""
         engine, steps = self._runtime.engine, self._runtime.steps
         epoch = move.directive.stage.epoch
         is_moved = move.is_leader and move.carry is Carry.RESHARD and not move.group_lost
-        if not (is_moved and engine.holds_steps) or self._held_in == epoch:
+        if not (is_moved and engine.holds_steps) or self._deferred_in == epoch:
             return False
         mode = self._runtime.selected
         if steps.has_inflight or mode is None or mode.scheduler is None:
             return False
         if not (self._decodes_only and mode.scheduler.reads_no_prompt):
             return False
-        self._held_in = epoch
+        self._deferred_in = epoch
         return True
 
     @property

@@ -33,7 +33,7 @@ class FormationAbort:
         self._runtime = runtime
         self._communicators = runtime.engine.communicators
         self._no_room = 0
-        self._told = 0
+        self._last_report = 0
 
     @property
     def oom_formation(self) -> int:
@@ -51,12 +51,12 @@ class FormationAbort:
     @property
     def has_news(self) -> bool:
         """Whether `oom_formation` has changed since it was last reported."""
-        return self.oom_formation != self._told
+        return self.oom_formation != self._last_report
 
     def tell(self) -> int:
         """Return `oom_formation` for a report, and note that it was reported."""
-        self._told = self.oom_formation
-        return self._told
+        self._last_report = self.oom_formation
+        return self._last_report
 
     @property
     def is_joined(self) -> bool:
@@ -91,7 +91,7 @@ class FormationAbort:
             binding = self._participant.binding
             if binding is None:
                 raise
-            advice = "the rank is left out for a while; see what else takes the device's memory"
+            advice = "the coordinator ejects the rank for a while; check what else uses its device"
             log.warning(
                 "step_without_room", group=binding.group.name, reason=str(error), advice=advice
             )
@@ -109,15 +109,15 @@ class FormationAbort:
             tasks = list(scheduler.requests)
             self._runtime.give_up(binding.group, tasks, ReturnCause.RECOMPUTE)
 
-    def judged(self, move: Move | None) -> Move | None:
-        """Set `group_lost` on leaving an aborted formation, whatever the directive says."""
+    def check(self, move: Move | None) -> Move | None:
+        """Return the action, with `group_lost` set if it leaves an aborted formation."""
         if isinstance(move, Leave) and self.is_joined:
             self._forget_steps(move.binding)
             return replace(move, group_lost=True)
         return move
 
     def _forget_steps(self, binding: Binding) -> None:
-        """Drop the runner's state of the group's tasks: it stems from a step that never ended."""
+        """Drop the runner's state of the group's tasks: its last step never ended."""
         self._runtime.steps.drop(binding.formation)
         mode = self._runtime.mode_of(binding.group)
         mode.runner.forget_tasks()

@@ -9,7 +9,7 @@ from coordinator.protocol.messages.rank import Drop, GiveBack, RankHello
 from coordinator.protocol.messages.tasks import HeldTask
 from coordinator.protocol.switch_participant import SwitchParticipant
 from worker.engine.rank_engine import RankEngine
-from worker.engine.step_times import told
+from worker.engine.step_times import width_times
 from worker.rank.led_tasks import LedTask
 from worker.rank.runtime import GroupRuntime
 from worker.spec import modes_widths
@@ -19,10 +19,10 @@ def hello_of(
     engine: RankEngine,
     runtime: GroupRuntime,
     participant: SwitchParticipant,
-    deferred: Sequence[Drop | GiveBack] = (),
+    pending_commands: Sequence[Drop | GiveBack] = (),
 ) -> RankHello:
     """Describe the rank's current state; tasks with a pending `Drop` are omitted."""
-    drops = {each.task: each.attempt for each in deferred if isinstance(each, Drop)}
+    drops = {each.task: each.attempt for each in pending_commands if isinstance(each, Drop)}
     return RankHello(
         version=PROTOCOL_VERSION,
         rank=engine.spec.rank,
@@ -50,7 +50,7 @@ def hello_of(
         adopted_in=runtime.migration.epoch,
         memory=engine.memory(),
         cohort=engine.spec.cohort,
-        step_times=tuple(map(told, engine.step_times())),
+        step_times=tuple(map(width_times, engine.step_times())),
         tokens_per_step_max=engine.base.scheduler_config.max_num_batched_tokens,
         leases=tuple(tuple(map(Rank, ranks)) for ranks in engine.pages.groups()),
     )

@@ -42,7 +42,7 @@ class LeaseMembers:
 
 
 class LeaseUpdates:
-    """Frees pages as directives demand; what it must not touch yet it defers until an action."""
+    """Frees pages as directives demand; pages in use are freed after the next action."""
 
     def __init__(self, runtime: GroupRuntime, participant: SwitchParticipant) -> None:
         self._runtime = runtime
@@ -56,18 +56,18 @@ class LeaseUpdates:
     def made(self, move: Move) -> None:
         """Apply again what a directive could not free before this action completed.
 
-        It must be now: the next action may form the group anew, and all that is retained would then
+        This cannot wait: the next action may form the group anew, and then all retained pages would
         count as part of that formation.
         """
         if isinstance(move, Leave) or (isinstance(move, Resolve) and not move.is_joined):
             self.hear(move.directive)
 
     def hear(self, directive: Directive) -> bool:
-        """Free pages that the directive calls unneeded or worthless; return whether any were."""
+        """Free pages that no leader needs or whose lease lost a member; return whether any were."""
         runtime, participant = self._runtime, self._participant
         # A rank holds leases only in groups that contain it.
-        changed = runtime.apply_kept(
-            [each for each in directive.kept if participant.rank in each.ranks]
+        changed = runtime.apply_retentions(
+            [each for each in directive.retentions if participant.rank in each.ranks]
         )
         if participant.wanted is directive and directive.stage.epoch > 0:
             bound = participant.binding.group.ranks if participant.binding is not None else ()

@@ -56,7 +56,7 @@ GAUGES_S = 0.5
 IDLE_WAIT_S = 0.05
 """Maximum wait for the inbox when there is no step to run."""
 
-TRAIL_POLL_S = 0.0003
+DETACHED_POLL_S = 0.0003
 """The same while a detached step is in flight or peers' mailboxes are awaited."""
 
 
@@ -88,12 +88,12 @@ class RankLoop:
         self._heartbeat_s = config.coordinator.heartbeat_ms / 1e3
         self._clock = SwitchClock()
         self._probing = QuarantineProbe(engine, after_switch=config.cell.probe_after_switch)
-        self._deferred: list[Drop | GiveBack] = []
+        self._pending_commands: list[Drop | GiveBack] = []
         """Task commands received during a migration."""
         self._leases = LeaseUpdates(runtime, participant)
         self._moved_with: Directive | None = None
         """The directive of the last migration; it names the processes that took part."""
-        self.passes = 0  # Grows while the loop makes progress; a watchdog reads it.
+        self.passes = 0  # Grows while the loop makes progress; the watchdog reads it.
         self._reported_at_s = 0.0
         self._gauges: tuple[tuple[str, int], ...] = ()
         self._gauges_due_s = 0.0
@@ -104,16 +104,17 @@ class RankLoop:
         """Loop until `Stop` arrives or `stop_reason` is set."""
         self._session.start()
         while self.stop_reason is None:
-            self.passes += not self._lost.is_joined  # Stuck in an aborted formation is stuck, too.
+            # A loop in an aborted formation makes no progress.
+            self.passes += not self._lost.is_joined
             worked = self._pass()
             self._watch_links()
             self._report_if_due()
             if not worked and self.stop_reason is None:
                 self._wait()
-        self._steps.catch_up()  # The other members wait in it.
+        self._steps.run_deferred()  # The other members wait in it.
 
     def _pass(self) -> bool:
-        self._look_behind()
+        self._collect_finished()
         self._take_inbox()
         moved = self._make_moves()
         is_lost = self._lost.is_noticed()
@@ -122,8 +123,9 @@ class RankLoop:
             self._runtime.tidy()
             return True
         if moved and not isinstance(moved[-1], Serve):
-            self._report_if_due()  # All ranks wait for it; a follower may block on its leader next.
-        if self._participant.is_follower and not self._participant.is_left and not is_lost:
+            # All ranks wait for this report, and a follower may next block on its leader.
+            self._report_if_due()
+        if self._participant.is_follower and not self._participant.has_leave and not is_lost:
             self._follow()
             return True
         if self._participant.may_drain:
@@ -139,16 +141,18 @@ class RankLoop:
             # While a rank is migrating or joined to a group, others wait for it.
             self._runtime.tidy()
         wanted = participant.wanted if participant.is_moving else None
-        looks_out = self._runtime.migration.prepare(wanted)
+        awaits_peers = self._runtime.migration.prepare(wanted)
         try:
-            item = self._inbox.get(timeout=self._poll_s(TRAIL_POLL_S if looks_out else IDLE_WAIT_S))
+            item = self._inbox.get(
+                timeout=self._poll_s(DETACHED_POLL_S if awaits_peers else IDLE_WAIT_S)
+            )
         except queue.Empty:
             return
         self._handle(item)
 
     def _poll_s(self, otherwise_s: float) -> float:
-        behind = self._steps.trails or self._runtime.migration.is_settling
-        return TRAIL_POLL_S if behind else otherwise_s
+        is_draining = self._steps.has_detached_step or self._runtime.migration.is_quiescing
+        return DETACHED_POLL_S if is_draining else otherwise_s
 
     def _take_inbox(self) -> None:
         while not self._inbox.empty():
@@ -164,12 +168,12 @@ class RankLoop:
                 self._runtime.place(item, self._participant.binding)
                 self._changed |= bool(self._runtime.returned or self._runtime.ended)
             case Drop() | GiveBack() if self._participant.is_moving:
-                self._deferred.append(item)  # The published manifest must stay true.
+                self._pending_commands.append(item)  # The published manifest must stay true.
             case Drop() | GiveBack():
                 self._obey(item)
             case HelloWanted():
                 self._session.hello(
-                    hello_of(self._engine, self._runtime, self._participant, self._deferred)
+                    hello_of(self._engine, self._runtime, self._participant, self._pending_commands)
                 )
                 self._changed = True
             case Stop(reason=reason):
@@ -189,10 +193,12 @@ class RankLoop:
     def _make_moves(self) -> list[Move]:
         moved: list[Move] = []
         while self.stop_reason is None:
-            move = self._lost.judged(self._participant.next_move(idle=not self._runtime.has_work))
-            if move is None or (not self._steps.is_held and self._leaving.is_put_off(move)):
+            move = self._lost.check(self._participant.next_move(idle=not self._runtime.has_work))
+            if move is None or (
+                not self._steps.has_deferred_step and self._leaving.is_put_off(move)
+            ):
                 break
-            if isinstance(move, Leave) and self._holds_a_step(move):
+            if isinstance(move, Leave) and self._defers_last_step(move):
                 continue  # The step may have shown that the group is lost.
             started = time.perf_counter_ns()
             try:
@@ -204,16 +210,16 @@ class RankLoop:
             self._changed = True
             self._after(move)
             took_us = (time.perf_counter_ns() - started) // 1000
-            ended_ns = None if self._steps.trails else self._steps.ended_ns
+            ended_ns = None if self._steps.has_detached_step else self._steps.ended_ns
             self._clock.made(move, took_us, ended_ns)
         return moved
 
-    def _holds_a_step(self, move: Leave) -> bool:
+    def _defers_last_step(self, move: Leave) -> bool:
         """Plan and defer a last step before leaving, if allowed; return whether it did."""
-        is_held = self._participant.may_step(now_ms()) and self._leaving.is_held_for(move)
-        if is_held:
-            self._lost.guarded(lambda: self._runtime.hold_step(self._participant.stage.epoch))
-        return is_held
+        is_deferred = self._participant.may_step(now_ms()) and self._leaving.defers_step_for(move)
+        if is_deferred:
+            self._lost.guarded(lambda: self._runtime.defer_step(self._participant.stage.epoch))
+        return is_deferred
 
     def _carry_out(self, move: Move) -> None:
         runtime = self._runtime
@@ -223,9 +229,11 @@ class RankLoop:
             case Join(binding=binding):
                 runtime.join(binding)
                 self._leases.formed(binding.group.ranks, move.directive)
-            case Serve(binding=binding, grant_pages=pages, kept=kept, directive=directive):
+            case Serve(
+                binding=binding, grant_pages=pages, retention=retention, directive=directive
+            ):
                 if binding.group.leader == self._rank:
-                    indices = kept.indices if kept is not None else ()
+                    indices = retention.indices if retention is not None else ()
                     self._lost.guarded(lambda: runtime.serve(binding, indices, pages))
                     if self._lost.is_joined:
                         return
@@ -248,17 +256,17 @@ class RankLoop:
         if move.is_leader:
             # Tasks that keep their KV are parked in their state after the in-flight step.
             if move.group_lost or move.carry not in KEEPING:
-                self._lost.guarded(self._steps.settle)
+                self._lost.guarded(self._steps.finish_inflight)
         else:
             while self._follow(wait_s=0.0):
-                pass  # A living leader may be waiting in a step that it has sent.
-        self._steps.left(self._participant.joined)
+                pass  # A live leader may be waiting in a step that it has sent.
+        self._steps.on_leave(self._participant.joined)
         runtime.unbind()
         if move.is_leader:
             runtime.park(binding.group, move.carry, group_lost=move.group_lost)
             self._send_leave(binding, move.carry, move.group_lost)
         if move.carry is Carry.RESHARD and not move.group_lost:
-            runtime.migration.left(binding)
+            runtime.migration.on_leave(binding)
 
     def _share(self, directive: Directive) -> None:
         if (binding := directive.target.binding_of(self._rank)) is not None:
@@ -275,13 +283,13 @@ class RankLoop:
         match move:
             case Leave(directive=directive) if self._participant.is_moving:
                 # While the report travels, peers read here what they plan the migration from.
-                self._runtime.migration.tell(directive.stage.epoch)
+                self._runtime.migration.publish(directive.stage.epoch)
             case Reshard(directive=directive):
                 self._moved_with = directive
-                self._look_behind()
+                self._collect_finished()
             case Resolve():
-                deferred, self._deferred = self._deferred, []
-                for item in deferred:
+                commands, self._pending_commands = self._pending_commands, []
+                for item in commands:
                     self._obey(item)
             case _:
                 pass
@@ -289,37 +297,41 @@ class RankLoop:
     def _send_leave(self, binding: Binding, carry: Carry, lost: bool) -> None:
         group = binding.group
         wait_s = 0.0 if lost else LEADER_SEND_LIMIT_S
-        told = self._runtime.kept.get(group.ranks)
+        retention = self._runtime.retentions.get(group.ranks)
         has_withdrawn = lost or carry is not Carry.RESHARD
-        kept = told.indices if has_withdrawn and told is not None else None
+        indices = retention.indices if has_withdrawn and retention is not None else None
         try:
-            self._runtime.tell(group, LeaveGroup(binding.formation, kept), wait_s=wait_s)
+            self._runtime.tell(group, LeaveGroup(binding.formation, indices), wait_s=wait_s)
         except (TimeoutError, PeerLostError):
-            log.warning("leave_not_sent", group=group.name, reason="its followers do not read")
-        if kept is not None:
-            # The followers do the same: the next grant counts each member's free pages after it
-            # left.
-            self._runtime.keep_only(group.ranks, kept)
+            log.warning(
+                "leave_not_sent",
+                group=group.name,
+                reason="its followers do not read their step queue",
+            )
+        if indices is not None:
+            # The followers do the same: the next grant counts the pages that each member has free
+            # after it left.
+            self._runtime.keep_only(group.ranks, indices)
 
     # ------------------------------------------------------------------ steps
 
     def _lead_step(self) -> None:
         steps, count = self._steps, self._steps.count
         took_us = self._lost.guarded(lambda: self._runtime.lead_step(self._participant.stage.epoch))
-        self._look_behind()
+        self._collect_finished()
         if took_us is not None and steps.count > count:
             self._changed |= self._clock.stepped(steps.started_ns, took_us)
         self._changed |= took_us is None or bool(self._runtime.ended)
 
-    def _look_behind(self) -> None:
+    def _collect_finished(self) -> None:
         """Collect results of a detached step and of finished copies, as soon as they are there."""
         self._runtime.look()
         if (copied := self._runtime.migration.take_copied()) is not None:
             self._clock.copied(*copied)
             self._changed = True
-        ended_ns = self._steps.take_left_end()
+        ended_ns = self._steps.take_detached_end_ns()
         if ended_ns is not None:
-            self._clock.left(ended_ns)
+            self._clock.quiesced(ended_ns)
             self._changed = True
 
     def _follow(self, *, wait_s: float | None = None) -> bool:
@@ -328,12 +340,12 @@ class RankLoop:
         assert binding is not None
         message = self._lost.guarded(lambda: self._runtime.follow(binding, wait_s=wait_s))
         if isinstance(message, LeaveGroup):
-            self._participant.on_leave(message.formation, for_move=message.kept is None)
+            self._participant.on_leave(message.formation, for_move=message.lease_indices is None)
         if isinstance(message, Begin):
             self._clock.begun(is_busy=message.is_busy)
         if message is not None and self._steps.count > steps:
             self._runtime.tidy()
-            self._look_behind()
+            self._collect_finished()
             self._changed |= self._clock.stepped(self._steps.started_ns, None)
         return message is not None
 
@@ -357,7 +369,7 @@ class RankLoop:
         ended, runtime.ended = runtime.ended, []
         returned, runtime.returned = runtime.returned, []
         cached, runtime.migration.cached = runtime.migration.cached, ()
-        moved, heard_in_epoch = participant.told
+        moved, heard_in_epoch = participant.known_migration
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
             steps = ("steps", self._steps.count), ("steps_sp", self._steps.sp_count)
@@ -375,7 +387,7 @@ class RankLoop:
             paused=len(runtime.book) - running - waiting,
             blocks_free=scheduler.grants.free if scheduler is not None else 0,
             blocks_total=scheduler.grants.total if scheduler is not None else 0,
-            kept=tuple(runtime.kept.values()),
+            retentions=tuple(runtime.retentions.values()),
             ended=tuple(ended),
             returned=tuple(returned),
             progress=self._progress() if with_progress else (),

@@ -2,9 +2,8 @@
 
 The leader of a newly formed group runs the probe before the group's first step; followers obey it
 like any step. It compares the result with that of the same mode at start-up, where every mode was
-compared with dp. It probes where the configuration asks for it after switches, and when a group
-first serves with a process that was started later, which has computed alone so far. The coordinator
-decides what follows.
+compared with dp. It probes after switches if configured, and when a group first serves with a
+process that started later and has only computed alone. The coordinator decides what to do.
 """
 
 import time

@@ -49,11 +49,11 @@ class GroupRuntime:
         self.book = LedTasks()
         self.ended: list[TaskEnded] = []
         self.returned: list[TaskReturned] = []
-        self.kept: dict[tuple[int, ...], LeaseRetention] = {}
+        self.retentions: dict[tuple[int, ...], LeaseRetention] = {}
         self.intake = RequestCodec(engine.block_hasher, engine.structured_output)
         self.steps = Steps(self, incarnation, publisher)
         self._lease_version = incarnation * VERSIONS_PER_INCARNATION
-        self._applied_kept: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._applied_retentions: dict[tuple[int, ...], tuple[int, int]] = {}
         self._formed: dict[tuple[int, ...], int] = {}
         self._moved_in: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Lease indices that hold migrated tasks of a group, until the group begins."""
@@ -80,7 +80,7 @@ class GroupRuntime:
 
     def join(self, binding: Binding) -> None:
         """Select the binding's prepared objects: two assignments."""
-        self.steps.catch_up()  # A deferred step belongs to the mode selected so far.
+        self.steps.run_deferred()  # A deferred step belongs to the mode selected so far.
         self._mode = self.engine.select(binding.group.width, binding.formation)
         self._binding = binding
         self._formed[binding.group.ranks] = binding.formation
@@ -91,7 +91,7 @@ class GroupRuntime:
         ranks = binding.group.ranks
         self._formed[ranks] = binding.formation
         self._moved_in[ranks] = tuple(indices.tolist())
-        self._applied_kept[ranks] = (binding.formation, -1)
+        self._applied_retentions[ranks] = (binding.formation, -1)
 
     def not_joined(self) -> None:
         """Drop the preparation for a group that is not joined; its leader retains pages."""
@@ -104,43 +104,43 @@ class GroupRuntime:
         self._mode = None
         self._binding = None
 
-    def serve(self, binding: Binding, kept: tuple[int, ...], grant_pages: int) -> None:
+    def serve(self, binding: Binding, indices: tuple[int, ...], grant_pages: int) -> None:
         """Make the joined group serve: notify its followers, then begin here.
 
-        A migration may have given up some of the indices that the coordinator lists in `kept`.
+        The coordinator lists the lease `indices` to keep; a migration may have given some up.
         """
         held = set(self.engine.pages.lease_indices(binding.group.ranks).tolist())
-        kept = tuple(index for index in kept if index in held)
-        told = self.kept.get(binding.group.ranks)
-        version = told.version if told is not None else -1
+        indices = tuple(index for index in indices if index in held)
+        retention = self.retentions.get(binding.group.ranks)
+        version = retention.version if retention is not None else -1
         meets = self.migration.meets_in(binding.group)
-        self.lead(Begin(binding.formation, kept, grant_pages, version, self.has_tasks, meets))
-        self.begin(grant_pages, kept, version, meets=meets)
+        self.lead(Begin(binding.formation, indices, grant_pages, version, self.has_tasks, meets))
+        self.begin(grant_pages, indices, version, meets=meets)
 
     def begin(
-        self, grant_pages: int, kept: tuple[int, ...], version: int, *, meets: bool = False
+        self, grant_pages: int, indices: tuple[int, ...], version: int, *, meets: bool = False
     ) -> None:
         """Lease pages for the joined group (dp: own them) and grant them to its scheduler."""
         mode, group = self._joined()
         self.migration.arrive(mode, meets=meets)
-        if self.steps.has_inflight and not self.steps.trails:
-            self.steps.settle()  # The group was left and joined again within one step.
+        if self.steps.has_inflight and not self.steps.has_detached_step:
+            self.steps.finish_inflight()  # The group was left and joined again within one step.
         pool = self.engine.pages
         if group.mode is Mode.DP:
             pool.grant_own_pages(grant_pages)
-            indices = pool.own_pages()
+            granted = pool.own_pages()
         else:
             assert mode.table is not None
-            kept = (*kept, *self._moved_in.pop(group.ranks, ()))
-            is_held = set(kept) <= set(pool.lease_indices(group.ranks).tolist())
+            indices = (*indices, *self._moved_in.pop(group.ranks, ()))
+            is_held = set(indices) <= set(pool.lease_indices(group.ranks).tolist())
             assert is_held, "tasks hold pages that this rank has given up."
-            self.keep_only(group.ranks, kept)
+            self.keep_only(group.ranks, indices)
             mode.table.map(*pool.lease_pages(group.ranks, grant_pages))
-            indices = pool.lease_indices(group.ranks)
+            granted = pool.lease_indices(group.ranks)
         if self._binding is not None:
-            self._applied_kept[group.ranks] = (self._binding.formation, version)
+            self._applied_retentions[group.ranks] = (self._binding.formation, version)
         if mode.scheduler is not None:
-            mode.scheduler.grant(indices)
+            mode.scheduler.grant(granted)
 
     def lead(self, message: QueueMessage, *, wait_s: float = LEADER_SEND_LIMIT_S) -> None:
         """Send a message to the followers of the joined group; see `tell`."""
@@ -153,32 +153,36 @@ class GroupRuntime:
             queue = pool.of(group.ranks).group.mq_broadcaster
             send(queue, message, wait_s, lambda: pool.is_aborted(group.ranks, message.formation))
 
-    def apply_kept(self, leases: Iterable[LeaseRetention]) -> bool:
+    def apply_retentions(self, leases: Iterable[LeaseRetention]) -> bool:
         """Free pages of unbound groups that their leaders do not need; return whether any were."""
         changed, bound = False, self._binding.group.ranks if self._binding is not None else ()
         for lease in leases:
             order = (lease.formation, lease.version)
             # An old retention does not cover pages leased since; a published manifest must stay
             # true.
-            is_old = self._applied_kept.get(lease.ranks, (-1, -1)) >= order
-            if is_old or lease.ranks in (bound, self.migration.told_ranks, self.migration.goal):
+            is_old = self._applied_retentions.get(lease.ranks, (-1, -1)) >= order
+            if is_old or lease.ranks in (
+                bound,
+                self.migration.published_ranks,
+                self.migration.goal,
+            ):
                 continue
-            self._applied_kept[lease.ranks] = order
+            self._applied_retentions[lease.ranks] = order
             changed |= self.keep_only(lease.ranks, lease.indices)
         return changed
 
-    def keep_only(self, ranks: tuple[int, ...], kept: Sequence[int]) -> bool:
+    def keep_only(self, ranks: tuple[int, ...], indices: Sequence[int]) -> bool:
         """Free all other pages of a group's lease; return whether there were any."""
         pool = self.engine.pages
         leased = pool.lease_indices(ranks)
-        dropped = without(leased, np.array(kept, dtype=np.int64))
+        dropped = without(leased, np.array(indices, dtype=np.int64))
         if not dropped.size:
             return False
         self.migration.gave_up(ranks)
         mode = next(m for m in self.engine.modes.values() if m.communicator.ranks == ranks)
         assert mode.table is not None
         if mode.scheduler is not None and (lost := mode.scheduler.holders_of(dropped)):
-            # The coordinator is right: a member's share of these pages is lost.
+            # A member's share of these pages is lost, so their tasks are recomputed.
             group = Group(mode.communicator.ranks, mode.key.mode)
             self.give_up(group, lost, ReturnCause.RECOMPUTE)
         mode.table.unmap(dropped)
@@ -218,7 +222,7 @@ class GroupRuntime:
 
     def drop(self, task: TaskId, attempt: int) -> None:
         """Free everything of a task, if it is at this attempt or an older one."""
-        self.steps.settle()
+        self.steps.finish_inflight()
         led = self.book.get(task)
         if led is not None and led.attempt <= attempt:
             self.book.close(task, EndCause.CANCELLED)
@@ -228,7 +232,7 @@ class GroupRuntime:
 
     def give_back(self, task: TaskId) -> None:
         """Free a task's KV and return the task to the pool."""
-        self.steps.settle()
+        self.steps.finish_inflight()
         led = self.book.get(task)
         if led is not None:
             self.give_up(led.group, [task], ReturnCause.RECOMPUTE)
@@ -275,8 +279,10 @@ class GroupRuntime:
             return
         self._lease_version += 1
         formation = self._formed[group.ranks]
-        kept = LeaseRetention(group.ranks, self._lease_version, tuple(held.tolist()), formation)
-        self.kept[group.ranks] = kept
+        indices = tuple(held.tolist())
+        self.retentions[group.ranks] = LeaseRetention(
+            group.ranks, self._lease_version, indices, formation
+        )
 
     def give_up(
         self, group: Group, tasks: Sequence[str], cause: ReturnCause, *, keeps_pages: bool = False
@@ -291,7 +297,7 @@ class GroupRuntime:
             self._withdraw_if_parked(group)
 
     def freed(self, group: Group) -> None:
-        """Release the pages of tasks that ended after their group was left."""
+        """Release the pages of tasks that ended after the rank left their group."""
         if self.migration.ranks != group.ranks:
             self._withdraw_if_parked(group)
 
@@ -316,14 +322,14 @@ class GroupRuntime:
     def has_work(self) -> bool:
         """Whether the led group has a step to run."""
         scheduler = self._mode.scheduler if self._mode is not None else None
-        has_inflight = self.steps.has_inflight and not self.steps.trails
+        has_inflight = self.steps.has_inflight and not self.steps.has_detached_step
         return has_inflight or bool(scheduler and scheduler.has_requests())
 
-    def hold_step(self, epoch: int) -> None:
-        """Plan the last step of the led group and let all members defer it; see `Steps.hold`."""
+    def defer_step(self, epoch: int) -> None:
+        """Plan the last step of the led group and let all members defer it; see `Steps.defer`."""
         mode, _ = self._joined()
         assert self._binding is not None
-        self.steps.hold(mode, self._binding, epoch)
+        self.steps.defer(mode, self._binding, epoch)
 
     def lose_last_step(self, group: Group) -> None:
         """Give up the detached step, which a lost member will never finish.
@@ -348,29 +354,29 @@ class GroupRuntime:
         mode, _ = self._joined()
         message = receive(mode.communicator.group.mq_broadcaster, wait_s)
         if message is None and self.steps.is_late:
-            self.steps.catch_up()  # Its leader has not left after all, and waits in it.
+            self.steps.run_deferred()  # Its leader has not left and waits in this step.
         if message is None or message.formation != binding.formation:
             return message if isinstance(message, LeaveGroup) else None
         if not isinstance(message, LeaveGroup):
-            self.steps.catch_up()
+            self.steps.run_deferred()
         match message:
-            case Begin(kept=kept, grant_pages=pages, version=version, meets=meets):
-                self.begin(pages, kept, version, meets=meets)
+            case Begin(lease_indices=indices, grant_pages=pages, version=version, meets=meets):
+                self.begin(pages, indices, version, meets=meets)
             case Step():
                 self.steps.follow(mode, message, binding)
-            case LeaveGroup(kept=kept):
-                if kept is not None:
-                    # The coordinator sends it too, but later.
-                    self.keep_only(binding.group.ranks, kept)
+            case LeaveGroup(lease_indices=indices):
+                if indices is not None:
+                    # The coordinator sends this too, but later.
+                    self.keep_only(binding.group.ranks, indices)
         return message
 
     def drain_queues(self) -> list[int]:
         """Empty all queues while parked; return the formations of the leave messages."""
-        left: list[int] = []
+        formations: list[int] = []
         for communicator in self.engine.communicators:
             if communicator.width == 1 or communicator.rank_in_group == 0:
                 continue
             while (message := receive(communicator.group.mq_broadcaster, 0.0)) is not None:
                 if isinstance(message, LeaveGroup):
-                    left.append(message.formation)
-        return left
+                    formations.append(message.formation)
+        return formations

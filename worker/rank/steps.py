@@ -61,19 +61,19 @@ class Steps:
         self._incarnation = incarnation
         self._publisher = publisher
         self._inflight: InflightStep | None = None
-        self._behind: tuple[Joined, Callable[[], bool]] | None = None
-        self._left_end_ns: int | None = None
-        self._held: DeferredStep | None = None
+        self._draining: tuple[Joined, Callable[[], bool]] | None = None
+        self._detached_end_ns: int | None = None
+        self._deferred: DeferredStep | None = None
         self.count = self.sp_count = 0
         self.log = StepLog()
         self.started_ns = 0
         """When this rank launched its last step, on the host's monotonic clock."""
         self.ended_ns = 0
-        """When the last step was seen to be over; 0 where only its leader knows."""
+        """When this rank found the last step over; 0 where only its leader knows."""
         self.ends_ns = 0
         """When the last step that this rank led is expected to end."""
         self.decode_ns = 0
-        """Usual duration of a step without prompts; 0 until there was one."""
+        """Usual duration of a step without prompts; 0 until one has run."""
 
     @property
     def has_inflight(self) -> bool:
@@ -81,31 +81,31 @@ class Steps:
         return self._inflight is not None
 
     @property
-    def trails(self) -> bool:
+    def has_detached_step(self) -> bool:
         """Whether a detached step is in flight."""
-        under_way = self._inflight
-        return under_way is not None and under_way.mode is not self._runtime.selected
+        inflight = self._inflight
+        return inflight is not None and inflight.mode is not self._runtime.selected
 
     @property
-    def behind(self) -> Joined | None:
-        """The group that was left last, while the device may still compute in it.
+    def draining_group(self) -> Joined | None:
+        """The group that the rank left last, while the device may still compute in it.
 
         Other threads may read this.
         """
-        held = self._behind
-        if held is None:
+        draining = self._draining
+        if draining is None:
             return None
-        joined, is_done = held
+        joined, is_done = draining
         if is_done():
-            self._behind = None
+            self._draining = None
             return None
         return joined
 
-    def left(self, joined: Joined | None) -> None:
+    def on_leave(self, joined: Joined | None) -> None:
         """Note that the rank leaves this group; its last step may be in flight."""
-        held = self._held
-        is_done = self._runtime.engine.done() if held is None else held.query
-        self._behind = (joined, is_done) if joined is not None else None
+        deferred = self._deferred
+        is_done = self._runtime.engine.done() if deferred is None else deferred.query
+        self._draining = (joined, is_done) if joined is not None else None
 
     def lead(self, mode: PreparedMode, binding: Binding, epoch: int) -> int:
         """Launch one step of the led group and finish the one before; return the time taken in µs.
@@ -114,14 +114,14 @@ class Steps:
         """
         started = time.perf_counter_ns()
         assert mode.scheduler is not None
-        self.catch_up()
+        self.run_deferred()
         if self._inflight is not None and self._inflight.goes_first():
-            self.settle()
+            self.finish_inflight()
         if mode.scheduler.has_requests():
             plan = self._plan(mode, binding)
             if plan.is_empty:
                 # The plan only lists ended tasks: collect the in-flight step's tokens first.
-                self.settle()
+                self.finish_inflight()
             usual_ns = self._usual_ns(mode, plan)
             if not (plan.is_empty or plan.reads_prompts):
                 self.decode_ns = usual_ns
@@ -136,64 +136,64 @@ class Steps:
                 self._finish(before)
                 self._expect(self.ended_ns + usual_ns)
             if not launched.is_asynchronous:
-                self.settle()
+                self.finish_inflight()
         else:
-            self.settle()
+            self.finish_inflight()
         return (time.perf_counter_ns() - started) // 1000
 
     def _plan(self, mode: PreparedMode, binding: Binding) -> Any:
         assert mode.scheduler is not None
-        plan = mode.scheduler.plan_step(self.settle)
+        plan = mode.scheduler.plan_step(self.finish_inflight)
         plan.mode = mode.mode_of_step(binding.group, plan.tokens)
         return plan
 
-    def hold(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
+    def defer(self, mode: PreparedMode, binding: Binding, epoch: int) -> None:
         """Plan and send the last step of the led group before it is left, and defer it."""
         plan = self._plan(mode, binding)
         self._runtime.lead(Step(binding.formation, plan, is_held=True))
-        held = self._hold(mode, plan, binding.group)
+        deferred = self._defer(mode, plan, binding.group)
         launched_ns, group = time.monotonic_ns(), binding.group
         self._inflight = InflightStep(
-            plan, held, launched_ns, mode, group, epoch, binding.formation
+            plan, deferred, launched_ns, mode, group, epoch, binding.formation
         )
 
-    def _hold(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
+    def _defer(self, mode: PreparedMode, plan: Any, group: Group) -> DeferredStep:
         # The mode stays selected until the next group is joined, which runs this step first.
-        self._held = held = DeferredStep(mode.ready(plan), group)
+        self._deferred = deferred = DeferredStep(mode.ready(plan), group)
         self._count(plan)
-        return held
+        return deferred
 
     @property
-    def is_held(self) -> bool:
+    def has_deferred_step(self) -> bool:
         """Whether a deferred step waits to be computed."""
-        return self._held is not None and not self._held.query()
+        return self._deferred is not None and not self._deferred.query()
 
     @property
     def is_late(self) -> bool:
         """Whether the deferred step has waited for longer than its limit."""
-        return self._held is not None and self._held.is_late
+        return self._deferred is not None and self._deferred.is_late
 
-    def catch_up(self) -> None:
+    def run_deferred(self) -> None:
         """Run the deferred step, if there is one.
 
         Raises `PeerLostError` if its formation was aborted and has not been left yet.
         """
-        held, self._held = self._held, None
-        under_way = self._inflight
-        if under_way is not None and under_way.result is held:
-            self.settle()
-        elif held is not None and not held.query():
+        deferred, self._deferred = self._deferred, None
+        inflight = self._inflight
+        if inflight is not None and inflight.result is deferred:
+            self.finish_inflight()
+        elif deferred is not None and not deferred.query():
             try:
-                held.get_output()
+                deferred.get_output()
             except PeerLostError:
                 if self._runtime.selected is not None:
                     raise
-                self._lose(held)
+                self._lose(deferred)
 
-    def _lose(self, held: DeferredStep) -> None:
-        """Give up a deferred step that a lost member did not compute."""
-        log.warning("held_step_lost", group=held.group.name)
-        self._runtime.lose_last_step(held.group)
+    def _lose(self, deferred: DeferredStep) -> None:
+        """Give up a deferred step of a group that has lost a member."""
+        log.warning("deferred_step_lost", group=deferred.group.name)
+        self._runtime.lose_last_step(deferred.group)
 
     def _usual_ns(self, mode: PreparedMode, plan: Any) -> int:
         """Return the usual time of such steps, or what the start-up benchmark measured."""
@@ -221,12 +221,12 @@ class Steps:
         self.sp_count += plan.mode not in (Mode.DP, Mode.TP)
 
     def follow(self, mode: PreparedMode, step: Step, binding: Binding) -> None:
-        """Launch a step that this rank's leader planned and will collect the tokens of."""
+        """Launch a step that this rank's leader planned; the leader collects its tokens."""
         plan = step.plan
         if self._is_lost(binding.group, binding.formation):
             raise PeerLostError(binding.formation)
         if step.is_held:
-            self._hold(mode, plan, binding.group)
+            self._defer(mode, plan, binding.group)
             self.ended_ns = 0
             return
         result = self.execute(mode, plan)
@@ -236,33 +236,33 @@ class Steps:
         )
         self.ended_ns = time.monotonic_ns() if is_over else 0
 
-    def settle(self) -> None:
+    def finish_inflight(self) -> None:
         """Finish the in-flight step, if any; the led group is then at a safe point.
 
         Raises `PeerLostError` if its formation was aborted; the step is over even so.
         """
-        under_way, self._inflight = self._inflight, None
-        if under_way is None:
+        inflight, self._inflight = self._inflight, None
+        if inflight is None:
             return
         try:
-            self._finish(under_way)
+            self._finish(inflight)
         except PeerLostError:
-            held = under_way.result
-            if not isinstance(held, DeferredStep) or self._runtime.selected is not None:
+            deferred = inflight.result
+            if not isinstance(deferred, DeferredStep) or self._runtime.selected is not None:
                 raise
-            self._lose(held)
+            self._lose(deferred)
 
     def drop(self, formation: int) -> None:
         """Wait until the device is done with a formation, and discard its in-flight step."""
-        under_way = self._inflight
-        if under_way is not None and under_way.formation != formation:
-            self.settle()  # It is a detached step of another formation.
-            under_way = None
-        if self.is_held:
-            self._held = under_way = None  # Its computation has not begun.
+        inflight = self._inflight
+        if inflight is not None and inflight.formation != formation:
+            self.finish_inflight()  # It is a detached step of another formation.
+            inflight = None
+        if self.has_deferred_step:
+            self._deferred = inflight = None  # Its computation has not begun.
         is_done = self._runtime.engine.done()
         # While the rank is joined to it, the watchdog lets launched work run to its end.
-        while not (is_done() and (under_way is None or under_way.is_ready())):
+        while not (is_done() and (inflight is None or inflight.is_ready())):
             time.sleep(POLL_S)
         self._inflight = None
 
@@ -281,33 +281,33 @@ class Steps:
             return step.group.ranks not in self._runtime.engine.communicators.closed
         return not self._is_lost(step.group, step.formation)
 
-    def settle_if_ready(self) -> None:
+    def finish_detached_if_ready(self) -> None:
         """Collect the tokens of a detached step, if they are there."""
-        under_way = self._inflight
-        if self.trails and under_way is not None and under_way.is_ready():
-            self.settle()
+        inflight = self._inflight
+        if self.has_detached_step and inflight is not None and inflight.is_ready():
+            self.finish_inflight()
 
-    def take_left_end(self) -> int | None:
-        """Return, once, when the detached step was over."""
-        ended_ns, self._left_end_ns = self._left_end_ns, None
+    def take_detached_end_ns(self) -> int | None:
+        """Return, once, when the last detached step ended."""
+        ended_ns, self._detached_end_ns = self._detached_end_ns, None
         return ended_ns
 
     def _finish(self, step: InflightStep) -> None:
         result = step.tokens()
         # Check after reading the tokens: formations are marked before their collectives are
-        # unblocked. For a detached step nobody catches the error: tasks may have migrated with its
-        # KV, so this process ends.
+        # unblocked. No caller catches the error of a detached step, so this process ends: tasks may
+        # have migrated with its KV.
         if not self._counts(step):
             raise PeerLostError(step.formation)
         scheduler, now_ns = step.mode.scheduler, time.monotonic_ns()
         self.ended_ns = now_ns
         self.log.ended(step.plan, step.mode.key.width, step.began_ns, now_ns)
-        frees = scheduler.frees_behind
+        frees = scheduler.frees_after_step
         outputs = scheduler.finish_step(step.plan, result)
         if outputs:
             self._push(outputs, step.epoch)
         if step.mode is not self._runtime.selected:
-            self._left_end_ns = now_ns
+            self._detached_end_ns = now_ns
             frees |= any(output.finished for output in outputs)
             if step.group is not None and frees:
                 self._runtime.freed(step.group)

@@ -37,19 +37,19 @@ class SwitchClock:
                 pass
 
     def parked(self, epoch: int, step_ended_ns: int | None) -> None:
-        """Note that the rank left its group; its last step ended then, or is in flight (None)."""
+        """Note that the rank left its group; None means that its last step is in flight."""
         now = time.monotonic_ns()
         self._launched = None
         self._ended_us = {epoch: None}
         if step_ended_ns is not None:
-            was_at_work = now - step_ended_ns < RECENT_STEP_NS
-            self._ended_us[epoch] = step_ended_ns // 1000 if was_at_work else 0
+            was_busy = now - step_ended_ns < RECENT_STEP_NS
+            self._ended_us[epoch] = step_ended_ns // 1000 if was_busy else 0
         took_us = (now - self._wanted_ns.get(epoch, now)) // 1000
         self._tell(SwitchTimes(epoch, park_us=took_us, old_end_us=self._ended_us[epoch] or 0))
         self._wanted_ns = {each: at for each, at in self._wanted_ns.items() if each >= epoch}
 
-    def left(self, step_ended_ns: int) -> None:
-        """Note that the detached step ended then."""
+    def quiesced(self, step_ended_ns: int) -> None:
+        """Note that the detached step ended at this time."""
         ended_us = step_ended_ns // 1000
         for epoch in self._ended_us:
             self._ended_us[epoch] = ended_us

@@ -52,7 +52,7 @@ class TracedTasks(LedTasks):
         """Forget a task."""
         stay = self._stays.pop(task, None)
         if stay is not None:
-            stay.left(why)
+            stay.end(why)
         return super().close(task, why)
 
 
@@ -76,7 +76,7 @@ class _Stay:
         self._steps += 1
         self._tokens += count
 
-    def left(self, why: str) -> None:
+    def end(self, why: str) -> None:
         """End the span: prefill lasts until the first token of the stay, decode from there on."""
         about: dict[str, str | int | float] = {
             "aileron.left": str(why),

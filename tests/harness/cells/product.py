@@ -6,7 +6,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +89,6 @@ def product(
 
     Where it is not `warm`, its processes import all by themselves.
     """
-    warm = warm and is_wanted()
-    port, admin_port = free_port(), free_port()
     config: dict[str, Any] = {
         "model": {
             "path": str(DEMO_MODEL),
@@ -104,10 +102,21 @@ def product(
         **config.get("coordinator", {}),
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(config))
+    options = ["--config", str(folder / "base.yaml"), "--ranks", str(ranks), "--device", "cpu"]
+    with started(folder, options, engine_args or [], warm=warm) as running:
+        yield running
+
+
+@contextmanager
+def started(
+    folder: Path, options: Sequence[str], engine_args: Sequence[str] = (), *, warm: bool = True
+) -> Iterator[Product]:
+    """Run `aileron up` with these options on free ports for the length of the block."""
+    warm = warm and is_wanted()
+    port, admin_port = free_port(), free_port()
     words = [
-        *("up", "--config", str(folder / "base.yaml")),
-        *("--ranks", str(ranks), "--device", "cpu", "--verbose"),
-        *("--port", str(port), "--admin-port", str(admin_port), "--", *(engine_args or [])),
+        *("up", *options, "--verbose"),
+        *("--port", str(port), "--admin-port", str(admin_port), "--", *engine_args),
     ]
     own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME"), str(folder))
     log_file = folder / "up.log"

@@ -3,8 +3,8 @@
 from typing import Any
 
 from comm_pool.layout import Mode, parse_layout
-from coordinator.model.observation import Observation, TierSeen
-from coordinator.model.observation_log import costs_seen, encode
+from coordinator.model.observation import Observation, TierObservation
+from coordinator.model.observation_log import cost_record, encode
 from coordinator.model.policy_settings import PolicySettings
 from coordinator.policy.candidates import LayoutSpace
 from coordinator.policy.decide import State, Verdict, decide
@@ -16,11 +16,11 @@ SPACE = LayoutSpace(4, MODES)
 SETTINGS = PolicySettings(decide_every_ms=0, settle_ms=0)
 
 
-def tier(which: Tier, **seen: Any) -> TierSeen:
-    return TierSeen(tier=int(which), **{"prompts": (1_000,), "output_tokens": 150.0, **seen})
+def tier(which: Tier, **seen: Any) -> TierObservation:
+    return TierObservation(tier=int(which), **{"prompts": (1_000,), "output_tokens": 150.0, **seen})
 
 
-def observation(layout: str, *tiers: TierSeen, **more: Any) -> Observation:
+def observation(layout: str, *tiers: TierObservation, **more: Any) -> Observation:
     return Observation(60_000, layout, 3, is_switching=False, tiers=tiers, **more)
 
 
@@ -30,4 +30,4 @@ def verdict(seen: Observation, settings: PolicySettings = SETTINGS) -> Verdict:
 
 
 def log_of(*seen: Observation) -> list[bytes]:
-    return [encode(costs_seen(0, 4, MODES, LLAMA_70B_FP8, SETTINGS)), *map(encode, seen)]
+    return [encode(cost_record(0, 4, MODES, LLAMA_70B_FP8, SETTINGS)), *map(encode, seen)]

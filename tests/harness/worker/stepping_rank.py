@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(self, name: str) -> None:
         self.name = name
         self.ends = False
-        self.frees_behind = False
+        self.frees_after_step = False
         self.busy = True
         self.is_empty = False
         """The next step only tells which tasks have ended."""
@@ -142,7 +142,7 @@ class Stage:
         self.leave()
 
     def leave(self) -> None:
-        self.steps.left((DP, {Rank(0): 1}))
+        self.steps.on_leave((DP, {Rank(0): 1}))
         self.selected = None
 
 

@@ -48,9 +48,9 @@ def test_a_mixed_group_is_one_of_sp_or_shift_with_parts() -> None:
         ((0, 1, 2, 3), Mode.TP, 2, "mode tp is never mixed"),
         ((0,), Mode.DP, 2, "mode dp is never mixed"),
         ((0, 1, 2, 3), Mode.SP, 4, "use 'tp4'"),
-        ((0, 1, 2, 3), Mode.SP, 3, "tp3 in 'sp1tp3' is no power of two"),
-        ((0, 1, 2, 3), Mode.SHIFT, 0, "no power of two"),
-        ((0, 1), Mode.SP, 4, "no power of two"),
+        ((0, 1, 2, 3), Mode.SP, 3, "tp3 in 'sp1tp3' is not a power of two"),
+        ((0, 1, 2, 3), Mode.SHIFT, 0, "is not a power of two"),
+        ((0, 1), Mode.SP, 4, "is not a power of two"),
     ],
 )
 def test_a_mixed_group_refuses(
@@ -128,15 +128,15 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
     ("text", "reason"),
     [
         ("", "empty; write for example 'dp4'"),
-        ("pp4", "'pp' in layout 'pp4' is no mode; supported are dp, tp, sp"),
+        ("pp4", "'pp' in layout 'pp4' is not a mode; supported are dp, tp, sp"),
         ("dp0+tp4", "'dp0' in layout 'dp0.tp4' has no ranks"),
         ("tp0", "has no ranks"),
-        ("dp04", "no word with a number"),
-        ("TP4", "no word with a number"),
-        ("tp-4", "no word with a number"),
-        ("tp4 ", "no word with a number"),
-        ("tp4\n", "no word with a number"),
-        ("dp٤", "no word with a number"),
+        ("dp04", "not a word with a number"),
+        ("TP4", "not a word with a number"),
+        ("tp-4", "not a word with a number"),
+        ("tp4 ", "not a word with a number"),
+        ("tp4\n", "not a word with a number"),
+        ("dp٤", "not a word with a number"),
         ("tp2++dp2", "'' in layout"),
         ("tp2+", "'' in layout"),
         ("tp1+dp3", "use 'dp1'"),
@@ -146,9 +146,9 @@ def test_notation_becomes_canonical(text: str, canonical: str) -> None:
         ("tp3+dp1", "width 3 of 'tp3' is not supported"),
         ("sp1tp4", "shares out no tokens; use 'tp4'"),
         ("sp4tp1", "splits no weights; use 'sp4'"),
-        ("shift3tp2", "sp3 in 'sp3tp2' is no power of two"),
+        ("shift3tp2", "sp3 in 'sp3tp2' is not a power of two"),
         ("sp2tp4", "width 8 of 'sp2tp4' is not supported"),
-        ("tp2tp2", "no word with a number"),
+        ("tp2tp2", "not a word with a number"),
         ("sp2tp2+dp1", "covers more than 4 ranks"),
         ("dp1+sp2tp2", "'sp2tp2' would start at rank 1, but .* multiple of 4"),
         ("dp1+tp2+dp1", "'tp2' would start at rank 1, but .* multiple of 2"),
@@ -291,5 +291,5 @@ def test_supported_layouts_refuses_what_is_too_much_or_no_width() -> None:
         supported_layouts(MAX_ENUMERATED_WORLD + 1, (2,), MODES)
     with pytest.raises(LayoutError, match="not 0"):
         supported_layouts(0, (2,), MODES)
-    with pytest.raises(LayoutError, match="width 3 is no power of two"):
+    with pytest.raises(LayoutError, match="width 3 is not a power of two"):
         supported_layouts(6, (3,), MODES)

@@ -52,9 +52,9 @@ def test_widths_are_sorted_unique_and_hold_one() -> None:
     ("world", "widths", "reason"),
     [
         (0, (1,), "at least one rank"),
-        (4, (0,), "width 0 is no power of two"),
-        (4, (-2,), "width -2 is no power of two"),
-        (6, (3,), "width 3 is no power of two"),
+        (4, (0,), "width 0 is not a power of two"),
+        (4, (-2,), "width -2 is not a power of two"),
+        (6, (3,), "width 3 is not a power of two"),
         (4, (2, 8), "width 8 is more than the 4 ranks"),
         (6, (2, 4), "width 4 does not divide the 6 ranks"),
     ],

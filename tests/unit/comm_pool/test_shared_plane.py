@@ -11,7 +11,7 @@ import torch
 
 from comm_pool.cpu import shared_plane
 from comm_pool.cpu.shared_plane import HALF_BYTES, SEQUENCE_BITS, SharedPlane
-from comm_pool.formations import KEPT, Formations, PeerLostError
+from comm_pool.formations import ABORTED_MAX, Formations, PeerLostError
 
 LIMIT_S = 60.0
 BORN = 7
@@ -221,10 +221,11 @@ def test_a_member_that_comes_too_late_learns_that_the_others_are_elsewhere() -> 
 
 def test_only_the_last_aborted_formations_are_remembered() -> None:
     formations = Formations()
-    for formation in range(3 * KEPT):
+    for formation in range(3 * ABORTED_MAX):
         formations.abort(formation)
     assert [
-        formations.is_aborted(formation) for formation in (0, 2 * KEPT, 3 * KEPT - 1, 3 * KEPT)
+        formations.is_aborted(formation)
+        for formation in (0, 2 * ABORTED_MAX, 3 * ABORTED_MAX - 1, 3 * ABORTED_MAX)
     ] == [
         False,
         True,

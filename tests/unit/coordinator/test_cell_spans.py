@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from comm_pool.layout import Group, Mode, Rank
-from coordinator.model.events import GatewaySaid, SwitchRecorded, Tick, ToGateway, ToRank
+from coordinator.model.events import GatewaySent, SwitchRecorded, Tick, ToGateway, ToRank
 from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.protocol.config import TracingConfig
 from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
@@ -39,8 +39,8 @@ def header(name: str, *, is_traced: bool = True) -> TaskHeader:
     return TaskHeader(TaskId(name), "g", "tcp://g", 10, 20, trace=trace)
 
 
-def submit(name: str, *, is_traced: bool = True) -> GatewaySaid:
-    return GatewaySaid("g", Submit(header(name, is_traced=is_traced), b""))
+def submit(name: str, *, is_traced: bool = True) -> GatewaySent:
+    return GatewaySent("g", Submit(header(name, is_traced=is_traced), b""))
 
 
 def place(name: str, attempt: int = 1, *, is_traced: bool = True) -> ToRank:
@@ -60,9 +60,9 @@ def test_each_wait_is_a_span_with_its_reason(told: Collector, tracing: Tracing) 
     spans.saw_effect(ToGateway("g", Resubmit(TaskId("a"), 1)), 9)
     spans.saw_event(submit("a"), 10)
     spans.saw_effect(place("a", attempt=2), 11)
-    spans.saw_event(GatewaySaid("g", Done(TaskId("a"))), 20)
+    spans.saw_event(GatewaySent("g", Done(TaskId("a"))), 20)
     spans.saw_event(submit("b"), 30)
-    spans.saw_event(GatewaySaid("g", Cancel(TaskId("b"))), 31)
+    spans.saw_event(GatewaySent("g", Cancel(TaskId("b"))), 31)
     spans.saw_event(submit("c"), 40)
     spans.saw_effect(ToGateway("g", TaskFailed(TaskId("c"), "queue_full", "full")), 41)
     spans.saw_event(submit("not traced", is_traced=False), 50)
@@ -93,7 +93,7 @@ def test_a_switch_names_what_it_met_and_what_was_measured_later(
         *(2, "dp2", "tp2", "operator", Carry.RESHARD, 100, 1), total_ms=50, outcome=Outcome.SERVED
     )
     # It ended before the switch did.
-    spans.saw_event(GatewaySaid("g", Done(TaskId("met"))), 140)
+    spans.saw_event(GatewaySent("g", Done(TaskId("met"))), 140)
     spans.saw_effect(SwitchRecorded(record), 150)
     spans.saw_event(Tick(), 150 + SETTLE_MS - 1)
     spans.saw_event(Tick(), 150 + SETTLE_MS)

@@ -118,7 +118,7 @@ def test_written_file_reads_back(tmp_path: Path) -> None:
         (["--widths", "1,x"], "no list of numbers"),
         (["--widths", "1,3"], "3 is no power of two"),
         (["--widths", "4"], "between 1 and 2"),
-        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is no mixed group"),
+        (["--ranks", "4", "--mixed", "sp4"], "cell.mixed: 'sp4' is not a mixed group"),
         (["--mixed", "sp2tp2"], "cell.mixed: sp2tp2 needs groups 4 wide"),
         (["--ranks", "4", "--widths", "1,4", "--mixed", "sp2tp2"], "needs groups 2 wide"),
         (["--port", "70000"], "gateway.port"),
@@ -174,9 +174,9 @@ def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
     [
         (("--weight-parts", "3"), "a power of two"),
         (("--weight-parts", "8"), "a power of two up to the widest group"),
-        (("--weight-parts", "2", "--layout", "dp4"), "all groups are 4 wide, such as tp4"),
-        (("--weight-parts", "2", "--layout", "tp2+tp2"), "all groups are 4 wide"),
-        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has nothing to choose"),
+        (("--weight-parts", "2", "--layout", "dp4"), "only groups that are 4 wide, such as tp4"),
+        (("--weight-parts", "2", "--layout", "tp2+tp2"), "only groups that are 4 wide"),
+        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has no layouts to choose from"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
     ],
 )

@@ -9,12 +9,12 @@ from comm_pool.layout import Rank
 from coordinator.core.core import Core
 from coordinator.model.events import (
     GatewayClosed,
-    GatewaySaid,
+    GatewaySent,
     Level,
     Note,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
     SwitchRecorded,
     SwitchWanted,
     ToGateway,
@@ -59,7 +59,7 @@ def test_settings_come_from_the_configuration() -> None:
 def test_every_report_is_answered_with_a_directive() -> None:
     cell = serving()
     for rank in cell.ranks.values():
-        effects = cell.core.handle(RankSaid(rank.participant.rank, rank.report(50)), 50)
+        effects = cell.core.handle(RankReported(rank.participant.rank, rank.report(50)), 50)
         (effect,) = [each for each in effects if isinstance(each, ToRank)]
         assert isinstance(effect.message, Directive)
         assert effect.message.answers_ms == rank.report(50).sent_at_ms
@@ -68,9 +68,9 @@ def test_every_report_is_answered_with_a_directive() -> None:
 
 def test_a_report_of_an_unknown_process_is_not_answered() -> None:
     core = Core(CoreSettings(world=2, layout=layout("dp2", 2)), "c", 0)
-    assert core.handle(RankSaid(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
+    assert core.handle(RankReported(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
     core.handle(RankOpened(hello(0, 2)), 0)
-    assert core.handle(RankSaid(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
+    assert core.handle(RankReported(Rank(0), report(0, Stage(0, Phase.PARK))), 0) == []
 
 
 def test_an_old_process_that_says_hello_is_noted_and_ignored() -> None:
@@ -91,7 +91,7 @@ def test_a_switch_is_recorded_with_what_was_measured() -> None:
     for rank in (0, 1):
         times = SwitchTimes(2, park_us=1_500 + rank, swap_us=250, first_step_us=900)
         rank_report = cell.ranks[Rank(rank)].report(cell.now_ms)
-        cell.event(RankSaid(Rank(rank), _with(rank_report, times)))
+        cell.event(RankReported(Rank(rank), _with(rank_report, times)))
     cell.now_ms = 40
     cell.settle()
     (recorded,) = [each for each in cell.take() if isinstance(each, SwitchRecorded)]
@@ -196,7 +196,7 @@ def test_pages_that_came_free_are_used_by_forming_the_group_anew() -> None:
     cell.report(1)
     cell.tick(100)
     cell.settle()
-    assert [view["cause"] for view in switches(cell)] == ["start", "pages came free"]
+    assert [view["cause"] for view in switches(cell)] == ["start", "pages became free"]
     assert cell.core.is_serving
     assert cell.ranks[Rank(0)].participant.binding != cell.ranks[Rank(1)].participant.binding
     cell.tick(100)
@@ -229,12 +229,12 @@ def test_ten_thousand_tasks_are_no_burden() -> None:
     cell = serving("dp2", queue=QueueBounds(20_000))
     messages = [submit(str(number)) for number in range(10_000)]
     for message in messages:
-        cell.core.handle(GatewaySaid("g", message), 0)
+        cell.core.handle(GatewaySent("g", message), 0)
     view = cell.core.queue_view()["tasks"]
     assert isinstance(view, dict)
     assert (view["queued"], view["placed"]) == (9_992, 8)
     for message in messages:
-        cell.core.handle(GatewaySaid("g", Cancel(message.header.task)), 0)
+        cell.core.handle(GatewaySent("g", Cancel(message.header.task)), 0)
     cell.core.integrity()
     assert len(placed_tasks(cell)) == 0
 
@@ -255,12 +255,12 @@ def test_a_rank_that_had_no_room_is_left_out_for_a_while_and_its_tasks_go_on() -
     told = cell.ranks[Rank(1)]
     formation = told.participant.binding.formation if told.participant.binding is not None else 0
     short = msgspec.structs.replace(told.report(cell.now_ms), oom_formation=formation)
-    cell.event(RankSaid(Rank(1), short))
+    cell.event(RankReported(Rank(1), short))
     asked = [each.message for each in cell.take() if isinstance(each, ToGateway)]
     assert len([each for each in asked if isinstance(each, Resubmit)]) == 1
-    cell.event(RankSaid(Rank(1), short))
+    cell.event(RankReported(Rank(1), short))
     cell.settle()
-    assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 had no room for a step"]
+    assert [view["cause"] for view in switches(cell)][1:] == ["rank 1 ran out of memory"]
     assert not cell.core.is_available(Rank(1))
     assert told.participant.binding is None, "it is told to leave its group"
     for _ in range(LATE_OUT_MS[0] // 500 + 1):

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from comm_pool.layout import Group, Layout, Mode, Rank, parse_layout
-from coordinator.model.events import Note, RankSaid, ReinstateMode
+from coordinator.model.events import Note, RankReported, ReinstateMode
 from coordinator.model.step_line import StepLine
 from coordinator.policy.knowledge import Knowledge
 from coordinator.protocol.messages.rank import Probed
@@ -73,7 +73,7 @@ def test_a_group_whose_ranks_hold_parts_of_the_weights_serves_on() -> None:
 
 def test_what_was_seen_already_bars_nothing_anew() -> None:
     made = guard(probed("tp2", 0, 1))
-    assert made.take_unsaid() == [probed("tp2", 0, 1)]
+    assert made.take_unreported() == [probed("tp2", 0, 1)]
     assert made.put_back("tp2")
     made.take([probed("tp2", 0, 1)])
     assert not made.barred
@@ -102,7 +102,7 @@ def test_a_new_process_begins_with_a_clean_sheet() -> None:
 def tell(cell: Cell, rank: int, *what: Probed) -> None:
     """Let a rank report with its newest probes."""
     report = replace(cell.ranks[Rank(rank)].report(cell.now_ms), probed=what)
-    cell.event(RankSaid(Rank(rank), report))
+    cell.event(RankReported(Rank(rank), report))
 
 
 def view(cell: Cell) -> Any:

@@ -8,8 +8,13 @@ import msgspec
 import pytest
 
 from comm_pool.layout import Layout, Mode, Rank, format_layout, parse_layout
-from coordinator.model.observation import GroupSeen, Observation, SwitchSeen, TierSeen
-from coordinator.model.observation_log import CostsSeen, costs_of, costs_seen, encode, settings_of
+from coordinator.model.observation import (
+    GroupObservation,
+    Observation,
+    SwitchObservation,
+    TierObservation,
+)
+from coordinator.model.observation_log import CostRecord, cost_record, costs_of, encode, settings_of
 from coordinator.model.observation_log import decode as read_line
 from coordinator.model.policy_settings import PolicySettings, TierGoal
 from coordinator.policy.candidates import Arrangement, LayoutSpace, arrangements
@@ -117,12 +122,18 @@ BURST = tier(
     ("more", "sentence"),
     [
         ({"is_switching": True}, "a switch is under way"),
-        ({"pinned_ms": 90_001}, "an operator chose this layout: it is left alone for 91 s more"),
-        ({"switches": (SwitchSeen(2_000, "dp4", "tp4", POLICY),)}, "kept for at least 3 s"),
-        ({"switches": (SwitchSeen(500, "tp2+tp2", "tp4", POLICY),)}, "kept for at least 3 s"),
         (
-            {"switches": tuple(SwitchSeen(4_000, "dp4", "tp4", POLICY) for _ in range(12))},
-            "12 switches in a minute are enough",
+            {"pinned_ms": 90_001},
+            "an operator chose this layout: the policy leaves it alone for 91 s more",
+        ),
+        ({"switches": (SwitchObservation(2_000, "dp4", "tp4", POLICY),)}, "stays for at least 3 s"),
+        (
+            {"switches": (SwitchObservation(500, "tp2+tp2", "tp4", POLICY),)},
+            "stays for at least 3 s",
+        ),
+        (
+            {"switches": tuple(SwitchObservation(4_000, "dp4", "tp4", POLICY) for _ in range(12))},
+            "12 switches in the last minute reach the limit",
         ),
     ],
 )
@@ -135,7 +146,7 @@ def test_what_holds_a_switch_back(more: dict[str, Any], sentence: str) -> None:
 
 
 def test_what_gains_much_waits_for_a_third_of_the_stay_only() -> None:
-    switches = (SwitchSeen(1_100, "tp2+tp2", "tp4", POLICY),)
+    switches = (SwitchObservation(1_100, "tp2+tp2", "tp4", POLICY),)
     assert verdict(observation("tp4", BURST, switches=switches)).changes
 
 
@@ -203,7 +214,7 @@ def test_a_decision_for_eight_ranks_is_quick() -> None:
 
 def test_a_log_is_read_back_and_run_again() -> None:
     lines = [read_line(each) for each in log_of(observation("dp4"), observation("dp4", BURST))]
-    assert isinstance(lines[0], CostsSeen)
+    assert isinstance(lines[0], CostRecord)
     assert costs_of(lines[0]).groups["tp4"].decode.base_s == pytest.approx(
         LLAMA_70B_FP8.groups["tp4"].decode.base_s, rel=1e-4
     )
@@ -226,11 +237,11 @@ def test_what_is_no_log_is_refused() -> None:
 
 
 def test_groups_seen_are_told() -> None:
-    seen = observation("tp4", groups=(GroupSeen("tp4", 0, (1, 0, 2)),))
+    seen = observation("tp4", groups=(GroupObservation("tp4", 0, (1, 0, 2)),))
     assert read_line(encode(seen)) == seen
 
 
-def at(time_ms: int, layout: str, *tiers: TierSeen) -> Observation:
+def at(time_ms: int, layout: str, *tiers: TierObservation) -> Observation:
     return msgspec.structs.replace(observation(layout, *tiers), time_ms=time_ms)
 
 
@@ -258,7 +269,7 @@ def test_a_layout_that_goals_had_to_leave_soon_is_not_taken_for_speed_again() ->
         state,
     )
     assert not quiet.changes
-    assert quiet.reason == "so wide a layout was not for long: tp4 may be tried in 1 s"
+    assert quiet.reason == "a layout this wide did not last: tp4 may be tried in 1 s"
     assert layout_of(middle) == "tp2+tp2", "a narrower one was no mistake"
     assert layout_of(later) == "tp4"
     _, again = after([at(81_000, "dp4"), at(100_000, "tp4", BURST)], state)
@@ -294,7 +305,7 @@ def test_without_caution_a_mistake_changes_nothing() -> None:
     seen = [at(0, "dp4"), at(20_000, "tp4", BURST), at(20_001, "dp4")]
     (_, back, again), _ = after(seen, settings=careless)
     assert (layout_of(back), layout_of(again)) == ("dp4", "tp4")
-    logged = costs_seen(0, 4, MODES, LLAMA_70B_FP8, careless)
+    logged = cost_record(0, 4, MODES, LLAMA_70B_FP8, careless)
     assert settings_of(logged, {}).caution_ms == 0
     assert settings_of(logged, {"caution_ms": 7}).caution_ms == 7
 

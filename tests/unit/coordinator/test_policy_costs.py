@@ -51,14 +51,14 @@ def test_noise_leaves_predictions_within_a_few_percent() -> None:
 
 def test_what_is_served_corrects_what_was_measured() -> None:
     fits = StepFits()
-    fits.measured([WidthTimes(1, ((Mode.DP, ((1, 21_600), (4_096, 468_000))),))], 1e-6)
+    fits.add_curves([WidthTimes(1, ((Mode.DP, ((1, 21_600), (4_096, 468_000))),))], 1e-6)
     before = fits.line(Mode.DP, 1)
     assert before is not None
     assert before.seconds(4_096, 0) == pytest.approx(0.468, rel=0.02)
     assert before.context_s == pytest.approx(21.6e-9, rel=0.2), "the guess, until it is known"
     slower = StepLine(0.03, 0.00015, 2e-7)
     for _ in range(20):
-        fits.served([ServedSteps(Mode.DP, 1, sums_of(steps(slower, 200)))])
+        fits.add_steps([ServedSteps(Mode.DP, 1, sums_of(steps(slower, 200)))])
     after = fits.line(Mode.DP, 1)
     assert after is not None
     assert after.seconds(2_000, 50_000) == pytest.approx(slower.seconds(2_000, 50_000), rel=0.05)

@@ -95,7 +95,7 @@ def test_a_task_that_moves_takes_its_prompt_along() -> None:
 
 def test_only_the_blocks_up_to_the_first_unknown_one_count() -> None:
     homes = PrefixAffinity()
-    homes.came(bound(0), AGENT)
+    homes.remember(bound(0), AGENT)
     assert homes.matched_tokens(bound(0), AGENT) == KNOWN_TOKENS
     assert homes.matched_tokens(bound(0), (*AGENT[:2], 99, *AGENT[3:])) == 2 * BLOCK_TOKENS
     assert homes.matched_tokens(bound(0), (99, *AGENT)) == 0
@@ -108,5 +108,5 @@ def test_what_a_group_knows_ends_with_it() -> None:
         groups = ((0, 1), (2, 3)) if formation % 2 else ((0,), (1,), (2,), (3,))
         for ranks in groups:
             assert not homes.matched_tokens(bound(*ranks, formation=formation), AGENT)
-            homes.came(bound(*ranks, formation=formation), AGENT)
+            homes.remember(bound(*ranks, formation=formation), AGENT)
         assert len(homes) == len(groups)

@@ -34,7 +34,7 @@ def test_what_can_be_is_not_refused(text: str) -> None:
         (wanted("sp2+dp2"), "rank 0 cannot compute this model in sp 2 wide: use 'tp2'"),
         (wanted("dp2+shift2"), "rank 2 cannot compute this model in sp 2 wide: use 'tp2'"),
         (wanted("dp3+off1"), "rank 3 is available but not in the layout"),
-        (wanted("dp8", 8), "rank 4 does not exist: the cell has ranks 0 to 3"),
+        (wanted("dp8", 8), "rank 4 does not exist: use ranks 0 to 3"),
     ],
 )
 def test_what_cannot_be_is_refused(layout: Layout, reason: str) -> None:
@@ -83,7 +83,7 @@ def test_a_closed_group_is_refused_until_its_ranks_are_renewed() -> None:
     closed = report(2, Stage(1, Phase.PARK), closed=[EVERYONE])
     assert ranks.on_report(closed, 1)
     assert why_unreachable(wanted("tp4"), ranks, EVERYONE) == (
-        "rank 2 has closed tp4 of ranks 0 to 3 when a member was lost: use other groups, or say "
+        "rank 2 aborted tp4 of ranks 0 to 3 after a member was lost: use other groups, or run "
         "`aileron renew`, which restarts all ranks."
     )
     assert why_unreachable(wanted("sp4"), ranks, EVERYONE) is not None, "whatever it computes in"

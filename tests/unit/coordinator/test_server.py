@@ -16,11 +16,11 @@ from coordinator.model.events import (
     Event,
     GatewayClosed,
     GatewayOpened,
-    GatewaySaid,
+    GatewaySent,
     RankClosed,
     RankExited,
     RankOpened,
-    RankSaid,
+    RankReported,
     Tick,
     ToGateway,
     ToRank,
@@ -61,9 +61,9 @@ class EchoCore:
         match event:
             case GatewayOpened(hello):
                 return [ToGateway(hello.gateway, Welcome("c1"))]
-            case RankSaid(rank, report):
+            case RankReported(rank, report):
                 return [ToRank(rank, Drop(TaskId(f"task-{report.running}"), 1))]
-            case GatewaySaid(_, Cancel(task)):
+            case GatewaySent(_, Cancel(task)):
                 return [ToRank(Rank(0), Drop(task, 1))]
         return []
 
@@ -176,7 +176,7 @@ async def test_the_batches_of_a_gateway_are_kept_while_it_is_there(cell: Cell) -
     async with cell.gateway("g2") as gateway:
         assert await gateway.read() == Welcome("c1")
         assert cell.owner.batches == {}
-    assert cell.core.count(GatewaySaid) == 0, "the core has nothing to do with batches"
+    assert cell.core.count(GatewaySent) == 0, "the core has nothing to do with batches"
 
 
 async def test_gateway_is_welcomed_first_and_its_messages_reach_ranks(cell: Cell) -> None:
@@ -240,7 +240,7 @@ async def test_reports_of_another_rank_end_the_session(cell: Cell) -> None:
         await call.write(report(rank=1))
         error = await refusal(call)
     assert "only reports of rank 0" in str(error.details())
-    assert cell.core.count(RankSaid) == 0
+    assert cell.core.count(RankReported) == 0
 
 
 async def test_second_session_replaces_the_first(cell: Cell) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.tasks.task import State, Task
-from coordinator.tasks.task_queue import LINES_KEPT_MAX, PLACEMENTS_PER_PROMOTION, TaskQueue
+from coordinator.tasks.task_queue import IDLE_LINES_MAX, PLACEMENTS_PER_PROMOTION, TaskQueue
 from tests.harness.coordinator.builders import header
 
 AGEING_MS = 100
@@ -137,12 +137,12 @@ def test_no_backlogged_tenant_gets_ahead_by_more_than_two_tasks(
 
 def test_idle_tenants_are_forgotten() -> None:
     waiting = queue(task("stays", 0, tenant="stays"))
-    for n in range(1, 3 * LINES_KEPT_MAX):
+    for n in range(1, 3 * IDLE_LINES_MAX):
         each = task(str(n), n, tenant=str(n))
         waiting.put(each)
         waiting.placed(each, 0)
         waiting.remove(each)
-    assert len(waiting._lines[Tier.STANDARD]) <= LINES_KEPT_MAX + 1
+    assert len(waiting._lines[Tier.STANDARD]) <= IDLE_LINES_MAX + 1
     assert order(waiting) == ["stays"]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from comm_pool.layout import Group, Mode, Rank
 from coordinator.core.views import switch_view
-from coordinator.model.events import Effect, GatewaySaid, RankSaid, ToGateway, ToRank
+from coordinator.model.events import Effect, GatewaySent, RankReported, ToGateway, ToRank
 from coordinator.model.records import Outcome, SwitchRecord
 from coordinator.protocol.messages.gateway import Cancel, Resubmit, Submit, TaskFailed
 from coordinator.protocol.messages.rank import PageReport, Place, Report
@@ -47,9 +47,9 @@ def watcher_of(*switches: SwitchRecord) -> CoreMetrics:
 
 def test_waits_are_told_once_and_by_tier() -> None:
     watcher = watcher_of()
-    watcher.saw_event(GatewaySaid("g", Submit(header("a"), b"")), 1_000)
-    watcher.saw_event(GatewaySaid("g", Submit(header("b"), b"")), 1_000)
-    watcher.saw_event(GatewaySaid("g", Cancel(TaskId("b"))), 1_100)
+    watcher.saw_event(GatewaySent("g", Submit(header("a"), b"")), 1_000)
+    watcher.saw_event(GatewaySent("g", Submit(header("b"), b"")), 1_000)
+    watcher.saw_event(GatewaySent("g", Cancel(TaskId("b"))), 1_100)
     for now_ms in (1_250, 9_000):
         watcher.saw_effect(placed("a"), now_ms)
         watcher.saw_effect(placed("b"), now_ms)
@@ -57,13 +57,13 @@ def test_waits_are_told_once_and_by_tier() -> None:
     assert (growing.value, sum(growing.counts)) == (0.25, 1)
 
 
-def returned(name: str, cause: ReturnCause) -> RankSaid:
+def returned(name: str, cause: ReturnCause) -> RankReported:
     pages = PageReport(1, 1, 0, 0)
     report = Report(
         *(Rank(0), 1, 0, Stage(1, Phase.SERVE), BINDING, None, pages),
         returned=(TaskReturned(TaskId(name), 1, cause, (5, 6)),),
     )
-    return RankSaid(Rank(0), report)
+    return RankReported(Rank(0), report)
 
 
 def again(name: str) -> Effect:
@@ -79,7 +79,7 @@ def test_tasks_that_come_back_are_counted_and_what_they_cost() -> None:
     ):
         watcher.saw_event(returned(name, cause), 0)
     watcher.saw_effect(ToGateway("g", Resubmit(TaskId("d"), 1)), 0)
-    watcher.saw_event(GatewaySaid("g", Cancel(TaskId("c"))), 0)
+    watcher.saw_event(GatewaySent("g", Cancel(TaskId("c"))), 0)
     for name in "abcde" * 2:
         watcher.saw_effect(again(name), 0)
     counts = {reason: each.value for (reason,), each in series(watcher, REQUEUED).items()}

@@ -21,8 +21,8 @@ from gateway.fleet.placement import preferred
 from gateway.fleet.roster import FORGOTTEN_AFTER_S, CellRoster
 from gateway.telemetry.meter import RequestMeter
 from gateway.telemetry.metrics_publisher import (
-    ENGINE_TELL_TICKS,
-    TELL_TICKS,
+    ENGINE_PUBLISH_TICKS,
+    PUBLISH_TICKS,
     DeltaTracker,
     MetricsPublisher,
 )
@@ -114,7 +114,7 @@ def no_engine() -> Iterable[Family]:
 
 
 def tell(teller: MetricsPublisher) -> None:
-    for _ in range(TELL_TICKS):
+    for _ in range(PUBLISH_TICKS):
         teller.tick()
 
 
@@ -197,7 +197,7 @@ def test_the_front_ends_own_metrics_are_read_now_and_then() -> None:
         yield Family("vllm:request_success", "Done.", (), (), (Series((), 2.0 * reads),))
 
     teller = MetricsPublisher(cells, RequestMeter(), engine)
-    for _ in range(3 * ENGINE_TELL_TICKS):
+    for _ in range(3 * ENGINE_PUBLISH_TICKS):
         teller.tick()
     success = Measure("vllm:request_success", "Done.")
     assert reads == 3

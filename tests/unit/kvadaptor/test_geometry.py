@@ -73,8 +73,8 @@ def test_pages_hold_the_tokens_of_all_their_slots_and_no_more(k: int) -> None:
     [
         (6, 4, "width 4 does not divide the 6 KV heads"),
         (3, 2, "width 2 does not divide the 3 KV heads"),
-        (3, 4, "width 4 is no multiple of the 3 KV heads"),
-        (6, 8, "width 8 is no multiple of the 6 KV heads"),
+        (3, 4, "width 4 is not a multiple of the 3 KV heads"),
+        (6, 8, "width 8 is not a multiple of the 6 KV heads"),
         (8, 0, "at least one rank"),
         (8, -2, "at least one rank"),
     ],

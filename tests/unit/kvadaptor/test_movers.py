@@ -190,7 +190,7 @@ def interpret_kernel() -> None:
         copier.copy(jobs[1:], unit_bytes)
         copier.finish()
         assert torch.equal(own, wanted), (unit_words, tile_words, count)
-    with pytest.raises(MoveError, match="no multiple of 16"):
+    with pytest.raises(MoveError, match="not a multiple of 16"):
         KernelCopier(3, CPU).copy(jobs, 24)
 
 

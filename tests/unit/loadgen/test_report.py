@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.client.overhead import Overhead, fell_behind
+from loadgen.client.overhead import Overhead, overload_warnings
 from loadgen.report.advice import warnings_for
 from loadgen.report.records import Answer, FailureKind, RequestRecord
 from loadgen.report.report import Finished, build_report
@@ -244,9 +244,9 @@ def test_each_tier_has_its_own_limits(make_planned: MakePlanned, make_record: Ma
     ("late_s", "loop_ms", "cpu", "said"),
     [
         (0.001, 1.0, 0.2, ()),
-        (0.3, 1.0, 0.2, ("behind its schedule",)),
+        (0.3, 1.0, 0.2, ("not keep its schedule",)),
         (0.001, 90.0, 0.2, ("event loop was up to 90 ms late",)),
-        (0.3, 90.0, 0.97, ("behind its schedule", "event loop", "97% of its one core")),
+        (0.3, 90.0, 0.97, ("not keep its schedule", "event loop", "97% of its one core")),
     ],
 )
 def test_the_client_says_when_it_fell_behind(
@@ -260,7 +260,7 @@ def test_the_client_says_when_it_fell_behind(
     records = [
         make_record(make_planned(index, at_s=index), sent_s=index + late_s) for index in range(50)
     ]
-    sentences = fell_behind(records, Overhead(cpu, [loop_ms] * 20))
+    sentences = overload_warnings(records, Overhead(cpu, [loop_ms] * 20))
     assert len(sentences) == len(said)
     for part, sentence in zip(said, sentences, strict=True):
         assert part in sentence

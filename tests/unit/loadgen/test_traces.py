@@ -39,7 +39,7 @@ def test_burstgpt_rows_are_relative_and_failed_ones_left_out() -> None:
     trace = parse(*BURST)
     assert trace.columns == "BurstGPT"
     assert trace.rows == (TraceRow(0, 472, 18), TraceRow(40.5, 10, 230), TraceRow(113, 417, 276))
-    assert trace.left_out == 1
+    assert trace.skipped_rows == 1
     assert trace.duration_s == pytest.approx(113)
     assert trace.rows[-1].at_s < trace.duration_s
 

@@ -16,7 +16,7 @@ from comm_pool.mailbox import (
     SETTLED_SHARE,
     MailboxFullError,
     RankMailbox,
-    open_boards,
+    open_mailboxes,
 )
 
 
@@ -43,7 +43,7 @@ def boards_of(ranks: int) -> list[tuple[RankMailbox, ...]]:
     gathering, opened = Gathering(ranks), dict[int, tuple[RankMailbox, ...]]()
 
     def run(rank: int) -> None:
-        opened[rank] = open_boards(rank, gathering.of(rank))
+        opened[rank] = open_mailboxes(rank, gathering.of(rank))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -116,7 +116,7 @@ def test_a_message_that_is_too_long_is_refused_and_changes_nothing() -> None:
     mailbox = RankMailbox(memoryview_of(256))
     most = 256 - 64 - 256 // SETTLED_SHARE
     mailbox.publish(3, b"x" * most)
-    with pytest.raises(MailboxFullError, match=f"{most + 1} bytes is too long"):
+    with pytest.raises(MailboxFullError, match=f"{most + 1} bytes does not fit"):
         mailbox.publish(4, b"y" * (most + 1))
     assert (mailbox.epoch, mailbox.message) == (3, b"x" * most)
     mailbox.settle(b"z" * (256 // SETTLED_SHARE))
@@ -144,7 +144,7 @@ def test_a_failed_start_leaves_no_name() -> None:
 
     before = set(Path(board_module.FOLDER).iterdir())
     with pytest.raises(RuntimeError, match="a peer died"):
-        open_boards(0, gather)
+        open_mailboxes(0, gather)
     assert set(Path(board_module.FOLDER).iterdir()) <= before
 
 

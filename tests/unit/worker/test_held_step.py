@@ -20,11 +20,11 @@ JOINED: Any = (TP, {Rank(0): 1, Rank(1): 1})
 def hold(stage: Stage) -> None:
     stage.selected = stage.tp
     stage.device_done = True  # Nothing is ever under way on CPU.
-    stage.steps.hold(cast(Any, stage.tp), TP, 4)
+    stage.steps.defer(cast(Any, stage.tp), TP, 4)
 
 
 def leave(stage: Stage) -> None:
-    stage.steps.left(JOINED)
+    stage.steps.on_leave(JOINED)
     stage.selected = None
 
 
@@ -41,14 +41,14 @@ def test_it_is_sent_when_it_is_planned_and_computed_when_asked_for() -> None:
     (sent,) = stage.sent
     assert (type(sent), sent.formation, sent.is_held) == (Step, TP.formation, True)
     leave(stage)
-    stage.steps.settle_if_ready()
-    assert (stage.steps.is_held, stage.steps.trails) == (True, True)
+    stage.steps.finish_detached_if_ready()
+    assert (stage.steps.has_deferred_step, stage.steps.has_detached_step) == (True, True)
     assert (stage.tp.computed, stage.pushed) == (0, [])
-    stage.steps.catch_up()
+    stage.steps.run_deferred()
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])]), "in the epoch of its group"
-    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
-    assert stage.steps.take_left_end() == stage.steps.ended_ns
-    stage.steps.catch_up()
+    assert (stage.steps.has_deferred_step, stage.steps.has_inflight) == (False, False)
+    assert stage.steps.take_detached_end_ns() == stage.steps.ended_ns
+    stage.steps.run_deferred()
     assert stage.tp.computed == 1, "once"
 
 
@@ -56,10 +56,10 @@ def test_whoever_needs_its_tokens_computes_it() -> None:
     stage = Stage()
     hold(stage)
     leave(stage)
-    stage.steps.settle()
+    stage.steps.finish_inflight()
     assert (stage.tp.computed, stage.pushed) == (1, [(4, ["tp task"])])
-    assert not stage.steps.is_held
-    stage.steps.catch_up()
+    assert not stage.steps.has_deferred_step
+    stage.steps.run_deferred()
     assert stage.tp.computed == 1
 
 
@@ -67,9 +67,9 @@ def test_the_rank_is_in_its_group_until_it_is_computed() -> None:
     stage = Stage()
     hold(stage)
     leave(stage)
-    assert stage.steps.behind == JOINED
-    stage.steps.catch_up()
-    assert stage.steps.behind is None
+    assert stage.steps.draining_group == JOINED
+    stage.steps.run_deferred()
+    assert stage.steps.draining_group is None
 
 
 def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
@@ -81,7 +81,7 @@ def test_how_long_it_was_held_does_not_count_as_a_part_of_it() -> None:
     leave(stage)
     time.sleep(0.02)
     caught_up_ns = time.monotonic_ns()
-    stage.steps.catch_up()
+    stage.steps.run_deferred()
     ((began_ns, ended_ns),) = told
     assert caught_up_ns <= began_ns <= ended_ns
     assert stage.expected == [], "others leave when it is planned, not when it is over"
@@ -92,9 +92,9 @@ def test_it_is_late_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [stage.steps.is_late]
     hold(stage)
     for limit_s in (60.0, -1.0):
-        monkeypatch.setattr(deferred_step, "HOLD_LIMIT_S", limit_s)
+        monkeypatch.setattr(deferred_step, "DEFER_LIMIT_S", limit_s)
         seen.append(stage.steps.is_late)
-    stage.steps.catch_up()
+    stage.steps.run_deferred()
     assert [*seen, stage.steps.is_late] == [False, False, True, False]
 
 
@@ -112,16 +112,16 @@ def test_a_follower_computes_it_when_asked() -> None:
     stage.selected, stage.device_done = stage.tp, True
     follow(stage, stage.tp, TP, is_held=True)
     leave(stage)
-    assert (stage.tp.computed, stage.steps.is_held, stage.steps.ended_ns) == (0, True, 0)
-    assert stage.steps.behind == JOINED
-    assert not stage.steps.trails, "it has no tokens to take"
-    stage.steps.catch_up()
-    assert (stage.tp.computed, stage.steps.is_held) == (1, False)
-    assert (stage.steps.behind, stage.pushed, stage.lost_groups) == (None, [], [])
+    assert (stage.tp.computed, stage.steps.has_deferred_step, stage.steps.ended_ns) == (0, True, 0)
+    assert stage.steps.draining_group == JOINED
+    assert not stage.steps.has_detached_step, "it has no tokens to take"
+    stage.steps.run_deferred()
+    assert (stage.tp.computed, stage.steps.has_deferred_step) == (1, False)
+    assert (stage.steps.draining_group, stage.pushed, stage.lost_groups) == (None, [], [])
 
 
 @pytest.mark.parametrize(
-    ("leads", "asks"), [(True, "catch_up"), (True, "settle"), (False, "catch_up")]
+    ("leads", "asks"), [(True, "run_deferred"), (True, "finish_inflight"), (False, "run_deferred")]
 )
 def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool, asks: str) -> None:
     stage = Stage()
@@ -134,8 +134,8 @@ def test_one_that_lacks_a_member_is_given_up_once_its_group_is_left(leads: bool,
     leave(stage)
     getattr(stage.steps, asks)()
     assert stage.lost_groups == [TP.group]
-    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
-    assert (stage.steps.behind, stage.pushed) == (None, [])
+    assert (stage.steps.has_deferred_step, stage.steps.has_inflight) == (False, False)
+    assert (stage.steps.draining_group, stage.pushed) == (None, [])
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -148,7 +148,7 @@ def test_while_its_group_is_joined_it_fails_as_any_step_does(leads: bool) -> Non
         stage.selected = stage.tp
         follow(stage, stage.tp, TP, is_held=True)
     with pytest.raises(PeerLostError):
-        stage.steps.catch_up()
+        stage.steps.run_deferred()
     assert stage.lost_groups == []
     assert not stage.steps.has_inflight
 
@@ -162,9 +162,9 @@ def test_one_of_a_formation_that_is_dropped_is_never_computed(leads: bool) -> No
         stage.selected, stage.device_done = stage.tp, True
         follow(stage, stage.tp, TP, is_held=True)
     stage.steps.drop(TP.formation)
-    assert (stage.steps.is_held, stage.steps.has_inflight) == (False, False)
-    stage.steps.catch_up()
-    stage.steps.settle()
+    assert (stage.steps.has_deferred_step, stage.steps.has_inflight) == (False, False)
+    stage.steps.run_deferred()
+    stage.steps.finish_inflight()
     assert (stage.tp.computed, stage.pushed) == (0, [])
 
 

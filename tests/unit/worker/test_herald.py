@@ -68,10 +68,10 @@ async def test_what_ended_goes_up_and_what_is_to_start_again_comes_down(
     target = f"127.0.0.1:{coordinator.port}"
     herald = _ExitReporter(target, TOKEN, pipe.reader, renewed.put_nowait)
     running = asyncio.create_task(herald.run())
-    pipe.tell(ProcessStatus(newest=NEWEST))
+    pipe.send(ProcessStatus(newest=NEWEST))
     while (await coordinator.next()).ended:
         pass
-    pipe.tell(ProcessStatus(((Rank(1), 6),), NEWEST))
+    pipe.send(ProcessStatus(((Rank(1), 6),), NEWEST))
     while not (said := await coordinator.next()).ended:
         pass
     assert said.ended == ((1, 6),)

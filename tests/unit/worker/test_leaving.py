@@ -111,7 +111,7 @@ def test_other_moves_are_not_put_off() -> None:
 def test_a_last_step_is_held_once_for_each_switch() -> None:
     stage = Stage0(0)
     epochs = (4, 4, 5, 5)
-    assert [stage.leaving.is_held_for(leave(epoch)) for epoch in epochs] == [True, False] * 2
+    assert [stage.leaving.defers_step_for(leave(epoch)) for epoch in epochs] == [True, False] * 2
 
 
 @pytest.mark.parametrize(
@@ -119,23 +119,23 @@ def test_a_last_step_is_held_once_for_each_switch() -> None:
 )
 def test_only_a_leader_whose_tasks_move_holds_one(changed: dict[str, Any]) -> None:
     stage = Stage0(0)
-    assert not stage.leaving.is_held_for(leave(**changed))
-    assert stage.leaving.is_held_for(leave())
+    assert not stage.leaving.defers_step_for(leave(**changed))
+    assert stage.leaving.defers_step_for(leave())
 
 
 def test_none_is_held_that_takes_long_or_where_steps_are_under_way() -> None:
     stage = Stage0(0)
     for counts in ((0, 0), (0, 1), (3, 1)):
         stage.counts = counts
-        assert not stage.leaving.is_held_for(leave()), counts
+        assert not stage.leaving.defers_step_for(leave()), counts
     stage.counts = (3, 0)
     stage.scheduler.reads_no_prompt = False
-    assert not stage.leaving.is_held_for(leave())
+    assert not stage.leaving.defers_step_for(leave())
     stage.scheduler.reads_no_prompt = True
     stage.steps.has_inflight = True
-    assert not stage.leaving.is_held_for(leave())
+    assert not stage.leaving.defers_step_for(leave())
     stage.steps.has_inflight = False
     stage.engine.holds_steps = False
-    assert not stage.leaving.is_held_for(leave()), "on CUDA"
+    assert not stage.leaving.defers_step_for(leave()), "on CUDA"
     stage.engine.holds_steps = True
-    assert stage.leaving.is_held_for(leave())
+    assert stage.leaving.defers_step_for(leave())

@@ -89,7 +89,7 @@ class Stage:
     def leave(self, carry: Carry) -> Any:
         self.participant.on_leave(1)
         self.participant.on_directive(directive(target("dp4", 2), 2, Phase.PARK, carry=carry))
-        return self.lost.judged(self.participant.next_move(idle=False))
+        return self.lost.check(self.participant.next_move(idle=False))
 
 
 def test_a_step_that_succeeds_is_left_alone() -> None:
@@ -150,7 +150,7 @@ def test_a_follower_that_was_in_no_step_leaves_without_a_word_of_its_leader() ->
     assert binding is not None
     stage.runtime.engine.communicators.abort(binding.group.ranks, binding.formation)
     assert stage.lost.is_noticed()
-    move = stage.lost.judged(stage.participant.next_move(idle=True))
+    move = stage.lost.check(stage.participant.next_move(idle=True))
     assert isinstance(move, Leave)
     assert move.group_lost
     stage.participant.made(move)
@@ -198,7 +198,7 @@ def test_who_leaves_and_joins_before_it_reports_tells_that_it_had_no_room() -> N
         directive(target("dp4", 2), 2, Phase.PARK, carry=Carry.RECOMPUTE)
     )
     moves = []
-    while (move := stage.lost.judged(stage.participant.next_move(idle=True))) is not None:
+    while (move := stage.lost.check(stage.participant.next_move(idle=True))) is not None:
         stage.participant.made(move)
         moves.append(type(move))
     assert moves == [Leave, Join]

@@ -161,7 +161,7 @@ def test_nothing_moves_where_a_member_of_the_new_group_takes_no_part() -> None:
     manifests = {rank: dp(rank, cargo(f"task {rank}", ints(1), 16)) for rank in (0, 2, 3)}
     wanted = target((0, 1), (2, 3))
     without, others = plan(0, manifests, wanted), plan(3, manifests, wanted)
-    assert (without.ranks, without.left) == ((0,), ((0,),))
+    assert (without.ranks, without.old_groups) == ((0,), ((0,),))
     assert not (without.bindings or without.plan.carried or without.plan.copies)
     assert without.spoils_from is None
     assert {carried.id for carried in others.plan.carried} == {"task 2", "task 3"}

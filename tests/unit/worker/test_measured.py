@@ -15,8 +15,8 @@ def test_the_next_process_of_a_rank_is_told_what_was_measured() -> None:
         2: StepTimes(2, {Mode.TP: curve, Mixed(2, 2): curve}),
     }
     first = StartupMeasurements(times, {(2, Mode.TP): ((-1.5, -2.5), 40)})
-    first.leave(memory, Rank(1))
-    StartupMeasurements({}, {}).leave(memory, Rank(0))
-    assert StartupMeasurements.left(memory, Rank(1)) == first
-    assert StartupMeasurements.left(memory, Rank(0)) == StartupMeasurements({}, {})
+    first.store(memory, Rank(1))
+    StartupMeasurements({}, {}).store(memory, Rank(0))
+    assert StartupMeasurements.load(memory, Rank(1)) == first
+    assert StartupMeasurements.load(memory, Rank(0)) == StartupMeasurements({}, {})
     memory.close()

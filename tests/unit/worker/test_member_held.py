@@ -25,18 +25,18 @@ class Held:
 
     def __init__(self, done: list[str]) -> None:
         self.done = done
-        self.is_held = self.is_late = True
-        self.has_inflight = self.trails = False
-        self.behind = None
+        self.has_deferred_step = self.is_late = True
+        self.has_inflight = self.has_detached_step = False
+        self.draining_group = None
 
-    def catch_up(self) -> None:
+    def run_deferred(self) -> None:
         self.done.append("catch up")
-        self.is_held = self.is_late = False
+        self.has_deferred_step = self.is_late = False
 
     def follow(self, _mode: Any, step: Step, _binding: Any) -> None:
         self.done.append(f"step {step.plan}")
 
-    def settle_if_ready(self) -> None:
+    def finish_detached_if_ready(self) -> None:
         """Nothing trails."""
 
 
@@ -115,7 +115,7 @@ class Desk:
         runtime = SimpleNamespace(engine=engine, steps=self.held)
         self.migration = Migration(cast(Any, runtime), cast(Any, {Rank(0): self.mailbox}), Rank(0))
         self.awaits = True
-        cast(Any, self.migration.planning).foresee = self._foresee
+        cast(Any, self.migration.planning).plan_ahead = self._foresee
 
     def _foresee(self, _wanted: Any) -> bool:
         self.done.append("foresee")
@@ -149,7 +149,7 @@ def test_it_waits_for_others_no_longer_than_it_may(wanted: Directive | None) -> 
 
 def test_nothing_is_looked_for_where_nothing_is_held_or_moved() -> None:
     desk = Desk()
-    desk.held.is_held = desk.held.is_late = False
+    desk.held.has_deferred_step = desk.held.is_late = False
     assert not desk.migration.prepare(None)
     assert desk.done == []
 
@@ -165,7 +165,7 @@ def test_a_move_that_was_planned_from_what_is_not_true_fails() -> None:
     desk = Desk()
     desk.migration.lose()
     assert desk.mailbox.round == GAVE_UP, "others hear of it at once"
-    assert not desk.migration.is_settling
+    assert not desk.migration.is_quiescing
     desk.mailbox.round = 0
     desk.migration.move(asked(Phase.MOVE), lambda: False)
     assert (desk.migration.has_failed, desk.mailbox.round) == (True, GAVE_UP)

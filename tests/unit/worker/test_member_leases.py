@@ -56,25 +56,25 @@ def kept(*indices: int) -> list[LeaseRetention]:
 
 
 def test_pages_that_the_leader_gave_up_are_freed(runtime: GroupRuntime) -> None:
-    assert runtime.apply_kept(kept(1, 2))
+    assert runtime.apply_retentions(kept(1, 2))
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
-    assert not runtime.apply_kept(kept(1)), "the same version again says nothing new"
+    assert not runtime.apply_retentions(kept(1)), "the same version again says nothing new"
 
 
 def test_pages_that_a_move_was_told_of_stay_until_it_is_decided(runtime: GroupRuntime) -> None:
     """The plan counts on them: it may write there, and take them over when it is committed."""
-    runtime.migration.left(Binding(GROUP, BORN + 1))
-    assert not runtime.apply_kept(kept(1, 2))
+    runtime.migration.on_leave(Binding(GROUP, BORN + 1))
+    assert not runtime.apply_retentions(kept(1, 2))
     assert runtime.migration.ranks == RANKS
     assert len(runtime.engine.pages.lease_indices(RANKS)) == 8
     runtime.migration.joined()
-    assert runtime.apply_kept(kept(1, 2)), "it is told again with every directive"
+    assert runtime.apply_retentions(kept(1, 2)), "it is told again with every directive"
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [1, 2]
 
 
 def test_pages_of_another_group_are_freed_during_a_move(runtime: GroupRuntime) -> None:
-    runtime.migration.left(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
-    assert runtime.apply_kept(kept(3))
+    runtime.migration.on_leave(Binding(Group((Rank(1),), Mode.DP), BORN + 1))
+    assert runtime.apply_retentions(kept(3))
     assert runtime.engine.pages.lease_indices(RANKS).tolist() == [3]
 
 
@@ -95,10 +95,10 @@ def test_pages_of_the_group_that_a_move_leads_into_stay_until_it_is_decided(
 ) -> None:
     """Its leader may have begun on top of them by now."""
     plan_into_pair(runtime)
-    assert not runtime.apply_kept(kept())
+    assert not runtime.apply_retentions(kept())
     assert len(held(runtime)) == 8
     runtime.migration._pending = None
-    assert runtime.apply_kept(kept())
+    assert runtime.apply_retentions(kept())
 
 
 class Told:
@@ -117,7 +117,7 @@ class Told:
 def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseRetention) -> Directive:
     wanted = target("dp4", epoch)
     fields: dict[str, Any] = {} if members is None else {"members": members}
-    return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, kept=leases, **fields)
+    return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, retentions=leases, **fields)
 
 
 def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_is_decided(
@@ -144,10 +144,10 @@ def test_what_was_told_during_a_move_is_obeyed_before_the_group_is_formed_again(
     """What a rank keeps of a group it tells as of the last formation: so it would count as news."""
     told = Told(runtime)
     binding = Binding(GROUP, BORN)
-    runtime.migration.left(binding)
+    runtime.migration.on_leave(binding)
     last = order(BORN + 1, None, *kept())
     assert not told.hear(last)
-    runtime.migration._is_told = False
+    runtime.migration._is_published = False
     if by == "a leave":
         told.news.made(Leave(binding, Carry.PAUSE, False, False, last))
     else:

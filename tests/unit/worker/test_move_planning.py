@@ -68,8 +68,8 @@ def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
 
 
 def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
-    assert not desk.planning.foresee(told())
-    assert not desk.planning.foresee(told()), "once is enough"
+    assert not desk.planning.plan_ahead(told())
+    assert not desk.planning.plan_ahead(told()), "once is enough"
     everything = {rank: f"by {rank}" for rank in range(4)}
     assert desk.made == [(1, everything, WANTED, "geometry", 9)]
     assert desk.plan() == desk.made[0]
@@ -80,10 +80,10 @@ def test_it_is_planned_before_it_is_asked_for(desk: Desk) -> None:
 
 def test_it_waits_until_all_have_told(desk: Desk) -> None:
     desk.mailboxes[Rank(3)].epoch = EPOCH - 1
-    assert desk.planning.foresee(told())
+    assert desk.planning.plan_ahead(told())
     assert desk.made == []
     desk.mailboxes[Rank(3)].epoch = EPOCH
-    assert not desk.planning.foresee(told())
+    assert not desk.planning.plan_ahead(told())
     assert len(desk.made) == 1
 
 
@@ -97,7 +97,7 @@ def test_it_waits_until_all_have_told(desk: Desk) -> None:
     ids=["fewer move", "another layout", "another switch"],
 )
 def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: Directive) -> None:
-    desk.planning.foresee(told())
+    desk.planning.plan_ahead(told())
     desk.plan(asked)
     assert len(desk.made) == 2
     assert desk.made[1][1].keys() == set(asked.movers)
@@ -106,8 +106,8 @@ def test_another_move_than_the_foreseen_one_is_planned_anew(desk: Desk, asked: D
 
 def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
     desk.fails = True
-    assert not desk.planning.foresee(told())
-    assert not desk.planning.foresee(told())
+    assert not desk.planning.plan_ahead(told())
+    assert not desk.planning.plan_ahead(told())
     assert len(desk.made) == 1
     with pytest.raises(ValueError, match="no plan"):
         desk.plan()
@@ -115,7 +115,7 @@ def test_what_could_not_be_foreseen_is_said_by_the_move(desk: Desk) -> None:
 
 def test_who_has_no_board_is_neither_awaited_nor_read(desk: Desk) -> None:
     del desk.mailboxes[Rank(0)]
-    desk.planning.foresee(told())
+    desk.planning.plan_ahead(told())
     assert desk.made[0][1].keys() == {1, 2, 3}
     assert desk.plan() == desk.made[0]
 
@@ -125,7 +125,7 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
     anew = {2: BORN + 1, 3: BORN + 1}
     for rank in anew:
         desk.mailboxes[Rank(rank)].epoch = EPOCH - 1
-    assert not desk.planning.foresee(told(members=anew))
+    assert not desk.planning.plan_ahead(told(members=anew))
     assert desk.made[0][1].keys() == {0, 1}
     assert desk.plan(told(Phase.MOVE, members=anew)) == desk.made[0]
 
@@ -133,7 +133,7 @@ def test_a_process_that_came_since_is_neither_awaited_nor_read(desk: Desk) -> No
 def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) -> None:
     desk.spec.memory = object()
     desk.mailboxes[Rank(3)].epoch = EPOCH - 1
-    assert desk.planning.foresee(told(members={3: BORN + 1})), "it is awaited"
+    assert desk.planning.plan_ahead(told(members={3: BORN + 1})), "it is awaited"
     desk.mailboxes[Rank(3)].epoch = EPOCH
     assert desk.plan(told(Phase.MOVE, members={3: BORN + 1}))[1].keys() == {0, 1, 2, 3}
 
@@ -143,5 +143,5 @@ def test_in_shared_memory_a_board_is_that_of_whoever_has_the_rank(desk: Desk) ->
     [None, told(Phase.MOVE), told(Phase.SERVE), told(carry=Carry.PAUSE), told(carry=Carry.DRAIN)],
 )
 def test_only_a_move_that_is_to_come_is_foreseen(desk: Desk, wanted: Directive | None) -> None:
-    assert not desk.planning.foresee(wanted)
+    assert not desk.planning.plan_ahead(wanted)
     assert desk.made == []

@@ -260,7 +260,7 @@ def test_a_peer_that_gives_up_ends_the_move() -> None:
     stage.settles_after = 10**9
     stage.mailboxes[Rank(0)].is_settled = True
     stage.mailboxes[Rank(1)].round = GAVE_UP
-    with pytest.raises(MoveFailedError, match="rank 1 gave the move up"):
+    with pytest.raises(MoveFailedError, match="rank 1 gave up the migration"):
         stage.run()
     assert len(stage.mover.calls) == 1, "what waits for old steps was not copied"
 

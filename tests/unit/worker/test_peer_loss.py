@@ -43,9 +43,9 @@ def test_a_rank_whose_peer_is_cut_out_may_take_its_time_and_no_longer() -> None:
 
 def test_what_a_rank_is_to_be_called_out_of_is_known_at_once() -> None:
     loss = watched(0)
-    assert loss.bereaved() is None
+    assert loss.degraded_binding() is None
     loss.heard(directive(without(1), 2, Phase.PARK))
-    assert loss.bereaved() == TP2.binding_of(Rank(0))
+    assert loss.degraded_binding() == TP2.binding_of(Rank(0))
 
 
 def test_a_peer_that_is_a_new_process_is_lost() -> None:
@@ -123,9 +123,9 @@ def test_a_rank_may_be_stuck_in_the_last_step_of_a_group_that_it_has_left() -> N
     participant.made(move)
     loss = PeerFailure(participant, LIMIT_S, lambda: behind[0])
     loss.heard(told)
-    assert loss.bereaved() is None, "all of its members are there"
+    assert loss.degraded_binding() is None, "all of its members are there"
     loss.heard(directive(without(1), 3, Phase.PARK))
-    assert loss.bereaved() == TP2.binding_of(Rank(0))
+    assert loss.degraded_binding() == TP2.binding_of(Rank(0))
     assert not loss.is_stuck(0.0)
     assert loss.is_stuck(2.0)
     behind[0] = None

@@ -113,7 +113,7 @@ def test_a_start_that_fails_holds_up_its_peers() -> None:
 
 def test_a_rank_that_left_is_told_and_not_started() -> None:
     made = started()
-    made.left(Rank(3))
+    made.record_end(Rank(3))
     assert made.ended() == ((3, 100),)
     assert made.next_due_s() is None
 
@@ -207,9 +207,9 @@ def test_a_block_is_ended_on_demand_as_a_whole() -> None:
     """Its other ranks would wait for ever for those that start without them."""
     made = in_blocks()
     assert made.renew(ranks(1), 10.0) == (0, 1)
-    made.left(Rank(1))
+    made.record_end(Rank(1))
     assert made.take_due(11.0) == []
-    made.left(Rank(0))
+    made.record_end(Rank(0))
     assert made.take_due(11.0) == [0, 1]
 
 
@@ -218,9 +218,9 @@ def test_ranks_that_are_ended_on_demand_start_together_when_all_have_ended() -> 
     made.renew(ranks(0, 1), 10.0)
     assert made.take_due(10.0) == []
     assert made.next_due_s() is None
-    made.left(Rank(1))
+    made.record_end(Rank(1))
     assert made.take_due(11.0) == []
-    made.left(Rank(0))
+    made.record_end(Rank(0))
     assert made.take_due(11.0) == [0, 1], "the others serve on"
     for rank in ranks(0, 1):
         made.started(rank, Cohort(2, ranks(0, 1), 0), 111)
@@ -234,5 +234,5 @@ def test_one_that_was_lost_meanwhile_is_waited_for_by_who_is_ended_on_demand() -
     delay_s = made.exited(Rank(1), 10.0)
     made.renew(ranks(0, 1), 10.0)
     assert made.take_due(10.0 + delay_s) == []
-    made.left(Rank(0))
+    made.record_end(Rank(0))
     assert made.take_due(10.0 + delay_s) == [0, 1]

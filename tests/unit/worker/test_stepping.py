@@ -16,15 +16,15 @@ from tests.harness.worker.stepping_rank import DP, TP, Stage, follow
 def test_the_last_step_of_a_group_trails_until_its_tokens_are_there() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
-    assert stage.steps.trails
-    stage.steps.settle_if_ready()
+    assert stage.steps.has_detached_step
+    stage.steps.finish_detached_if_ready()
     assert stage.pushed == [], "nobody waits for it"
     stage.dp.results[0].is_there = True
-    stage.steps.settle_if_ready()
+    stage.steps.finish_detached_if_ready()
     assert stage.pushed == [(3, ["dp task"])], "in the epoch that it was launched in"
     assert not stage.steps.has_inflight
-    assert stage.steps.take_left_end() == stage.steps.ended_ns
-    assert stage.steps.take_left_end() is None, "told once"
+    assert stage.steps.take_detached_end_ns() == stage.steps.ended_ns
+    assert stage.steps.take_detached_end_ns() is None, "told once"
     assert stage.freed_groups == []
 
 
@@ -36,17 +36,17 @@ def test_the_first_new_step_is_launched_behind_the_last_old_one() -> None:
     assert stage.tp.scheduler.events == ["plan"]
     assert stage.dp.scheduler.events == ["plan", "finish"], "its tokens are taken by its scheduler"
     assert stage.pushed == [(3, ["dp task"])]
-    assert stage.steps.take_left_end() is not None
-    stage.steps.settle()
+    assert stage.steps.take_detached_end_ns() is not None
+    stage.steps.finish_inflight()
     assert stage.pushed[1:] == [(4, ["tp task"])]
-    assert stage.steps.take_left_end() is None
+    assert stage.steps.take_detached_end_ns() is None
 
 
 def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
     stage.dp.scheduler.ends = True
-    stage.steps.settle()
+    stage.steps.finish_inflight()
     assert stage.freed_groups == [DP.group]
     assert [each.task for each in stage.ended] == [TaskId("dp task")]
 
@@ -54,8 +54,8 @@ def test_what_a_task_held_that_ends_behind_its_group_is_free() -> None:
 def test_blocks_that_were_free_behind_the_step_are_given_up_then() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
-    stage.dp.scheduler.frees_behind = True
-    stage.steps.settle()
+    stage.dp.scheduler.frees_after_step = True
+    stage.steps.finish_inflight()
     assert stage.freed_groups == [DP.group]
 
 
@@ -63,7 +63,7 @@ def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
     stage = Stage()
     stage.leave_in_mid_step()
     stage.selected = stage.dp
-    assert [stage.steps.has_inflight, stage.steps.trails] == [True, False]
+    assert [stage.steps.has_inflight, stage.steps.has_detached_step] == [True, False]
     stage.step(stage.dp, DP, 5)
     assert stage.pushed == [(3, ["dp task"])]
     assert stage.freed_groups == []
@@ -71,11 +71,11 @@ def test_a_group_that_is_joined_again_within_one_step_goes_on() -> None:
 
 def test_a_group_counts_as_left_behind_until_the_device_is_done_with_it() -> None:
     stage = Stage()
-    seen = [stage.steps.behind]
+    seen = [stage.steps.draining_group]
     stage.leave()
     for is_done in (False, True, False):
         stage.device_done = is_done
-        seen.append(stage.steps.behind)
+        seen.append(stage.steps.draining_group)
     assert seen == [None, (DP, {Rank(0): 1}), None, None], "once is enough"
 
 
@@ -118,7 +118,7 @@ def test_tokens_of_an_aborted_formation_go_nowhere() -> None:
     stage.tp.results[1].is_there = stage.device_done = True
     stage.steps.drop(TP.formation)
     assert not stage.steps.has_inflight
-    stage.steps.settle()
+    stage.steps.finish_inflight()
     assert (stage.pushed, stage.freed_groups) == ([], [])
     assert stage.tp.scheduler.events == ["plan", "plan"]
 
@@ -137,7 +137,7 @@ def test_it_is_asked_behind_the_tokens_whether_they_count() -> None:
 
     result.get_output = taken_late  # type: ignore[method-assign]
     with pytest.raises(PeerLostError):
-        stage.steps.settle()
+        stage.steps.finish_inflight()
     assert (result.taken, stage.pushed) == (1, [])
     assert not stage.steps.has_inflight, "it is over even so"
 
@@ -191,10 +191,10 @@ def test_a_step_that_trails_counts_unless_its_members_were_let_out(lets_out: boo
     stage.tp.results[0].is_there = True
     if lets_out:
         with pytest.raises(PeerLostError):
-            stage.steps.settle_if_ready()
+            stage.steps.finish_detached_if_ready()
         assert stage.pushed == []
     else:
-        stage.steps.settle_if_ready()
+        stage.steps.finish_detached_if_ready()
         assert stage.pushed == [(4, ["tp task"])], "it had ended before"
 
 
@@ -231,7 +231,7 @@ def test_a_step_behind_none_begins_now_whatever_was_expected() -> None:
     stage = Stage()
     stage.usual_s = 5.0
     stage.step(stage.dp, DP, 3)
-    stage.steps.settle()
+    stage.steps.finish_inflight()
     stage.usual_s = 1.0
     begun = time.monotonic_ns()
     stage.step(stage.dp, DP, 3)

@@ -123,7 +123,7 @@ def test_a_step_behind_one_that_is_under_way_starts_when_that_ends(time: Monoton
     clock.joined(5, 30)
     clock.begun(is_busy=True)
     launched, time.now = time.now + 2 * MS, time.now + 9 * MS
-    clock.left(time.now)
+    clock.quiesced(time.now)
     clock.take()
     assert clock.stepped(launched, None)
     (told,) = clock.take()
@@ -139,7 +139,7 @@ def test_a_follower_may_launch_before_it_knows_of_the_end(time: Monotonic) -> No
     assert clock.stepped(time.now, None)
     assert clock.take() == (), "the last old step is under way"
     time.now += 3 * MS
-    clock.left(time.now)
+    clock.quiesced(time.now)
     assert clock.take()[-1] == SwitchTimes(
         5, old_end_us=time.now // 1000, new_start_us=time.now // 1000
     )
@@ -149,5 +149,5 @@ def test_the_end_of_a_step_that_trailed_is_told(time: Monotonic) -> None:
     clock = SwitchClock()
     clock.parked(5, None)
     assert clock.take()[0].old_end_us == 0
-    clock.left(time.now)
+    clock.quiesced(time.now)
     assert clock.take() == (SwitchTimes(5, old_end_us=time.now // 1000),)

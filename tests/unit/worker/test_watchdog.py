@@ -12,7 +12,7 @@ from coordinator.protocol.switch_participant import SwitchParticipant
 from coordinator.protocol.terms import Carry, Phase
 from tests.harness.coordinator.builders import directive, target
 from worker.launch.peer_failure import GRACE_S, PeerFailure
-from worker.launch.watchdog import POLL_S, Progress, call_out
+from worker.launch.watchdog import POLL_S, Progress, abort_formation
 
 LIMIT_S = 2.0
 
@@ -94,7 +94,7 @@ class Watched:
     def call_out(self, after_s: float = GRACE_S) -> list[object]:
         """What is asked of the communicators so long after it was known first."""
         assert not self.loss.is_stuck(0.0)
-        call_out(TP2.bindings[0], self.loss, self.communicators, after_s)
+        abort_formation(TP2.bindings[0], self.loss, self.communicators, after_s)
         return self.communicators.asked
 
 
@@ -124,20 +124,20 @@ def test_who_was_let_out_has_to_leave_even_if_its_peer_comes_back() -> None:
     watched = Watched(0, "dp1+off1")
     back = directive(target("tp2+dp2", 3), 3, Phase.PARK, carry=Carry.RECOMPUTE)
     watched.loss.heard(back)
-    assert watched.loss.bereaved() is None, "nothing was done that cannot be undone"
+    assert watched.loss.degraded_binding() is None, "nothing was done that cannot be undone"
     watched.loss.heard(watched.without)
     assert watched.call_out() == [MARKED, ("let out", (0, 1))]
     watched.loss.heard(back)
-    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.loss.degraded_binding() == TP2.bindings[0]
     assert watched.call_out()[2:] == [MARKED, ("let out", (0, 1))]
     watched.hear(back)
-    assert watched.loss.bereaved() is None, "it has left"
+    assert watched.loss.degraded_binding() is None, "it has left"
 
 
 def test_a_rank_whose_place_another_process_has_taken_is_only_marked() -> None:
     watched = Watched(1, "dp1+off1")
     watched.loss.heard(directive(target("dp4", 3), 3, Phase.PARK, members={1: 2}))
-    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.loss.degraded_binding() == TP2.bindings[0]
     assert watched.call_out() == [MARKED]
 
 
@@ -147,7 +147,7 @@ def test_a_group_that_was_left_with_its_last_step_under_way_is_only_marked() -> 
     watched.hear(watched.without)
     watched.loss = PeerFailure(watched.participant, LIMIT_S, lambda: joined)
     watched.loss.heard(watched.without)
-    assert watched.loss.bereaved() == TP2.bindings[0]
+    assert watched.loss.degraded_binding() == TP2.bindings[0]
     assert watched.call_out() == [MARKED]
 
 
@@ -160,7 +160,7 @@ def test_the_watchdog_goes_on_when_there_is_no_way_out() -> None:
     watched.communicators.during = fail
     with capture_logs() as logs:
         watched.call_out()
-    assert [each["event"] for each in logs] == ["not_let_out"]
+    assert [each["event"] for each in logs] == ["unblock_failed"]
     assert watched.loss.is_stuck(LIMIT_S + 0.1), "and ends the process"
 
 
@@ -172,7 +172,7 @@ from worker.launch.watchdog import Progress, watch
 def waits_for_what_never_comes():
     time.sleep(60)
 
-loss = SimpleNamespace(bereaved=lambda: None, is_stuck=lambda now_s: False)
+loss = SimpleNamespace(degraded_binding=lambda: None, is_stuck=lambda now_s: False)
 watch(loss, Progress(lambda: 1, 0.3), lambda *_: None, lambda: None)
 waits_for_what_never_comes()
 """

@@ -22,7 +22,7 @@ class BlockGrants:
         blocks = len(pool.blocks)
         self._granted: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
         self._in_use: npt.NDArray[np.bool_] = np.zeros(blocks, dtype=np.bool_)
-        self.kept: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self.parked_indices: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         """Lease indices that tasks held when the mode was last parked."""
         self._bundles: list[npt.NDArray[np.int64]] = []
         """Sets of lease indices whose blocks a migration interleaved: kept or freed as one."""
@@ -59,8 +59,8 @@ class BlockGrants:
         self._bundles = [each for each in self._bundles if is_held[each].any()]
         for each in self._bundles:
             is_held[each] = True
-        self.kept = np.flatnonzero(is_held)
-        return self.kept
+        self.parked_indices = np.flatnonzero(is_held)
+        return self.parked_indices
 
     def bundle(self, indices: npt.NDArray[np.int64]) -> None:
         """Keep these lease indices, which a migration has filled, together."""

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_MAX
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 
 Blocks = npt.NDArray[np.int64]
@@ -69,7 +69,7 @@ class CachedChain:
     hashes: list[bytes]
     prefixes: tuple[int, ...] = ()
 
-    def kept_as(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
+    def prefix_in(self, blocks: Blocks, block_tokens: int) -> "CachedChain":
         """Return the part of the chain that these blocks at a new place hold."""
         known = blocks.size * block_tokens // BLOCK_TOKENS
         return CachedChain(blocks, self.hashes[: blocks.size], self.prefixes[:known])
@@ -78,7 +78,7 @@ class CachedChain:
 def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
     """Return the prefixes to report to the coordinator, oldest first, at most what it keeps."""
     known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
-    return tuple(known)[-PREFIXES_KEPT_MAX:]
+    return tuple(known)[-PREFIXES_MAX:]
 
 
 class FinishedChains:
@@ -100,7 +100,7 @@ class FinishedChains:
     def cached(self, pool: BlockPool, blocks_max: int) -> list[CachedChain]:
         """Return the chains that are still cached, newest first, of at most `blocks_max` blocks."""
         chains: list[CachedChain] = []
-        seen: set[int] = set()
+        block_ids: set[int] = set()
         find = pool.cached_block_hash_to_block.get_one_block
         for chain in reversed(self._chains.values()):
             blocks: list[int] = []
@@ -109,13 +109,13 @@ class FinishedChains:
                 if found is None:
                     break
                 blocks.append(found.block_id)
-            fresh = set(blocks) - seen
+            fresh = set(blocks) - block_ids
             if not fresh:
                 continue
-            if len(seen) + len(fresh) > blocks_max:
+            if len(block_ids) + len(fresh) > blocks_max:
                 break
-            seen |= fresh
-            chains.append(chain.kept_as(np.array(blocks, dtype=np.int64), self._block_tokens))
+            block_ids |= fresh
+            chains.append(chain.prefix_in(np.array(blocks, dtype=np.int64), self._block_tokens))
         return chains
 
     def clear(self) -> None:

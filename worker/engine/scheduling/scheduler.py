@@ -128,9 +128,9 @@ class ModeScheduler(Scheduler):
         return np.append(known, np.array(more, dtype=np.int32)) if more else known
 
     def _make_room(self) -> None:
-        """Preempt a waiting task that came by migration if all of them wait for a block.
+        """Preempt a migrated waiting task if all of them wait for a block.
 
-        vLLM preempts running tasks only; these came with all blocks in use, and none runs yet.
+        vLLM preempts running tasks only; these arrived with all blocks in use, and none runs yet.
         """
         waiting = [each for each in self.kv_holding_waiting if each not in self.deferred_waiting]
         if self.running or not waiting:
@@ -164,7 +164,7 @@ class ModeScheduler(Scheduler):
 
     @property
     def idle(self) -> bool:
-        """Whether no task is left; vLLM may still have finished ids to pass to its runner."""
+        """Whether there is no task; vLLM may still have finished ids to pass to its runner."""
         return not self.requests
 
     @property
@@ -200,7 +200,7 @@ class ModeScheduler(Scheduler):
         return [block.block_id for _, freed in self.deferred_frees for block in freed]
 
     @property
-    def frees_behind(self) -> bool:
+    def frees_after_step(self) -> bool:
         """Whether the end of the in-flight step frees blocks."""
         return bool(self.deferred_frees)
 
@@ -229,7 +229,7 @@ class ModeScheduler(Scheduler):
                 blocks += self._blocks_of(name)[settled // self.block_size :]
         return np.array(blocks, dtype=np.int64)
 
-    def brought(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
+    def tokens_since(self, states: Iterable[RunningState]) -> dict[str, list[int]]:
         """Return the tokens that these tasks got since publication; ended tasks are absent."""
         return {
             state.task: self.requests[state.task]._output_token_ids[state.count :]
@@ -254,7 +254,7 @@ class ModeScheduler(Scheduler):
 
         The blocks belong to the lease indices `granted`, are free and hold the KV. `chains` are
         oldest first; `indices` are those of a wide group that the migration has filled. `known` are
-        the tasks' tokens as followers get them, without those that came since.
+        the tasks' tokens as followers get them, without newer ones.
         """
         self._known |= known or {}
         self.tidy()
@@ -306,7 +306,7 @@ class ModeScheduler(Scheduler):
         slots = self.grants.slots_per_page
         named = np.zeros(self.grants.indices, dtype=np.bool_)
         named[indices] = True
-        if not named[self.grants.kept].any():
+        if not named[self.grants.parked_indices].any():
             return []
         return [
             request_id
@@ -331,7 +331,7 @@ class ModeScheduler(Scheduler):
         self._gone.update(each for each in request_ids if each in self.requests)
 
     def tidy(self) -> None:
-        """Free what is left of tasks that have gone: about 30 µs each."""
+        """Free the rest of tasks that have gone: about 30 µs each."""
         if self._gone:
             self.take_back(self._gone)
             self._gone.clear()

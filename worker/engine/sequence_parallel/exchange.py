@@ -82,8 +82,8 @@ class Exchange:
 
     def all_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """(share, ...) -> (T, ...), from all ranks."""
-        gathered: torch.Tensor = self.group.all_gather(rows, 0)
-        return gathered[: self.tokens]
+        rows_of_all: torch.Tensor = self.group.all_gather(rows, 0)
+        return rows_of_all[: self.tokens]
 
     def computed_to_heads(self, compute: Compute, rows: torch.Tensor) -> torch.Tensor:
         """(share, hidden) -> (T, w): `compute` each token, then all tokens of this rank's columns.
@@ -118,13 +118,13 @@ class Exchange:
         by_target = self._by_token(rows)
         # Send all before computing any, so that no send waits for a product.
         sent = [by_target[:, part.start : part.stop].contiguous() for part in ranges]
-        came: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        arrivals: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         for each in sent:
             with beside.run():
                 here = all_to_all(self.group, each).transpose(0, 1).flatten(1)
-            came.append((here, beside.mark()))
+            arrivals.append((here, beside.mark()))
         made = []
-        for here, mark in came:
+        for here, mark in arrivals:
             beside.wait(mark)
             # The other stream reuses this memory only after this one's queued work.
             made.append(compute(here))

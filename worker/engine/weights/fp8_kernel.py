@@ -223,20 +223,22 @@ def _sums(  # type: ignore[no-untyped-def]
         first_k = step * block_k
         if bulk:  # The copy engine fills what lies outside with zeros.
             rows = w.load([tl.program_id(1) * block_n, first_k])
-            seen = a.load([tl.program_id(0) * block_m, first_k])
+            activations = a.load([tl.program_id(0) * block_m, first_k])
         else:
             # Rows past the last repeat it and are never stored.
             row = tl.minimum(n, outputs - 1).to(tl.int64)
             row_at = w + row[:, None] * w_row + (first_k + k)[None, :]
-            seen_at = a + m.to(tl.int64)[:, None] * a_row + (first_k + k)[None, :]
+            activations_at = a + m.to(tl.int64)[:, None] * a_row + (first_k + k)[None, :]
             if even:
                 rows = tl.load(row_at)
-                seen = tl.load(seen_at, mask=(m < tokens)[:, None], other=0.0)
+                activations = tl.load(activations_at, mask=(m < tokens)[:, None], other=0.0)
             else:
                 inside = (first_k + k < inputs)[None, :]
                 rows = tl.load(row_at, mask=inside, other=0.0)
-                seen = tl.load(seen_at, mask=(m < tokens)[:, None] & inside, other=0.0)
-        total = tl.dot(rows, seen.T, total)
+                activations = tl.load(
+                    activations_at, mask=(m < tokens)[:, None] & inside, other=0.0
+                )
+        total = tl.dot(rows, activations.T, total)
     return total
 
 
@@ -370,13 +372,13 @@ def few_tokens_mm(
         return out
     a_row, w_row = a.stride(0), b.stride(1)
     rows: torch.Tensor | TensorDescriptor = b
-    seen: torch.Tensor | TensorDescriptor = a
+    activations: torch.Tensor | TensorDescriptor = a
     if tiling.bulk:
         block = tiling.block_k
         rows = TensorDescriptor(b, [outputs, inputs], [w_row, 1], [tiling.block_n, block])
-        seen = TensorDescriptor(a, [tokens, inputs], [a_row, 1], [tiling.block_m, block])
+        activations = TensorDescriptor(a, [tokens, inputs], [a_row, 1], [tiling.block_m, block])
     _few_tokens[tiling.programs(tokens, outputs)](
-        *(seen, rows, scale_a, scale_b, scale_b if bias is None else bias, out),
+        *(activations, rows, scale_a, scale_b, scale_b if bias is None else bias, out),
         *(workspace.partials, workspace.arrivals, tokens, outputs, inputs, a_row, w_row),
         *(int(scale_a.numel() > 1), int(scale_b.numel() > 1), tiling.split),
         block_m=tiling.block_m,

@@ -31,7 +31,7 @@ from vllm.model_executor.parameter import PerTensorScaleParameter
 
 
 class ViewError(ValueError):
-    """Raised for a model whose weights cannot be viewed per rank; the message says why."""
+    """A model whose weights cannot be viewed per rank; the message has the reason and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ def own_shards(loaded: torch.Tensor, plan: ShardPlan, part: int) -> torch.Tensor
 def own_range(full: torch.Tensor, dim: int, width: int, rank: int, size: int) -> torch.Tensor:
     """View one of `width` equal ranges of `size`, of a tensor that is whole or an even part.
 
-    The part contains the range. What cannot be divided so is returned unchanged, and the caller
-    refuses its size.
+    The part contains the range. A tensor that cannot be divided so is returned unchanged, and the
+    caller refuses its size.
     """
     held = full.shape[dim] // size if size else 0
     if not held or full.shape[dim] % size or width % held:

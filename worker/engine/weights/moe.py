@@ -33,7 +33,7 @@ PROOF_ERROR_MAX = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-
 
 @RoutedExperts.register_oot
 class RankedExperts(RoutedExperts):
-    """vLLM's experts; the CPU kernel knows no expert map, so others' experts get weight zero."""
+    """vLLM's experts; the CPU kernel takes no expert map, so others' experts get weight zero."""
 
     def forward_modular(
         self,
@@ -101,7 +101,10 @@ def bind_experts(name: str, own: RoutedExperts, full: RoutedExperts, width: int,
             continue
         view = own_range(full._parameters[param_name].data, 0, width, rank, own.local_num_experts)
         if len(view) != own.local_num_experts:
-            raise ViewError(f"{name}.{param_name} is not one range of whole experts.")
+            raise ViewError(
+                f"{name}.{param_name} is not one range of whole experts in width {width}: leave "
+                "this width out of --widths, and please report it."
+            )
         own._parameters[param_name] = nn.Parameter(view, requires_grad=False)
 
 

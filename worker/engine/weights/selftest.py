@@ -79,7 +79,10 @@ def prove_tree(
             _prove_layer(name, layer, source, *inside, device)
             proved.add(kind)
     if not proved:
-        raise ViewError("the model has no layer that could be tested: it is unknown.")
+        raise ViewError(
+            "the model has no layer that the self-test knows: serve a model of the Llama, Qwen2, "
+            "Qwen3, Qwen3-MoE or Mixtral family."
+        )
     if tree is replica:
         return len(proved)
     experts = prove_experts(tree, replica, width=width, rank_in_group=rank_in_group, device=device)
@@ -119,7 +122,7 @@ def _prove_layer(
         )
         out = _run(layer, x, shards // width)
         if not getattr(layer, "reorders", True):
-            # Stored order on purpose: a later module reorders. `rows` names the order.
+            # Rows in stored order: a later module reorders them. `rows` has the order.
             out = out[:, (rows - rank * len(rows)).to(device)]
         if tuple(out.shape) != (tokens, len(rows)):
             raise _refusal(name, width, rank, f"gives {tuple(out.shape)} for {tokens} tokens")

@@ -118,11 +118,20 @@ def check_viewable(model: nn.Module) -> None:
                 "serve a checkpoint whose embeddings and lm_head are not quantized."
             )
         if isinstance(module, LinearBase) and module.weight.dim() != 2:
-            raise ViewError(f"layer {name} has packed weights, which cannot be viewed per rank.")
+            raise ViewError(
+                f"layer {name} has packed weights, which cannot be viewed per rank: serve an "
+                "unquantized checkpoint."
+            )
         if isinstance(module, Attention) and module.attn_type != "decoder":
-            raise ViewError(f"layer {name} is {module.attn_type}, not decoder attention.")
+            raise ViewError(
+                f"layer {name} is {module.attn_type}, not decoder attention: serve a decoder-only "
+                "model."
+            )
         if isinstance(module, Attention) and getattr(module, "sliding_window", None) is not None:
-            raise ViewError(f"layer {name} has a sliding window; its pages cannot be split yet.")
+            raise ViewError(
+                f"layer {name} has a sliding window, whose pages cannot be split yet: serve a "
+                "model with full attention."
+            )
 
 
 def build_tp_tree(
@@ -142,9 +151,12 @@ def build_tp_tree(
     with weights_already_processed() if is_moe(config) else nullcontext():
         process_weights_after_loading(tree, model_config, torch.device("meta"))
     _bind_views(tree, replica, width, rank_in_group)
-    left = [name for name, tensor in _tensors(tree) if tensor.is_meta]
-    if left:
-        raise ViewError(f"{left[0]} could not be viewed in width {width}: the model is unknown.")
+    unbound = [name for name, tensor in _tensors(tree) if tensor.is_meta]
+    if unbound:
+        raise ViewError(
+            f"{unbound[0]} cannot be viewed in width {width}: leave this width out of --widths, "
+            "and please report it with the model's config.json."
+        )
     return tree.eval()
 
 
@@ -171,8 +183,8 @@ def _bind_views(tree: nn.Module, replica: nn.Module, width: int, rank: int) -> N
             view = _shard(module, param_name, source, width, rank)
             if view.shape != param.shape:
                 raise ViewError(
-                    f"{name}.{param_name} has shape {tuple(view.shape)} as a view where "
-                    f"width {width} needs {tuple(param.shape)}."
+                    f"{name}.{param_name} has shape {tuple(view.shape)} as a view, but width "
+                    f"{width} needs {tuple(param.shape)}: use smaller --widths."
                 )
             module._parameters[param_name] = nn.Parameter(view, requires_grad=False)
 

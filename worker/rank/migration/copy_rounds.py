@@ -41,7 +41,7 @@ Copies take a fraction of it; those of a lost peer do not count.
 
 
 class OvertakenError(Exception):
-    """Another layout is wanted by now; the migration stays undecided."""
+    """Another layout is wanted by now, so the migration stays undecided."""
 
 
 class MoveFailedError(Exception):
@@ -49,7 +49,7 @@ class MoveFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RestoredTask:
+class IncomingTask:
     """A task that this rank will lead: its snapshot, rebuilt request, blocks and tokens."""
 
     cargo: TaskSnapshot
@@ -76,7 +76,7 @@ class PreparedMigration:
 
     epoch: int
     move: MigrationPlan
-    restored: list[RestoredTask] = field(default_factory=list)
+    incoming: list[IncomingTask] = field(default_factory=list)
     chains: list[CachedChain] = field(default_factory=list)
     rounds_done: int = 0
     ends_late: bool = False
@@ -95,7 +95,7 @@ class PreparedMigration:
 def split(
     copies: Iterable[UnitCopies], written: Mapping[int, Bools]
 ) -> tuple[list[UnitCopies], list[UnitCopies]]:
-    """Separate copies that in-flight steps do not touch from those that must wait for them."""
+    """Separate copies of blocks that no in-flight step writes from those that must wait."""
     early: list[UnitCopies] = []
     late: list[UnitCopies] = []
     for each in copies:
@@ -136,7 +136,7 @@ class CopyRounds:
         self._look = look
         self._copies = CopyThread(engine)
         self._open: PreparedMigration | None = None
-        """The last migration reported with copies in flight, until all are known to be over."""
+        """The last migration reported with copies in flight, until all ranks have finished them."""
         self._epoch = 0
         self._stats = MoveStats(0, 0, 0.0)
         self._copied: tuple[int, MoveStats] | None = None
@@ -154,7 +154,7 @@ class CopyRounds:
             if overtaken():
                 raise OvertakenError
             if time.monotonic() > deadline:
-                raise MoveFailedError(f"{complaint} for {PEER_WAIT_LIMIT_S:.0f} s.")
+                raise MoveFailedError(f"{complaint} within {PEER_WAIT_LIMIT_S:.0f} s.")
             time.sleep(PEER_POLL_S)
 
     def carry_out(self, pending: PreparedMigration, meanwhile: MigrationCallbacks) -> None:
@@ -168,34 +168,34 @@ class CopyRounds:
             for number in range(1, plan.rounds + 1)
         ]
         if pending.move.may_begin_early and isinstance(self._engine.mover, PeerMover):
-            self._beside_steps(pending, rounds[0] if rounds else [], meanwhile)
+            self._copy_beside_steps(pending, rounds[0] if rounds else [], meanwhile)
         else:
-            self._behind_steps(pending, rounds[0] if rounds else [], meanwhile)
+            self._copy_after_steps(pending, rounds[0] if rounds else [], meanwhile)
         if pending.ends_late:
             pending.rounds_done = 1  # Its only round; the thread publishes the end.
             return
         for number, copies in enumerate(rounds, 1):
             if number > 1:
-                self._meet(pending, number, meanwhile.overtaken)
+                self._await_round(pending, number, meanwhile.overtaken)
                 with self._copying(copies, plan.units):
                     pass
             pending.rounds_done = number
             own.finish_round(number + 1)
         self._copied = self._epoch, self._stats
 
-    def _beside_steps(
+    def _copy_beside_steps(
         self,
         pending: PreparedMigration,
         copies: Sequence[UnitCopies],
         meanwhile: MigrationCallbacks,
     ) -> None:
-        """Run round 1 beside in-flight steps, as far as these do not write the blocks."""
+        """Run round 1 beside in-flight steps; blocks that these write are copied after them."""
         early, late = split(copies, pending.move.written)
         units, own = pending.move.plan.units, self._mailboxes[self._rank]
         self._begin(early, units)
         try:
             meanwhile.restore()
-            self._meet_settled(pending, meanwhile.overtaken)
+            self._await_quiesced(pending, meanwhile.overtaken)
             if late:
                 # They queue after the first ones.
                 self._begin(late, units, is_next=True)
@@ -211,20 +211,20 @@ class CopyRounds:
         else:
             self._conclude()
 
-    def _behind_steps(
+    def _copy_after_steps(
         self,
         pending: PreparedMigration,
         copies: Sequence[UnitCopies],
         meanwhile: MigrationCallbacks,
     ) -> None:
         """Run round 1 after the old steps are over."""
-        self._meet_settled(pending, meanwhile.overtaken)
+        self._await_quiesced(pending, meanwhile.overtaken)
         if not pending.move.plan.rounds:
             meanwhile.restore()
             meanwhile.go_on()
             return
         # From now on the KV of this rank's tasks may be overwritten: see `may_be_spoiled`.
-        self._meet(pending, 1, meanwhile.overtaken)
+        self._await_round(pending, 1, meanwhile.overtaken)
         with self._copying(copies, pending.move.plan.units):
             meanwhile.restore()
             meanwhile.go_on()
@@ -295,20 +295,22 @@ class CopyRounds:
                 return
             time.sleep(PEER_POLL_S)
 
-    def _meet_settled(self, pending: PreparedMigration, overtaken: Callable[[], bool]) -> None:
-        self._meet_all(
-            pending, lambda mailbox: mailbox.is_settled, overtaken, "does not end its last step"
+    def _await_quiesced(self, pending: PreparedMigration, overtaken: Callable[[], bool]) -> None:
+        self._await_all(
+            pending, lambda mailbox: mailbox.is_settled, overtaken, "has not ended its last step"
         )
 
-    def _meet(self, pending: PreparedMigration, number: int, overtaken: Callable[[], bool]) -> None:
-        self._meet_all(
+    def _await_round(
+        self, pending: PreparedMigration, number: int, overtaken: Callable[[], bool]
+    ) -> None:
+        self._await_all(
             pending,
             lambda mailbox: mailbox.round >= number,
             overtaken,
-            f"does not finish round {number - 1}",
+            f"has not finished round {number - 1}",
         )
 
-    def _meet_all(
+    def _await_all(
         self,
         pending: PreparedMigration,
         holds: Callable[[RankMailbox], bool],
@@ -320,7 +322,7 @@ class CopyRounds:
             def is_there(rank: int = rank) -> bool:
                 mailbox = self._mailboxes[Rank(rank)]
                 if mailbox.epoch != pending.epoch or mailbox.round == GAVE_UP:
-                    raise MoveFailedError(f"rank {rank} gave the move up.")
+                    raise MoveFailedError(f"rank {rank} gave up the migration.")
                 return holds(mailbox)
 
             self.wait(is_there, overtaken, f"rank {rank} {complaint}")

@@ -117,8 +117,8 @@ def _unpacked(
 ) -> Manifest:
     """Rebuild the manifest that `Manifest.__reduce__` packed."""
     cargo = tuple(
-        TaskSnapshot(*told, RunningState(*before, own, *behind))
-        for (told, before, behind), own in zip(bare, pieces(blocks, sizes), strict=True)
+        TaskSnapshot(*fields, RunningState(*head, own, *tail))
+        for (fields, head, tail), own in zip(bare, pieces(blocks, sizes), strict=True)
     )
     return Manifest(*rest, cargo, chains, written)
 
@@ -135,7 +135,7 @@ class MigrationPlan:
     cargo: Mapping[str, tuple[int, TaskSnapshot]]
     """Task -> its old leader and its snapshot."""
     chains: Mapping[str, CachedChain]
-    left: tuple[Ranks, ...]
+    old_groups: tuple[Ranks, ...]
     """The old groups that take part."""
     spoils_from: int | None
     """The first round that overwrites KV of the old groups; None if no round does."""
@@ -223,7 +223,7 @@ def plan_move(
         _fresh_indices(
             lease.ranks,
             lease.indices if lease.width > 1 else 0,
-            # A group that is left gives up its lease before the new lease is taken.
+            # An old group gives up its lease before the new lease is taken.
             {} if lease.ranks in groups else manifests,
             num_pages,
         )
@@ -272,7 +272,7 @@ def _spoils_from(plan: ReshardPlan, given: ReshardInput) -> int | None:
 
 
 def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
-    """Return the groups all of whose members left the same formation."""
+    """Return the groups whose members all left the same formation."""
     groups = {each.ranks for each in manifests.values() if each.ranks}
     return sorted(
         group
@@ -287,7 +287,7 @@ def _whole_groups(manifests: Mapping[int, Manifest]) -> list[Ranks]:
 
 
 def _newest_attempts(leaders: Iterable[Manifest]) -> dict[str, int]:
-    """Return each task's newest attempt: a rank cut out unaware may list an older one."""
+    """Return each task's newest attempt: a rank ejected unaware may list an older one."""
     newest: dict[str, int] = {}
     for each in (cargo for leader in leaders for cargo in leader.cargo):
         newest[each.state.task] = max(each.attempt, newest.get(each.state.task, 0))
@@ -327,15 +327,15 @@ def _old_group(
         name = f"cached/{leader.rank}/{number}"
         chains[name] = chain
         recency = len(leader.chains) - number
-        kept = tuple(chain.hashes)
-        made.append(Chain(name, next(slots), cached=True, recency=recency, keys=kept))
+        hashes = tuple(chain.hashes)
+        made.append(Chain(name, next(slots), cached=True, recency=recency, keys=hashes))
     return OldGroup(group, tuple(made))
 
 
 def _free(
     manifests: Mapping[int, Manifest], rank: int, old: Iterable[OldGroup], num_pages: int
 ) -> Ints:
-    """Return pages that a migration may use on this rank: free ones, or the left group's unused.
+    """Return pages that a migration may use on this rank: free ones, or the old group's unused.
 
     Pages that an in-flight step writes are excluded.
     """
@@ -364,5 +364,5 @@ def _fresh_indices(
     is_free[0] = False
     is_free[taken[taken <= last]] = False
     fresh = np.flatnonzero(is_free)[:count]
-    assert fresh[-1] < num_pages, "members hold so different leases that indices run out."
+    assert fresh[-1] < num_pages, "members hold too different leases: the lease indices run out."
     return fresh

@@ -24,15 +24,15 @@ from worker.engine.scheduling.handover import RunningState, go_on, prefixes_of, 
 from worker.rank.led_tasks import LedTask
 from worker.rank.migration.copy_rounds import (
     CopyRounds,
+    IncomingTask,
     MigrationCallbacks,
     MoveFailedError,
     OvertakenError,
     PreparedMigration,
-    RestoredTask,
 )
 from worker.rank.migration.manifest import Ints, LateTokens, MigrationPlan, Ranks
 from worker.rank.migration.own_manifest import manifest_of, nothing_of
-from worker.rank.migration.plan_ahead import MigrationPlanner, tell_of_shortage
+from worker.rank.migration.plan_ahead import MigrationPlanner, log_shortage
 from worker.rank.runtime_protocol import Runtime
 
 if TYPE_CHECKING:
@@ -51,17 +51,17 @@ class Migration:
         self._rank = rank
         self._group: Group | None = None
         self._formation = -1
-        self._is_told = False
+        self._is_published = False
         """Whether peers rely on this rank's state of the group until the migration is decided."""
         self._pending: PreparedMigration | None = None
         self._rounds = CopyRounds(runtime.engine, mailboxes, rank, self._press_on)
         self.planning = MigrationPlanner(runtime.engine, mailboxes, rank)
-        self._told: tuple[ModeScheduler | None, list[RunningState]] | None = None
-        """The published tasks and their scheduler, until the last step is over."""
+        self._publication: tuple[ModeScheduler | None, list[RunningState]] | None = None
+        """The scheduler and the tasks of the manifest, until the last step is over."""
         self.adopted: tuple[Adopted, ...] = ()
         """Tasks that this rank leads if the migration is committed."""
         self.cached: tuple[int, ...] = ()
-        """Hashes of prompts' blocks that the last migration brought, until they are reported."""
+        """Hashes of prompt blocks that the last migration carried here, until they are reported."""
         self.has_failed = False
         self._lost_in = 0
         """The epoch whose published manifest has become stale; 0 is none."""
@@ -95,11 +95,11 @@ class Migration:
         """Note that the rank joined a group: no task waits for a migration any more."""
         self._group = None
 
-    def left(self, binding: Binding) -> None:
+    def on_leave(self, binding: Binding) -> None:
         """Note that the rank left this group; its tasks may migrate, so their pages stay."""
         self._group = binding.group
         self._formation = binding.formation
-        self._is_told = True
+        self._is_published = True
 
     def gave_up(self, ranks: Ranks) -> None:
         """Note that pages of a group were given up: without this share its tasks cannot migrate."""
@@ -112,9 +112,9 @@ class Migration:
         return self._group.ranks if self._group is not None else ()
 
     @property
-    def told_ranks(self) -> tuple[Rank, ...]:
+    def published_ranks(self) -> tuple[Rank, ...]:
         """`ranks`, if the published state of that group must stay true until the decision."""
-        return self.ranks if self._is_told else ()
+        return self.ranks if self._is_published else ()
 
     @property
     def goal(self) -> tuple[Rank, ...]:
@@ -125,10 +125,10 @@ class Migration:
         bindings = self._pending.move.bindings if self._pending is not None else ()
         return next((each.group.ranks for each in bindings if self._rank in each.group.ranks), ())
 
-    def tell(self, epoch: int) -> None:
+    def publish(self, epoch: int) -> None:
         """Publish this rank's manifest for migration `epoch`; its last step may be in flight."""
         self.adopted = ()
-        self._is_told = True
+        self._is_published = True
         # A peer that has read the new manifest may copy from and to these pages.
         self._rounds.end()
         manifest = manifest_of(self._runtime, self._rank, self._group, self._formation)
@@ -139,53 +139,53 @@ class Migration:
             manifest = nothing_of(manifest)
             self._mailboxes[self._rank].publish(epoch, pickle.dumps(manifest, protocol=5))
         scheduler = self._runtime.mode_of(self._group).scheduler if self._group else None
-        self._told = scheduler, [each.state for each in manifest.cargo]
+        self._publication = scheduler, [each.state for each in manifest.cargo]
         self.look()
 
     @property
-    def is_settling(self) -> bool:
+    def is_quiescing(self) -> bool:
         """Whether peers wait, or will wait, for the end of the last step."""
-        return self._told is not None
+        return self._publication is not None
 
     def look(self) -> None:
         """Publish the tokens of the last step, as soon as they are there."""
         steps = self._runtime.steps
-        steps.settle_if_ready()
-        if self._told is None or steps.has_inflight or steps.behind is not None:
+        steps.finish_detached_if_ready()
+        if self._publication is None or steps.has_inflight or steps.draining_group is not None:
             return
-        (scheduler, states), self._told = self._told, None
-        tokens = scheduler.brought(states) if scheduler is not None else {}
-        brought = {
+        (scheduler, states), self._publication = self._publication, None
+        tokens = scheduler.tokens_since(states) if scheduler is not None else {}
+        late = {
             task: LateTokens(tuple(of_task), led.emitted)
             for task, of_task in tokens.items()
             if (led := self._runtime.book.get(TaskId(task))) is not None
         }
         mailbox = self._mailboxes[self._rank]
         try:
-            mailbox.settle(pickle.dumps(brought, protocol=5))
+            mailbox.settle(pickle.dumps(late, protocol=5))
         except MailboxFullError as error:
             log.warning("move_failed", epoch=mailbox.epoch, reason=str(error))
             mailbox.finish_round(GAVE_UP)
 
     def prepare(self, wanted: Directive | None) -> bool:
-        """Plan the migration of this directive, if any; return whether other ranks are awaited.
+        """Plan the migration of this directive, if any; return whether this rank awaits others.
 
         Runs a deferred step once that is done or has taken too long.
         """
         steps = self._runtime.steps
-        is_awaited = steps.is_held if wanted is None else self.planning.foresee(wanted)
-        if steps.is_held and (steps.is_late or not is_awaited):
-            steps.catch_up()
+        is_awaited = steps.has_deferred_step if wanted is None else self.planning.plan_ahead(wanted)
+        if steps.has_deferred_step and (steps.is_late or not is_awaited):
+            steps.run_deferred()
         return is_awaited
 
     def _press_on(self) -> None:
         """Finish local work that peers may be blocked on."""
-        self._runtime.steps.catch_up()
+        self._runtime.steps.run_deferred()
         self.look()
 
     def lose(self) -> None:
         """Mark the published manifest as stale: the migration planned from it must fail."""
-        self._told = None
+        self._publication = None
         own = self._mailboxes[self._rank]
         self._lost_in = own.epoch
         own.finish_round(GAVE_UP)
@@ -200,15 +200,15 @@ class Migration:
         own = self._mailboxes[self._rank]
         try:
             if own.epoch != epoch:
-                self.tell(epoch)
+                self.publish(epoch)
             if self._lost_in == epoch:
-                raise MoveFailedError("the last step of a group that was left lacks a member.")
+                raise MoveFailedError("a member was lost during the last step of the old group.")
             for rank in sorted(self.planning.peers(directive, directive.movers)):
-                self._await_told(rank, epoch, overtaken)
+                self._await_manifest(rank, epoch, overtaken)
             move = self.planning.plan(directive)
             self._pending = pending = PreparedMigration(epoch, move)
             restore, go_on = (lambda: self._restore(pending)), (lambda: self._go_on(pending))
-            tell_of_shortage(epoch, self._rank, move)
+            log_shortage(epoch, self._rank, move)
             self._rounds.carry_out(pending, MigrationCallbacks(restore, go_on, overtaken))
         except OvertakenError:
             own.finish_round(GAVE_UP)
@@ -218,7 +218,7 @@ class Migration:
             log.warning("move_failed", epoch=epoch, reason=str(error))
             self._fail()
         except Exception:
-            # Whatever failed, every rank must hear of it, and no task may be lost.
+            # Every rank must learn of the failure, and no task may be lost.
             log.exception("move_failed", epoch=epoch)
             self._fail()
 
@@ -227,9 +227,11 @@ class Migration:
         self.has_failed = True
         self.adopted = ()
 
-    def _await_told(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
+    def _await_manifest(self, rank: Rank, epoch: int, overtaken: Callable[[], bool]) -> None:
         mailbox = self._mailboxes[rank]
-        self._rounds.wait(lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} tells nothing")
+        self._rounds.wait(
+            lambda: mailbox.epoch == epoch, overtaken, f"rank {rank} has not published its manifest"
+        )
 
     def _restore(self, pending: PreparedMigration) -> None:
         """Build what this rank will continue as a leader."""
@@ -239,30 +241,30 @@ class Migration:
                 continue
             if carried.cached:
                 tokens = self._runtime.engine.kv.geometry.tokens_per_slot
-                kept = move.chains[carried.id].kept_as(move.blocks(carried), tokens)
-                pending.chains.append(kept)
+                chain = move.chains[carried.id].prefix_in(move.blocks(carried), tokens)
+                pending.chains.append(chain)
                 continue
             _, cargo = move.cargo[carried.id]
-            request = self._runtime.intake.restored(cargo.payload, cargo.state)
+            request = self._runtime.intake.continued_request(cargo.payload, cargo.state)
             blocks, known = move.blocks(carried), tokens_of(request)
-            pending.restored.append(RestoredTask(cargo, request, blocks, known))
+            pending.incoming.append(IncomingTask(cargo, request, blocks, known))
             self.look()
 
     def _go_on(self, pending: PreparedMigration) -> None:
         """Add the tokens of the last steps, and drop tasks that ended in them."""
-        brought: dict[str, LateTokens] = {}
+        late: dict[str, LateTokens] = {}
         for rank in {leader for leader, _ in pending.move.cargo.values()}:
             message = self._mailboxes[Rank(rank)].settled_message
-            brought |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
-        restored = []
-        for each in pending.restored:
-            news = brought.get(each.cargo.state.task)
+            late |= pickle.loads(message)  # noqa: S301 -- our own ranks' memory
+        incoming = []
+        for each in pending.incoming:
+            news = late.get(each.cargo.state.task)
             if news is not None:
                 go_on(each.request, news.tokens)
                 cargo = replace(each.cargo, emitted=news.emitted)
-                restored.append(replace(each, cargo=cargo))
-        pending.restored = restored
-        cargoes = [each.cargo for each in restored]
+                incoming.append(replace(each, cargo=cargo))
+        pending.incoming = incoming
+        cargoes = [each.cargo for each in incoming]
         self.adopted = tuple(
             Adopted(cargo.header.task, cargo.attempt + 1, cargo.emitted) for cargo in cargoes
         )
@@ -277,7 +279,7 @@ class Migration:
     def arrive(self, mode: "PreparedMode", *, meets: bool) -> None:
         """Keep new writes away from pages that copies of the last migration still need.
 
-        If members synchronize (`meets`), their devices wait for the copies; otherwise the host.
+        If members synchronize (`meets`), their devices wait for the copies, otherwise the host.
         """
         if meets:
             self._rounds.go_before()
@@ -288,10 +290,10 @@ class Migration:
     def resolve(self, resolve: Resolve) -> None:
         """On commit continue with the adopted tasks; else keep the old ones or apply the plan."""
         pending, self._pending = self._pending, None
-        self._told, self._is_told = None, False
+        self._publication, self._is_published = None, False
         self.adopted = ()
-        self._runtime.steps.catch_up()
-        self._runtime.steps.settle()
+        self._runtime.steps.run_deferred()
+        self._runtime.steps.finish_inflight()
         if resolve.is_committed:
             assert pending is not None and pending.epoch == resolve.epoch
             self._commit(pending)
@@ -301,7 +303,7 @@ class Migration:
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if is_spoiled:
             log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
-        if resolve.is_kept and not is_spoiled:
+        if resolve.stays_parked and not is_spoiled:
             return
         group, self._group = self._group, None
         if group is not None and group.leader == self._rank:
@@ -328,7 +330,7 @@ class Migration:
                 self._adopt(binding, pending, move.indices[number])
 
     def _hand_over(self, move: MigrationPlan) -> None:
-        """Give up the left group: other leaders continue its tasks, or they are recomputed."""
+        """Give up the old group: other leaders continue its tasks, or they are recomputed."""
         group = self._group
         if group is None:
             return
@@ -343,14 +345,14 @@ class Migration:
             self._runtime.give_up(group, mode.scheduler.holding(), ReturnCause.RECOMPUTE)
             self._runtime.withdraw(group)
         if group.mode is Mode.DP or not self._gives_up(move, group):
-            return  # A leader that did not take part publishes what its tasks still hold.
+            return  # A leader that took no part publishes what its tasks still hold.
         assert mode.table is not None
         mode.table.unmap(pool.lease_indices(group.ranks))
         pool.keep_only(group.ranks, ())
 
     def _gives_up(self, move: MigrationPlan, group: Group) -> bool:
-        """Return whether the migration leaves nothing of the group that was left."""
-        return group.leader == self._rank or group.ranks in move.left
+        """Return whether the migration leaves nothing of the old group."""
+        return group.leader == self._rank or group.ranks in move.old_groups
 
     def _take_pages(self, move: MigrationPlan, number: int) -> None:
         lease, group = move.plan.groups[number], move.bindings[number].group
@@ -376,11 +378,11 @@ class Migration:
         pool = runtime.engine.pages
         dp = binding.group.width == 1
         granted = pool.own_pages() if dp else pool.lease_indices(binding.group.ranks)
-        for cargo in (each.cargo for each in pending.restored):
+        for cargo in (each.cargo for each in pending.incoming):
             what = (cargo.header, cargo.attempt + 1, binding.group, cargo.emitted, cargo.payload)
             runtime.book.open(LedTask(*what))
-        tasks = [(each.request, each.blocks) for each in pending.restored]
-        known = {each.cargo.state.task: each.tokens for each in pending.restored}
+        tasks = [(each.request, each.blocks) for each in pending.incoming]
+        known = {each.cargo.state.task: each.tokens for each in pending.incoming}
         # Register the newest chain last, so that it is reused last.
         chains = list(reversed(pending.chains))
         scheduler.adopt(tasks, chains, granted, indices, known)

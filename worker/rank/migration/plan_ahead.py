@@ -41,17 +41,17 @@ class MigrationPlanner:
         self._engine = engine
         self._mailboxes = mailboxes
         self._rank = rank
-        self._foreseen: _PlannedAhead | None = None
+        self._ahead: _PlannedAhead | None = None
 
-    def foresee(self, wanted: Directive | None) -> bool:
-        """Plan the expected migration once all ranks of its target have published.
+    def plan_ahead(self, wanted: Directive | None) -> bool:
+        """Plan the expected migration once all ranks of its target have published their manifests.
 
-        Returns whether some have not yet.
+        Returns whether some have not published yet.
         """
         if wanted is None or (wanted.stage.phase, wanted.carry) != (Phase.PARK, Carry.RESHARD):
             return False
         epoch, target = wanted.stage.epoch, wanted.target
-        if self._foreseen is not None and self._foreseen.epoch == epoch:
+        if self._ahead is not None and self._ahead.epoch == epoch:
             return False
         present = self.peers(wanted, target.layout.ranks)
         if any(self._mailboxes[rank].epoch != epoch for rank in present):
@@ -61,8 +61,8 @@ class MigrationPlanner:
             move = self._plan(present, target)
         except Exception:
             # The migration itself will fail likewise and report it.
-            log.warning("move_not_foreseen", epoch=epoch, exc_info=True)
-        self._foreseen = _PlannedAhead(epoch, target, present, move)
+            log.warning("move_not_planned_ahead", epoch=epoch, exc_info=True)
+        self._ahead = _PlannedAhead(epoch, target, present, move)
         return False
 
     def plan(self, directive: Directive) -> MigrationPlan:
@@ -71,18 +71,18 @@ class MigrationPlanner:
         Raises `ReshardError`.
         """
         present = self.peers(directive, directive.movers)
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and foreseen.move is not None:
-            known = foreseen.epoch, foreseen.target, foreseen.ranks
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.move is not None:
+            known = ahead.epoch, ahead.target, ahead.ranks
             if known == (directive.stage.epoch, directive.target, present):
-                return foreseen.move
+                return ahead.move
         return self._plan(present, directive.target)
 
     def peers(self, directive: Directive, ranks: Iterable[Rank]) -> frozenset[Rank]:
         """Return the ranks whose mailboxes can be read; the others share no group with this one.
 
         In shared memory a restarted rank takes over its predecessor's mailbox. Elsewhere a
-        restarted process has a mailbox of its own, and nobody writes to the one mapped here.
+        restarted process has a mailbox of its own, and no process writes to the one mapped here.
         """
         known = (rank for rank in ranks if rank in self._mailboxes)
         spec = self._engine.spec
@@ -100,20 +100,21 @@ class MigrationPlanner:
         return plan_move(self._rank, manifests, target, kv.geometry, kv.num_pages)
 
 
-def tell_of_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
+def log_shortage(epoch: int, rank: Rank, move: MigrationPlan) -> None:
     """Log, once per component (its lowest rank), how the migration coped with scarce pages."""
     plan = move.plan
     if rank != move.ranks[0] or (plan.rounds <= 1 and not plan.fallbacks):
         return
-    left = {each.id for each in plan.fallbacks}
+    fallback_ids = {each.id for each in plan.fallbacks}
     tiers = Counter(
-        (name in left, cargo.header.tier.name.lower()) for name, (_, cargo) in move.cargo.items()
+        (name in fallback_ids, cargo.header.tier.name.lower())
+        for name, (_, cargo) in move.cargo.items()
     )
     log.info(
         "move_short_of_pages",
         epoch=epoch,
         rounds=plan.rounds,
-        carried={tier: count for (is_left, tier), count in tiers.items() if not is_left},
-        left={tier: count for (is_left, tier), count in tiers.items() if is_left},
+        carried={tier: count for (is_fallback, tier), count in tiers.items() if not is_fallback},
+        left={tier: count for (is_fallback, tier), count in tiers.items() if is_fallback},
         causes=dict(Counter(each.cause.value for each in plan.fallbacks)),
     )

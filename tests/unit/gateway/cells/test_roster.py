@@ -6,7 +6,7 @@ from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesH
 from coordinator.protocol.prefixes import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
-    SeenPrefixes,
+    PrefixHistory,
     prefix_hashes,
 )
 from coordinator.protocol.terms import TaskId, Tier
@@ -30,10 +30,10 @@ def test_a_cell_is_left_once_it_was_not_reached_for_long_enough() -> None:
     roster = heard(A, B)
     roster.closed(A, 10.0)
     assert roster.choose(NEEDS, ()) == B
-    assert roster.left(11.9) == {}
-    assert roster.left(12.0) == {A: MoveReason.DEAD}
+    assert roster.evacuations(11.9) == {}
+    assert roster.evacuations(12.0) == {A: MoveReason.DEAD}
     roster.opened(A)
-    assert roster.left(99.0) == {}
+    assert roster.evacuations(99.0) == {}
     # Until it says so, nobody knows that it serves.
     assert roster.choose(NEEDS, (), without=[B]) is None
 
@@ -41,17 +41,17 @@ def test_a_cell_is_left_once_it_was_not_reached_for_long_enough() -> None:
 def test_a_cell_that_the_registry_names_no_more_is_left_with_its_session() -> None:
     roster = heard(A, B)
     roster.found({B}, 10.0)
-    assert roster.left(10.0) == {}
+    assert roster.evacuations(10.0) == {}
     assert roster.choose(NEEDS, (), without=[B]) == A
     roster.closed(A, 11.0)
-    assert roster.left(11.0) == {A: MoveReason.DEAD}
+    assert roster.evacuations(11.0) == {A: MoveReason.DEAD}
 
 
 def test_an_empty_registry_takes_no_cell_away_whose_session_lives() -> None:
     roster = heard(A, B)
     roster.found(set(), 10.0)
     assert roster.up == [A, B]
-    assert roster.left(99.0) == {}
+    assert roster.evacuations(99.0) == {}
     assert roster.forget((), 99.0) == []
 
 
@@ -73,10 +73,10 @@ def test_a_cell_that_drains_or_has_no_rank_is_left_at_once() -> None:
     ):
         roster = heard(A, B)
         assert roster.update(A, msgspec.structs.replace(STATE, **change))
-        assert roster.left(0.0) == {A: reason}
+        assert roster.evacuations(0.0) == {A: reason}
         assert roster.choose(NEEDS, ()) == B
         assert roster.update(A, STATE)
-        assert roster.left(0.0) == {}
+        assert roster.evacuations(0.0) == {}
 
 
 def test_a_task_that_is_too_long_for_all_is_refused_by_the_largest() -> None:
@@ -135,12 +135,12 @@ def test_a_hash_covers_everything_before_its_block() -> None:
 
 
 def test_both_sides_forget_the_same_prefixes() -> None:
-    cell, gateway = SeenPrefixes(4), SeenPrefixes(4)
+    cell, gateway = PrefixHistory(4), PrefixHistory(4)
     for hashes in ((1, 2, 3), (1,), (4, 5), (3,), (6,)):
-        cell.came(hashes)
-        gateway.came(hashes)
+        cell.remember(hashes)
+        gateway.remember(hashes)
     assert list(cell) == list(gateway) == [4, 5, 3, 6]
-    late = SeenPrefixes(4)
-    late.came(tuple(cell))
+    late = PrefixHistory(4)
+    late.remember(tuple(cell))
     assert list(late) == list(cell)
     assert cell.matched((4, 5, 1)) == 2
