@@ -1,8 +1,9 @@
 """Stored answers for clients that repeat a request with the same `Idempotency-Key`.
 
 A finished answer that was not streamed is replayed unchanged for a day. While the first request is
-still being answered, a second one is refused for now; the edge asks again. Errors are not stored: clients retry after them. In
-memory, so per gateway; `shared_idempotency` stores answers for all gateways. Pure.
+still being answered, a second one is refused for now, and the edge asks again. Errors are not
+stored: clients retry after them. In memory, so per gateway; `shared_idempotency` stores answers for
+all gateways. Pure.
 """
 
 from collections import OrderedDict

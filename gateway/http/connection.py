@@ -178,8 +178,9 @@ class Connection(HttpToolsProtocol):
         for name, value in self.headers:
             if name == b"connection":
                 options = [each.strip() for each in value.split(b",")]
-                value = b", ".join(each for each in options if each.lower() not in _OFFER)
-            if name not in _OFFER and (value or name != b"connection"):
+                rest = [each for each in options if each.lower() not in _OFFER]
+                lines += [b"connection: " + b", ".join(rest)] if rest else []
+            elif name not in _OFFER:
                 lines.append(b"%s: %s" % (name, value))
         return b"\r\n".join([*lines, b"\r\n"])
 

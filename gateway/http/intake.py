@@ -46,7 +46,8 @@ FAIRNESS_HEADERS = ("x-gateway-inference-fairness-id", "x-llm-d-inference-fairne
 SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
     {
         *("host", "content-type", "content-length", "authorization", "transfer-encoding"),
-        *("content-encoding", "x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER, *FAIRNESS_HEADERS),
+        *("content-encoding", "x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER),
+        *FAIRNESS_HEADERS,
         *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
     }
 )
@@ -161,7 +162,7 @@ class BodyReader:
         """Whether the whole body was read."""
 
     def check_head(self) -> ApiError | None:
-        """Return the error of an encoding that is unknown, or a Content-Length that is too large."""
+        """Return the error of an unknown encoding or of a Content-Length that is too large."""
         if isinstance(self._decoder, ApiError):
             return self._decoder
         length = self._length

@@ -280,9 +280,7 @@ async def test_null_within_a_schema_stays(client: httpx.AsyncClient, cell: FakeC
     assert answer.status_code == 200, answer.text
 
 
-async def test_equal_choices_at_temperature_0(
-    client: httpx.AsyncClient, cell: FakeCell
-) -> None:
+async def test_equal_choices_at_temperature_0(client: httpx.AsyncClient, cell: FakeCell) -> None:
     params: list[Any] = []
 
     async def behave(ran: Ran) -> None:
