@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Final, Protocol
 
-from backports import zstd
-
 from gateway.errors import ApiError, api_error
 
 ENCODING_HEADER: Final = "content-encoding"
@@ -40,6 +38,7 @@ class Decoder:
         """`encoding` is one of `ENCODINGS`."""
         self._encoding = encoding
         self._decompressor: _Decompressor | None = None
+        self._error: type[Exception] = zlib.error
 
     def decode(self, data: bytes) -> Iterator[bytes]:
         """Yield the decoded pieces of the next bytes; raises `BadEncodingError`."""
@@ -61,6 +60,10 @@ class Decoder:
         if self._encoding == "gzip":
             return zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         if self._encoding == "zstd":
+            # Imported when the first client needs it: hardly any does.
+            from backports import zstd
+
+            self._error = zstd.ZstdError
             options = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
             return zstd.ZstdDecompressor(options=options)
         # Some clients send the bare format where the standard wants zlib's header.
@@ -77,7 +80,7 @@ class Decoder:
                     yield piece
                 if decompressor.eof or (len(piece) < PIECE_BYTES and not data):
                     return
-        except (zlib.error, zstd.ZstdError) as error:
+        except self._error as error:
             raise BadEncodingError from error
 
 

@@ -15,7 +15,6 @@ from backports import zstd
 from openai.types.chat import ChatCompletionMessage
 
 from coordinator.protocol.messages.gateway import Submit
-from coordinator.protocol.terms import Tier
 from tests.harness.cells.gateway_cell import FakeCell, GatewayProcess, Ran
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gateway")]
@@ -510,17 +509,6 @@ async def test_items_of_an_incomplete_response_are_incomplete(
         response = events[-1]["response"]
     assert response["status"] == "incomplete"
     assert [item["status"] for item in response["output"]] == ["incomplete"]
-
-
-@pytest.mark.parametrize("tier", [None, "auto"])
-async def test_service_tier_auto_is_as_if_left_out(
-    client: httpx.AsyncClient, cell: FakeCell, tier: str | None
-) -> None:
-    headers = {"x-priority-tier": "batch"}
-    answer = await client.post(PATH, json={**CHAT, "service_tier": tier}, headers=headers)
-    assert answer.status_code == 200, answer.text
-    [submit] = cell.of(Submit)
-    assert submit.header.tier == Tier.BATCH
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -287,3 +287,57 @@ def test_json_that_python_writes_is_accepted(fields: dict[str, Any], ascii_only:
 def test_any_bytes_are_judged(body: bytes) -> None:
     found = check(b'{"messages": ' + body + b"}")
     assert isinstance(found, ApiError | BodyFacts)
+
+
+ESCAPES = [
+    (r"\\ud83d", True),
+    (r"\ud83d\ude00", True),
+    (r"D:\\udev", True),
+    (r"\\\\ud83d", True),
+    (r"\ud83d", False),
+    (r"\ude00", False),
+    (r"\\\ud83d", False),
+    (r"\ud83d\\\ude00", False),
+    (r"\ud83d\\ude00", False),
+    (r"\ude00\ud83d", False),
+    (r"\ud83d\ud83d\ude00", False),
+]
+
+
+@pytest.mark.parametrize(("text", "is_whole"), ESCAPES)
+@pytest.mark.parametrize("length", [0, 512 * 1024 - 8])
+def test_only_half_a_character_is_refused(text: str, is_whole: bool, length: int) -> None:
+    """The judgement is that of the decoded text."""
+    body = '{"prompt": "' + "x" * length + text + '"}'
+    decoded = json.loads(body)["prompt"]
+    assert is_whole == (not any(0xD800 <= ord(each) < 0xE000 for each in decoded))
+    found = check(body.encode())
+    assert isinstance(found, BodyFacts) == is_whole
+    if isinstance(found, ApiError):
+        assert found.code == "invalid_json"
+
+
+def test_tools_are_bounded_by_the_body_alone() -> None:
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50)}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": schema}}
+        for n in range(128)
+    ]
+    assert len(json.dumps(tools)) > 128 * 1024
+    assert isinstance(check(json.dumps({"tools": tools}).encode()), BodyFacts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"response_format": {}, "tools": []}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"text": {}}, "text"),
+        ({"tools": [], "text": None}, "tools"),
+        ({}, None),
+    ],
+)
+def test_the_field_with_a_grammar_is_known(fields: dict[str, Any], name: str | None) -> None:
+    found = check(json.dumps(fields).encode())
+    assert isinstance(found, BodyFacts)
+    assert found.grammar_field == name

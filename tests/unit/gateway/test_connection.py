@@ -296,3 +296,54 @@ async def test_thousand_connections_that_come_and_go_leave_nothing(served: Serve
     await until(lambda: not served.open)
     assert not served.limits.addresses
     assert not served.server.server_state.tasks
+
+
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+"""What Java's HttpClient sends with its first request."""
+OFFERS = [
+    H2C,
+    b"connection: upgrade\r\nupgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    b"Upgrade: TLS/1.0\r\nConnection: keep-alive, Upgrade\r\n",
+]
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("pieces", [1, 2, 50])
+async def test_an_offer_of_another_protocol_is_declined(
+    talk: Talk, offer: bytes, pieces: int
+) -> None:
+    """The request is served with its body, and so is the next one on the connection."""
+    sized = POST + offer + b"Content-Length: 5\r\n\r\nhello"
+    chunked = POST + offer + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    plain = GET + offer + b"\r\n"
+    data = sized + chunked + plain + GET + b"Connection: close\r\n\r\n"
+    size = -(-len(data) // pieces)
+    answer = await talk(*(data[at : at + size] for at in range(0, len(data), size)))
+    assert re.findall(rb"got \d", answer) == [b"got 5", b"got 3", b"got 0", b"got 0"]
+    assert answer.count(b"HTTP/1.1 200 OK") == 4
+
+
+async def test_an_offer_with_close_closes(talk: Talk) -> None:
+    answer = await talk(GET + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("path", [b"/stream", b"/"])
+@pytest.mark.parametrize("keep", [b"", b"Connection: keep-alive\r\n"])
+async def test_clients_of_http_1_0_get_no_chunks(talk: Talk, path: bytes, keep: bytes) -> None:
+    head, _, body = (await talk(b"GET %s HTTP/1.0\r\n%s\r\n" % (path, keep))).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head
+    assert body == (b"data: x\n\n" * 100 if path == b"/stream" else b"got 0")
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000000\r\n", b"Transfer-Encoding: chunked\r\n"]
+)
+async def test_an_answer_before_a_long_body_says_that_the_connection_closes(
+    talk: Talk, framing: bytes
+) -> None:
+    answer = await talk(POST.replace(b"/ ", b"/refuse ") + framing + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer

@@ -11,8 +11,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.admission import idempotency
-from gateway.admission.idempotency import RETENTION_S, IdempotencyCache, StoredAnswer
+from gateway.admission.idempotency import (
+    IN_PROGRESS,
+    RETENTION_S,
+    IdempotencyCache,
+    StoredAnswer,
+)
 from gateway.errors import ApiError
+from gateway.http import edge
 from gateway.http.edge import Edge
 from tests.harness.gateway.edge_app import CHAT, error_of
 
@@ -76,21 +82,36 @@ async def test_another_request_with_the_same_key_is_refused(client: httpx.AsyncC
     assert error_of(long) == (400, "invalid_value")
 
 
-async def test_a_request_that_is_being_answered(
+async def test_a_request_waits_for_an_equal_one(
     client: httpx.AsyncClient, counter: Counter
 ) -> None:
     counter.go_on.clear()
     first = asyncio.create_task(client.post(CHAT, json={}, headers=named("a")))
     while not counter.answered:
         await asyncio.sleep(0)
-    second = await client.post(CHAT, json={}, headers=named("a"))
-    assert error_of(second) == (409, "conflict")
-    assert second.headers["x-should-retry"] == "false"
+    second = asyncio.create_task(client.post(CHAT, json={}, headers=named("a")))
+    await asyncio.sleep(0.2)
+    assert not second.done()
     counter.go_on.set()
-    third = await client.post(CHAT, json={}, headers=named("a"))
-    assert third.status_code in (200, 409)
+    assert (await second).content == (await first).content
+    assert (await second).headers["idempotent-replayed"] == "true"
+    assert counter.answered == 1
+
+
+async def test_a_request_does_not_wait_for_ever(
+    client: httpx.AsyncClient, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edge, "SAME_REQUEST_WAIT_S", 0.2)
+    counter.go_on.clear()
+    first = asyncio.create_task(client.post(CHAT, json={}, headers=named("a")))
+    while not counter.answered:
+        await asyncio.sleep(0)
+    second = await client.post(CHAT, json={}, headers=named("a"))
+    assert error_of(second) == (409, IN_PROGRESS)
+    assert second.headers["retry-after"] == "1"
+    assert "x-should-retry" not in second.headers
+    counter.go_on.set()
     assert (await first).status_code == 200
-    assert (await client.post(CHAT, json={}, headers=named("a"))).content == (await first).content
 
 
 @pytest.mark.parametrize("body", [{"seed": 400}, {"seed": 503}, {"stream": True}])

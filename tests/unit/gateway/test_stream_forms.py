@@ -171,4 +171,4 @@ def test_what_a_client_wrote_is_never_taken_for_an_end(text: str) -> None:
     event = f"event: response.output_text.delta\ndata: {delta}\n\n".encode()
     assert not ResponsesForm().is_end(event)
     assert not ResponsesForm().is_preface(event)
-    assert ResponsesForm().event(event, "flex") == event
+    assert ResponsesForm().event(event, "flex", RequestState()) == event

@@ -48,7 +48,7 @@ def test_unknown_header_is_refused() -> None:
         ("priority", Tier.INTERACTIVE),
         ("fast", Tier.INTERACTIVE),
         ("scale", Tier.INTERACTIVE),
-        ("auto", Tier.STANDARD),
+        ("auto", None),
         ("default", Tier.STANDARD),
         ("flex", Tier.BATCH),
         (None, None),

@@ -1,0 +1,113 @@
+"""Bodies that a client has compressed."""
+
+import gzip
+import random
+import zlib
+from collections.abc import Callable
+
+import pytest
+from backports import zstd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import ApiError
+from gateway.http.content_encoding import (
+    ENCODINGS,
+    PIECE_BYTES,
+    BadEncodingError,
+    Decoder,
+    find_decoder,
+)
+
+
+def deflate_bare(data: bytes) -> bytes:
+    """Without zlib's header, as some clients send it."""
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(data) + compressor.flush()
+
+
+ENCODERS: list[tuple[str, Callable[[bytes], bytes]]] = [
+    ("gzip", gzip.compress),
+    ("deflate", zlib.compress),
+    ("deflate", deflate_bare),
+    ("zstd", zstd.compress),
+]
+
+
+def decode(encoding: str, pieces: list[bytes]) -> list[bytes]:
+    decoder = Decoder(encoding)
+    decoded = [piece for each in pieces for piece in decoder.decode(each)]
+    decoder.finish()
+    return decoded
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.binary(max_size=2_000),
+    repeat=st.sampled_from([1, 1_000]),
+    size=st.integers(1, 5_000),
+    which=st.sampled_from(ENCODERS),
+    members=st.integers(1, 3),
+)
+def test_what_is_encoded_is_decoded(
+    data: bytes,
+    repeat: int,
+    size: int,
+    which: tuple[str, Callable[[bytes], bytes]],
+    members: int,
+) -> None:
+    encoding, encode = which
+    whole = encode(data * repeat) * members
+    pieces = [whole[at : at + size] for at in range(0, len(whole), size)]
+    decoded = decode(encoding, pieces)
+    assert b"".join(decoded) == data * repeat * members
+    assert all(0 < len(piece) <= PIECE_BYTES for piece in decoded)
+
+
+@pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
+def test_a_body_that_breaks_off_is_bad(encoding: str, encode: Callable[[bytes], bytes]) -> None:
+    whole = encode(random.Random(0).randbytes(1_000))
+    with pytest.raises(BadEncodingError):
+        decode(encoding, [whole[:-1]])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_body_in_another_format_is_bad(encoding: str) -> None:
+    with pytest.raises(BadEncodingError):
+        decode(encoding, [b'{"model": "demo"}' * 10])
+
+
+@pytest.mark.parametrize(("encoding", "encode"), ENCODERS)
+def test_a_bomb_is_decoded_in_small_pieces(encoding: str, encode: Callable[[bytes], bytes]) -> None:
+    pieces = Decoder(encoding).decode(encode(bytes(64 * 1024**2)))
+    assert [len(next(pieces)) for _ in range(3)] == [PIECE_BYTES] * 3
+
+
+def test_a_window_larger_than_the_web_allows_is_bad() -> None:
+    options = {
+        zstd.CompressionParameter.window_log: 27,
+        zstd.CompressionParameter.content_size_flag: 0,
+    }
+    compressor = zstd.ZstdCompressor(options=options)
+    data = compressor.compress(bytes(1_000)) + compressor.flush()
+    with pytest.raises(BadEncodingError):
+        decode("zstd", [data])
+
+
+@pytest.mark.parametrize("value", ["", "identity", " Identity "])
+def test_a_plain_body_needs_no_decoder(value: str) -> None:
+    assert find_decoder({"content-encoding": value}) is None
+    assert find_decoder({}) is None
+
+
+@pytest.mark.parametrize("value", ["gzip", "GZIP", "x-gzip", "deflate", "zstd"])
+def test_known_encodings_have_a_decoder(value: str) -> None:
+    assert isinstance(find_decoder({"content-encoding": value}), Decoder)
+
+
+@pytest.mark.parametrize("value", ["br", "gzip, zstd", "compress"])
+def test_other_encodings_are_refused(value: str) -> None:
+    error = find_decoder({"content-encoding": value})
+    assert isinstance(error, ApiError)
+    assert (error.status, error.param) == (415, "content-encoding")
+    assert (b"accept-encoding", b"gzip, deflate, zstd") in error.headers()
