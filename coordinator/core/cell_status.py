@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from comm_pool.layout import format_layout
 from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesHeld
-from coordinator.protocol.prefixes import SeenPrefixes
+from coordinator.protocol.prefixes import PrefixHistory
 from coordinator.protocol.terms import Tier
 from coordinator.ranks.roster import Roster
 from coordinator.switching.switcher import Switcher
@@ -23,7 +23,7 @@ class CellStatusPublisher:
     def __init__(self, world: int, *, in_fleet: bool) -> None:
         self._world = world
         self._in_fleet = in_fleet
-        self._seen = SeenPrefixes()
+        self._seen = PrefixHistory()
         self._fresh: dict[int, None] = {}
         """Blocks of prompts that came since the last tick, in order."""
         self.told: CellState | None = None
@@ -35,7 +35,7 @@ class CellStatusPublisher:
     def came(self, prefixes: Sequence[int]) -> None:
         """Record the prompt of a new task."""
         if self._in_fleet:
-            self._seen.came(prefixes)
+            self._seen.remember(prefixes)
             for each in prefixes:
                 self._fresh.pop(each, None)
                 self._fresh[each] = None

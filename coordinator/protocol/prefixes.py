@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
-from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_MAX
 
 BLOCK_TOKENS = 64
 """Tokens of a block; a shorter remainder has no hash."""
@@ -35,12 +35,12 @@ def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(hashes)
 
 
-class SeenPrefixes:
+class PrefixHistory:
     """The blocks seen last; two instances with the same input in the same order are equal."""
 
     __slots__ = ("_hashes", "_most")
 
-    def __init__(self, most: int = PREFIXES_KEPT_MAX) -> None:
+    def __init__(self, most: int = PREFIXES_MAX) -> None:
         self._hashes: OrderedDict[int, None] = OrderedDict()
         self._most = most
 
@@ -52,7 +52,7 @@ class SeenPrefixes:
         """Iterate from the least recently seen block."""
         return iter(self._hashes)
 
-    def came(self, hashes: Iterable[int]) -> None:
+    def remember(self, hashes: Iterable[int]) -> None:
         """Remember these blocks as the newest, and forget the oldest above the limit."""
         for each in hashes:
             self._hashes[each] = None

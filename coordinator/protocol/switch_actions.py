@@ -41,13 +41,13 @@ class Resolve:
     """The migration of `epoch` is decided: continue the adopted tasks on commit, else the old ones.
 
     With `is_joined` the rank joins the prepared group next. Otherwise another layout is wanted by
-    now: the tasks stay where they are while the next migration may take them (`is_kept`), or else
-    the rank applies the plan of `directive` to them now.
+    now: the tasks stay where they are while the next migration may take them (`stays_parked`), or
+    else the rank applies the plan of `directive` to them now.
     """
 
     epoch: int
     is_committed: bool
-    is_kept: bool
+    stays_parked: bool
     is_joined: bool
     directive: Directive = field(repr=False)
 
@@ -62,11 +62,11 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Reduce the group's lease to `kept`, lease (dp: own) `grant_pages` more pages, and serve."""
+    """Reduce the lease to `retention`, lease (dp: own) `grant_pages` more pages, and serve."""
 
     binding: Binding
     grant_pages: int
-    kept: LeaseRetention | None
+    retention: LeaseRetention | None
     directive: Directive = field(repr=False)
 
 

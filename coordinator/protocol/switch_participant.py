@@ -21,7 +21,7 @@ from coordinator.protocol.switch_actions import (
     Resolve,
     Serve,
 )
-from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
+from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
 
 MOVING = frozenset({Carry.RESHARD, Carry.SPECULATE})
 """Plans that end in a migration: parked tasks stay where they are, and no rank joins before it."""
@@ -45,7 +45,7 @@ class SwitchParticipant:
     - A leader that waits for room in the step queue gives up the step when its time lease ends.
     - A message on the step queue carries its formation; readers drop those of other formations.
     - A follower takes its page lease from the leader's first message of a formation (formation,
-      grant, kept), which the leader sends on `Serve`. Steps may reach a follower before its own
+      grant, retention), which the leader sends on `Serve`. Steps may reach a follower before its own
       SERVE directive, which may never arrive. `Serve` of a follower repeats the message and changes
       nothing.
     - A rank that is joined to nothing drops the messages on the queues of its groups, so that the
@@ -127,12 +127,12 @@ class SwitchParticipant:
         return self.binding is not None and self.binding.group.leader != self.rank
 
     @property
-    def is_left(self) -> bool:
+    def has_leave(self) -> bool:
         """The leader of the joined group has left it: only a directive can come next."""
         return self.binding is not None and self.binding.formation in self._leaves
 
     @property
-    def told(self) -> tuple[int, int]:
+    def known_migration(self) -> tuple[int, int]:
         """The last committed migration that this rank knows of, and the epoch of that directive."""
         wanted = self.wanted
         return (wanted.moved, wanted.stage.epoch) if wanted is not None else (0, 0)
@@ -218,7 +218,7 @@ class SwitchParticipant:
                 self._migration, self._copied = directive.stage.epoch, directive
                 self._acknowledge(directive.stage, directive)
             case Resolve(directive=directive):
-                self._migration = directive.stage.epoch if move.is_kept else None
+                self._migration = directive.stage.epoch if move.stays_parked else None
                 if move.is_joined and directive.stage.epoch > move.epoch and self._copied:
                     self._promised = self._copied.target.binding_of(self.rank)
             case Join(binding=binding, directive=directive):
@@ -268,8 +268,8 @@ class SwitchParticipant:
             copied = None
         is_joined = copied is not None and self._is_awaited(copied, wanted)
         may_move = wanted.carry in MOVING and wanted.stage.phase <= Phase.MOVE
-        is_kept = may_move and not is_joined
-        return Resolve(epoch, copied is not None, is_kept, is_joined, wanted)
+        stays_parked = may_move and not is_joined
+        return Resolve(epoch, copied is not None, stays_parked, is_joined, wanted)
 
     def _is_awaited(self, copied: Directive, wanted: Directive) -> bool:
         """Return whether the prepared group is wanted, or its leader may be in a step of it."""
@@ -290,11 +290,11 @@ class SwitchParticipant:
         if self.is_leader:
             if not self.serving and not is_drained:
                 # No task ends in a group that never served, so its leader does not wait for any.
-                carry = PLAN_BEHIND.get(carry, carry)
-            may_leave = is_lost or carry not in PLAN_BEHIND or is_drained
+                carry = PLAN_AFTER_WAIT.get(carry, carry)
+            may_leave = is_lost or carry not in PLAN_AFTER_WAIT or is_drained
         else:
             may_leave = (
-                self._is_left(binding, gone) or wanted.abandoned_formation == binding.formation
+                self._is_over(binding, gone) or wanted.abandoned_formation == binding.formation
             )
         if not may_leave:
             return None
@@ -303,9 +303,9 @@ class SwitchParticipant:
             carry = Carry.RESHARD
         return Leave(binding, carry, self.is_leader, is_lost, wanted)
 
-    def _is_left(self, binding: Binding, gone: frozenset[Rank]) -> bool:
+    def _is_over(self, binding: Binding, gone: frozenset[Rank]) -> bool:
         """The leader will send no further step of the formation."""
-        return self.is_left or binding.group.leader in gone
+        return self.has_leave or binding.group.leader in gone
 
     def _gone(self, wanted: Directive, binding: Binding) -> frozenset[Rank]:
         """Members of the joined group that are cut out, or whose process is a new one."""
@@ -323,8 +323,8 @@ class SwitchParticipant:
         granted = [grant.pages for grant in wanted.grants if grant.ranks == ranks]
         if not granted:
             return None
-        kept = next((kept for kept in wanted.kept if kept.ranks == ranks), None)
-        return Serve(binding, granted[0], kept, wanted)
+        retention = next((each for each in wanted.retentions if each.ranks == ranks), None)
+        return Serve(binding, granted[0], retention, wanted)
 
     def _park(self, directive: Directive) -> None:
         self.binding = self._joined = None

@@ -49,7 +49,7 @@ class Carry(StrEnum):
     """Groups serve until their old tasks end, and idle groups begin new tasks; then `RESHARD`."""
 
 
-PLAN_BEHIND = {Carry.DRAIN: Carry.RECOMPUTE, Carry.SPECULATE: Carry.RESHARD}
+PLAN_AFTER_WAIT = {Carry.DRAIN: Carry.RECOMPUTE, Carry.SPECULATE: Carry.RESHARD}
 """A plan that waits for tasks to end, at most `drain_limit_ms` -> the plan for the rest then."""
 
 

@@ -13,7 +13,7 @@ from coordinator.model.records import SwitchLog, SwitchRecord
 from coordinator.model.settings import SwitchSettings
 from coordinator.protocol.messages.rank import Directive, RankHello, Report
 from coordinator.protocol.messages.tasks import Adopted
-from coordinator.protocol.terms import PLAN_BEHIND, Binding, Carry, Phase, Stage, Target
+from coordinator.protocol.terms import PLAN_AFTER_WAIT, Binding, Carry, Phase, Stage, Target
 from coordinator.ranks.outliers import Ejection, OutlierDetector
 from coordinator.ranks.recovery import Resumed, resume
 from coordinator.ranks.roster import Arrival, Roster
@@ -122,7 +122,7 @@ class Switcher:
 
     def on_report(self, report: Report, now_ms: int) -> tuple[Rank, ...]:
         """Handle a report that the roster counted; return its rank if it is cut out."""
-        if self._kept.on_report(report.rank, report.kept):
+        if self._kept.on_report(report.rank, report.retentions):
             self.version += 1
         if self.recovering:
             self._moves.on_report(report)
@@ -165,7 +165,7 @@ class Switcher:
     def end_wait(self, now_ms: int) -> None:
         """If the switch in progress waits for tasks to end, stop waiting."""
         if self.stage.phase is Phase.PARK:
-            self._set_carry(PLAN_BEHIND.get(self.carry, self.carry), now_ms)
+            self._set_carry(PLAN_AFTER_WAIT.get(self.carry, self.carry), now_ms)
 
     def lose(self, ranks: Collection[Rank], now_ms: int, cause: str = "lost") -> None:
         """Continue without these ranks at once, for a cause such as a process's end."""
@@ -192,7 +192,7 @@ class Switcher:
         groups that serve can speculate: during another switch the tasks migrate at once.
         """
         if carry is Carry.SPECULATE and not self.is_serving:
-            carry = PLAN_BEHIND[carry]
+            carry = PLAN_AFTER_WAIT[carry]
         if layout == self.target.layout and not fresh and self.epoch:
             if self.stage.phase is Phase.PARK:
                 self._set_carry(carry, now_ms)
@@ -217,7 +217,7 @@ class Switcher:
             members=tuple((each, self._roster[each].incarnation) for each in self.alive),
             abandoned_formation=0 if self.recovering else void(report, self.target, self._roster),
             grants=self._grants.of(self.target.bindings) if stage.phase is Phase.SERVE else (),
-            kept=self._kept.for_rank(rank),
+            retentions=self._kept.for_rank(rank),
             movers=self._moves.movers if stage.phase is Phase.MOVE else (),
             moved=self._moves.committed(report.stage.epoch),
         )

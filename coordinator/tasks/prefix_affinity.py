@@ -8,7 +8,7 @@ cached blocks. The pool and placement call this module. Pure.
 from collections.abc import Sequence
 
 from comm_pool.layout import Rank
-from coordinator.protocol.prefixes import BLOCK_TOKENS, SeenPrefixes
+from coordinator.protocol.prefixes import BLOCK_TOKENS, PrefixHistory
 from coordinator.protocol.terms import Binding
 
 
@@ -18,9 +18,9 @@ class PrefixAffinity:
     __slots__ = ("_coming", "_homes")
 
     def __init__(self) -> None:
-        self._homes: dict[Rank, tuple[Binding, SeenPrefixes]] = {}
+        self._homes: dict[Rank, tuple[Binding, PrefixHistory]] = {}
         """By leader, which is a faster key than a binding."""
-        self._coming: dict[Rank, SeenPrefixes] = {}
+        self._coming: dict[Rank, PrefixHistory] = {}
         """Blocks that migrations brought to leaders of groups about to serve."""
 
     def __len__(self) -> int:
@@ -30,18 +30,18 @@ class PrefixAffinity:
     def cached(self, leader: Rank, prefixes: Sequence[int]) -> None:
         """Record that the next group that this rank leads begins with these blocks."""
         if prefixes:
-            self._coming.setdefault(leader, SeenPrefixes()).came(prefixes)
+            self._coming.setdefault(leader, PrefixHistory()).remember(prefixes)
 
     def came(self, binding: Binding, prefixes: Sequence[int]) -> None:
         """Record that the group gets a prompt with these blocks."""
         if prefixes:
-            self._home(binding).came(prefixes)
+            self._home(binding).remember(prefixes)
 
     def matched_tokens(self, binding: Binding, prefixes: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens the group is known to have read."""
         return self._home(binding).matched(prefixes) * BLOCK_TOKENS if prefixes else 0
 
-    def _home(self, binding: Binding) -> SeenPrefixes:
+    def _home(self, binding: Binding) -> PrefixHistory:
         leader = binding.group.leader
         known = self._homes.get(leader)
         if known is not None and (known[0] is binding or known[0] == binding):
@@ -49,7 +49,7 @@ class PrefixAffinity:
         # The ranks of the new group have left their earlier groups.
         for each in [each for each, (old, _) in self._homes.items() if _share(old, binding)]:
             del self._homes[each]
-        home = self._coming.pop(leader, None) or SeenPrefixes()
+        home = self._coming.pop(leader, None) or PrefixHistory()
         self._homes[leader] = (binding, home)
         return home
 

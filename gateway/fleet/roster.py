@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from coordinator.protocol.messages.gateway import CellState, PrefixesHeld
-from coordinator.protocol.prefixes import SeenPrefixes
+from coordinator.protocol.prefixes import PrefixHistory
 from gateway.fleet.placement import UNKNOWN_LOAD, Candidate, Needs, Spill, choose, is_open, spill
 
 ALONE = ""
@@ -43,7 +43,7 @@ class _Cell:
     down_since_s: float = 0.0
     state: CellState | None = None
     sent: int = 0
-    prefixes: SeenPrefixes = field(default_factory=SeenPrefixes)
+    prefixes: PrefixHistory = field(default_factory=PrefixHistory)
 
 
 class CellRoster:
@@ -108,7 +108,7 @@ class CellRoster:
         if cell is None:
             return False
         if isinstance(message, PrefixesHeld):
-            cell.prefixes.came(message.hashes)
+            cell.prefixes.remember(message.hashes)
             return False
         was_open = is_open(self._candidate(name, cell, 0))
         if cell.state is None or cell.state.load != message.load:
@@ -121,7 +121,7 @@ class CellRoster:
         if (cell := self._cells.get(name)) is not None:
             cell.sent += 1
             # The cell will report it to all gateways; the next request may arrive earlier.
-            cell.prefixes.came(prefixes)
+            cell.prefixes.remember(prefixes)
 
     def choose(
         self, needs: Needs, prefixes: Sequence[int], without: Collection[str] = ()

@@ -90,7 +90,7 @@ class SimMoving:
     def hear_of_leases(self, directive: Directive) -> None:
         """Free what a directive says is not needed; what must not be touched yet is told again."""
         holdings, bound, goal = self._process.holdings, self._process.bound, self.goal
-        for kept in directive.kept:
+        for kept in directive.retentions:
             holdings.apply(kept, (bound, self.told_group, goal))
         if self._process.participant.wanted is directive and directive.stage.epoch > 0:
             holdings.forget_lost(dict(directive.members), (bound, goal))
@@ -280,7 +280,7 @@ class SimMoving:
             and pending.plan.rounds > 1
         )
         stats.spoiled_moves += is_spoiled
-        if resolve.is_kept and not is_spoiled:
+        if resolve.stays_parked and not is_spoiled:
             return
         group, self.group = self.group, None
         if group is not None and group[0] == self._process.rank:

@@ -255,7 +255,7 @@ class SimRank:
 
     def _serve(self, move: Serve) -> bool:
         if move.binding.group.width > 1:
-            kept = self.holdings.kept_still(move.kept)
+            kept = self.holdings.kept_still(move.retention)
             told = move.grant_pages, kept, self.holdings.version_of(move.binding.group.ranks)
             begin = Begin(move.binding.formation, *told)
             if not self._tell(move.binding, begin):

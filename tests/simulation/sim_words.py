@@ -52,7 +52,7 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
     """What is now, and what happened since the last report."""
     holdings, participant, migration = process.holdings, process.participant, process.migration
     engine = holdings.engine
-    moved, heard_in_epoch = participant.told
+    moved, heard_in_epoch = participant.known_migration
     held = holdings.held(migration.group).items()
     return Report(
         rank=process.rank,
@@ -66,7 +66,7 @@ def report_of(process: "SimRank", times: list[SwitchTimes]) -> Report:
         waiting=len(engine.tasks) - engine.running if engine else 0,
         blocks_free=len(engine.free) if engine else 0,
         blocks_total=engine.blocks_total if engine else 0,
-        kept=tuple(holdings.kept.values()),
+        retentions=tuple(holdings.kept.values()),
         ended=tuple(holdings.ended),
         returned=tuple(holdings.returned),
         progress=tuple(

@@ -77,9 +77,9 @@ def _move(move: Move) -> str:
             return f"serve {_binding(binding)} with {pages} pages on top of {indices}"
         case Reshard():
             return "moved its share"
-        case Resolve(epoch, is_committed, is_kept):
+        case Resolve(epoch, is_committed, stays_parked):
             how = "committed" if is_committed else "not committed"
-            return f"resolve {epoch}: {how}{', kept' if is_kept else ''}"
+            return f"resolve {epoch}: {how}{', kept' if stays_parked else ''}"
         case Park():
             return "park"
         case Ack():

@@ -251,7 +251,7 @@ def _directive(directive: Directive) -> str:
     if directive.grants:
         grants = [f"{_ranks(grant.ranks)}:{grant.pages}" for grant in directive.grants]
         text += f" grants {' '.join(grants)}"
-    for kept in directive.kept:
+    for kept in directive.retentions:
         text += f" kept {_ranks(kept.ranks)}:{list(kept.indices)}@{kept.formation}.{kept.version}"
     return text
 

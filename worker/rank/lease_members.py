@@ -67,7 +67,7 @@ class LeaseUpdates:
         runtime, participant = self._runtime, self._participant
         # A rank holds leases only in groups that contain it.
         changed = runtime.apply_kept(
-            [each for each in directive.kept if participant.rank in each.ranks]
+            [each for each in directive.retentions if participant.rank in each.ranks]
         )
         if participant.wanted is directive and directive.stage.epoch > 0:
             bound = participant.binding.group.ranks if participant.binding is not None else ()

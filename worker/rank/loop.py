@@ -123,7 +123,7 @@ class RankLoop:
             return True
         if moved and not isinstance(moved[-1], Serve):
             self._report_if_due()  # All ranks wait for it; a follower may block on its leader next.
-        if self._participant.is_follower and not self._participant.is_left and not is_lost:
+        if self._participant.is_follower and not self._participant.has_leave and not is_lost:
             self._follow()
             return True
         if self._participant.may_drain:
@@ -223,7 +223,7 @@ class RankLoop:
             case Join(binding=binding):
                 runtime.join(binding)
                 self._leases.formed(binding.group.ranks, move.directive)
-            case Serve(binding=binding, grant_pages=pages, kept=kept, directive=directive):
+            case Serve(binding=binding, grant_pages=pages, retention=kept, directive=directive):
                 if binding.group.leader == self._rank:
                     indices = kept.indices if kept is not None else ()
                     self._lost.guarded(lambda: runtime.serve(binding, indices, pages))
@@ -357,7 +357,7 @@ class RankLoop:
         ended, runtime.ended = runtime.ended, []
         returned, runtime.returned = runtime.returned, []
         cached, runtime.migration.cached = runtime.migration.cached, ()
-        moved, heard_in_epoch = participant.told
+        moved, heard_in_epoch = participant.known_migration
         if with_progress and time.monotonic() >= self._gauges_due_s:
             self._gauges_due_s = time.monotonic() + GAUGES_S
             steps = ("steps", self._steps.count), ("steps_sp", self._steps.sp_count)
@@ -375,7 +375,7 @@ class RankLoop:
             paused=len(runtime.book) - running - waiting,
             blocks_free=scheduler.grants.free if scheduler is not None else 0,
             blocks_total=scheduler.grants.total if scheduler is not None else 0,
-            kept=tuple(runtime.kept.values()),
+            retentions=tuple(runtime.kept.values()),
             ended=tuple(ended),
             returned=tuple(returned),
             progress=self._progress() if with_progress else (),

@@ -10,7 +10,7 @@ ATTEMPTS_PER_CELL = 2**32
 """Attempts that one cell may make of a task. A cell that gets a task from another cell starts at
 the next multiple, so tokens of an earlier cell always have lower attempts."""
 
-PREFIXES_KEPT_MAX = 4_096
+PREFIXES_MAX = 4_096
 """Blocks of prompts that a cell and each of its gateways remember."""
 
 
@@ -123,7 +123,7 @@ class CellState(Message, frozen=True):
 class PrefixesHeld(Message, frozen=True):
     """Blocks of prompts that the cell has seen, as `prefix_hashes` names them, oldest first.
 
-    Both sides keep the last `PREFIXES_KEPT_MAX`, so evictions need no message. After the hello the
+    Both sides keep the last `PREFIXES_MAX`, so evictions need no message. After the hello the
     cell sends all of them, and from then on the new and repeated ones.
     """
 

@@ -141,11 +141,11 @@ class Report(Message, frozen=True):
 
     `stage` is the highest stage that this rank has acknowledged, and `target` the layout of that
     stage; `binding` is the group that it is joined to. `running`, `waiting` and `paused` count
-    tasks of the group it leads. Leaders fill `kept` for unbound groups. If the migration of this
-    epoch is committed, the rank continues the `adopted` tasks and has `free_pages_after_commit`
-    free pages; `has_failed` means that it could not copy its share. `moved` is the last committed
-    migration that this rank has heard of, in a directive of epoch `heard_in_epoch`, whether it has
-    acted on it or not.
+    tasks of the group it leads. Leaders fill `retentions` for unbound groups. If the migration of
+    this epoch is committed, the rank continues the `adopted` tasks and has
+    `free_pages_after_commit` free pages; `has_failed` means that it could not copy its share.
+    `moved` is the last committed migration that this rank has heard of, in a directive of epoch
+    `heard_in_epoch`, whether it has acted on it or not.
     """
 
     rank: Rank
@@ -160,7 +160,7 @@ class Report(Message, frozen=True):
     paused: int = 0
     blocks_free: int = 0
     blocks_total: int = 0
-    kept: tuple[LeaseRetention, ...] = ()
+    retentions: tuple[LeaseRetention, ...] = ()
     ended: tuple[TaskEnded, ...] = ()
     returned: tuple[TaskReturned, ...] = ()
     progress: tuple[TaskProgress, ...] = ()
@@ -200,10 +200,10 @@ class Directive(Message, frozen=True):
     `answers_ms` echoes `Report.sent_at_ms`; the rank's time lease runs `lease_ms` from there.
     `members` gives the incarnation of each rank of the target. `abandoned_formation` is the
     formation that this rank reports as joined, if its leader is not joined to it and will not lead
-    it: a follower need not wait for the leave message. SERVE fills `grants`. `kept` lists the lease
-    indices of unbound groups that members retain. `movers` are the parked ranks that copy KV in
-    MOVE. `moved` is the last committed migration that this rank can have taken part in: if it took
-    part in another one and reads a later stage, that one was not committed.
+    it: a follower need not wait for the leave message. SERVE fills `grants`. `retentions` lists the
+    lease indices of unbound groups that members retain. `movers` are the parked ranks that copy KV
+    in MOVE. `moved` is the last committed migration that this rank can have taken part in: if it
+    took part in another one and reads a later stage, that one was not committed.
     """
 
     incarnation: int
@@ -215,7 +215,7 @@ class Directive(Message, frozen=True):
     members: tuple[tuple[Rank, int], ...]
     abandoned_formation: int = 0
     grants: tuple[Grant, ...] = ()
-    kept: tuple[LeaseRetention, ...] = ()
+    retentions: tuple[LeaseRetention, ...] = ()
     movers: tuple[Rank, ...] = ()
     moved: int = 0
 

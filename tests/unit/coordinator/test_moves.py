@@ -159,7 +159,7 @@ def test_a_member_of_a_prepared_group_hears_when_its_leader_is_lost() -> None:
     ranks.switcher.lose((Rank(0),), 0)
     directive = ranks.switcher.directive_for(Rank(1))
     assert directive is not None
-    assert [(kept.ranks, kept.indices) for kept in directive.kept] == [
+    assert [(kept.ranks, kept.indices) for kept in directive.retentions] == [
         ((0, 1), ()),
         ((0, 1, 2, 3), ()),
     ]
@@ -193,7 +193,7 @@ def test_a_restarted_coordinator_learns_of_a_commit_from_whoever_was_told(heard:
             cell.ranks[Rank(rank)].participant.wanted = None
     restarted(cell).tick()
     # Epoch 1 moved too, as there was nothing to move.
-    told = [process.participant.told for process in cell.ranks.values()]
+    told = [process.participant.known_migration for process in cell.ranks.values()]
     assert told == [(2 if heard else 1, 3)] * 4
 
 
@@ -210,4 +210,5 @@ def test_what_a_process_told_of_a_commit_counts_after_its_end() -> None:
         cell.open(rank)
         cell.report(rank)
     cell.tick()
-    assert [cell.ranks[Rank(rank)].participant.told for rank in (0, 1, 3)] == [(2, 3)] * 3
+    known = [cell.ranks[Rank(rank)].participant.known_migration for rank in (0, 1, 3)]
+    assert known == [(2, 3)] * 3

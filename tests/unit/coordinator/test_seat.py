@@ -30,10 +30,10 @@ def test_a_rank_parks_joins_and_serves() -> None:
     assert participant.is_follower
     assert not participant.is_leader
     kept = LeaseRetention(PAIR, 3, (2,))
-    participant.on_directive(directive(pair, 1, SERVE, grants=[Grant(PAIR, 7)], kept=[kept]))
+    participant.on_directive(directive(pair, 1, SERVE, grants=[Grant(PAIR, 7)], retentions=[kept]))
     move = participant.next_move(idle=True)
     assert isinstance(move, Serve)
-    assert (move.binding, move.grant_pages, move.kept) == (pair.bindings[0], 7, kept)
+    assert (move.binding, move.grant_pages, move.retention) == (pair.bindings[0], 7, kept)
     participant.made(move)
     assert (participant.stage, participant.serving, participant.target) == (
         Stage(1, SERVE),

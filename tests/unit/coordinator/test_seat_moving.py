@@ -67,7 +67,8 @@ def test_a_parked_rank_that_takes_no_part_only_acknowledges() -> None:
 def test_a_committed_move_is_carried_out_before_its_group_is_joined() -> None:
     participant = moved()
     move = resolved(participant, directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert (move.epoch, move.is_committed, move.is_kept, move.is_joined) == (2, True, False, True)
+    assert (move.epoch, move.is_committed, move.is_joined) == (2, True, True)
+    assert not move.stays_parked
     assert not participant.is_moving
     assert make_moves(participant) == ["Join"]
 
@@ -75,14 +76,14 @@ def test_a_committed_move_is_carried_out_before_its_group_is_joined() -> None:
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_move_is_not_committed_by_an_older_one(told: int) -> None:
     move = resolved(moved(), directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=told))
-    assert (move.is_committed, move.is_kept) == (False, False)
+    assert (move.is_committed, move.stays_parked) == (False, False)
 
 
 def test_an_overtaken_rank_keeps_its_tasks_for_the_next_move() -> None:
     wide = target("tp4", 3)
     for participant in (left(), moved()):
         move = resolved(participant, directive(wide, 3, PARK, carry=Carry.RESHARD))
-        assert (move.epoch, move.is_committed, move.is_kept) == (2, False, True)
+        assert (move.epoch, move.is_committed, move.stays_parked) == (2, False, True)
         assert participant.is_moving
         assert make_moves(participant) == ["Park"]
         order = directive(wide, 3, MOVE, carry=Carry.RESHARD)
@@ -96,7 +97,7 @@ def test_an_overtaken_rank_keeps_nothing_for_a_move_that_will_not_be(
 ) -> None:
     participant = moved()
     move = resolved(participant, directive(target("tp4", 3), 3, phase, carry=carry))
-    assert not move.is_kept
+    assert not move.stays_parked
     assert not participant.is_moving
 
 
@@ -104,16 +105,16 @@ def test_a_commit_that_was_overtaken_moves_on() -> None:
     participant = moved()
     order = directive(target("tp4", 3), 3, PARK, carry=Carry.RESHARD, moved=2)
     move = resolved(participant, order)
-    assert (move.is_committed, move.is_kept) == (True, True)
+    assert (move.is_committed, move.stays_parked) == (True, True)
     assert participant.is_moving
 
 
 def test_a_rank_tells_what_it_was_told_before_it_acts_on_it() -> None:
     participant = moved()
-    assert participant.told == (0, 2)
+    assert participant.known_migration == (0, 2)
     participant.on_directive(directive(PAIRED, 2, SWAP, carry=Carry.RESHARD, moved=2))
-    assert (participant.stage, participant.told) == (Stage(2, MOVE), (2, 2))
-    assert SwitchParticipant(Rank(0), 1).told == (0, 0)
+    assert (participant.stage, participant.known_migration) == (Stage(2, MOVE), (2, 2))
+    assert SwitchParticipant(Rank(0), 1).known_migration == (0, 0)
 
 
 def granted() -> Directive:

@@ -37,7 +37,7 @@ def test_the_version_grows_with_everything_that_directives_say() -> None:
         assert grew()
     ranks.acknowledge()
     assert not grew(), "all serve: there is nothing new to say"
-    ranks.hear(0, ranks.switcher.stage, kept=[LeaseRetention(QUAD, 1, (4,), 1)])
+    ranks.hear(0, ranks.switcher.stage, retentions=[LeaseRetention(QUAD, 1, (4,), 1)])
     assert grew(), "others hear what is kept"
     ranks.switcher.retarget(layout("dp4"), Carry.DRAIN, "test", 0)
     assert grew()
@@ -109,12 +109,12 @@ def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
 def test_what_a_restarted_member_held_of_a_lease_is_lost() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
-    ranks.acknowledge(0, kept=[LeaseRetention(PAIR, 1, (4,), 1)])
+    ranks.acknowledge(0, retentions=[LeaseRetention(PAIR, 1, (4,), 1)])
     arrival = ranks.roster.on_hello(hello(1, 2), 0)
     ranks.switcher.on_hello(hello(1, 2), arrival, 0)
     told = ranks.switcher.directive_for(Rank(0))
     assert told is not None
-    assert [kept.indices for kept in told.kept if kept.ranks == PAIR] in ([], [()])
+    assert [kept.indices for kept in told.retentions if kept.ranks == PAIR] in ([], [()])
 
 
 def test_a_rank_whose_steps_are_slow_is_left_out_by_the_switcher() -> None:
@@ -175,7 +175,7 @@ def test_a_seat_tells_what_it_is_joined_to() -> None:
 def test_a_rank_that_missed_the_park_of_the_next_move_keeps_its_tasks_for_it() -> None:
     order = directive(target("tp4", 3), 3, Phase.MOVE, carry=Carry.RESHARD)
     move = resolved(moved(), order)
-    assert (move.is_committed, move.is_kept) == (False, True)
+    assert (move.is_committed, move.stays_parked) == (False, True)
     assert move.epoch == 2
     assert Stage(3, Phase.MOVE) > Stage(move.epoch, Phase.MOVE)
 

@@ -213,18 +213,18 @@ def test_who_moved_into_a_group_hears_of_a_lost_member_before_it_is_granted_page
     ranks.switcher.lose([Rank(3)], 0)
     directive = ranks.switcher.directive_for(Rank(2))
     assert directive is not None
-    assert [(each.ranks, each.indices) for each in directive.kept] == [((2, 3), ())]
+    assert [(each.ranks, each.indices) for each in directive.retentions] == [((2, 3), ())]
 
 
 def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> None:
     ranks = Ranks().serve()
     ranks.switcher.retarget(layout("dp4"), Carry.PAUSE, "test", 0)
     first = LeaseRetention((Rank(0), Rank(1)), 1, (3, 4), formation=1)
-    ranks.hear(0, ranks.switcher.stage, kept=[first])
+    ranks.hear(0, ranks.switcher.stage, retentions=[first])
     for rank, kept in ((0, (first,)), (1, (first,)), (2, ())):
         directive = ranks.switcher.directive_for(Rank(rank))
         assert directive is not None
-        assert directive.kept == kept
+        assert directive.retentions == kept
     for _ in Phase:
         ranks.acknowledge()
     ranks.switcher.retarget(layout("tp2+dp2"), Carry.PAUSE, "test", 0)
@@ -232,10 +232,10 @@ def test_kept_pages_go_to_members_and_are_frozen_when_their_group_serves() -> No
     ranks.acknowledge()
     assert ranks.switcher.stage.phase is Phase.SERVE
     later = LeaseRetention((Rank(0), Rank(1)), 2, (4,), formation=1)
-    ranks.hear(0, ranks.switcher.stage, kept=[later])
+    ranks.hear(0, ranks.switcher.stage, retentions=[later])
     directive = ranks.switcher.directive_for(Rank(1))
     assert directive is not None
-    assert directive.kept == (first,)
+    assert directive.retentions == (first,)
 
 
 def test_pages_that_came_free_are_worth_forming_anew_for() -> None:

@@ -117,7 +117,7 @@ class Told:
 def order(epoch: int, members: dict[int, int] | None = None, *leases: LeaseRetention) -> Directive:
     wanted = target("dp4", epoch)
     fields: dict[str, Any] = {} if members is None else {"members": members}
-    return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, kept=leases, **fields)
+    return directive(wanted, epoch, Phase.PARK, carry=Carry.RESHARD, retentions=leases, **fields)
 
 
 def test_a_lost_member_of_the_group_that_a_move_leads_into_is_asked_for_when_it_is_decided(

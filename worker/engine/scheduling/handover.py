@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.request import Request
 
-from coordinator.protocol.messages.gateway import PREFIXES_KEPT_MAX
+from coordinator.protocol.messages.gateway import PREFIXES_MAX
 from coordinator.protocol.prefixes import BLOCK_TOKENS
 
 Blocks = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class CachedChain:
 def prefixes_of(chains: Iterable[CachedChain]) -> tuple[int, ...]:
     """Return the prefixes to report to the coordinator, oldest first, at most what it keeps."""
     known = dict.fromkeys(each for chain in chains for each in chain.prefixes)
-    return tuple(known)[-PREFIXES_KEPT_MAX:]
+    return tuple(known)[-PREFIXES_MAX:]
 
 
 class FinishedChains:

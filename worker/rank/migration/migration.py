@@ -301,7 +301,7 @@ class Migration:
         is_spoiled = not resolve.is_committed and pending is not None and pending.may_be_spoiled
         if is_spoiled:
             log.info("move_spoiled", epoch=resolve.epoch, advice="its tasks are recomputed")
-        if resolve.is_kept and not is_spoiled:
+        if resolve.stays_parked and not is_spoiled:
             return
         group, self._group = self._group, None
         if group is not None and group.leader == self._rank:

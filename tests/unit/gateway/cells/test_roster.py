@@ -6,7 +6,7 @@ from coordinator.protocol.messages.gateway import CellLoad, CellState, PrefixesH
 from coordinator.protocol.prefixes import (
     BLOCK_TOKENS,
     BLOCKS_MAX,
-    SeenPrefixes,
+    PrefixHistory,
     prefix_hashes,
 )
 from coordinator.protocol.terms import TaskId, Tier
@@ -135,12 +135,12 @@ def test_a_hash_covers_everything_before_its_block() -> None:
 
 
 def test_both_sides_forget_the_same_prefixes() -> None:
-    cell, gateway = SeenPrefixes(4), SeenPrefixes(4)
+    cell, gateway = PrefixHistory(4), PrefixHistory(4)
     for hashes in ((1, 2, 3), (1,), (4, 5), (3,), (6,)):
-        cell.came(hashes)
-        gateway.came(hashes)
+        cell.remember(hashes)
+        gateway.remember(hashes)
     assert list(cell) == list(gateway) == [4, 5, 3, 6]
-    late = SeenPrefixes(4)
-    late.came(tuple(cell))
+    late = PrefixHistory(4)
+    late.remember(tuple(cell))
     assert list(late) == list(cell)
     assert cell.matched((4, 5, 1)) == 2
