@@ -30,7 +30,7 @@ from coordinator.server.observers import observe
 from coordinator.server.policy_files import ObservationLog, read_step_times
 from coordinator.server.registry_lease import announcer_of, leave
 from coordinator.server.server import CellServer, ListenError
-from coordinator.server.spans import SWITCHES_LOOKED_AT as SPANNED_SWITCHES
+from coordinator.server.spans import SWITCHES_MAX as SPAN_SWITCHES_MAX
 from coordinator.server.spans import CellSpans
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     )
     spans = None
     if tracing is not None:
-        spans = CellSpans(tracing, lambda: core.switches_view(SPANNED_SWITCHES))
+        spans = CellSpans(tracing, lambda: core.switches_view(SPAN_SWITCHES_MAX))
         owner.watchers += (spans,)
     policy = config.policy
     owner.on_observation = ObservationLog(

@@ -139,8 +139,8 @@ def _add_reads(app: FastAPI, context: AdminContext) -> None:
     @app.get("/admin/decisions")
     async def decisions(last: Last = 20) -> dict[str, Any]:
         decisions: Any = core.decisions_view(last)["decisions"]
-        shown = _of_day(_of_day(decisions, "time", clock()), "since", clock())
-        return {"decisions": shown, **core.step_times_view()}
+        views = _of_day(_of_day(decisions, "time", clock()), "since", clock())
+        return {"decisions": views, **core.step_times_view()}
 
     @app.get("/admin/status")
     async def status() -> dict[str, Any]:
@@ -279,12 +279,12 @@ def _of_day(
 ) -> list[dict[str, Any]]:
     """Replace times of the monotonic clock by times of day, for people."""
     now_s = time.time()
-    shown = []
+    result = []
     for view in views:
         moment = datetime.fromtimestamp(now_s - (now_ms - view[name]) / 1000, UTC)
         rest = {key: value for key, value in view.items() if key != name}
-        shown.append({(new_name or name): moment.isoformat(timespec="milliseconds"), **rest})
-    return shown
+        result.append({(new_name or name): moment.isoformat(timespec="milliseconds"), **rest})
+    return result
 
 
 def _sentence(text: str) -> str:

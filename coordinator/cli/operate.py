@@ -120,9 +120,9 @@ def run_explain(options: argparse.Namespace) -> int:
 
 def decision_text(decision: dict[str, Any]) -> str:
     """Return one decision: choice, reason, inputs and candidates."""
-    kept = "" if decision.get("changes", True) else "  kept"
+    suffix = "" if decision.get("changes", True) else "  kept"
     lines = [
-        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){kept}",
+        f"{decision['time']}  {decision['choice']}  ({decision['carry']}){suffix}",
         f"    because: {decision['reason']}",
     ]
     lines += [f"    {tier}: {_counts(each)}" for tier, each in decision["inputs"].items()]
@@ -137,12 +137,12 @@ def decision_text(decision: dict[str, Any]) -> str:
 def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
     if "refused" in candidate:
         return candidate["layout"], "-", "-", "-", candidate["refused"]
-    seen = ", ".join(
+    times = ", ".join(
         f"{tier} {each['ttft_ms']:.0f} / {each['tpot_ms']:.1f}"
         for tier, each in candidate["tiers"].items()
     )
     met = f"{candidate['goals_met']:.0%}"
-    return candidate["layout"], met, candidate["worth"], candidate["cost"], seen
+    return candidate["layout"], met, candidate["worth"], candidate["cost"], times
 
 
 def step_times_text(times: dict[str, Any]) -> str:
@@ -253,11 +253,11 @@ def switches_table(switches: list[dict[str, Any]]) -> str:
     """Return a table of switches; the demo shows it too."""
     return format_table(
         [header for header, _ in SWITCH_COLUMNS],
-        [[_shown(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
+        [[_cell_text(switch.get(field, "")) for _, field in SWITCH_COLUMNS] for switch in switches],
     )
 
 
-def _shown(value: object) -> object:
+def _cell_text(value: object) -> object:
     if isinstance(value, dict):
         return _counts({name: count for name, count in value.items() if count}) or "none"
     return f"{value:.1f}" if isinstance(value, float) else value

@@ -70,7 +70,7 @@ class PlainScreen:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._shown: dict[int, str] = {}
+        self._stages: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -84,8 +84,8 @@ class PlainScreen:
 
     def rank(self, progress: RankProgress) -> None:
         """Print a stage once."""
-        if self._shown.get(progress.rank) != progress.stage:
-            self._shown[progress.rank] = progress.stage
+        if self._stages.get(progress.rank) != progress.stage:
+            self._stages[progress.rank] = progress.stage
             self.say(f"rank {progress.rank}: {progress.words}")
 
     def loaded(self) -> None:

@@ -110,10 +110,10 @@ def _members(
 
     members = []
     for name, limit_s in STOP_LIMITS_S.items():
-        shown = LOG_NAMES[name]
+        log_name = LOG_NAMES[name]
         own_env = env if name == "coordinator" else _without(env, ADMIN_KEY_ENV)
-        log = Path(config.run_dir) / f"{shown}.log"
-        spec = ChildSpec(shown, command_of(name, config_file), own_env, log)
+        log = Path(config.run_dir) / f"{log_name}.log"
+        spec = ChildSpec(log_name, command_of(name, config_file), own_env, log)
         child = Child(spec, on_event, on_line if verbose else None)
         members.append(CellProcess(child, restarts=name != "rank", stop_limit_s=limit_s))
     return members

@@ -21,7 +21,7 @@ from coordinator.cli.errors import CliError
 
 POLL_S = 1.0
 SAMPLES_MAX = 900
-SWITCHES_SHOWN = 5
+SWITCHES_MAX = 5
 ROWS_BESIDE_RANKS = 24
 """Lines of everything but the ranks."""
 MODE_STYLES = {"dp": "blue", "tp": "yellow", "sp": "green", "shift": "magenta"}
@@ -41,9 +41,9 @@ def watch(client: AdminClient) -> int:
         problem = ""
         try:
             while True:
-                shown = render(answer, samples, console.width, console.height)
+                view = render(answer, samples, console.width, console.height)
                 note = Text(problem or "Ctrl-C ends this.", style="red" if problem else "dim")
-                live.update(Group(shown, note), refresh=True)
+                live.update(Group(view, note), refresh=True)
                 time.sleep(POLL_S)
                 try:
                     answer, problem = _ask(client, samples), ""
@@ -74,7 +74,7 @@ def render(
         parts += [_curves(samples, width), _tiers(answer, samples[-1])]
     parts += [_ranks(answer, samples, width, max(4, height - ROWS_BESIDE_RANKS))]
     if answer["switches"]:
-        parts.append(_switches(answer["switches"][-SWITCHES_SHOWN:]))
+        parts.append(_switches(answer["switches"][-SWITCHES_MAX:]))
     return Group(*parts)
 
 
@@ -116,7 +116,7 @@ def _tiers(answer: dict[str, Any], now: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("objective kept", justify="right")
     for at, tier in enumerate(TIERS):
-        kept = now["slo"][at]
+        share = now["slo"][at]
         table.add_row(
             tier,
             str(answer["queue"]["tiers"][tier]["placed"]),
@@ -124,7 +124,7 @@ def _tiers(answer: dict[str, Any], now: dict[str, Any]) -> Table:
             f"{now['oldest_s'][at]:.1f}",
             _pair(now["ttft_ms"][at]),
             _pair(now["tpot_ms"][at]),
-            "-" if kept is None else f"{kept:.1%}",
+            "-" if share is None else f"{share:.1%}",
         )
     return table
 

@@ -10,8 +10,8 @@ from coordinator.server.server import CellServer
 from coordinator.telemetry.core_metrics import CoreMetrics
 from coordinator.telemetry.prediction_tracker import PredictionTracker
 
-MEASURED_SWITCHES = 100
-"""Number of newest switches among which the metrics look for those to measure."""
+SWITCHES_MAX = 100
+"""Newest switches in which the metrics look up those to measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def observe(core: Core, owner: CoreActor, server: CellServer, config: Config) ->
     """Attach the metrics' watchers to the actor."""
 
     def switches() -> Any:
-        return core.switches_view(MEASURED_SWITCHES)["switches"]
+        return core.switches_view(SWITCHES_MAX)["switches"]
 
     watcher, prediction_tracker = CoreMetrics(switches), PredictionTracker(server.aggregator.tally)
     owner.on_switch = lambda record: watcher.switch_ended(record, monotonic_ms())

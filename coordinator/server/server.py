@@ -47,7 +47,7 @@ STOP_GRACE_S = 1.0
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Key = TypeVar("Key", Rank, str)
-Said = TypeVar("Said")
+Decoded = TypeVar("Decoded")
 
 REPLACED = Closing(grpc.StatusCode.ABORTED, "a newer session of the same peer took over.")
 
@@ -145,14 +145,14 @@ class CellServer:
             await context.abort(refused.closing.code, refused.closing.reason)
         listener = asyncio.create_task(_listen(context, session))
         try:
-            while not isinstance(said := await session.outbox.take(), Closing):
-                await context.write(wire.encode(said))
+            while not isinstance(item := await session.outbox.take(), Closing):
+                await context.write(wire.encode(item))
         finally:
             session.close()
             listener.cancel()
-        if said is not ENDED:
-            log.warning("session_closed", peer=context.peer(), reason=said.reason)
-            await context.abort(said.code, said.reason)
+        if item is not ENDED:
+            log.warning("session_closed", peer=context.peer(), reason=item.reason)
+            await context.abort(item.code, item.reason)
 
     def _authenticate(self, context: Context) -> None:
         given = dict(context.invocation_metadata() or ()).get(wire.TOKEN_METADATA_KEY, "")
@@ -203,9 +203,9 @@ class CellServer:
 
     async def _open_launcher(self, raw: bytes) -> _Session:
         async def hear(message: bytes) -> None:
-            said = _decode(wire.decode_launcher_up, message)
-            _require_version(said.version)
-            for rank, incarnation in said.ended:
+            report = _decode(wire.decode_launcher_up, message)
+            _require_version(report.version)
+            for rank, incarnation in report.ended:
                 if 0 <= rank < self._world and incarnation > self._ended.get(rank, -1):
                     self._ended[rank] = incarnation
                     await self._owner.post(
@@ -238,16 +238,16 @@ class CellServer:
         self._owner.batches.pop(gateway, None)
 
         def read(message: bytes) -> Event | None:
-            said = _decode(wire.decode_gateway_up, message)
-            if isinstance(said, Measures):
-                self.aggregator.take(gateway, said)
+            update = _decode(wire.decode_gateway_up, message)
+            if isinstance(update, Measures):
+                self.aggregator.take(gateway, update)
                 return None
-            if isinstance(said, GatewayHello):
+            if isinstance(update, GatewayHello):
                 raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
-            if isinstance(said, BatchesRun):
-                self._owner.batches[gateway] = said.batches
+            if isinstance(update, BatchesRun):
+                self._owner.batches[gateway] = update.batches
                 return None
-            return GatewaySaid(gateway, said)
+            return GatewaySaid(gateway, update)
 
         closed = GatewayClosed(gateway)
         for gone in self._owner.batches.keys() - outboxes.keys():
@@ -311,7 +311,7 @@ async def _listen(context: Context, session: _Session) -> None:
         session.outbox.close(closing)
 
 
-def _decode(decoder: Callable[[bytes], Said], raw: bytes) -> Said:
+def _decode(decoder: Callable[[bytes], Decoded], raw: bytes) -> Decoded:
     try:
         return decoder(raw)
     except msgspec.DecodeError as error:

@@ -32,11 +32,12 @@ from coordinator.telemetry.core_metrics import FAILURE_REASONS, PHASES, RANK_LOS
 
 TASKS_MAX: Final = 16_384
 """Traced tasks to follow, at most; the oldest are forgotten."""
-LEFT_MAX: Final = 256
+ENDED_TASKS_MAX: Final = 256
 """Ended tasks to remember, at most."""
 LINKS_MAX: Final = 64
 """Tasks that a switch's span links to, at most."""
-SWITCHES_LOOKED_AT: Final = 100
+SWITCHES_MAX: Final = 100
+"""Newest switches in which an ended one is looked up."""
 
 CANCELLED: Final = "cancelled"
 ARRIVED: Final = "arrived"
@@ -68,7 +69,7 @@ class CellSpans:
         self._tracing = tracing
         self._switches = switches
         self._tasks: OrderedDict[TaskId, _Known] = OrderedDict()
-        self._left: deque[tuple[int, _Known]] = deque(maxlen=LEFT_MAX)
+        self._ended_tasks: deque[tuple[int, _Known]] = deque(maxlen=ENDED_TASKS_MAX)
         """Recently ended tasks, with the time: a switch may have met them."""
         self._ended: list[_Ended] = []
 
@@ -76,7 +77,7 @@ class CellSpans:
         """Record when tasks arrive, return and end."""
         match event:
             case GatewaySaid(message=Submit(header=header)) if header.trace:
-                self._came(header)
+                self._on_submit(header)
             case GatewaySaid(message=Cancel(task)):
                 self._gone(task, CANCELLED, now_ms)
             case GatewaySaid(message=Done(task)):
@@ -109,7 +110,7 @@ class CellSpans:
 
     # ------------------------------------------------------------------ tasks
 
-    def _came(self, header: TaskHeader) -> None:
+    def _on_submit(self, header: TaskHeader) -> None:
         if header.task in self._tasks:
             return  # A repetition, by a new session or after a loss.
         self._tasks[header.task] = _Known(header, self._queue_span(header, ARRIVED))
@@ -146,15 +147,15 @@ class CellSpans:
         if known.queueing is not None:
             known.queueing.set({"aileron.left": why or "done"})
             known.queueing.end(error="" if why in ("", CANCELLED) else why)
-        self._left.append((now_ms, known))
+        self._ended_tasks.append((now_ms, known))
 
     # ------------------------------------------------------------------ switches
 
     def _met(self, record: SwitchRecord) -> tuple[TraceContext, ...]:
         """Contexts of tasks that were in a group when the switch began."""
         found: list[TraceContext] = []
-        left = [known for left_ms, known in self._left if left_ms >= record.started_ms]
-        for known in (*self._tasks.values(), *left):
+        recent = [known for end_ms, known in self._ended_tasks if end_ms >= record.started_ms]
+        for known in (*self._tasks.values(), *recent):
             if known.placed_ms is not None and known.placed_ms <= record.started_ms:
                 context = read_traceparent(known.header.trace)
                 if context is not None and len(found) < LINKS_MAX:
@@ -166,11 +167,11 @@ class CellSpans:
         if not due:
             return
         self._ended = [each for each in self._ended if each not in due]
-        shown = {each["epoch"]: each for each in self._switches()["switches"]}
+        views = {each["epoch"]: each for each in self._switches()["switches"]}
         for each in due:
-            self._tell(each, shown.get(each.record.epoch, {}), now_ms)
+            self._export(each, views.get(each.record.epoch, {}), now_ms)
 
-    def _tell(self, ended: _Ended, measured: Mapping[str, Any], now_ms: int | None) -> None:
+    def _export(self, ended: _Ended, view: Mapping[str, Any], now_ms: int | None) -> None:
         record = ended.record
         ended_ms_ago = 0 if now_ms is None else now_ms - (ended.due_ms - SETTLE_MS)
         about: dict[str, str | int | float] = {
@@ -182,13 +183,13 @@ class CellSpans:
             "aileron.switch.outcome": str(record.outcome),
         }
         for phase, name in PHASES.items():
-            if measured.get(name):
-                about[f"aileron.switch.{phase}_seconds"] = measured[name] / 1_000
-        if measured.get("gap_ms_max", 0) > 0:
-            about["aileron.switch.pause_seconds"] = measured["gap_ms_max"] / 1_000
-        if measured.get("reshard_bytes", 0) > 0:
-            about["aileron.switch.reshard_bytes"] = measured["reshard_bytes"]
-        for carry, count in measured.get("tasks", {}).items():
+            if view.get(name):
+                about[f"aileron.switch.{phase}_seconds"] = view[name] / 1_000
+        if view.get("gap_ms_max", 0) > 0:
+            about["aileron.switch.pause_seconds"] = view["gap_ms_max"] / 1_000
+        if view.get("reshard_bytes", 0) > 0:
+            about["aileron.switch.reshard_bytes"] = view["reshard_bytes"]
+        for carry, count in view.get("tasks", {}).items():
             if count:
                 about[f"aileron.switch.tasks.{carry}"] = count
         began_ns = ago_ns(ended_ms_ago + record.total_ms)

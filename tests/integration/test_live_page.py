@@ -146,7 +146,7 @@ async def painted(page: Page, mode: str) -> None:
 
 def said(pattern: str) -> str:
     """Script: what is said below the switch control fits the pattern."""
-    return f"/{pattern}/.test(document.getElementById('said').textContent)"
+    return f"/{pattern}/.test(document.getElementById('result').textContent)"
 
 
 async def test_it_draws_updates_and_switches_at_four_ranks(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ async def test_it_works_at_64_ranks_with_a_key_in_the_dark(tmp_path: Path) -> No
         await page.until("document.activeElement.id === 'key'")
         await page.type("wrong-" + KEY)
         await page.key("Enter", "\r")
-        await page.until("/wrong or missing/.test(document.getElementById('keySaid').textContent)")
+        await page.until("/wrong or missing/.test(document.getElementById('keyError').textContent)")
         await page.until("document.activeElement.id === 'key'")
         await page.type(KEY)
         await page.key("Enter", "\r")
