@@ -57,37 +57,36 @@ class CellConfig(_Frozen):
     mixed: tuple[str, ...] = ()
     """Mixed groups that layouts may have, such as sp2tp2; those of `layout` need no mention."""
     weight_parts: int = Field(default=1, ge=1)
-    """For models that do not fit one device: the weights are in so many parts, and each rank holds
-    one. Then only the widest groups serve, in tp or in a mixed mode."""
+    """Parts of the weights, for models larger than a device: each rank holds one of them. Above 1
+    only the widest groups serve, in tp or in a mixed mode."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
-    """In how many parts a large sp step may exchange, beside its products; the fastest is measured
-    at start. More than one is for CUDA groups whose links are slow: [1, 2, 4]."""
+    """Numbers of parts in which a large sp step may exchange while it multiplies; ranks measure the
+    fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
     ranks_per_device: int = Field(default=1, ge=1)
-    """Ranks that share a CUDA device, to try out wide groups where there are few: all is right, and
-    slow. Needs NCCL 2.30 and --kv-cache-memory-bytes."""
+    """Ranks that share a CUDA device, to try out wide groups on few devices: results are right, but
+    steps are slow. Needs NCCL 2.30 and --kv-cache-memory-bytes."""
     threads_per_rank: int = Field(default=0, ge=0)
-    """CPU compute threads of each rank; 0 divides the usable cores but one among the ranks."""
+    """CPU compute threads of each rank; 0 divides all usable cores but one among the ranks."""
     dist_port: int = Field(default=0, ge=0, le=65535)
     """Port on loopback where CUDA ranks find each other; 0 lets `aileron up` choose a free one."""
     stuck_after_ms: int = Field(default=1_000, ge=100)
-    """A CUDA rank that has not left a group within this time after a member was lost is ended: it
-    could not be let out of a collective. Longer than a step takes, by half a second at least."""
+    """A CUDA rank ends if it has not left its group this long after the loss of a member: its
+    collective could not be aborted. Set it half a second longer than a step, or more."""
     step_limit_ms: int = Field(default=30_000, ge=1_000)
-    """A rank that makes no progress for this long, and for 20 times its longest measured step, is
-    ended: what it waits for never comes. So is one whose process stands still as a whole."""
+    """A rank ends if it makes no progress for this long and for 20 times its longest measured step.
+    The launcher ends a rank whose whole process stands still."""
     probe_after_switch: bool = False
-    """Let each group that a switch formed compute a fixed text before its first step; a mode whose
-    result differs from that at the start is taken out of service. Delays the switch by a few steps.
-    """
+    """Each group that a switch formed computes a fixed text before its first step. A mode whose
+    result differs from that at start goes out of service. Delays the switch by a few steps."""
 
 
 class TierLimits(_Frozen):
     """How much of a tier may wait for its first placement."""
 
     queue_tasks_max: int = Field(ge=1)
-    """Most waiting tasks of the tier; one more is refused with 429."""
+    """Most waiting tasks of the tier; the coordinator refuses one more with 429."""
     wait_ms: int = Field(ge=1)
-    """A task that has waited for so long is refused, with 429 or, if no group serves, with 503."""
+    """Longest wait of a task; then it is refused with 429, or with 503 if no group serves."""
 
 
 class TiersConfig(_Frozen):
@@ -108,27 +107,27 @@ class CoordinatorConfig(_Frozen):
     lost_after_ms: int = Field(default=12_000, ge=100)
     """Silence after which a rank is cut out; at least `lease_ms`, or two layouts could overlap."""
     pause_limit_ms: int = Field(default=2_000, ge=0)
-    """A task paused for longer is resumed elsewhere by recompute."""
+    """A task that is paused for longer goes back to the pool, to be recomputed."""
     queue_tasks_max: int = Field(default=4_096, ge=1)
-    """Most tasks that wait in the pool; the lowest tier then gives way, or one more gets 429."""
+    """Most waiting tasks; one more replaces a task of a lower tier, or is refused with 429."""
     tiers: TiersConfig = TiersConfig()
     ageing_ms: int = Field(default=30_000, ge=1)
-    """A task that has waited this long may take one placement in eight before more urgent ones."""
+    """Tasks that have waited this long get one placement in eight before more urgent ones."""
     default_carry: Literal["reshard", "pause", "drain", "recompute", "speculate"] = "reshard"
     """Carry plan of a switch that names none."""
     drain_limit_ms: int = Field(default=60_000, ge=0)
-    """A draining group recomputes what is left after this long."""
+    """After this long a draining group recomputes the rest of its tasks."""
     history_switches_max: int = Field(default=1_000, ge=1)
     stage_limit_ms: int = Field(default=10_000, ge=0)
-    """A rank that a switch waits for so long in one stage is left out for a while; 0: never."""
+    """A switch that waits this long for a rank in one stage excludes it for a while; 0: never."""
     slow_factor: float = Field(default=5.0, ge=0)
-    """A rank whose steps alone take so many times as long as those of the others is left out for a
+    """A rank whose dp steps take this many times as long as those of the others is excluded for a
     while; 0: never."""
     renew_idle_ms: int = Field(default=60_000, ge=0)
-    """Where a CUDA rank was lost, so that groups that are wanted lack communicators, all ranks are
-    started again together once the cell has had no request for so long; 0: never."""
+    """If a lost CUDA rank left wanted groups without communicators, all ranks restart together once
+    the cell has had no request for this long; 0: never."""
     renew_busy_ms: int = Field(default=120_000, ge=0)
-    """The ranks of one such group are started again, while all others serve, after so long."""
+    """After this long the ranks of one such group restart while all others serve; 0: never."""
 
 
 class GatewayConfig(_Frozen):
@@ -139,26 +138,26 @@ class GatewayConfig(_Frozen):
     processes: int = Field(default=1, ge=1, le=64)
     """Gateway processes that share the port; one serves several thousand tokens a second."""
     token_listen: str = "tcp://127.0.0.1:0"
-    """ZeroMQ address that leaders push tokens to; port 0 means any free one."""
+    """ZeroMQ address that leaders push tokens to; port 0 is any free one."""
     loop: Literal["asyncio", "uvloop"] = "uvloop"
     keys_file: str = ""
     """YAML file with the hashes of API keys (`aileron key`); empty lets everyone in."""
     insecure_no_auth: bool = False
     """Serve without keys on an address that other machines reach."""
     rate_limit_storage: str = "memory://"
-    """Where requests and tokens per minute are counted, and answers are kept for clients that send
-    an `Idempotency-Key`; a redis:// URL for several gateways."""
+    """Store of the counts of requests and tokens per minute, and of answers to requests with an
+    `Idempotency-Key`; a redis:// URL for several gateways."""
     objectives: dict[str, Literal["interactive", "standard", "batch"]] = {}
     """Tier of each name in `x-gateway-inference-objective`; empty ignores that header."""
     media_domains: tuple[str, ...] = ()
     """Domains whose media requests may name; inline media are always allowed."""
     requests_max: int = Field(default=4_096, ge=1)
-    """Most requests that are answered at once, over all processes; the lowest tiers get a part,
-    and one tenant alone eight ninths of that."""
+    """Most requests in progress, over all processes. The lowest tiers may use a part of it, and one
+    tenant alone eight ninths of its tier's part."""
     body_bytes_max: int = Field(default=8 * 1024**2, ge=1_024, le=32 * 1024**2)
     """Largest body of a request."""
     connections_max: int = Field(default=16_384, ge=1)
-    """Most open connections over all processes; one more is answered with 503 at once."""
+    """Most open connections over all processes; the gateway answers one more with 503 at once."""
     connections_per_address_max: int = Field(default=0, ge=0)
     """Most open connections of one client address; 0 is no limit, as behind a load balancer."""
 
@@ -169,11 +168,11 @@ class BatchesConfig(_Frozen):
     data_dir: str = ""
     """Folder for files and, by default, the store; the same for all gateways. Empty: no batches."""
     storage: str = "sqlite://"
-    """Where records and results are kept: sqlite:// in the folder, or a redis:// URL."""
+    """Store of records and results: sqlite:// in the folder, or a redis:// URL."""
     lines_at_once: int = Field(default=64, ge=1, le=4_096)
     """Most lines of all batches that one gateway runs at once."""
     lease_ms: int = Field(default=15_000, ge=100)
-    """A batch whose gateway was not heard for so long is taken over by another one."""
+    """Another gateway takes over a batch whose gateway has been silent for this long."""
 
 
 class FleetConfig(_Frozen):
@@ -182,16 +181,16 @@ class FleetConfig(_Frozen):
     cells: tuple[str, ...] = ()
     """host:port of every cell's coordinator, for gateways; empty if cells are found in `redis`."""
     redis: str = ""
-    """redis:// URL where cells say that they are there, and gateways find them."""
+    """redis:// URL where cells announce themselves and gateways find them."""
     cell_name: str = ""
     """This cell's name in `redis`, for its coordinator; empty means the host's name."""
     advertise: str = ""
     """host:port at which gateways reach this cell's coordinator; `{host}` is the host's name, and
     empty means `coordinator.listen`."""
     lease_ms: int = Field(default=5_000, ge=100)
-    """A cell that has not said so long that it is there is no longer found in `redis`."""
+    """A cell that has not announced itself in `redis` for this long is no longer found there."""
     dead_after_ms: int = Field(default=2_000, ge=0)
-    """A cell that cannot be reached for so long is dead: its streams go on in another one."""
+    """A cell that a gateway cannot reach for this long is dead: its streams continue in another."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -202,7 +201,7 @@ class FleetConfig(_Frozen):
         if any(not each.rpartition(":")[0] for each in self.cells):
             raise ValueError("fleet.cells must be host:port addresses of coordinators.")
         if len(set(self.cells)) < len(self.cells):
-            raise ValueError("fleet.cells names a cell twice.")
+            raise ValueError("fleet.cells names a cell twice: remove one.")
         return self
 
     @property
@@ -224,7 +223,7 @@ class TracingConfig(_Frozen):
     endpoint: str = ""
     """Collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty traces nothing."""
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Part of the requests that are traced; one with a `traceparent` is if that says so."""
+    """Share of requests to trace; a request's own `traceparent` decides for that request."""
     queue_spans_max: int = Field(default=4_096, ge=16)
     """Most spans of a process that wait for the collector; more are dropped."""
 
@@ -246,7 +245,7 @@ class TracingConfig(_Frozen):
 
 
 class Config(_Frozen):
-    """Everything a process of a cell is told."""
+    """The configuration of all processes of a cell."""
 
     model: ModelConfig
     cell: CellConfig = CellConfig()
@@ -265,8 +264,8 @@ class Config(_Frozen):
     def _check_relations(self) -> Self:
         if self.coordinator.lost_after_ms < self.coordinator.lease_ms:
             raise ValueError(
-                "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must have "
-                "stopped by itself before it is cut out."
+                "coordinator.lost_after_ms must be at least coordinator.lease_ms: a rank must stop "
+                "by itself before it is cut out."
             )
         self._check_parts()
         self.mixed_groups()
@@ -281,7 +280,7 @@ class Config(_Frozen):
         if not (gateway.keys_file or gateway.insecure_no_auth or is_loopback(gateway.host)):
             raise ValueError(
                 f"gateway.host {gateway.host} can be reached from other machines: set "
-                "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or say "
+                "gateway.keys_file (see `aileron key --help`), bind to 127.0.0.1, or set "
                 "gateway.insecure_no_auth: true (--insecure-no-auth)."
             )
         self._check_processes(gateway)
@@ -294,18 +293,18 @@ class Config(_Frozen):
         widest = max(self.cell.widths, default=1)
         if parts & (parts - 1) or parts > widest:
             raise ValueError(
-                f"cell.weight_parts is {parts}: a power of two up to the widest group of "
-                f"cell.widths, {widest}, has as many members for every part."
+                f"cell.weight_parts is {parts}: set it to a power of two up to the widest group of "
+                f"cell.widths, {widest}."
             )
         if any(group.width != widest for group in layout.groups):
             raise ValueError(
                 f"cell.layout {self.cell.layout}: each rank holds one of {parts} parts of the "
-                f"weights, so all groups are {widest} wide, such as tp{widest}."
+                f"weights, so use only groups that are {widest} wide, such as tp{widest}."
             )
         if self.policy.name == "adaptive":
             raise ValueError(
-                "policy.name adaptive has nothing to choose where ranks hold parts of the weights: "
-                "leave it out; a shift group chooses for each step."
+                "policy.name adaptive has no layouts to choose from if cell.weight_parts is above "
+                "1: leave it out, and use a shift group, which chooses for each step."
             )
 
     @staticmethod

@@ -53,39 +53,39 @@ ITL: Final = Measure(
 )
 TPOT: Final = Measure(
     "aileron_time_per_output_token_seconds",
-    "Mean time between the output tokens of one stream, told at its end.",
+    "Mean time between the output tokens of one stream, reported at its end.",
     ("tier", "operation"),
     TPOT_BOUNDS_S,
 )
 DURATION: Final = Measure(
     "aileron_request_duration_seconds",
-    "From a request's headers to the last byte of its answer; complete answers with 200 alone.",
+    "From a request's headers to the last byte of its answer; only complete answers with 200.",
     ("tier", "operation"),
     DURATION_BOUNDS_S,
 )
 REQUESTS: Final = Measure(
     "aileron_requests",
-    "Answered requests; the code 499 is a client that went away.",
+    "Answered requests; the code 499 means that the client disconnected.",
     ("route", "tier", "code"),
 )
 REJECTIONS: Final = Measure(
     "aileron_rejections", "Requests that were answered with an error.", ("reason", "tier")
 )
 DISCONNECTS: Final = Measure(
-    "aileron_client_disconnects", "Clients that left before their answer was complete.", ("tier",)
+    "aileron_client_disconnects",
+    "Clients that disconnected before their answer was complete.",
+    ("tier",),
 )
 CLIENT_RETRIES: Final = Measure(
     "aileron_client_retries",
-    "Answers to clients that say they have asked before (`x-stainless-retry-count`).",
+    "Answers to requests that a client repeats (`x-stainless-retry-count`).",
     ("tier",),
 )
 TOKENS: Final = Measure("aileron_delivered_tokens", "Tokens handed to streams.", ("tier",))
-SLO_TOTAL: Final = Measure(
-    "aileron_slo", "Tasks that were judged by their tier's objective.", ("tier",)
-)
+SLO_TOTAL: Final = Measure("aileron_slo", "Tasks that count for their tier's objective.", ("tier",))
 SLO_GOOD: Final = Measure(
     "aileron_slo_good",
-    "Judged tasks whose first token and mean time per token kept the objective.",
+    "Tasks whose first token and mean time per token met their tier's objective.",
     ("tier",),
 )
 
@@ -96,15 +96,15 @@ TIER_CLAMPED: Final = Measure(
 )
 CELL_MOVES: Final = Measure(
     "aileron_cell_moves",
-    "Tasks that went on in another cell of the fleet, by why they left the one they were in.",
+    "Tasks that continued in another cell of the fleet, by why they left their cell.",
     ("reason",),
 )
 STORAGE_AWAY: Final = Measure(
     "aileron_shared_storage_away",
-    "Times that the Redis for rate limits and kept answers did not answer, and was left alone.",
+    "Failures of the Redis for rate limits and stored answers; each pauses its use for a while.",
 )
 REGISTRY_AWAY: Final = Measure(
-    "aileron_registry_away", "Times that the Redis which names the fleet's cells did not answer."
+    "aileron_registry_away", "Times that the fleet's registry in Redis did not answer."
 )
 
 OWN: Final = {

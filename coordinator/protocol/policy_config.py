@@ -10,7 +10,7 @@ class _Frozen(BaseModel):
 
 
 class SloTarget(_Frozen):
-    """What requests of a tier are to see; what is left out (null) does not count."""
+    """The objectives of a tier's requests; null is no objective."""
 
     ttft_ms: float | None = Field(default=None, gt=0)
     """Longest time to the first token."""
@@ -19,7 +19,7 @@ class SloTarget(_Frozen):
 
 
 class SloConfig(_Frozen):
-    """The objectives of all tiers: metrics judge by them, and the adaptive policy aims at them."""
+    """The objectives of all tiers, for metrics and for the adaptive policy."""
 
     interactive: SloTarget = SloTarget(ttft_ms=500, tpot_ms=50)
     standard: SloTarget = SloTarget(ttft_ms=2_000, tpot_ms=100)
@@ -27,10 +27,10 @@ class SloConfig(_Frozen):
 
 
 class TierConfig(_Frozen):
-    """What a tier is to the policy."""
+    """How the policy treats a tier."""
 
     weight: float = Field(default=1.0, gt=0)
-    """What a request that sees its objectives is worth, beside one of another tier."""
+    """Worth of a request that meets its objectives, relative to other tiers."""
     width_min: int = Field(default=1, ge=1)
     """Narrowest group for the tier's requests; needs a layout that has one."""
 
@@ -43,22 +43,23 @@ class PolicyConfig(_Frozen):
     standard: TierConfig = TierConfig()
     batch: TierConfig = TierConfig(weight=0.25)
     decide_every_ms: int = Field(default=250, ge=10)
-    """How often the load is looked at."""
+    """How often the policy looks at the load."""
     stay_ms: int = Field(default=3_000, ge=0)
-    """A layout is kept for so long; a third of it if a switch would gain more than a quarter."""
+    """Shortest time in a layout; a third of it if a switch would gain more than a quarter."""
     settle_ms: int = Field(default=1_500, ge=0)
-    """Another layout has to look a little better for so long."""
+    """How long another layout must look a little better before a switch to it."""
     caution_ms: int = Field(default=60_000, ge=0)
-    """A wide layout that had to be left soon is not taken for its speed again for so long; twice as
-    long after another time, up to ten times."""
+    """If goals soon forced a switch from a wide layout that was chosen for speed, the policy does
+    not choose such a layout for speed for this long; each repetition doubles it, up to ten times.
+    """
     horizon_ms: int = Field(default=8_000, ge=100)
-    """How far ahead is looked."""
+    """How far ahead the policy predicts."""
     switches_per_minute_max: int = Field(default=12, ge=1)
     pin_ms: int = Field(default=600_000, ge=0)
-    """The layout of `aileron switch` is left alone for so long; 0 lets the policy go on at once."""
+    """How long the policy keeps the layout of `aileron switch`; 0 lets it decide at once."""
     step_times: str = ""
-    """YAML file of step times to predict with, instead of those that ranks measure."""
+    """YAML file of step times for predictions, instead of those that ranks measure."""
     observation_log: str = ""
-    """File to write what the policy sees to, for `aileron replay`; empty writes none."""
+    """File for the policy's observations, for `aileron replay`; empty writes none."""
     observation_log_bytes_max: int = Field(default=64 * 1024**2, ge=4_096)
-    """A log of this size is moved to `<file>.1` and begun anew."""
+    """At this size the log moves to `<file>.1` and starts anew."""

@@ -1,7 +1,7 @@
-"""Hashes of the first blocks of prompts, and a memory of those that a cell has seen.
+"""Hashes of the first blocks of prompts, and a memory of those that a cell has read.
 
 A block's hash covers every token before it, as in vLLM's prefix cache, but blocks here have the
-same size in every layout and their hashes cross the network. A seen block is a hint for placing
+same size in every layout and their hashes cross the network. A known block is a hint for placing
 requests, not proof that its KV is still there. Source: the approximate prefix cache of the Gateway
 API Inference Extension. Gateways and the core call this module. Pure.
 """
@@ -36,7 +36,7 @@ def prefix_hashes(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 class PrefixHistory:
-    """The blocks seen last; two instances with the same input in the same order are equal."""
+    """The newest blocks; two instances with the same input in the same order are equal."""
 
     __slots__ = ("_hashes", "_most")
 
@@ -49,7 +49,7 @@ class PrefixHistory:
         return len(self._hashes)
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate from the least recently seen block."""
+        """Iterate from the oldest block to the newest."""
         return iter(self._hashes)
 
     def remember(self, hashes: Iterable[int]) -> None:

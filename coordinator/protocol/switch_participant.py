@@ -30,7 +30,7 @@ Joined = tuple[Binding, Mapping[Rank, int | None]]
 """A formation and the incarnations that its members had when this rank joined it."""
 
 KEEPING = frozenset({Carry.PAUSE, Carry.RESHARD})
-"""Plans under which parked tasks keep their KV, so that their last step may end after the leave."""
+"""Plans under which parked tasks keep their KV: their last step may end after the leave."""
 
 
 class SwitchParticipant:
@@ -45,9 +45,9 @@ class SwitchParticipant:
     - A leader that waits for room in the step queue gives up the step when its time lease ends.
     - A message on the step queue carries its formation; readers drop those of other formations.
     - A follower takes its page lease from the leader's first message of a formation (formation,
-      grant, retention), which the leader sends on `Serve`. Steps may reach a follower before its own
-      SERVE directive, which may never arrive. `Serve` of a follower repeats the message and changes
-      nothing.
+      grant, retention), which the leader sends on `Serve`. Steps may reach a follower before its
+      own SERVE directive, which may never arrive. `Serve` of a follower repeats the message and
+      changes nothing.
     - A rank that is joined to nothing drops the messages on the queues of its groups, so that the
       queues never fill, and passes leave messages to `on_leave`. While a migration is undecided it
       drops nothing: messages may be addressed to the group that it is about to join.
@@ -276,7 +276,7 @@ class SwitchParticipant:
         binding = copied.target.binding_of(self.rank)
         if wanted.stage.epoch == copied.stage.epoch or binding is None:
             return binding is not None
-        # A leader that is in a step with a lost process gets out of it by other means.
+        # A leader in a step with a lost process gets out of it by other means.
         then, now = dict(copied.members), dict(wanted.members)
         ranks = binding.group.ranks
         return ranks[0] != self.rank and all(now.get(rank) == then.get(rank) for rank in ranks)

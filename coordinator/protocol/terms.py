@@ -50,7 +50,7 @@ class Carry(StrEnum):
 
 
 PLAN_AFTER_WAIT = {Carry.DRAIN: Carry.RECOMPUTE, Carry.SPECULATE: Carry.RESHARD}
-"""A plan that waits for tasks to end, at most `drain_limit_ms` -> the plan for the rest then."""
+"""Plan that waits for tasks to end -> plan for the rest of them after `drain_limit_ms`."""
 
 
 class Tier(IntEnum):

@@ -50,7 +50,7 @@ class Cancel(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """Give this task up if no rank has had it yet: another cell has room for it."""
+    """Give this task up if no rank has had it: another cell has room for it."""
 
     task: TaskId
 
@@ -121,7 +121,7 @@ class CellState(Message, frozen=True):
 
 
 class PrefixesHeld(Message, frozen=True):
-    """Blocks of prompts that the cell has seen, as `prefix_hashes` names them, oldest first.
+    """Blocks of prompts that the cell has read, as `prefix_hashes` names them, oldest first.
 
     Both sides keep the last `PREFIXES_MAX`, so evictions need no message. After the hello the
     cell sends all of them, and from then on the new and repeated ones.

@@ -1,6 +1,6 @@
 """Messages between a rank and the coordinator, as frozen msgspec structs. Pure.
 
-A rank's reports state what is; the coordinator's directives state what should be. Both are
+A rank's reports give its present state; the coordinator's directives give the wanted one. Both are
 level-triggered: repeated, lost and late ones are harmless, and later epochs win. Only task commands
 and task events are edges; the `Hello` of a new session repairs lost edges. Times are integer
 milliseconds of the sender's monotonic clock.

@@ -1,4 +1,4 @@
-"""What messages say of tasks: the header, and their state in reports and hellos.
+"""Tasks in messages: the header, and the state of tasks in reports and hellos.
 
 Plain values without a tag of their own on the wire.
 """

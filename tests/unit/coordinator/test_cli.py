@@ -174,9 +174,9 @@ def test_ranks_with_parts_of_the_weights_begin_in_groups_that_have_all(
     [
         (("--weight-parts", "3"), "a power of two"),
         (("--weight-parts", "8"), "a power of two up to the widest group"),
-        (("--weight-parts", "2", "--layout", "dp4"), "all groups are 4 wide, such as tp4"),
-        (("--weight-parts", "2", "--layout", "tp2+tp2"), "all groups are 4 wide"),
-        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has nothing to choose"),
+        (("--weight-parts", "2", "--layout", "dp4"), "only groups that are 4 wide, such as tp4"),
+        (("--weight-parts", "2", "--layout", "tp2+tp2"), "only groups that are 4 wide"),
+        (("--weight-parts", "2", "--policy", "adaptive"), "adaptive has no layouts to choose from"),
         (("--weight-parts", "2", "--widths", "1,4"), "exchanges heads in groups of 2"),
     ],
 )
