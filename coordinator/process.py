@@ -71,7 +71,7 @@ async def serve(config: Config, token: str, key: str) -> None:
     ).write
 
     def admin() -> "AdminPort":
-        # Its modules take as long to import as all others together, and no session needs them.
+        # Its modules take as long to import as all others together, and sessions do not need them.
         from coordinator.admin.port import AdminPort
 
         return AdminPort(core, owner, server, observers, config, coordinator_id, key)
@@ -115,7 +115,7 @@ async def _run(
     listener: socket.socket,
     leave_fleet: Leave | None,
 ) -> None:
-    """Serve until a signal; an error of the core ends the process: a fresh one takes over."""
+    """Serve until a signal; an error of the core ends the process, and a fresh one takes over."""
     leaving: list[asyncio.Future[None]] = []
     stopping = asyncio.Event()
 

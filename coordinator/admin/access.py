@@ -1,7 +1,7 @@
 """Access control of the admin port: checked before a request reaches the API.
 
-Without a key, which only loopback allows, requests that a foreign web page could send are refused;
-otherwise the environment's key is required. Bodies are small and need a Content-Length.
+A port without a key, which only loopback allows, refuses requests that a foreign web page could
+send. Any other port requires the environment's key. Bodies are small and need a Content-Length.
 """
 
 import hmac
@@ -56,15 +56,15 @@ class AdminGuard:
             return error_answer(
                 403,
                 "cross_origin",
-                "Without an admin key requests come from this machine's programs and from the "
-                f"live page alone: use a loopback address, or set {ADMIN_KEY_ENV}.",
+                "Without an admin key the port answers only this machine's programs and the live "
+                f"page: use a loopback address, or set {ADMIN_KEY_ENV}.",
             )
         if b"transfer-encoding" in headers:
             return error_answer(411, "length_required", "Send the body with a Content-Length.")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > BODY_BYTES_MAX:
             return error_answer(
-                413, "request_too_large", f"A body has at most {BODY_BYTES_MAX} bytes."
+                413, "request_too_large", f"Send a body of at most {BODY_BYTES_MAX} bytes."
             )
         return None
 

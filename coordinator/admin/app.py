@@ -1,7 +1,7 @@
 """The admin API: the state of the cell, and the request to change its layout.
 
-Answers come from the core's views. A wanted layout is checked, posted to the core actor and, on
-request, awaited. Errors have OpenAI's shape. Runs on the actor's event loop.
+Answers come from the core's views. The API checks a wanted layout, posts it to the core actor
+and, on request, waits until it serves. Errors have OpenAI's shape. Runs on the actor's event loop.
 """
 
 import asyncio
@@ -206,8 +206,8 @@ async def _switch(context: AdminContext, body: SwitchBody, *, wait: bool) -> dic
 async def _put_back(context: AdminContext, mode: str) -> dict[str, Any]:
     out = context.core.modes_out
     if mode not in out:
-        names = f"what is: {', '.join(sorted(out))}" if out else "every mode serves"
-        text = f"'{mode[:40]}' is not out of service; {names}."
+        names = f"use one of {', '.join(sorted(out))}" if out else "every mode serves"
+        text = f"'{mode[:40]}' is not out of service: {names}."
         raise _AnswerError(400, "invalid_value", text, "mode")
     await context.owner.post(ReinstateMode(mode))
     return context.core.layout_view()
@@ -217,10 +217,10 @@ async def _renew(context: AdminContext, body: RenewBody) -> dict[str, Any]:
     ranks = tuple(map(Rank, sorted(body.ranks)))
     groups = communicator_plan(context.world, context.widths)
     if ranks and ranks not in (*groups, *zip(range(context.world), strict=True)):
-        text = "ranks must be those of one group, such as [0, 1] for a tp2, or left out for all."
+        text = "Name the ranks of one group, such as [0, 1] for a tp2, or none for all ranks."
         raise _AnswerError(400, "invalid_value", text, "ranks")
     if not context.owner.launcher_outboxes:
-        text = "No launcher of ranks is connected: see whether `aileron rank` runs, and try again."
+        text = "No launcher of ranks is connected: check that `aileron rank` runs, and try again."
         raise _AnswerError(503, "no_launcher", text)
     await context.owner.post(RenewalWanted(ranks))
     return context.core.layout_view()
@@ -252,7 +252,7 @@ def _require_target(core: Core, wanted: str) -> None:
         raise _AnswerError(
             409,
             "superseded",
-            f"'{wanted}' gave way to '{target}', which is wanted since: see `aileron explain`.",
+            f"'{wanted}' gave way to '{target}', the layout wanted now: see `aileron explain`.",
         )
 
 
@@ -269,15 +269,15 @@ async def _until_serving(core: Core, wanted: str) -> None:
         raise _AnswerError(
             504,
             "deadline_exceeded",
-            f"'{wanted}' does not serve after {WAIT_LIMIT_S:.0f} s; it is still wanted: ask GET "
-            "/admin/layout how far it is.",
+            f"'{wanted}' does not serve after {WAIT_LIMIT_S:.0f} s; it is still wanted: follow "
+            "its progress with GET /admin/layout.",
         ) from None
 
 
 def _of_day(
     views: list[dict[str, Any]], name: str, now_ms: int, new_name: str = ""
 ) -> list[dict[str, Any]]:
-    """Replace times of the monotonic clock by times of day, for people."""
+    """Replace times of the monotonic clock by times of day."""
     now_s = time.time()
     result = []
     for view in views:
@@ -300,7 +300,7 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        return error_answer(400, "invalid_json", "The body is no valid JSON.")
+        return error_answer(400, "invalid_json", "Send a body that is valid JSON.")
     if first["loc"] == ("body",):
         text = 'Send Content-Type: application/json and an object such as {"layout": "dp2"}.'
         return error_answer(400, "invalid_value", text, "body")

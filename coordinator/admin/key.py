@@ -1,4 +1,4 @@
-"""The admin key, and the check whether an address may be opened with it."""
+"""The admin key, and the check that an address may open with it."""
 
 from coordinator.protocol.addresses import is_loopback
 

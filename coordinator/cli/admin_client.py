@@ -46,14 +46,18 @@ class AdminClient:
         except urllib.error.HTTPError as error:
             raise CliError(_reason(error)) from error
         except TimeoutError as error:
-            raise CliError(f"{self._url} did not answer within {limit_s:.0f} s.") from error
+            raise CliError(
+                f"{self._url} did not answer within {limit_s:.0f} s: see the coordinator's log."
+            ) from error
         except (OSError, ValueError) as error:
             raise CliError(
                 f"no admin API answers at {self._url}: start `aileron up`, or name the right one "
                 "with --admin-url."
             ) from error
         if not isinstance(answer, dict):
-            raise CliError(f"{self._url} answers something that is no aileron admin API.")
+            raise CliError(
+                f"{self._url} is no aileron admin API: name the right one with --admin-url."
+            )
         return answer
 
 
@@ -62,5 +66,5 @@ def _reason(error: urllib.error.HTTPError) -> str:
     try:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        return f"the admin API answered {error.code} {error.reason}."
+        return f"the admin API answered {error.code} {error.reason}: check --admin-url."
     return str(message)

@@ -32,7 +32,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     options = _parser().parse_args(own)
     if engine_args and options.name != "up":
         raise CliError(
-            "engine options after -- belong to `aileron up`; the other commands take none.",
+            "engine options after -- belong to `aileron up`: leave them out here.",
             USAGE_STATUS,
         )
     options.engine_args = tuple(engine_args)
@@ -84,7 +84,7 @@ def _add_up(commands: "Commands") -> None:
         "--ranks-per-device",
         type=int,
         metavar="N",
-        help="ranks that share a GPU, to try out groups; slow; default: 1",
+        help="ranks that share a GPU, to try out wide groups; slow; default: 1",
     )
     add("--widths", metavar="1,2,4", help="group widths; default: powers of two up to --ranks")
     add("--layout", metavar="dp4", help="layout to start in; default: every rank alone")
@@ -104,13 +104,13 @@ def _add_up(commands: "Commands") -> None:
         "--step-times",
         type=Path,
         metavar="FILE",
-        help="step times for the adaptive policy, instead of measured ones",
+        help="step times for the adaptive policy, instead of those that ranks measure",
     )
     add(
         "--observation-log",
         type=Path,
         metavar="FILE",
-        help="write what the adaptive policy sees, for aileron replay",
+        help="log the adaptive policy's observations, for aileron replay",
     )
     add("--host", help="address of the serving port; default: 127.0.0.1")
     add("--port", type=int, help="serving port, 0 for any free one; default: 8000")
@@ -128,19 +128,21 @@ def _add_up(commands: "Commands") -> None:
 
 def _add_operator_commands(commands: "Commands") -> None:
     status = commands.add_parser("status", help="ranks, layout, epoch, queues, free pages")
-    status.add_argument("--once", action="store_true", help="do not refresh; so it is in a pipe")
+    status.add_argument("--once", action="store_true", help="print once; the default in a pipe")
     status.set_defaults(command=_status)
     switch = commands.add_parser("switch", help="change the layout and wait until it serves")
     switch.add_argument("layout", metavar="LAYOUT", help="such as dp4, tp2+dp2 or tp4")
     switch.add_argument("--carry", choices=CARRIES, help="what happens to running tasks")
     switch.set_defaults(command=_switch)
-    put_back = commands.add_parser("put-back", help="let a mode serve again that had drifted")
+    put_back = commands.add_parser("put-back", help="return a mode to service after drift")
     put_back.add_argument("mode", metavar="MODE", help="such as tp2; see aileron status")
     put_back.set_defaults(command=_put_back)
-    renew = commands.add_parser("renew", help="start all ranks again, so that all groups can be")
-    renew.add_argument("ranks", nargs="*", type=int, metavar="RANK", help="those of one group only")
+    renew = commands.add_parser("renew", help="restart all ranks, so that all groups can form")
+    renew.add_argument(
+        "ranks", nargs="*", type=int, metavar="RANK", help="only the ranks of one group"
+    )
     renew.set_defaults(command=_renew)
-    explain = commands.add_parser("explain", help="why the layout is what it is")
+    explain = commands.add_parser("explain", help="why the cell has its layout")
     explain.add_argument("--last", type=int, default=5, metavar="N", help="default: 5")
     explain.set_defaults(command=_explain)
     for each in (status, switch, put_back, renew, explain):
@@ -155,9 +157,9 @@ def _add_operator_commands(commands: "Commands") -> None:
 def _add_replay(commands: "Commands") -> None:
     replay = commands.add_parser(
         "replay",
-        help="run a log of observations again, under other settings",
-        description="Run the log of `aileron up --observation-log FILE` again, offline: what would "
-        "have been chosen, and what requests would have seen by the cost model of the log.",
+        help="replay an observation log, with other settings",
+        description="Replay the log of `aileron up --observation-log FILE` offline: the layouts "
+        "that the policy would choose, and the results that the log's cost model predicts.",
     )
     replay.set_defaults(command=_replay)
     add = replay.add_argument
@@ -166,9 +168,9 @@ def _add_replay(commands: "Commands") -> None:
     add("--layout", metavar="dp4", help="layout to begin with; default: that of the log")
     for name, text in (
         ("stay-ms", "shortest time in a layout"),
-        ("settle-ms", "how long another layout has to look a little better"),
-        ("caution-ms", "how long a wide layout that had to be left soon is not tried again"),
-        ("horizon-ms", "how far ahead is looked"),
+        ("settle-ms", "how long another layout must look a little better"),
+        ("caution-ms", "how long to avoid a wide layout that the policy had to leave soon"),
+        ("horizon-ms", "how far ahead the policy predicts"),
         ("switches-per-minute-max", "most switches per minute"),
     ):
         add(f"--{name}", type=int, metavar="N", help=f"{text}; default: as logged")
@@ -179,14 +181,19 @@ def _add_key(commands: "Commands") -> None:
     key = commands.add_parser(
         "key",
         help="make an API key",
-        description="Make an API key. It is printed once; files hold its hash alone.",
+        description="Make an API key. It is printed once; files hold only its hash.",
     )
     key.set_defaults(command=_key)
     add = key.add_argument
-    add("--tenant", required=True, metavar="NAME", help="whom its requests are charged to")
+    add(
+        "--tenant",
+        required=True,
+        metavar="NAME",
+        help="the tenant that its requests are charged to",
+    )
     add("--file", type=Path, metavar="FILE", help="add it to this file; default: print the entry")
     add("--max-tier", choices=TIERS, default="interactive", help="default: interactive")
-    add("--default-tier", choices=TIERS, help="default: standard, or lower if --max-tier is")
+    add("--default-tier", choices=TIERS, help="default: standard, or batch if --max-tier is batch")
     add("--requests-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
     add("--tokens-per-minute", type=int, default=0, metavar="N", help="default: 0, no limit")
 

@@ -1,7 +1,7 @@
 """The running children of `aileron up`: started together, watched, stopped in order.
 
-The worker launcher holds the model and every running task, so its end ends the run. Coordinator and
-gateways hold no state that their return does not repair, so they are restarted.
+The worker launcher holds the model and every running task, so its end ends the run. The
+coordinator and gateways lose no state that sessions do not repair, so they are restarted.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class CellProcess:
 
 
 class Cell:
-    """Runs `members`, which are in the order in which they are to be stopped."""
+    """Runs `members`, which are in stop order."""
 
     def __init__(self, members: Sequence[CellProcess], screen: Screen) -> None:
         self._members = tuple(members)
@@ -68,7 +68,7 @@ class Cell:
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._screen.say("stopping; once more Ctrl-C ends everything at once")
+            self._screen.say("stopping; press Ctrl-C again to kill all processes")
             self._end(0)
         else:
             for member in self._members:
@@ -114,7 +114,7 @@ class Cell:
         deadline = time.monotonic() + START_LIMIT_S
         while not await serves():
             if time.monotonic() > deadline:
-                self._screen.say(f"does not serve after {START_LIMIT_S} s: see the logs")
+                self._screen.say(f"the cell does not serve after {START_LIMIT_S} s: see the logs")
                 self._end(1)
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)

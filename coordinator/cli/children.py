@@ -19,7 +19,7 @@ READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 1024 * 1024
 """A longer line is split."""
 LOG_BYTES_MAX = 64 * 1024 * 1024
-"""A log above this size becomes `<name>.log.1`; only one such file is kept."""
+"""A log above this size becomes `<name>.log.1` and replaces an earlier one."""
 TAIL_LINES = 20
 """Number of last lines shown when a child dies."""
 DRAIN_LIMIT_S = 1.0
@@ -75,8 +75,8 @@ class Child:
             stderr=asyncio.subprocess.STDOUT,
             env=dict(self._spec.env),
             # A process group of its own: the terminal's Ctrl-C must reach only the parent, which
-            # stops the children in order. No session of its own: Linux shares the cores out by
-            # session (autogroups), and a gateway beside busy ranks would wait for a core for
+            # stops the children in order. No session of its own: Linux divides the cores among
+            # sessions (autogroups), and a gateway beside busy ranks would wait for a core for
             # seconds.
             process_group=0,
             preexec_fn=lambda: _die_with(parent),

@@ -38,7 +38,7 @@ ENGINE_TAIL_CHARS = 3_000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; `advice` is the sentence shown when it is not ok.
+    """One finding; `advice` is the sentence for a finding that is not ok.
 
     `needed` is False where aileron runs without it.
     """
@@ -109,7 +109,7 @@ def _torch() -> Check:
         "torch",
         f"{installed} ({build})",
         cuda or not gpus,
-        "there are GPUs, but torch is its CPU build: run `make setup DEVICE=cuda` to use them.",
+        "torch is a CPU build: run `make setup DEVICE=cuda` to use the GPUs.",
         needed=False,
     )
 

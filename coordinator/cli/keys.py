@@ -24,7 +24,7 @@ def run_key(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise CliError(
             f"--tenant '{options.tenant[:64]}': use 1 to 64 letters, digits, dots, dashes and "
-            "underscores, and no limit below 0.",
+            "underscores, and limits of 0 or more.",
             USAGE_STATUS,
         ) from error
     if options.file is None:
@@ -32,7 +32,7 @@ def run_key(options: argparse.Namespace) -> int:
     else:
         _append(options.file, key)
         print(f"# its hash is in {options.file}; gateways read it within seconds")
-    print(f"# the key, which is shown this once:\n{secret}")
+    print(f"# the key, printed only this once:\n{secret}")
     return 0
 
 

@@ -73,7 +73,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
 def _with_data_dir(config: Config, state_dir: str) -> Config:
     if config.batches.data_dir:
         return config
-    # By model, because only a cell that serves its model can run a batch.
+    # By model: only a cell that serves its model can run a batch.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", config.served_model_name)
     batches = config.batches.model_copy(
         update={"data_dir": str(Path(state_dir) / "batches" / name)}
@@ -106,7 +106,7 @@ def _refuse_own_options(engine_args: Sequence[str]) -> None:
         name = argument.split("=", 1)[0].replace("_", "-")
         if name in OWN_OPTIONS:
             raise CliError(
-                f"{name} is decided by aileron, not passed to vLLM: use {OWN_OPTIONS[name]}.",
+                f"aileron sets {name} for vLLM itself: use {OWN_OPTIONS[name]}.",
                 USAGE_STATUS,
             )
 
@@ -126,7 +126,7 @@ def _set_cell(
     ranks_before = cell.get("ranks")
     if options.ranks is not None:
         if options.ranks < 1:
-            raise CliError(f"--ranks {options.ranks}: at least one rank is needed.", USAGE_STATUS)
+            raise CliError(f"--ranks {options.ranks}: use at least one rank.", USAGE_STATUS)
         cell["ranks"] = options.ranks
     elif not from_file:
         cell["ranks"] = machine.gpus if cell["device"] == "cuda" else CPU_RANKS
@@ -137,7 +137,7 @@ def _set_cell(
     if cell["device"] == "cuda" and needed > machine.gpus:
         raise CliError(
             f"{ranks} ranks need {needed} GPUs, but nvidia-smi lists {machine.gpus}: lower "
-            "--ranks, or let several share one with --ranks-per-device.",
+            "--ranks, or let ranks share GPUs with --ranks-per-device.",
             USAGE_STATUS,
         )
     _set_groups(cell, options, ranks, changed=ranks != ranks_before)
@@ -221,7 +221,7 @@ def _read_widths(text: str, ranks: int) -> tuple[int, ...]:
         widths = {int(part) for part in text.split(",")}
     except ValueError:
         raise CliError(
-            f"--widths '{text}' is no list of numbers, such as 1,2,4.", USAGE_STATUS
+            f"--widths '{text}' is no list of numbers: use one such as 1,2,4.", USAGE_STATUS
         ) from None
     unusable = sorted(widths.difference(supported))
     if unusable:

@@ -38,7 +38,7 @@ def run_status(options: argparse.Namespace) -> int:
     status = client.get("/admin/status")
     if options.json:
         return _print_json(status)
-    serving = "serving" if status["serving"] else f"on the way to {status['target']}"
+    serving = "serving" if status["serving"] else f"switching to {status['target']}"
     print(f"model    {status['model']} on {len(status['ranks'])} {status['device']} ranks")
     print(f"layout   {status['layout'] or 'none yet'}, epoch {status['epoch']}, {serving}")
     print(f"gateways {status['gateways']}   policy {status['policy']}")
@@ -93,16 +93,18 @@ def run_renew(options: argparse.Namespace) -> int:
         return _print_json(answer)
     if options.ranks:
         names = ", ".join(map(str, sorted(options.ranks)))
-        print(f"Ranks {names} are started again together, while the others serve.")
+        print(f"Ranks {names} restart together while the others serve.")
         return 0
-    print("All ranks are started again; requests wait until they serve: see `aileron status`.")
+    print("All ranks restart, and requests wait until they serve: see `aileron status`.")
     return 0
 
 
 def run_explain(options: argparse.Namespace) -> int:
     """Show the decisions that led to the layout."""
     if not 1 <= options.last <= LAST_MAX:
-        raise CliError(f"--last {options.last}: between 1 and {LAST_MAX}.", USAGE_STATUS)
+        raise CliError(
+            f"--last {options.last}: use a number between 1 and {LAST_MAX}.", USAGE_STATUS
+        )
     client = AdminClient(find_admin_url(options.admin_url))
     answer = client.get(f"/admin/decisions?last={options.last}")
     if options.json:
@@ -146,7 +148,7 @@ def _candidate_row(candidate: dict[str, Any]) -> tuple[object, ...]:
 
 
 def step_times_text(times: dict[str, Any]) -> str:
-    """Return the measured steps of one width, and from which size on a shift group uses sp."""
+    """Return the step times of one width, and the size from which a shift group uses sp."""
     width, curves, mixed = times["width"], times["curves"], times["mixed_from_tokens"]
     sizes = [point["tokens"] for point in next(iter(curves.values()))]
     names = [f"{mode} ms" if mode in mixed else f"{mode}{width} ms" for mode in curves]
@@ -163,8 +165,9 @@ def step_times_text(times: dict[str, Any]) -> str:
 
 
 def _choice(group: str, mode: str, start: int | None) -> str:
-    chosen = f"from {start} tokens on in {mode}, below in tp" if start else "always in tp"
-    return f"{group} computes a step {chosen}."
+    if not start:
+        return f"{group} computes all steps in tp."
+    return f"{group} computes steps of at least {start} tokens in {mode}, smaller ones in tp."
 
 
 def _print_json(answer: Mapping[str, Any]) -> int:

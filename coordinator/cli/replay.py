@@ -1,4 +1,4 @@
-"""`aileron replay`: runs an observation log again, offline."""
+"""`aileron replay`: replays an observation log offline."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def run_replay(options: argparse.Namespace) -> int:
         name: value for name in SETTINGS if (value := getattr(options, name, None)) is not None
     }
     if any(value < 0 for value in changed.values()):
-        raise CliError("settings of a replay must not be negative.", USAGE_STATUS)
+        raise CliError("settings of a replay must not be negative: use 0 or more.", USAGE_STATUS)
     try:
         found = replay(
             _lines(options.log),

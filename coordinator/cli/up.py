@@ -63,8 +63,8 @@ def _require_free_ports(config: Config) -> None:
     host, _, port = config.coordinator.listen.rpartition(":")
     if not host or not port.isdigit():
         raise CliError(
-            f"coordinator.listen '{config.coordinator.listen}' is no host:port, such as "
-            "127.0.0.1:8002."
+            f"coordinator.listen '{config.coordinator.listen}' is no host:port: set "
+            "one such as 127.0.0.1:8002."
         )
     require_free(host, int(port), "coordinator.listen in the --config file")
 
@@ -129,7 +129,7 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
         case {"event": "worker_progress", "stage": "config", "done": 0}:
             return "worker has imported vLLM and reads the model's configuration"
         case {"event": "rank_exited", "rank": rank, "starts_in_s": float(delay_s)}:
-            return f"rank {rank} ended; starting it again in {delay_s:.1f} s, the others serve on"
+            return f"rank {rank} ended; starting it again in {delay_s:.1f} s, the others serve"
         case {"event": "rank_failed", "rank": rank, "reason": reason}:
             return f"rank {rank} failed: {reason}"
     return None

@@ -1,6 +1,6 @@
 """`aileron status` on a terminal: the live page as text that refreshes.
 
-It asks the admin API for news once per second and redraws in place until Ctrl-C. `render` gets the
+It polls the admin API once per second and redraws in place until Ctrl-C. `render` gets the
 answers and the terminal's size as arguments, so tests need no terminal.
 """
 
@@ -23,7 +23,7 @@ POLL_S = 1.0
 SAMPLES_MAX = 900
 SWITCHES_MAX = 5
 ROWS_BESIDE_RANKS = 24
-"""Lines of everything but the ranks."""
+"""Lines of the display apart from the ranks."""
 MODE_STYLES = {"dp": "blue", "tp": "yellow", "sp": "green", "shift": "magenta"}
 MODE_LETTERS = {"dp": "d", "tp": "t", "sp": "s", "shift": "h"}
 BARS = " ▁▂▃▄▅▆▇█"
@@ -42,7 +42,7 @@ def watch(client: AdminClient) -> int:
         try:
             while True:
                 view = render(answer, samples, console.width, console.height)
-                note = Text(problem or "Ctrl-C ends this.", style="red" if problem else "dim")
+                note = Text(problem or "Press Ctrl-C to quit.", style="red" if problem else "dim")
                 live.update(Group(view, note), refresh=True)
                 time.sleep(POLL_S)
                 try:
@@ -90,7 +90,7 @@ def _head(answer: dict[str, Any]) -> Text:
     text.append(f"  policy {answer['policy']}\n")
     if answer["out_of_service"]:
         modes = sorted({each["mode"] for each in answer["out_of_service"]})
-        text.append(f"out of service, as they drifted: {', '.join(modes)}\n", style="bold red")
+        text.append(f"out of service after drift: {', '.join(modes)}\n", style="bold red")
     return text
 
 

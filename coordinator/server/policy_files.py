@@ -28,7 +28,7 @@ def read_step_times(path: str) -> dict[str, StepLine]:
 class ObservationLog:
     """Appends lines to a file; at `bytes_max` it moves the file to `<file>.1` and starts a new one.
 
-    A log that cannot be written ends with a warning: nothing depends on it.
+    A log that cannot be written ends with a warning, because nothing depends on it.
     """
 
     def __init__(self, path: str, bytes_max: int) -> None:

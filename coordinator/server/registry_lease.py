@@ -1,6 +1,6 @@
 """A cell's lease in the registry of its fleet, and its departure without lost tasks.
 
-Only if the configuration names a fleet. A slow or absent Redis costs the cell nothing but its
+Used only if the configuration names a fleet. A slow or absent Redis costs the cell nothing but its
 announcements: gateways continue with the cells that they know. The process calls this module.
 """
 
@@ -83,7 +83,7 @@ def announcer_of(config: Config, port: int) -> RegistryLease | None:
 
 
 async def leave(announcer: RegistryLease | None, tasks: Callable[[], int]) -> None:
-    """Withdraw from the registry, and wait until gateways have taken their tasks away."""
+    """Withdraw from the registry, and wait until gateways have moved their tasks."""
     if announcer is not None:
         await announcer.leave()
     for _ in range(int(LEAVE_LIMIT_S / LOOK_S)):

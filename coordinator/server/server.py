@@ -168,7 +168,7 @@ class CellServer:
         hello = _decode(wire.decode_rank_up, raw)
         if not isinstance(hello, RankHello):
             raise RefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "a rank's session starts with a hello."
+                grpc.StatusCode.INVALID_ARGUMENT, "start a rank's session with a hello."
             )
         _require_version(hello.version)
         rank = hello.rank
@@ -185,7 +185,7 @@ class CellServer:
         if hello.incarnation <= self._ended.get(rank, -1):
             raise RefusedError(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"this process of rank {rank} has ended, as its launcher says.",
+                f"the launcher reported the end of this process of rank {rank}: end it.",
             )
         self._incarnations[rank] = hello.incarnation
 
@@ -194,7 +194,7 @@ class CellServer:
             if not isinstance(report, Report) or report.rank != rank:
                 raise RefusedError(
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    f"only reports of rank {rank} belong into its session.",
+                    f"send only reports of rank {rank} in its session.",
                 )
             return RankSaid(rank, report)
 
@@ -225,14 +225,14 @@ class CellServer:
         hello = _decode(wire.decode_gateway_up, raw)
         if not isinstance(hello, GatewayHello):
             raise RefusedError(
-                grpc.StatusCode.INVALID_ARGUMENT, "a gateway's session starts with a hello."
+                grpc.StatusCode.INVALID_ARGUMENT, "start a gateway's session with a hello."
             )
         _require_version(hello.version)
         gateway, outboxes = hello.gateway, self._owner.gateway_outboxes
         if gateway not in outboxes and len(outboxes) >= GATEWAYS_MAX:
             raise RefusedError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{GATEWAYS_MAX} gateways are connected, which is the most a cell serves.",
+                f"{GATEWAYS_MAX} gateways are connected, the most that a cell serves: end one.",
             )
 
         self._owner.batches.pop(gateway, None)
@@ -243,7 +243,7 @@ class CellServer:
                 self.aggregator.take(gateway, update)
                 return None
             if isinstance(update, GatewayHello):
-                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "a session has one hello.")
+                raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "send one hello in a session.")
             if isinstance(update, BatchesRun):
                 self._owner.batches[gateway] = update.batches
                 return None
@@ -262,7 +262,7 @@ class CellServer:
         read: Callable[[bytes], Event | None],
         closed: Event,
     ) -> _Session:
-        """Make a new outbox that of `key`, in the step in which the core handles `opened`."""
+        """Give `key` a new outbox in the step in which the core handles `opened`."""
         outbox = Outbox()
         owner = self._owner
 
@@ -292,10 +292,10 @@ async def _hello(context: Context) -> bytes:
             raw = await context.read()
     except TimeoutError:
         raise RefusedError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello came within {HELLO_LIMIT_S:.0f} s."
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"send a hello within {HELLO_LIMIT_S:.0f} s."
         ) from None
     if not isinstance(raw, bytes):
-        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "the session ended without a hello.")
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "start a session with a hello.")
     return raw
 
 

@@ -1,4 +1,4 @@
-"""Spans of the coordinator: how long traced tasks queue, and what each switch did.
+"""Spans of the coordinator: how long traced tasks queue, and the course of each switch.
 
 It observes the core's events and effects, as `core_metrics` does, and changes nothing. A task
 queues once per placement, also after a switch or a lost rank returns it. A switch is a trace of its

@@ -54,8 +54,8 @@ def test_the_text_shows_the_curves_and_what_follows_from_them() -> None:
     assert "sp4 ms" in text
     assert "sp2tp2 ms" in text
     assert "20.00" in text
-    assert "shift2tp2 computes a step from 32 tokens on in sp2tp2, below in tp." in text
-    assert "shift4 computes a step from 64 tokens on in sp, below in tp." in text
+    assert "shift2tp2 computes steps of at least 32 tokens in sp2tp2, smaller ones in tp." in text
+    assert "shift4 computes steps of at least 64 tokens in sp, smaller ones in tp." in text
     assert "shift" not in step_times_text(one)
     never = {**four, "sp_from_tokens": None}
-    assert "shift4 computes a step always in tp." in step_times_text(never)
+    assert "shift4 computes all steps in tp." in step_times_text(never)
