@@ -2,7 +2,7 @@
 """Probe of a cell's ranks, run in their container: `ready` or `live`; the exit status answers.
 
 ready: the coordinator has ranks that can serve, as it has through every switch.
-live: fails only if the coordinator answers and has none; while it is away, ranks serve on.
+live: fails only if the coordinator answers and has none; ranks serve while it is away.
 """
 
 import json
@@ -15,7 +15,7 @@ LIMIT_S = 5.0
 
 
 def ranks_available() -> int:
-    """How many ranks the coordinator has; raises OSError or ValueError if it does not say."""
+    """Return the number of ranks that can serve; raises OSError or ValueError without an answer."""
     key = os.environ.get("AILERON_ADMIN_KEY", "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{URL}/admin/ranks", headers=headers)  # noqa: S310
@@ -25,7 +25,7 @@ def ranks_available() -> int:
 
 
 def main(question: str) -> int:
-    """Print what is wrong; 0 if the answer is yes."""
+    """Print the problem; return 0 if the answer is yes."""
     try:
         available = ranks_available()
     except (OSError, ValueError, KeyError) as error:

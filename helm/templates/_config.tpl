@@ -1,4 +1,4 @@
-{{/* What the processes are told. Arguments: root; role (coordinator, ranks or gateway); redis, its URL. */}}
+{{/* The configuration of the processes. Arguments: root; role (coordinator, ranks or gateway); redis, its URL. */}}
 {{- define "aileron.config" -}}
 {{- $own := include (printf "aileron.config.%s" .role) . | fromYaml -}}
 {{- $fleet := include "aileron.fleet" . | fromYaml -}}
@@ -78,7 +78,7 @@ batches:
 {{- end }}
 {{- end -}}
 
-{{/* Where leaders push tokens to. ZeroMQ resolves the interface's name, so ranks are told the pod's address. */}}
+{{/* Where leaders push tokens to. ZeroMQ resolves the interface's name, so ranks get the pod's address. */}}
 {{- define "aileron.tokenAddress" -}}
 {{- if eq .Values.gateway.placement "cell" -}}
 tcp://127.0.0.1:0
@@ -138,7 +138,7 @@ tcp://{{ .Values.gateway.podInterface }}:8003
 {{- mulf (float64 $number) (get $units $unit) | int64 -}}
 {{- end -}}
 
-{{/* Changes with what the pods of a cell or a gateway read at their start, so that they are rolled. */}}
+{{/* A digest of the files that the pods of a cell or a gateway read at start: its change rolls them. */}}
 {{- define "aileron.cellDigest" -}}
 {{- $texts := list (include "aileron.config" (dict "root" . "role" "coordinator" "redis" "redis")) (include "aileron.config" (dict "root" . "role" "ranks" "redis" "redis")) (.Files.Get "scripts/cell_probe.py") -}}
 {{- if eq .Values.gateway.placement "cell" -}}

@@ -12,7 +12,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Labels that select; component is added by each object. */}}
+{{/* Labels that select; each object adds its component. */}}
 {{- define "aileron.selector" -}}
 app.kubernetes.io/name: {{ include "aileron.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -56,7 +56,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- .Values.batches.existingClaim | default (printf "%s-batches" (include "aileron.fullname" .)) -}}
 {{- end -}}
 
-{{/* Most gateways that there may be at once, over all cells. */}}
+{{/* The highest number of gateways, over all cells. */}}
 {{- define "aileron.gatewaysMax" -}}
 {{- $gateway := .Values.gateway -}}
 {{- $processes := dig "gateway" "processes" 1 .Values.config | int -}}

@@ -15,7 +15,7 @@ capabilities: {drop: [ALL]}
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
 
-{{/* What every pod of aileron's own has. */}}
+{{/* Fields of every pod of aileron. */}}
 {{- define "aileron.podCommon" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -48,7 +48,7 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
   valueFrom: {secretKeyRef: {name: {{ include "aileron.authSecret" . }}, key: admin-key}}
 {{- end -}}
 
-{{/* For processes that import vLLM: everything that is written goes to the cache. */}}
+{{/* For processes that import vLLM: they write only to the cache. */}}
 {{- define "aileron.engineEnv" -}}
 - {name: HOME, value: /cache}
 - {name: XDG_CACHE_HOME, value: /cache}
@@ -135,13 +135,13 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
     timeoutSeconds: 5
     failureThreshold: 6
   lifecycle:
-    # The Service stops sending connections meanwhile; then SIGTERM drains what is in flight.
+    # Meanwhile the Service stops sending connections; then SIGTERM drains the open requests.
     preStop: {exec: {command: [sleep, "{{ $gateway.preStopSeconds }}"]}}
   resources: {{ toYaml $gateway.resources | nindent 4 }}
   securityContext: {{ include "aileron.containerSecurity" $root | nindent 4 }}
 {{- end -}}
 
-{{/* The coordinator's container. Arguments: root; sidecar, whether it ends after the gateway. */}}
+{{/* The coordinator's container. Arguments: root; sidecar, true if it ends after the gateway. */}}
 {{- define "aileron.coordinatorContainer" -}}
 {{- $root := .root -}}
 - name: coordinator
@@ -179,7 +179,7 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
   securityContext: {{ include "aileron.containerSecurity" $root | nindent 4 }}
 {{- end -}}
 
-{{/* The container of all ranks. Arguments as of the coordinator's. */}}
+{{/* The container of all ranks, with the same arguments. */}}
 {{- define "aileron.ranksContainer" -}}
 {{- $root := .root -}}
 {{- $cell := $root.Values.cell -}}
@@ -218,7 +218,7 @@ securityContext: {{ include "aileron.podSecurity" . | nindent 2 }}
     exec: {command: [python, -P, /etc/aileron/scripts/cell_probe.py, ready]}
     periodSeconds: 10
     timeoutSeconds: 8
-  # Silent ranks are the coordinator's to cut out; only a cell that has none left is started again.
+  # The coordinator cuts out silent ranks; only a cell without any rank restarts.
   livenessProbe:
     exec: {command: [python, -P, /etc/aileron/scripts/cell_probe.py, live]}
     periodSeconds: 30
