@@ -1,7 +1,7 @@
 """A coordinator process: core, actor, gRPC server and admin port on one event loop.
 
 Sessions are served first: after a crash, ranks and gateways wait for them. SIGTERM or SIGINT ends
-the sessions and the process; ranks serve on under their leases, and the next coordinator learns
+the sessions and the process; ranks keep serving under their leases, and the next coordinator learns
 everything from their hellos.
 """
 

@@ -60,8 +60,8 @@ class CellConfig(_Frozen):
     """Parts of the weights, for models larger than a device: each rank holds one of them. Above 1
     only the widest groups serve, in tp or in a mixed mode."""
     exchange_parts: tuple[Literal[1, 2, 4, 8], ...] = Field(default=(1,), min_length=1)
-    """Numbers of parts in which a large sp step may exchange while it multiplies; ranks measure the
-    fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
+    """Numbers of parts into which a large sp step may split its exchange, to overlap it with
+    products; ranks measure the fastest at start. [1, 2, 4] is for CUDA groups with slow links."""
     ranks_per_device: int = Field(default=1, ge=1)
     """Ranks that share a CUDA device, to try out wide groups on few devices: results are right, but
     steps are slow. Needs NCCL 2.30 and --kv-cache-memory-bytes."""
