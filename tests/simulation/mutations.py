@@ -216,7 +216,7 @@ MUTATIONS: dict[str, tuple[Patch, ...]] = {
     "lease longer than patience": ((Switcher, "directive_for", _no_patience),),
     "majority instead of all": ((Switcher, "_all_acknowledged", _majority),),
     "follower leaves without its leader": (
-        (SwitchParticipant, "_is_left", _follower_leaves_alone),
+        (SwitchParticipant, "_is_over", _follower_leaves_alone),
     ),
     "leaders drain groups that never served": ((SwitchParticipant, "_leave", _drains_unserved),),
     "followers wait for a leader that never came": ((switcher, "void", _nothing_is_void),),

@@ -170,7 +170,7 @@ async def test_a_later_switch_ends_the_wait_for_an_earlier_one(cell: Cell) -> No
         ({"layout": "dp1+tp2+dp1"}, "layout", "multiple of 2"),
         ({"layout": ""}, "layout", "is empty"),
         ({"layout": "sp2+dp2"}, "layout", "cannot compute this model in sp"),
-        ({"layout": "dp3+off1"}, "layout", "every rank must serve"),
+        ({"layout": "dp3+off1"}, "layout", "every available rank must serve"),
         ({"layout": "tp4", "carry": "teleport"}, "carry", "is no carry plan"),
         ({"layout": 4}, "layout", "string"),
         ({}, "layout", "Field required"),

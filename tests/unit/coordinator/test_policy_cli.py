@@ -31,7 +31,7 @@ def test_a_log_is_printed_as_it_would_have_gone(
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [(b"{}\n", "line 1 is no line of a log"), (b"", "there is no observation")],
+    [(b"{}\n", "line 1 is no line of a log"), (b"", "it holds no observation")],
 )
 def test_what_is_no_log_is_refused_in_a_sentence(
     content: bytes, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

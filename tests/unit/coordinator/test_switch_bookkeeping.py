@@ -88,7 +88,7 @@ def test_ranks_that_come_during_recovery_change_nothing_before_its_end() -> None
     assert serve.switcher.epoch == epoch, "it is the process that serves"
 
 
-@pytest.mark.parametrize(("is_known_to_be_gone", "cause"), [(False, "restarted"), (True, "came")])
+@pytest.mark.parametrize(("is_known_to_be_gone", "cause"), [(False, "restarted"), (True, "joined")])
 def test_a_new_process_that_comes_before_or_behind_the_end_of_the_old_one(
     is_known_to_be_gone: bool, cause: str
 ) -> None:

@@ -92,10 +92,10 @@ def test_an_empty_lease_leaves_no_trace() -> None:
     ("operation", "reason"),
     [
         (lambda pool: pool.grant_own_pages(4), "4 pages are asked for, but only 3 are free"),
-        (lambda pool: pool.grant_own_pages(-1), "not negative"),
+        (lambda pool: pool.grant_own_pages(-1), "must not be negative"),
         (lambda pool: lease(pool, PAIR, 4), "only 3 are free"),
         (lambda pool: lease(pool, (2, 3), 4), "only 3 are free"),
-        (lambda pool: lease(pool, PAIR, -1), "not negative"),
+        (lambda pool: lease(pool, PAIR, -1), "must not be negative"),
         (lambda pool: lease(pool, (), 1), "at least one rank"),
         (lambda pool: pool.return_own([1, 7]), "page 7 is returned, but is not owned"),
         (lambda pool: pool.return_own([1, 3]), "page 3 is returned"),

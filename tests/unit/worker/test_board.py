@@ -98,7 +98,7 @@ def test_a_rank_adds_what_its_last_step_has_brought(
 def test_a_board_has_to_hold_both_messages() -> None:
     mailbox = RankMailbox(memoryview_of(256))
     mailbox.publish(3, b"x" * 100)
-    with pytest.raises(MailboxFullError, match="93 bytes more"):
+    with pytest.raises(MailboxFullError, match="93 more bytes"):
         mailbox.settle(b"y" * 93)
     assert not mailbox.is_settled
 
