@@ -18,7 +18,7 @@ from coordinator.protocol.config import Config, ConfigError, check_config, load_
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "worker" / "demo" / "model"
 DEMO_NAME = "aileron-demo"
 DEMO_ENGINE_ARGS = (
-    *("--enable-auto-tool-choice", "--tool-call-parser", "phi4_mini_json"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "granite4"),
     *(
         "--structured-outputs-config",
         '{"backend":"xgrammar","disable_any_whitespace":true}',

@@ -10,7 +10,10 @@ import structlog
 
 QUIET_LOGGERS = ("asyncio", "grpc", "uvicorn")
 FAILED_EVENTS = frozenset(
-    {"vllm_failed", "request_failed", "request_unreadable", "task_refused", "move_failed"}
+    {
+        *("vllm_failed", "request_failed", "request_unreadable", "task_refused", "move_failed"),
+        "tool_parser_failed",
+    }
 )
 """Events whose exception may quote a request: only its type and traceback are logged."""
 

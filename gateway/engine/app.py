@@ -41,6 +41,7 @@ from gateway.engine.rendering import (
     refuse_unreadable,
 )
 from gateway.engine.sandbox import Sandbox
+from gateway.engine.tool_streams import complete_streams
 from gateway.engine.wire import (
     AbortRequests,
     EngineMessage,
@@ -242,6 +243,7 @@ async def build_front_end(
     app = build_app(config.args, tasks, llm.model_config)
     # A package that vLLM imports for its routes raises the root logger's level.
     logging.getLogger().setLevel(level)
+    complete_streams()
     await init_app_state(llm, app.state, config.args, tasks)
     keep_to_the_template()
     keep_room_for_output()

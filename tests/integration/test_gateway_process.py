@@ -80,6 +80,23 @@ def test_engine_option_that_is_none_or_not_offered_is_told_in_a_sentence(
     assert option in said
 
 
+@pytest.mark.parametrize("parser", ["openai", "cohere_command4", "deepseek_v3", "no_such_parser"])
+def test_a_tool_parser_that_cannot_read_the_model_is_refused(
+    tmp_path: Path, cell: FakeCell, parser: str
+) -> None:
+    args = f"[--enable-auto-tool-choice, --tool-call-parser, {parser}]"
+    config = (
+        f"model: {{path: {MODEL_DIR}, engine_args: {args}}}\n"
+        f"coordinator: {{listen: '127.0.0.1:{cell.port}'}}"
+    )
+    code, said = start(config, tmp_path)
+    assert code == 2
+    assert said.startswith("gateway: model.engine_args: ")
+    assert {"openai": "hermes, which streams", "cohere_command4": "cohere_melody"}.get(
+        parser, parser
+    ) in said
+
+
 @pytest.fixture
 def cell() -> Iterator[FakeCell]:
     cell = FakeCell()

@@ -188,6 +188,63 @@ def test_tools(client: openai.OpenAI) -> None:
     assert set(json.loads(calls[0].function.arguments)) == {"name", "size"}
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": None},
+        {"tool_choice": None},
+    ],
+    ids=["auto", "absent", "null", "null without tools"],
+)
+def test_text_streams_with_tools(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    """The same greedy text, whole and streamed, in several chunks."""
+    limits: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0}
+    chat = {
+        **limits,
+        **asked,
+        "messages": [{"role": "user", "content": "Explain `os.path`."}],
+        "max_tokens": 16,
+    }
+    whole = client.chat.completions.create(**chat).choices[0]
+    chunks = [c.choices[0] for c in client.chat.completions.create(**chat, stream=True)]
+    texts = [chunk.delta.content for chunk in chunks if chunk.delta.content]
+    assert whole.message.content == "".join(texts)
+    assert len(texts) > 3
+    assert chunks[-1].finish_reason == whole.finish_reason
+    functions = [{"type": "function", **tool["function"]} for tool in asked.get("tools", [])]
+    response = {**limits, **asked, "input": "Explain `os.path`.", "max_output_tokens": 16}
+    if functions:
+        response["tools"] = functions
+    answer = client.responses.create(**response)
+    events: list[Any] = list(client.responses.create(**response, stream=True))
+    deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+    assert answer.output_text == "".join(deltas) == events[-1].response.output_text
+    assert len(deltas) > 3
+
+
+def test_a_forced_call_streams(client: openai.OpenAI) -> None:
+    """The same call, whole and streamed, for each way to force one."""
+    for choice in ("required", {"type": "function", "function": {"name": "set_size"}}):
+        chat: dict[str, Any] = {
+            "model": MODEL_NAME,
+            "messages": [{"role": "user", "content": "Set the size."}],
+            "tools": [TOOL],
+            "tool_choice": choice,
+            "seed": 4,
+            "max_tokens": 120,
+        }
+        whole = client.chat.completions.create(**chat).choices[0]
+        with client.chat.completions.stream(**chat) as stream:
+            joined = stream.get_final_completion().choices[0]
+        calls: list[Any] = [each.message.tool_calls for each in (whole, joined)]
+        assert [[call.function.name for call in each] for each in calls] == [["set_size"]] * 2
+        arguments = [json.loads(each[0].function.arguments) for each in calls]
+        assert arguments[0] == arguments[1]
+        assert set(arguments[0]) == {"name", "size"}
+
+
 def test_errors_have_openais_shape(client: openai.OpenAI, running: Product) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="nonesuch", prompt="x")

@@ -17,7 +17,7 @@ PAD, BOS, TURN, END = "<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, BOS, TURN, END)
 
 # Content may be null or a list of parts, as OpenAI clients send it. Tools and tool calls become
-# text, since this model never learned to call any.
+# text, since this model never learned to call any; calls have the form that `granite4` parses.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
@@ -42,7 +42,9 @@ CHAT_TEMPLATE = """\
 {%- set role = 'system' if message.role == 'developer' else message.role -%}
 {{- '<|im_start|>' + role + '\\n' + text(message.content) -}}
 {%- if message.tool_calls -%}
-{%- for call in message.tool_calls -%}{{- '\\n' + (call | tojson) -}}{%- endfor -%}
+{%- for call in message.tool_calls -%}
+{{- '\\n<tool_call>' + (call.function or call) | tojson + '</tool_call>' -}}
+{%- endfor -%}
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}

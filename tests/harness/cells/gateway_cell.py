@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,18 +297,19 @@ class GatewayProcess:
         fleet: dict[str, Any] | None = None,
         warm: bool = True,
         env: Mapping[str, str] | None = None,
+        engine_args: Sequence[str] = ("--max-model-len", "512"),
         **gateway: Any,
     ) -> None:
         """Where its memory is measured it is not `warm`: a forked one's heap is another's.
 
-        `env` is added to the environment.
+        `env` is added to the environment; `engine_args` are vLLM's options.
         """
         self.log = folder / "gateway.log"
         config = {
             "model": {
                 "path": str(model),
                 "served_name": "demo",
-                "engine_args": ["--max-model-len", "512"],
+                "engine_args": list(engine_args),
             },
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},
             "gateway": {"port": 0, **gateway},

@@ -106,7 +106,7 @@ def test_chat_template(tokenizer: Any) -> None:
 
 def test_chat_template_tolerates_tools_and_parts(tokenizer: Any) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages: list[dict[str, Any]] = [
         {
             "role": "user",
@@ -120,8 +120,17 @@ def test_chat_template_tolerates_tools_and_parts(tokenizer: Any) -> None:
     )
     assert text.startswith("<|bos|><|im_start|>system\nTools:\n")
     assert '"name": "add"' in text
+    # The form that the demo's tool parser reads.
+    called = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert f"<|im_start|>assistant\n\n{called}<|im_end|>" in text
     assert "<|im_start|>user\nOne two<|im_end|>" in text
     assert "<|im_start|>tool\n3<|im_end|>" in text
+
+
+def test_the_shipped_chat_template_is_the_source_s(tokenizer: Any) -> None:
+    from tools.demo_model.tokenizer import CHAT_TEMPLATE
+
+    assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_held_out_loss_is_as_reported(report: dict[str, Any], config: dict[str, Any]) -> None:
