@@ -2,12 +2,14 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadgen.errors import UsageError
 from loadgen.report.compare import all_metrics, as_json, compare, parse_threshold
+from loadgen.report.files import read_report
 from loadgen.report.records import Answer, RequestRecord
 from loadgen.report.report import Finished, build_report
 from loadgen.report.slo import ALL_TIERS, Slo, Slos
@@ -35,6 +37,12 @@ def broken(
 ) -> tuple[str, ...]:
     thresholds = [parse_threshold(text) for text in texts]
     return compare(first or report(), report(slower=slower), thresholds=thresholds).broken
+
+
+def test_a_report_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report()), encoding="utf-8-sig")
+    assert read_report(path) == report()
 
 
 def test_every_metric_exists_in_a_report() -> None:
