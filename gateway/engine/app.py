@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from gateway.engine.cached_tokens import sum_cached_tokens
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
 from gateway.engine.rendering import (
@@ -254,6 +255,7 @@ async def build_front_end(
     allow_equal_choices()
     refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
+    sum_cached_tokens(app.state.openai_serving_completion)
     keep_public(global_http_connection)
     # Some variables are read for every token; from now on their values are cached.
     envs.enable_envs_cache()

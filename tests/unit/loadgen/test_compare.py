@@ -9,9 +9,9 @@ import pytest
 
 from loadgen.errors import UsageError
 from loadgen.report.compare import all_metrics, as_json, compare, parse_threshold
-from loadgen.report.files import read_report
+from loadgen.report.files import WHOLE_REPORT, read_report
 from loadgen.report.records import Answer, RequestRecord
-from loadgen.report.report import Finished, build_report
+from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
 from loadgen.report.slo import ALL_TIERS, Slo, Slos
 from loadgen.report.tables import comparison_table, number
 from loadgen.workload.arrivals import Phase
@@ -41,8 +41,10 @@ def broken(
 
 def test_a_report_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    path.write_text(json.dumps(report()), encoding="utf-8-sig")
-    assert read_report(path) == report()
+    named = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
+    whole = {**dict.fromkeys(WHOLE_REPORT), **named, **json.loads(json.dumps(report()))}
+    path.write_text(json.dumps(whole), encoding="utf-8-sig")
+    assert read_report(path) == whole
 
 
 def test_every_metric_exists_in_a_report() -> None:
