@@ -62,7 +62,7 @@ class RequestMeter:
         self.tally = Tally()
         """Measures that belong to no cell."""
         # Present from the start with 0, so that the first increase is visible.
-        # The coordinator begins the measures whose labels it knows.
+        self.tally.begin(TIER_CLAMPED, STORAGE_AWAY, REGISTRY_AWAY)
         for reason in MoveReason:
             self.tally.count(CELL_MOVES, reason, by=0)
         for name in map(tier_name, Tier):
