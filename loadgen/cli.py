@@ -142,7 +142,7 @@ def _comparisons_as_json(
 ) -> dict[str, object]:
     return {
         "schema": "aileron.loadgen.comparison",
-        "schema_version": 2,
+        "schema_version": 3,
         "comparisons": [as_json(*each) for each in zip(comparisons, pairs, strict=True)],
         "side_by_side": as_rows(sections),
         "notes": list(notes),

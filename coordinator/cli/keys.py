@@ -45,14 +45,16 @@ def _append(path: Path, key: ApiKey) -> None:
     try:
         if path.exists():
             load_keys(path)
-        text = path.read_text() if path.exists() else "keys:\n"
+        text = path.read_text(encoding="utf-8-sig") if path.exists() else "keys:\n"
         text = text.replace("keys: []", "keys:").rstrip("\n") + "\n" + dump_key(key)
         fresh = path.with_name(f".{path.name}.new")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            out.write(text)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+            out.write(text.encode())
         load_keys(fresh)
         fresh.replace(path)
     except ConfigError as error:
         raise CliError(str(error), USAGE_STATUS) from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{path} is not UTF-8 text: save it as UTF-8.", USAGE_STATUS) from error
     except OSError as error:
         raise CliError(f"cannot write {path}: {error.strerror}.", USAGE_STATUS) from error

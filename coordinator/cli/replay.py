@@ -1,6 +1,7 @@
 """`aileron replay`: replays an observation log offline."""
 
 import argparse
+import codecs
 import json
 import sys
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def _lines(path: Path) -> Iterator[Line]:
         with path.open("rb") as file:
             for number, text in enumerate(file, 1):
                 try:
-                    yield decode(text)
+                    yield decode(text.removeprefix(codecs.BOM_UTF8) if number == 1 else text)
                 except msgspec.DecodeError as error:
                     raise ReplayError(f"line {number} is no line of a log: {error}.") from error
     except OSError as error:

@@ -161,6 +161,8 @@ def _group_view(binding: Binding, roster: Roster) -> View:
         # A page of each member holds as many blocks as it has slots.
         "pages_free": report.blocks_free // slots if report and is_bound else 0,
         "pages_total": report.blocks_total // slots if report and is_bound else 0,
+        "blocks_total": report.blocks_total if report and is_bound else 0,
+        "block_tokens": record.hello.tokens_per_slot if record else 0,
     }
     return view
 

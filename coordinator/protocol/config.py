@@ -363,7 +363,7 @@ class Config(_Frozen):
 def load_config(path: Path) -> Config:
     """Read and check a YAML file; raises `ConfigError` with one sentence per mistake."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
     except yaml.YAMLError as error:

@@ -81,11 +81,11 @@ def hash_of(secret: str) -> str:
 def load_keys(path: Path) -> dict[str, ApiKey]:
     """Read the file's keys by hash; raises `ConfigError` with one sentence per mistake."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_bytes())
         keys = _KeyFile.model_validate(data or {}).keys
     except OSError as error:
         raise ConfigError(f"cannot read the keys in {path}: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML.") from error
     except ValidationError as error:
         # Leave the values out: a key pasted in place of its hash must not reach a log.

@@ -6,11 +6,14 @@ output token and their buckets follow OpenTelemetry's GenAI conventions.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Final
 
 import msgspec
+
+from coordinator.protocol.terms import Tier
 
 TTFT_BOUNDS_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -25,6 +28,16 @@ DURATION_BOUNDS_S: Final = (
     *(163.84, 655.36),
 )
 
+CHAT: Final = "chat"
+TEXT: Final = "text_completion"
+"""Operations, as OpenTelemetry names them."""
+
+LABEL_VALUES: Final = {
+    "tier": tuple(tier.name.lower() for tier in Tier),
+    "operation": (CHAT, TEXT),
+}
+"""Labels whose values are all known: their series exist before anything is measured."""
+
 VLLM_PREFIX: Final = "vllm:"
 """Measures of vLLM's front end in each gateway keep vLLM's names."""
 
@@ -37,6 +50,11 @@ class Measure:
     text: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
+
+    def known_series(self) -> Iterator[tuple[str, ...]]:
+        """Yield the labels of all series, if all values of all labels are known."""
+        if all(label in LABEL_VALUES for label in self.labels):
+            yield from product(*(LABEL_VALUES[label] for label in self.labels))
 
 
 TTFT: Final = Measure(
@@ -155,6 +173,12 @@ class Tally:
 
     def __init__(self) -> None:
         self._families: dict[str, tuple[Measure, dict[tuple[str, ...], Growing]]] = {}
+
+    def begin(self, *measures: Measure) -> None:
+        """Create the known series of measures, empty, so that the first increase is visible."""
+        for measure in measures:
+            for labels in measure.known_series():
+                self._growing(measure, labels)
 
     def count(self, measure: Measure, *labels: str, by: float = 1) -> None:
         """Add to a counter."""

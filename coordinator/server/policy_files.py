@@ -18,7 +18,7 @@ def read_step_times(path: str) -> dict[str, StepLine]:
     if not path:
         return {}
     try:
-        return parse_step_times(yaml.safe_load(Path(path).read_text()))
+        return parse_step_times(yaml.safe_load(Path(path).read_bytes()))
     except OSError as error:
         raise ConfigError(f"policy.step_times: cannot read {path}: {error.strerror}.") from error
     except (ValueError, yaml.YAMLError) as error:

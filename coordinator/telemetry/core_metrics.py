@@ -13,7 +13,7 @@ from coordinator.model.records import SwitchRecord
 from coordinator.protocol.messages.gateway import Cancel, Done, Resubmit, Submit, TaskFailed
 from coordinator.protocol.messages.rank import Place
 from coordinator.protocol.metrics_wire import Measure, Tally
-from coordinator.protocol.terms import ReturnCause, TaskId
+from coordinator.protocol.terms import Carry, ReturnCause, TaskId
 
 SETTLE_MS = 3_000
 """Time after a switch's end at which its measurements count as complete."""
@@ -80,6 +80,9 @@ RANK_LOST: Final = "rank_lost"
 """Reason of a task that its gateway has to submit again: its rank, or the rank's link to the
 gateway, is lost. See `ReturnCause` for others."""
 
+OTHER: Final = "other"
+"""Label of what has no name of its own."""
+
 LAYOUT_PAIRS_MAX = 256
 """Pairs of layouts counted by name, at most; further pairs count as "other"."""
 
@@ -104,9 +107,15 @@ class CoreMetrics:
         self._unsettled: dict[int, int] = {}
         self._pairs: set[tuple[str, str]] = set()
         self.tally = Tally()
-        for reason in (*ReturnCause, RANK_LOST):
-            self.tally.count(REQUEUED, str(reason), by=0)
-        self.tally.count(RECOMPUTED, by=0)
+        self.tally.begin(QUEUE_WAIT, RECOMPUTED, SWITCH_STALL, RESHARD_BYTES)
+        for measure, names in (
+            (REQUEUED, (*ReturnCause, RANK_LOST)),
+            (FAILURES, (*sorted(FAILURE_REASONS), OTHER)),
+            (SWITCH_DURATION, PHASES),
+            (SWITCH_TASKS, Carry),
+        ):
+            for name in names:
+                self.tally.count(measure, str(name), by=0)
         self.reshard_bytes_per_s = 0.0
         """The speed of the last switch that migrated KV."""
 
@@ -150,7 +159,7 @@ class CoreMetrics:
                 self._on_requeue(task, RANK_LOST, lost_kv=True)
             case ToGateway(message=TaskFailed(task=task, code=code)):
                 self._gone(task)
-                self.tally.count(FAILURES, code if code in FAILURE_REASONS else "other")
+                self.tally.count(FAILURES, code if code in FAILURE_REASONS else OTHER)
             case _:
                 pass
 
@@ -158,7 +167,7 @@ class CoreMetrics:
         """Count a switch now; `settle` measures it once its measurements are complete."""
         pair = (record.from_layout or "none", record.to_layout)
         if pair not in self._pairs and len(self._pairs) >= LAYOUT_PAIRS_MAX:
-            pair = ("other", "other")
+            pair = (OTHER, OTHER)
         self._pairs.add(pair)
         self.tally.count(SWITCHES, *pair, record.outcome.value.replace(" ", "_"))
         self._unsettled[record.epoch] = now_ms + SETTLE_MS

@@ -234,6 +234,13 @@ def engine_metrics(layout: View, ranks: Iterable[View], model: str) -> Iterator[
         names,
         [(labels, _usage(group)) for labels, group in groups],
     )
+    info = ("block_size", "num_gpu_blocks")
+    yield _gauge(
+        "vllm:cache_config_info",
+        "Information of the LLMEngine CacheConfig",
+        (*names, *info),
+        [((*at, str(of["block_tokens"]), str(of["blocks_total"])), 1) for at, of in groups],
+    )
     counted = [each for each in ranks if "prefix_queries" in each.get("gauges", {})]
     for name, text, field in (
         (

@@ -19,7 +19,7 @@ from coordinator.telemetry.core_metrics import CoreMetrics
 from coordinator.telemetry.metrics_aggregator import MetricsAggregator
 from coordinator.telemetry.prediction_tracker import PredictionTracker
 
-CACHED_MS = 1_000
+CACHED_MS = 250
 DECISIONS_MAX = 16
 
 View = Mapping[str, Any]

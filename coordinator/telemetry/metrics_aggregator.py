@@ -2,7 +2,8 @@
 
 Each message of a gateway holds its totals; their growth since its last message is added, so
 gateways may come and go and messages may repeat. Unknown names are ignored, and so are series of
-one name above `SERIES_MAX`. The server calls this module, for current sessions only.
+one name above `SERIES_MAX`. Series whose labels are known exist from the start. The server calls
+this module, for current sessions only.
 """
 
 from collections import OrderedDict
@@ -24,6 +25,7 @@ class MetricsAggregator:
 
     def __init__(self) -> None:
         self.tally = Tally()
+        self.tally.begin(*OWN.values())
         self._measures: dict[str, Measure] = {}
         self._last_totals: OrderedDict[str, _Totals] = OrderedDict()
 

@@ -1,9 +1,9 @@
 """Compares the adaptive policy's predictions with measurements. Pure.
 
 It follows one prediction at a time: that of the serving layout, over the policy's horizon. Then it
-compares the prediction with the gateways' measurements of that time. Gateways publish totals once
-per second, so the measured span has the same length but may lag by a second. A prediction whose
-layout did not stay says nothing and is dropped.
+compares the prediction with the gateways' measurements of that time. Gateways publish totals twice
+per second, so the measured span has the same length but may lag by half a second. A prediction
+whose layout did not stay says nothing and is dropped.
 """
 
 from dataclasses import dataclass

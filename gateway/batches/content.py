@@ -5,6 +5,7 @@ gateway makes all ids, clients none, so a name is always safe.
 """
 
 import asyncio
+import codecs
 import errno
 import os
 import re
@@ -134,11 +135,14 @@ class Content:
 def scan(path: Path, take: Callable[[bytes, int], bool], line_bytes_max: int) -> None:
     """Call `take` with each line of a file and its first byte's offset, until it returns False.
 
-    A line longer than the limit is cut one byte after the limit. Raises `StorageError`.
+    The first line begins after a byte order mark, which editors on Windows write. A line longer
+    than the limit is cut one byte after the limit. Raises `StorageError`.
     """
     try:
         with path.open("rb") as file:
-            start = 0
+            mark = codecs.BOM_UTF8
+            start = len(mark) if file.read(len(mark)) == mark else 0
+            file.seek(start)
             while line := file.readline(line_bytes_max + 1):
                 wanted = take(line, start)
                 while not line.endswith(b"\n") and (line := file.readline(line_bytes_max + 1)):

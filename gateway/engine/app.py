@@ -30,7 +30,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from gateway.engine.cached_tokens import sum_cached_tokens
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
 from gateway.engine.rendering import (
@@ -54,6 +56,8 @@ from gateway.engine.wire import (
 from gateway.errors import ApiError, RequestState, current_request
 from gateway.http.intake import REQUEST_ID_HEADER
 
+_ENGINE = 0
+"""The only engine that AsyncLLM knows here; the relay stands in for it."""
 _FAILED = ("error", "abort")
 _OPENAI_REASON = {"repetition": "stop"}
 """Finish reasons that only vLLM knows -> OpenAI's."""
@@ -110,17 +114,20 @@ class RelayedLLM(AsyncLLM):
         self.input_processor.structured_outputs_config = None
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests as AsyncLLM does, and count them, which it does not."""
+        """Abort requests as AsyncLLM does, and count them, which it does not.
+
+        AsyncLLM aborts a stream that ends at a stop string in another way, after it counts its end.
+        """
         names = (request_id,) if isinstance(request_id, str) else tuple(request_id)
         aborted = self.output_processor.abort_requests(names, internal)
         self._count_aborts(len(aborted))
         await self.engine_core.abort_requests_async(aborted)
 
     def _count_aborts(self, count: int) -> None:
-        for logger in self.logger_manager.stat_loggers if self.logger_manager else ():
-            counters = getattr(logger, "counter_request_success", None)
-            if counters is not None:
-                counters[FinishReason.ABORT][0].inc(count)
+        manager = self.logger_manager
+        for logger in manager.stat_loggers if manager is not None else ():
+            if isinstance(logger, PrometheusStatLogger):
+                logger.counter_request_success[FinishReason.ABORT][_ENGINE].inc(count)
 
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does, but raise `TaskFailedError` for a failed task.
@@ -250,6 +257,7 @@ async def build_front_end(
     allow_equal_choices()
     refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
+    sum_cached_tokens(app.state.openai_serving_completion)
     keep_public(global_http_connection)
     # Some variables are read for every token; from now on their values are cached.
     envs.enable_envs_cache()

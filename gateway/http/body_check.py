@@ -5,6 +5,7 @@ values, and deep nesting makes them fail with a 500. Errors never quote the body
 edge, in a thread for large bodies. Pure.
 """
 
+import codecs
 import re
 from dataclasses import dataclass
 from typing import Any, Final
@@ -142,7 +143,8 @@ class BodyFacts:
 
 
 def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiError:
-    """Return the facts about a body, or the error in it."""
+    """Return the facts about a body, or the error in it; a leading byte order mark is skipped."""
+    body = body.removeprefix(codecs.BOM_UTF8)
     if (error := _check_shape(body)) is not None:
         return error
     try:

@@ -34,8 +34,7 @@ def rewrite(body: bytes) -> bytes:
         return body
     fields = _without_nulls(fields)
     if fields.get("top_p") == 0 and not isinstance(fields["top_p"], bool):
-        del fields["top_p"]
-        fields["top_k"] = 1
+        fields |= {"top_p": 1.0, "top_k": 1}
     return msgspec.json.encode(fields)
 
 

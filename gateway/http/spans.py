@@ -8,13 +8,14 @@ others have None.
 from starlette.types import Scope
 
 from coordinator.protocol import trace_context as words
+from coordinator.protocol.metrics_wire import CHAT
 from coordinator.protocol.terms import TaskId, Tier
 from coordinator.protocol.tracing import Span, Tracing
 from gateway.admission.tiers import tier_name
 from gateway.errors import RequestState
 from gateway.http.routes import OTHER_ROUTE, route_name
 from gateway.open_requests import OpenRequest
-from gateway.telemetry.meter import CHAT, OPERATION_OF_ROUTE, operation_of
+from gateway.telemetry.meter import OPERATION_OF_ROUTE, operation_of
 
 CROSSINGS_MAX = 64
 """Most switches recorded in one task's span."""

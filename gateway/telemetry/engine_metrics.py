@@ -2,13 +2,16 @@
 
 Only counters and histograms: one gateway's gauges say nothing about a cell, and ranks report their
 own. The coordinator adds the model and engine labels again.
+
+Values are read where prometheus_client stores them: its public `collect` takes 3 ms of the event
+loop, most of it for text and for metrics of the process, and this takes 0.2 ms. The contract test
+is `tests/unit/gateway/test_measuring.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import cast
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from coordinator.protocol.metrics_wire import VLLM_PREFIX, Family, Series
 
@@ -24,54 +27,32 @@ EXCLUDED_METRICS = frozenset(
     }
 )
 
+Metric = Counter | Histogram
+
 
 def engine_families(registry: CollectorRegistry = REGISTRY) -> Iterator[Family]:
     """Yield vLLM's counters and histograms with their current values."""
-    for metric in registry.collect():
-        if metric.name.startswith(VLLM_PREFIX) and metric.name not in EXCLUDED_METRICS:
-            if metric.type == "counter":
-                yield _counter(metric)
-            elif metric.type == "histogram":
-                yield _histogram(metric)
+    for metric in tuple(registry._collector_to_names):
+        if isinstance(metric, Metric):
+            name = metric._name
+            if name.startswith(VLLM_PREFIX) and name not in EXCLUDED_METRICS:
+                yield _family(metric)
 
 
-def _counter(metric: Metric) -> Family:
-    samples = [each for each in metric.samples if each.name == metric.name + "_total"]
-    names = _label_names(samples)
-    series = tuple(Series(_values(each, names), each.value) for each in samples)
-    return Family(metric.name, metric.documentation, names, (), series)
+def _family(metric: Metric) -> Family:
+    places = [at for at, name in enumerate(metric._labelnames) if name not in ADDED_LABELS]
+    labels = tuple(metric._labelnames[at] for at in places)
+    bounds = tuple(metric._upper_bounds[:-1]) if isinstance(metric, Histogram) else ()
+    children: list[tuple[Sequence[str], Metric]] = [((), metric)]
+    if metric._labelnames:
+        with metric._lock:
+            children = [(values, cast(Metric, one)) for values, one in metric._metrics.items()]
+    series = tuple(_series(tuple(values[at] for at in places), one) for values, one in children)
+    return Family(metric._name, metric._documentation, labels, bounds, series)
 
 
-def _histogram(metric: Metric) -> Family:
-    buckets = [each for each in metric.samples if each.name == metric.name + "_bucket"]
-    names = tuple(name for name in _label_names(buckets) if name != "le")
-    sums = {
-        _values(each, names): each.value
-        for each in metric.samples
-        if each.name == metric.name + "_sum"
-    }
-    cumulative: dict[tuple[str, ...], list[tuple[float, int]]] = {}
-    for each in buckets:
-        point = (float(each.labels["le"]), int(each.value))
-        cumulative.setdefault(_values(each, names), []).append(point)
-    first = next(iter(cumulative.values()), [])
-    bounds = tuple(bound for bound, _ in sorted(first)[:-1])
-    series = tuple(
-        Series(labels, sums.get(labels, 0.0), _differences(sorted(points)))
-        for labels, points in cumulative.items()
-    )
-    return Family(metric.name, metric.documentation, names, bounds, series)
-
-
-def _differences(points: list[tuple[float, int]]) -> tuple[int, ...]:
-    counts = [count for _, count in points]
-    return tuple(new - old for new, old in zip(counts, [0, *counts], strict=False))
-
-
-def _label_names(samples: list[Sample]) -> tuple[str, ...]:
-    names = samples[0].labels if samples else {}
-    return tuple(name for name in names if name not in ADDED_LABELS)
-
-
-def _values(sample: Sample, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sample.labels[name] for name in names)
+def _series(labels: tuple[str, ...], metric: Metric) -> Series:
+    if isinstance(metric, Counter):
+        return Series(labels, metric._value.get())
+    counts = tuple(int(bucket.get()) for bucket in metric._buckets)
+    return Series(labels, metric._sum.get(), counts)

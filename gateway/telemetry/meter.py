@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from coordinator.protocol.metrics_wire import (
     CELL_MOVES,
+    CHAT,
     CLIENT_RETRIES,
     DISCONNECTS,
     DURATION,
@@ -21,6 +22,7 @@ from coordinator.protocol.metrics_wire import (
     SLO_GOOD,
     SLO_TOTAL,
     STORAGE_AWAY,
+    TEXT,
     TIER_CLAMPED,
     TOKENS,
     TPOT,
@@ -37,14 +39,15 @@ from gateway.open_requests import OpenRequest, family
 CLIENT_GONE_STATUS = 499
 """nginx's status for a request whose client left."""
 
-CHAT, TEXT = "chat", "text_completion"
-"""Operations, as OpenTelemetry names them."""
-
 OPERATION_OF_ROUTE = {
     "/v1/chat/completions": CHAT,
     "/v1/responses": CHAT,
     "/v1/completions": TEXT,
 }
+STATUSES = (200, 400, 429, CLIENT_GONE_STATUS, 500, 503)
+"""Statuses of these routes whose series exist from the start; others appear when they occur."""
+
+OTHER_REASON = "other"
 _CHAT_PREFIXES = ("chatcmpl-", "resp_")
 """Prefixes of vLLM's ids of chat requests and responses."""
 
@@ -59,12 +62,15 @@ class RequestMeter:
         self.tally = Tally()
         """Measures that belong to no cell."""
         # Present from the start with 0, so that the first increase is visible.
-        for measure in (STORAGE_AWAY, REGISTRY_AWAY):
-            self.tally.count(measure, by=0)
+        self.tally.begin(TIER_CLAMPED, STORAGE_AWAY, REGISTRY_AWAY)
         for reason in MoveReason:
             self.tally.count(CELL_MOVES, reason, by=0)
-        for tier in Tier:
-            self.tally.count(TIER_CLAMPED, tier_name(tier), by=0)
+        for name in map(tier_name, Tier):
+            for code in (*sorted(CODES), OTHER_REASON):
+                self.tally.count(REJECTIONS, code, name, by=0)
+            for route in OPERATION_OF_ROUTE:
+                for status in STATUSES:
+                    self.tally.count(REQUESTS, route, name, str(status), by=0)
 
     def of(self, cell: str | None) -> Tally:
         """Return the tally for streams of a cell, or of none."""
@@ -125,7 +131,7 @@ class RequestMeter:
         if status == CLIENT_GONE_STATUS:
             self.tally.count(DISCONNECTS, name)
         elif reason:
-            self.tally.count(REJECTIONS, reason if reason in CODES else "other", name)
+            self.tally.count(REJECTIONS, reason if reason in CODES else OTHER_REASON, name)
         elif status == 200 and route in OPERATION_OF_ROUTE:
             self.tally.observe(DURATION, took_s, name, OPERATION_OF_ROUTE[route])
 

@@ -13,10 +13,11 @@ from coordinator.protocol.metrics_wire import OWN, Family, Measure, Measures, Se
 from gateway.fleet.roster import CellRoster
 from gateway.telemetry.meter import RequestMeter
 
-PUBLISH_TICKS = 4
-"""Ticks between two messages with the gateway's own measures."""
-ENGINE_PUBLISH_TICKS = 20
-"""Ticks between two messages with vLLM's own metrics, which take 3 ms to read."""
+PUBLISH_TICKS = 2
+"""Ticks between two messages with the gateway's own measures and vLLM's metrics.
+
+With the time for which the coordinator serves a rendered text, a value is at most 1 s old.
+"""
 COORDINATORS_REMEMBERED = 1_024
 """Coordinators whose shares stay in memory; the least recently used are dropped first."""
 
@@ -96,34 +97,32 @@ class MetricsPublisher:
         self._fleet = fleet
         self._meter = meter
         self._engine = engine
-        self._own, self._of_engine = DeltaTracker(), DeltaTracker()
+        self._tracker = DeltaTracker()
         self._ticks = 0
 
     def tick(self) -> None:
         """Count a tick, and publish what is due."""
         self._ticks += 1
-        home = self._fleet.home
         if self._ticks % PUBLISH_TICKS == 0:
-            self._publish_own(home)
-        if home is not None and self._ticks % ENGINE_PUBLISH_TICKS == 0:
-            self._of_engine.give(home.coordinator, self._engine())
-            home.send(self._of_engine.message(home.coordinator))
+            self._publish()
 
-    def _publish_own(self, home: Session | None) -> None:
+    def _publish(self) -> None:
+        home = self._fleet.home
         sessions: dict[str, Session] = {}
         if home is not None:
-            self._own.give(home.coordinator, self._meter.tally.families())
+            self._tracker.give(home.coordinator, self._meter.tally.families())
+            self._tracker.give(home.coordinator, self._engine(), source="engine")
             sessions[home.coordinator] = home
         for cell, tally in self._meter.by_cell():
             is_known = cell in self._fleet.cells
             session = self._fleet.session(cell) if is_known else home
             if session is None:
                 continue
-            self._own.give(session.coordinator, tally.families(), source=f"cell {cell}")
+            self._tracker.give(session.coordinator, tally.families(), source=f"cell {cell}")
             sessions[session.coordinator] = session
             if not is_known:
                 # The cell is gone for good, and the home cell has taken over its remaining growth.
                 self._meter.forget(cell)
-                self._own.forget(f"cell {cell}")
+                self._tracker.forget(f"cell {cell}")
         for coordinator, session in sessions.items():
-            session.send(self._own.message(coordinator))
+            session.send(self._tracker.message(coordinator))

@@ -14,7 +14,7 @@ from loadgen.client.sse import SseOverflowError, SseParser
 from loadgen.report.records import Answer, Failure, FailureKind
 
 FINISH_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
-TOKEN_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "refusal")
 MAX_MESSAGE_CHARS = 300
 
 
@@ -31,7 +31,7 @@ class AnswerReader:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._parser = SseParser()
-        self._token_times_s: list[float] = []
+        self._chunk_times_s: list[float] = []
         self._finish_reason: str | None = None
         self._ended_s: float | None = None
         self._saw_done = False
@@ -45,13 +45,13 @@ class AnswerReader:
         return self._ended_s is not None
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether a first token has arrived."""
-        return bool(self._token_times_s)
+    def has_text(self) -> bool:
+        """Whether a first chunk with text has arrived."""
+        return bool(self._chunk_times_s)
 
     def feed(self, chunk: bytes, now_s: float) -> int:
-        """Take bytes that arrived at `now_s`; return how many token events they completed."""
-        before = len(self._token_times_s)
+        """Take bytes that arrived at `now_s`; return how many chunks with text they completed."""
+        before = len(self._chunk_times_s)
         try:
             events = self._parser.feed(chunk)
         except SseOverflowError as error:
@@ -61,12 +61,12 @@ class AnswerReader:
             if self.ended:
                 break
             self._take_event(event, now_s)
-        return len(self._token_times_s) - before
+        return len(self._chunk_times_s) - before
 
     def answer(self) -> Answer:
         """Return the answer so far."""
         return Answer(
-            token_times_s=tuple(self._token_times_s),
+            chunk_times_s=tuple(self._chunk_times_s),
             ended_s=self._ended_s,
             finish_reason=self._finish_reason,
             saw_done=self._saw_done,
@@ -80,12 +80,12 @@ class AnswerReader:
         if self._failure is not None:
             return self._failure
         if self._finish_reason is None:
-            tokens = len(self._token_times_s)
+            chunks = len(self._chunk_times_s)
             ending = "[DONE]" if self._saw_done else "the end of the stream"
             return Failure(
                 FailureKind.SILENT_TRUNCATION,
                 "no_finish_reason",
-                f"{ending} came after {tokens} token events without a finish_reason",
+                f"{ending} came after {chunks} chunks with text, without a finish_reason",
             )
         if self._finish_reason not in FINISH_REASONS:
             return Failure(
@@ -122,8 +122,8 @@ class AnswerReader:
             return
         choice = choices[0]
         finish_reason = choice.get("finish_reason")
-        if _carries_token(self._endpoint, choice, finished=finish_reason is not None):
-            self._token_times_s.append(now_s)
+        if _has_text(self._endpoint, choice):
+            self._chunk_times_s.append(now_s)
         if isinstance(finish_reason, str):
             self._finish_reason = finish_reason
 
@@ -146,20 +146,31 @@ def error_in(body: Mapping[str, Any]) -> Failure | None:
     return Failure(FailureKind.IN_BAND_ERROR, str(code), message)
 
 
-def _carries_token(endpoint: Endpoint, choice: Mapping[str, Any], *, finished: bool) -> bool:
-    """Return whether a chunk stands for generated tokens.
+def _has_text(endpoint: Endpoint, choice: Mapping[str, Any]) -> bool:
+    """Return whether a chunk has text, reasoning, or a part of a tool call's name or arguments.
 
-    A token may decode to no text (half of a character), so an empty chunk counts too, unless it
-    only opens the message (`role`) or only closes it (`finish_reason`).
+    Servers also send chunks without any: to open a message, for half of a character, while a parser
+    waits, and to finish. Users see nothing of them, and `usage` counts their tokens.
     """
     if endpoint is Endpoint.COMPLETIONS:
-        return bool(choice.get("text")) or not finished
+        return bool(choice.get("text"))
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         return False
-    if any(delta.get(field) for field in TOKEN_FIELDS):
-        return True
-    return delta.get("content") == "" and "role" not in delta and not finished
+    calls = delta.get("tool_calls")
+    return (
+        any(delta.get(field) for field in TEXT_FIELDS)
+        or _is_called(delta.get("function_call"))
+        or (
+            isinstance(calls, list)
+            and any(isinstance(each, dict) and _is_called(each.get("function")) for each in calls)
+        )
+    )
+
+
+def _is_called(function: object) -> bool:
+    """Return whether a part of a call has some of its name or arguments."""
+    return isinstance(function, dict) and bool(function.get("name") or function.get("arguments"))
 
 
 def _count(value: object, otherwise: int | None) -> int | None:

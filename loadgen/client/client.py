@@ -110,10 +110,10 @@ class Client:
         """Read the stream to its end, timing each chunk on arrival."""
         async for chunk in response.content.iter_any():
             now_s = self.clock()
-            is_first = not reader.has_tokens
-            events = reader.feed(chunk, now_s)
-            if events:
-                self.meter.tokens(events, now_s)
+            is_first = not reader.has_text
+            count = reader.feed(chunk, now_s)
+            if count:
+                self.meter.chunks(count, now_s)
                 if is_first:
                     self.meter.first_token((now_s - sent_s) * MS_PER_S, now_s)
             if reader.ended:

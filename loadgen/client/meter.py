@@ -1,7 +1,7 @@
 """Live counters of a run, for the progress line. Pure: every call passes the time.
 
-The client counts tokens as they arrive, the loops count requests; `snapshot` returns the totals and
-the rates of the last `RECENT_S`. The report does not use it.
+The client counts chunks with text as they arrive, the loops count requests; `snapshot` returns the
+totals and the rates of the last `RECENT_S`. The report does not use it.
 """
 
 from collections import deque
@@ -15,14 +15,14 @@ MAX_RECENT_SAMPLES = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The content of the progress line; token events stand in for tokens while streams run."""
+    """The content of the progress line."""
 
     planned: int
     sent: int
     done: int
     errors: int
     dropped: int
-    token_events_per_s: float
+    chunks_per_s: float
     ttft_p50_ms: float | None
 
     @property
@@ -42,7 +42,7 @@ class Meter:
     def __init__(self, planned: int) -> None:
         self._planned = planned
         self._sent = self._done = self._errors = self._dropped = 0
-        self._tokens: deque[tuple[float, int]] = deque(maxlen=MAX_RECENT_SAMPLES)
+        self._chunks: deque[tuple[float, int]] = deque(maxlen=MAX_RECENT_SAMPLES)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=MAX_RECENT_SAMPLES)
 
     def sent(self) -> None:
@@ -58,9 +58,9 @@ class Meter:
         self._done += 1
         self._errors += failed
 
-    def tokens(self, events: int, now_s: float) -> None:
-        """Count token events."""
-        self._tokens.append((now_s, events))
+    def chunks(self, count: int, now_s: float) -> None:
+        """Count chunks with text."""
+        self._chunks.append((now_s, count))
 
     def first_token(self, ttft_ms: float, now_s: float) -> None:
         """Record a stream's first token, `ttft_ms` after its send."""
@@ -70,19 +70,19 @@ class Meter:
         """Return totals so far, and the rates of the last `RECENT_S`."""
         self._forget_before(now_s - RECENT_S)
         span_s = min(RECENT_S, now_s)
-        events = sum(count for _, count in self._tokens)
+        chunks = sum(count for _, count in self._chunks)
         return Snapshot(
             planned=self._planned,
             sent=self._sent,
             done=self._done,
             errors=self._errors,
             dropped=self._dropped,
-            token_events_per_s=events / span_s if span_s > 0 else 0.0,
+            chunks_per_s=chunks / span_s if span_s > 0 else 0.0,
             ttft_p50_ms=median([latency for _, latency in self._ttfts]),
         )
 
     def _forget_before(self, oldest_s: float) -> None:
-        while self._tokens and self._tokens[0][0] < oldest_s:
-            self._tokens.popleft()
+        while self._chunks and self._chunks[0][0] < oldest_s:
+            self._chunks.popleft()
         while self._ttfts and self._ttfts[0][0] < oldest_s:
             self._ttfts.popleft()

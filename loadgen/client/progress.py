@@ -22,7 +22,7 @@ def describe(snapshot: Snapshot) -> str:
     dropped = f", dropped {snapshot.dropped}" if snapshot.dropped else ""
     return (
         f"sent {snapshot.sent}/{snapshot.planned}, done {snapshot.done}, "
-        f"errors {snapshot.errors}{dropped}, {snapshot.token_events_per_s:.0f} tok/s, TTFT {first}"
+        f"errors {snapshot.errors}{dropped}, {snapshot.chunks_per_s:.0f} chunks/s, TTFT {first}"
     )
 
 

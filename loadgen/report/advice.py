@@ -56,7 +56,7 @@ def _no_usage(whole: Sequence[RequestRecord]) -> str | None:
     missing = sum(record.answer.output_tokens is None for record in whole)
     if not missing:
         return None
-    return f"{missing} answers had no usage; their tokens were counted as stream events."
+    return f"{missing} answers had no usage; their chunks with text were counted as tokens."
 
 
 def _no_done(whole: Sequence[RequestRecord]) -> str | None:

@@ -15,8 +15,10 @@ from typing import Any
 from loadgen.errors import UsageError
 from loadgen.report.records import FailureKind
 
-LATENCIES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "max_gap": "max_gap_ms"}
-LATENCIES["e2e"] = "e2e_ms"
+LATENCIES = {
+    name: f"{name}_ms"
+    for name in ("ttft", "tpot", "token_gap", "chunk_gap", "max_chunk_gap", "e2e")
+}
 LEVELS = ("mean", "p50", "p90", "p95", "p99", "max")
 OPERATORS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 THRESHOLD_SHAPE = re.compile(

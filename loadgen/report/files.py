@@ -67,7 +67,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 def read_report(path: Path) -> dict[str, Any]:
     """Read a report of this schema; refuse anything else."""
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:

@@ -27,7 +27,7 @@ PANELS = (
     ("in_flight", "requests in flight"),
     ("tokens", "tokens per second"),
     ("ttft_p90_ms", "TTFT p90 (ms)"),
-    ("gap_p50_ms", "inter-token gap p50 (ms)"),
+    ("chunk_gap_p50_ms", "gap between chunks p50 (ms)"),
     ("good", "good answers per second"),
 )
 

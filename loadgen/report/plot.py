@@ -35,8 +35,8 @@ def draw_report(report: Mapping[str, Any], image_format: str = "png") -> bytes:
     tokens.set_ylabel("tokens per second")
     _draw_latency(first, series, "ttft", BLUE)
     first.set_ylabel("time to first token (ms)")
-    _draw_latency(gap, series, "gap", PURPLE)
-    gap.set_ylabel("inter-token gap (ms)")
+    _draw_latency(gap, series, "chunk_gap", PURPLE)
+    gap.set_ylabel("gap between chunks (ms)")
     for axes in (load, tokens, first, gap):
         shade_phases(axes, report)
         _mark_errors(axes, series)

@@ -45,7 +45,8 @@ class Failure:
 class Answer:
     """A stream's content until it ended or failed; `ended_s` is when it reported its end."""
 
-    token_times_s: tuple[float, ...] = ()
+    chunk_times_s: tuple[float, ...] = ()
+    """When each chunk with text came; it may carry several tokens."""
     ended_s: float | None = None
     finish_reason: str | None = None
     saw_done: bool = False
@@ -123,23 +124,34 @@ def ttft_from_send_ms(record: RequestRecord) -> float | None:
 
 
 def tpot_ms(record: RequestRecord) -> float | None:
-    """Return the mean time per token after the first; None with fewer than two tokens."""
-    times_s, tokens = record.answer.token_times_s, output_tokens(record)
+    """Return the mean time per token after the first; None with fewer than two chunks or tokens."""
+    times_s, tokens = record.answer.chunk_times_s, output_tokens(record)
     if len(times_s) < 2 or tokens < 2:
         return None
     return (times_s[-1] - times_s[0]) * MS_PER_S / (tokens - 1)
 
 
-def gaps_ms(record: RequestRecord) -> list[float]:
-    """Return the time between each token event and the one before it."""
+def chunk_gaps_ms(record: RequestRecord) -> list[float]:
+    """Return the time between each chunk with text and the one before it."""
     return [
-        (later - earlier) * MS_PER_S for earlier, later in pairwise(record.answer.token_times_s)
+        (later - earlier) * MS_PER_S for earlier, later in pairwise(record.answer.chunk_times_s)
     ]
 
 
-def max_gap_ms(record: RequestRecord) -> float | None:
-    """Return the longest pause between two token events of this stream."""
-    return max(gaps_ms(record), default=None)
+def token_gaps_ms(record: RequestRecord) -> list[float]:
+    """Return the chunk gaps, each divided by the tokens per chunk; none without `usage`.
+
+    A chunk says nothing of how many tokens it carries, so this is the stream's mean.
+    """
+    if not record.answer.output_tokens:
+        return []
+    tokens = tokens_per_chunk(record)
+    return [gap_ms / tokens for gap_ms in chunk_gaps_ms(record)]
+
+
+def max_chunk_gap_ms(record: RequestRecord) -> float | None:
+    """Return the longest pause between two chunks with text of this stream."""
+    return max(chunk_gaps_ms(record), default=None)
 
 
 def e2e_ms(record: RequestRecord) -> float | None:
@@ -151,9 +163,15 @@ def e2e_ms(record: RequestRecord) -> float | None:
 
 
 def output_tokens(record: RequestRecord) -> int:
-    """Return the answer's tokens: the server's `usage`, else the number of token events."""
+    """Return the answer's tokens: the server's `usage`, else the number of chunks with text."""
     counted = record.answer.output_tokens
-    return len(record.answer.token_times_s) if counted is None else counted
+    return len(record.answer.chunk_times_s) if counted is None else counted
+
+
+def tokens_per_chunk(record: RequestRecord) -> float:
+    """Return the mean number of tokens in a chunk with text of this stream."""
+    chunks = len(record.answer.chunk_times_s)
+    return output_tokens(record) / chunks if chunks else 0.0
 
 
 def served_at_other_tier(record: RequestRecord) -> bool:
@@ -163,6 +181,6 @@ def served_at_other_tier(record: RequestRecord) -> bool:
 
 
 def _to_first_token_ms(record: RequestRecord, start_s: float | None) -> float | None:
-    if start_s is None or not record.answer.token_times_s:
+    if start_s is None or not record.answer.chunk_times_s:
         return None
-    return (record.answer.token_times_s[0] - start_s) * MS_PER_S
+    return (record.answer.chunk_times_s[0] - start_s) * MS_PER_S

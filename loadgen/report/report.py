@@ -14,23 +14,25 @@ from loadgen.report.records import (
     MS_PER_S,
     FailureKind,
     RequestRecord,
+    chunk_gaps_ms,
     e2e_ms,
-    gaps_ms,
     lag_ms,
-    max_gap_ms,
+    max_chunk_gap_ms,
     output_tokens,
     served_at_other_tier,
+    token_gaps_ms,
+    tokens_per_chunk,
     tpot_ms,
     ttft_from_send_ms,
     ttft_ms,
 )
-from loadgen.report.series import build_series, tokens_per_event
+from loadgen.report.series import build_series
 from loadgen.report.slo import Slos, is_good
 from loadgen.report.stats import rounded, share, summarise
 from loadgen.workload.arrivals import Phase, phase_starts_s
 
 SCHEMA = "aileron.loadgen.report"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LATE_SEND_MS = 10.0
 
 
@@ -99,8 +101,9 @@ def summarise_slice(
         "ttft_ms": summarise(ttft_ms(record) for record in whole),
         "ttft_from_send_ms": summarise(ttft_from_send_ms(record) for record in whole),
         "tpot_ms": summarise(tpot_ms(record) for record in whole),
-        "itl_ms": summarise(gap for record in whole for gap in gaps_ms(record)),
-        "max_gap_ms": summarise(max_gap_ms(record) for record in whole),
+        "token_gap_ms": summarise(gap for record in whole for gap in token_gaps_ms(record)),
+        "chunk_gap_ms": summarise(gap for record in whole for gap in chunk_gaps_ms(record)),
+        "max_chunk_gap_ms": summarise(max_chunk_gap_ms(record) for record in whole),
         "e2e_ms": summarise(e2e_ms(record) for record in whole),
         "lag_ms": summarise(lag_ms(record) for record in scheduled),
         "goodput": _goodput(scheduled, window, slos),
@@ -133,9 +136,9 @@ def record_as_json(record: RequestRecord) -> dict[str, object]:
         "keep_alives": answer.keep_alives,
         "ttft_ms": ttft_ms(record),
         "tpot_ms": tpot_ms(record),
-        "max_gap_ms": max_gap_ms(record),
+        "max_chunk_gap_ms": max_chunk_gap_ms(record),
         "e2e_ms": e2e_ms(record),
-        "token_times_s": [round(at_s, 6) for at_s in answer.token_times_s],
+        "chunk_times_s": [round(at_s, 6) for at_s in answer.chunk_times_s],
         "error": record.failure.kind.value if record.failure else None,
         "error_code": record.failure.code if record.failure else None,
         "error_message": record.failure.message if record.failure else None,
@@ -230,8 +233,8 @@ def _throughput(delivered: Sequence[RequestRecord], window: Window) -> dict[str,
 
 
 def _tokens_within(record: RequestRecord, window: Window) -> float:
-    events = sum(window.start_s <= at_s <= window.end_s for at_s in record.answer.token_times_s)
-    return events * tokens_per_event(record)
+    chunks = sum(window.start_s <= at_s <= window.end_s for at_s in record.answer.chunk_times_s)
+    return chunks * tokens_per_chunk(record)
 
 
 def _goodput(

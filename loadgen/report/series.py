@@ -1,7 +1,7 @@
 """The run second by second: arrivals, ends, delivered tokens and latencies.
 
 Pure: folds the records into columns of equal length, one entry per `INTERVAL_S`. A request's TTFT
-appears in the second of its send, a gap in the second of its later token, an error in the second it
+appears in the second of its send, a gap in the second of its later chunk, an error in the second it
 happened. `good` (answers within their tier's limits) appears in the second they were due, for
 comparison with the load. `tokens` counts every delivered token, also of streams that later failed.
 """
@@ -14,9 +14,9 @@ from loadgen.report.records import (
     NOT_THE_SERVERS_FAULT,
     FailureKind,
     RequestRecord,
+    chunk_gaps_ms,
     due_s,
-    gaps_ms,
-    output_tokens,
+    tokens_per_chunk,
     ttft_ms,
 )
 from loadgen.report.stats import median, percentile, rounded
@@ -54,16 +54,10 @@ def build_series(
         "ttft_p50_ms": _grouped(_ttft_samples(records), bins, median),
         "ttft_p90_ms": _grouped(_ttft_samples(records), bins, _ninth_decile),
         "ttft_max_ms": _grouped(_ttft_samples(records), bins, _highest),
-        "gap_p50_ms": _grouped(_gap_samples(records), bins, median),
-        "gap_max_ms": _grouped(_gap_samples(records), bins, _highest),
+        "chunk_gap_p50_ms": _grouped(_gap_samples(records), bins, median),
+        "chunk_gap_max_ms": _grouped(_gap_samples(records), bins, _highest),
         "in_flight": _in_flight(records, duration_s, bins),
     }
-
-
-def tokens_per_event(record: RequestRecord) -> float:
-    """Return the mean number of tokens per token event of this stream."""
-    events = len(record.answer.token_times_s)
-    return output_tokens(record) / events if events else 0.0
 
 
 def _is_dropped(record: RequestRecord) -> bool:
@@ -84,8 +78,8 @@ def _counts(times_s: Sequence[float], bins: int) -> Column:
 def _tokens(records: Sequence[RequestRecord], bins: int) -> Column:
     tokens = [0.0] * bins
     for record in records:
-        weight = tokens_per_event(record)
-        for at_s in record.answer.token_times_s:
+        weight = tokens_per_chunk(record)
+        for at_s in record.answer.chunk_times_s:
             tokens[_bin(at_s, bins)] += weight
     return [rounded(value) for value in tokens]
 
@@ -102,7 +96,7 @@ def _gap_samples(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     return [
         sample
         for record in records
-        for sample in zip(record.answer.token_times_s[1:], gaps_ms(record), strict=True)
+        for sample in zip(record.answer.chunk_times_s[1:], chunk_gaps_ms(record), strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ RUN_COLUMNS = (
     ("TTFT\np50", ("ttft_ms", "p50")),
     ("TTFT\np99", ("ttft_ms", "p99")),
     ("TPOT\np50", ("tpot_ms", "p50")),
-    ("gap\nmax", ("max_gap_ms", "max")),
+    ("chunk\ngap max", ("max_chunk_gap_ms", "max")),
     ("good", ("goodput", "good_share")),
 )
 

@@ -175,7 +175,7 @@ def tier_of(name: str | None) -> Tier:
 
 def seen_of(record: dict[str, Any]) -> RequestTimes:
     """What a real client saw, in the simulator's words."""
-    times = record["token_times_s"]
+    times = record["chunk_times_s"]
     return RequestTimes(
         _tier(record), record["sent_s"], times[0], times[-1], record["output_tokens"]
     )

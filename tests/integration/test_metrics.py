@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import re
+import statistics
 import subprocess
 import time
 import urllib.request
@@ -48,6 +49,12 @@ TIERS = {"interactive", "standard", "batch"}
 SEEN_LIMIT_S = 120
 SERIES_MAX = 1_500
 """Most series of a cell of two ranks; what clients send must not add any."""
+LAG_TURNS, LAG_MAX_S = 9, 1.0
+OCCASIONAL = (
+    *("aileron_policy_", "aileron_probe_", "aileron_mode_out_of_service", "aileron_best_layout"),
+    "vllm:tool_call_parser_invocations",
+)
+"""Start of names that exist once what they measure has occurred, as docs/metrics.md says."""
 
 BROWSER = find_browser()
 KEEPS_SCREENSHOT = bool(os.environ.get("AILERON_KEEP_SCREENSHOT"))
@@ -105,6 +112,64 @@ def until(cell: Product, name: str, least: float, **labels: str) -> Samples:
         assert time.monotonic() < deadline, (name, labels, value(found, name, **labels))
         time.sleep(0.3)
     return found
+
+
+def test_every_series_exists_from_the_start(cell: Product) -> None:
+    """A second after a gateway is up, whatever it has served: what is documented is there."""
+    found = until(cell, "vllm:time_to_first_token_seconds_count", 0)
+    live = {each for each, _ in found}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    for name, kind in re.findall(r"^\| `([\w:]+)` \| .+\((\w+)\) \|$", text, re.MULTILINE):
+        if not name.startswith(OCCASIONAL):
+            assert name + "_bucket" * (kind == "histogram") in live, name
+    for name, kind in re.findall(r"^\| `(vllm:\w+)` \| (\w+) \|", text, re.MULTILINE):
+        if not name.startswith(OCCASIONAL):
+            assert name + "_bucket" * (kind == "histogram") in live, name
+    for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+        tiers = {dict(of)["tier"] for each, of in found if each == f"aileron_{name}_seconds_sum"}
+        assert tiers == TIERS
+        series = {
+            dict(of)["gen_ai_operation_name"]
+            for each, of in found
+            if each == f"gen_ai_server_{name}_seconds_sum"
+        }
+        assert series == {"chat", "text_completion"}
+    for group in cell.get("/admin/layout")["groups"]:
+        (info,) = (
+            dict(of)
+            for each, of in found
+            if each == "vllm:cache_config_info" and dict(of)["engine"] == str(group["leader"])
+        )
+        assert int(info["block_size"]) > 0
+        assert int(info["num_gpu_blocks"]) >= group["pages_total"] > 0
+
+
+def test_what_is_measured_shows_within_a_second(cell: Product) -> None:
+    """Ours and vLLM's, from the end of an answer; the median, as the machine does other work."""
+    names = {
+        "aileron_requests_total": {"route": CHAT, "code": "200"},
+        "aileron_time_to_first_token_seconds_count": {},
+        "vllm:request_success_total": {"finished_reason": "length"},
+        "vllm:e2e_request_latency_seconds_count": {},
+    }
+    until(cell, "vllm:time_to_first_token_seconds_count", 0)
+    lags = []
+    for turn in range(LAG_TURNS):
+        before = samples(cell)
+        body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": f"turn {turn}"}]}
+        status, _ = post(cell.url + CHAT, {**body, "max_tokens": 2, "ignore_eos": True})
+        assert status == 200
+        ended_s = time.monotonic()
+        while True:
+            asked_s = time.monotonic()
+            found = samples(cell)
+            if all(value(found, n, **of) > value(before, n, **of) for n, of in names.items()):
+                break
+            assert asked_s < ended_s + SEEN_LIMIT_S
+            time.sleep(0.02)
+        lags.append(asked_s - ended_s)
+    print(f"lags: {[round(each, 2) for each in lags]}")
+    assert statistics.median(lags) <= LAG_MAX_S
 
 
 def test_what_clients_did_is_counted_by_tier(cell: Product) -> None:

@@ -81,6 +81,24 @@ async def paused(stream: Stream) -> None:
     await stream.ending()
 
 
+async def opens_early(stream: Stream) -> None:
+    """Chunks without text at once, as from a server whose parser waits; then text."""
+    for _ in range(3):
+        await stream.token("")
+    await asyncio.sleep(PAUSE_S)
+    await stream.token("word ", "length")
+    await stream.ending()
+
+
+async def pairs(stream: Stream) -> None:
+    """Two tokens in each chunk."""
+    count = stream.body["max_tokens"]
+    for number in range(0, count, 2):
+        await asyncio.sleep(GAP_S if number else FIRST_TOKEN_S)
+        await stream.token("two words ", "length" if number + 2 >= count else None)
+    await stream.ending()
+
+
 async def truncated(stream: Stream) -> None:
     await stream.tokens(3)
 
@@ -117,6 +135,8 @@ async def long_wait(stream: Stream) -> None:
 BEHAVIOURS: dict[str, Behaviour] = {
     "steady": steady,
     "paused": paused,
+    "opens-early": opens_early,
+    "pairs": pairs,
     "truncated": truncated,
     "in-band": in_band,
     "stuck": stuck,

@@ -59,7 +59,7 @@ def test_measured_latencies_are_the_servers(load: Load, server: FakeServer, endp
         return [
             (best(report, "ttft_ms"), FIRST_TOKEN_S),
             (best(report, "tpot_ms"), GAP_S),
-            (report["total"]["itl_ms"]["p50"], GAP_S),
+            (report["total"]["chunk_gap_ms"]["p50"], GAP_S),
             (best(report, "e2e_ms"), FIRST_TOKEN_S + 9 * GAP_S),
         ]
 
@@ -67,7 +67,7 @@ def test_measured_latencies_are_the_servers(load: Load, server: FakeServer, endp
     report = load(*options)
     total = report["total"]
     assert (total["requests"]["ok"], total["requests"]["failed"]) == (8, 0)
-    assert total["itl_ms"]["count"] == 8 * 9
+    assert total["chunk_gap_ms"]["count"] == 8 * 9
     assert total["tokens"] == {"prompt": 88, "output": 80, "output_asked": 80}
     tokens_per_s = total["throughput"]["output_tokens_per_s"]
     assert tokens_per_s == pytest.approx(80 / report["duration_s"], rel=0.01)
@@ -77,11 +77,43 @@ def test_measured_latencies_are_the_servers(load: Load, server: FakeServer, endp
     assert server.most_in_flight == 4
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_the_first_token_is_the_first_text(load: Load, endpoint: str) -> None:
+    options = [*closed(4), "--model", "opens-early", "--endpoint", endpoint, "--records"]
+
+    def measure() -> list[tuple[float, float]]:
+        return [(best(load(*options, "--output-tokens", "fixed:4"), "ttft_ms"), PAUSE_S)]
+
+    once_in_time(measure)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_gaps_between_chunks_are_not_those_between_tokens(load: Load, endpoint: str) -> None:
+    options = [*closed(4), "--model", "pairs", "--endpoint", endpoint, "--records"]
+
+    def measure() -> list[tuple[float, float]]:
+        total = load(*options, "--output-tokens", "fixed:12")["total"]
+        assert total["tokens"]["output"] == 4 * 12
+        assert total["chunk_gap_ms"]["count"] == total["token_gap_ms"]["count"] == 4 * 5
+        ratio = total["chunk_gap_ms"]["mean"] / total["token_gap_ms"]["mean"]
+        assert ratio == pytest.approx(2, rel=1e-3)
+        return [
+            (total["chunk_gap_ms"]["p50"], GAP_S),
+            (total["token_gap_ms"]["p50"], GAP_S / 2),
+            (total["tpot_ms"]["p50"], 5 * GAP_S / 11),
+        ]
+
+    once_in_time(measure)
+
+
 def test_a_pause_in_the_stream_is_the_longest_gap(load: Load) -> None:
     def measure() -> list[tuple[float, float]]:
         options = [*closed(4), "--model", "paused", "--output-tokens", "fixed:6", "--records"]
         report = load(*options)
-        return [(best(report, "max_gap_ms"), PAUSE_S), (report["total"]["itl_ms"]["p50"], GAP_S)]
+        return [
+            (best(report, "max_chunk_gap_ms"), PAUSE_S),
+            (report["total"]["chunk_gap_ms"]["p50"], GAP_S),
+        ]
 
     once_in_time(measure)
 
@@ -219,7 +251,7 @@ def test_the_report_says_what_was_done_and_never_the_key(
     assert report["command"][:4] == ["python", "-m", "loadgen", "run"]
     assert report["config"]["concurrency"] == 4
     assert report["environment"]["python"]
-    assert report["schema_version"] == 2
+    assert report["schema_version"] == 3
 
 
 def test_a_picture_is_drawn_with_errors_and_phases(load: Load, tmp_path: Path) -> None:
@@ -253,7 +285,7 @@ def test_two_runs_are_compared_and_thresholds_decide(
     metrics = {
         row["metric"]: row for row in json.loads(table.read_text())["comparisons"][0]["metrics"]
     }
-    gap = metrics["max_gap_p50_ms"]
+    gap = metrics["max_chunk_gap_p50_ms"]
     assert gap["a"] > 0
     assert gap["ratio"] == pytest.approx(gap["b"] / gap["a"], rel=1e-4)
 

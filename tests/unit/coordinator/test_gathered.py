@@ -1,6 +1,9 @@
 """What gateways measured, added up over gateways, sessions and coordinators."""
 
+from itertools import product
+
 from coordinator.protocol.metrics_wire import (
+    OWN,
     REQUESTS,
     TTFT,
     Family,
@@ -47,14 +50,33 @@ def test_histograms_add_up_bucket_by_bucket() -> None:
     assert growing.value == 0.0005 + 0.03 + 1000.0 + 0.03
 
 
+def test_series_exist_before_anything_is_measured() -> None:
+    aggregator = MetricsAggregator()
+    known = {each.name: each.series for each in aggregator.tally.families()}
+    open_labels = {each.name for each in OWN.values() if {"code", "reason"} & set(each.labels)}
+    assert known.keys() == OWN.keys() - open_labels
+    tiers, operations = ("interactive", "standard", "batch"), ("chat", "text_completion")
+    assert [each.labels for each in known[TTFT.name]] == list(product(tiers, operations))
+    for family in aggregator.tally.families():
+        assert not any(each.value or any(each.counts) for each in family.series)
+        assert {len(each.counts) for each in family.series} == {
+            len(family.bounds) + bool(family.bounds)
+        }
+    one = Tally()
+    one.observe(TTFT, 0.03, "standard", "chat")
+    aggregator.take("one", told(one))
+    assert sum(aggregator.tally.series_of(TTFT)["standard", "chat"].counts) == 1
+
+
 def test_what_is_unknown_or_too_much_is_not_taken() -> None:
     aggregator = MetricsAggregator()
+    before = aggregator.tally.families()
     foreign = Family("node_cpu_seconds", "x", (), (), (Series((), 1.0),))
     twisted = Family(REQUESTS.name, "x", ("prompt",), (), (Series(("secret",), 1.0),))
     long = Family("vllm:request_success", "x", ("reason",), (), (Series(("r" * 65,), 1.0),))
     uneven = Family("vllm:e2e", "x", (), (1.0,), (Series((), 1.0, (1,)),))
     aggregator.take("g", Measures((foreign, twisted, long, uneven)))
-    assert not [each for each in aggregator.tally.families() if each.series]
+    assert [each for each in aggregator.tally.families() if each.series] == list(before)
     many = tuple(Series((str(number),), 1.0) for number in range(SERIES_MAX + 50))
     aggregator.take("g", Measures((Family("vllm:many", "x", ("n",), (), many),)))
     (family,) = [each for each in aggregator.tally.families() if each.name == "vllm:many"]

@@ -29,6 +29,15 @@ def test_a_log_is_printed_as_it_would_have_gone(
     assert answer["changes"] == 0
 
 
+def test_a_log_may_begin_with_a_byte_order_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "seen.jsonl"
+    log.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(log_of(observation("dp4"))) + b"\r\n")
+    assert main(["replay", str(log)]) == 0
+    assert "1 observations" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [(b"{}\n", "line 1 is no line of a log"), (b"", "it holds no observation")],

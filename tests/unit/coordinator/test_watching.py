@@ -12,8 +12,10 @@ from coordinator.protocol.messages.tasks import TaskHeader, TaskReturned
 from coordinator.protocol.metrics_wire import Growing, Measure
 from coordinator.protocol.terms import Binding, Carry, Phase, ReturnCause, Stage, TaskId, Tier
 from coordinator.telemetry.core_metrics import (
+    FAILURE_REASONS,
     FAILURES,
     LAYOUT_PAIRS_MAX,
+    PHASES,
     QUEUE_WAIT,
     RECOMPUTED,
     REQUEUED,
@@ -21,6 +23,7 @@ from coordinator.telemetry.core_metrics import (
     SETTLE_MS,
     SWITCH_DURATION,
     SWITCH_STALL,
+    SWITCH_TASKS,
     SWITCHES,
     CoreMetrics,
 )
@@ -41,8 +44,25 @@ def series(watcher: CoreMetrics, measure: Measure) -> dict[tuple[str, ...], Grow
     return watcher.tally.series_of(measure)
 
 
+def counted(watcher: CoreMetrics, measure: Measure) -> dict[tuple[str, ...], Growing]:
+    """The series in which something was counted."""
+    return {labels: each for labels, each in series(watcher, measure).items() if each.value}
+
+
 def watcher_of(*switches: SwitchRecord) -> CoreMetrics:
     return CoreMetrics(lambda: [dict(switch_view(each)) for each in switches])
+
+
+def test_series_exist_before_anything_is_measured() -> None:
+    watcher = watcher_of()
+    tiers = {tier for (tier,) in series(watcher, QUEUE_WAIT)}
+    assert tiers == {tier.name.lower() for tier in Tier}
+    assert {phase for (phase,) in series(watcher, SWITCH_DURATION)} == set(PHASES)
+    assert {carry for (carry,) in series(watcher, SWITCH_TASKS)} == set(Carry)
+    assert {code for (code,) in series(watcher, FAILURES)} == {*FAILURE_REASONS, "other"}
+    for measure in (QUEUE_WAIT, SWITCH_DURATION, SWITCH_TASKS, FAILURES, SWITCH_STALL):
+        assert series(watcher, measure)
+        assert not counted(watcher, measure)
 
 
 def test_waits_are_told_once_and_by_tier() -> None:
@@ -53,7 +73,8 @@ def test_waits_are_told_once_and_by_tier() -> None:
     for now_ms in (1_250, 9_000):
         watcher.saw_effect(placed("a"), now_ms)
         watcher.saw_effect(placed("b"), now_ms)
-    (growing,) = series(watcher, QUEUE_WAIT).values()
+    ((tier, growing),) = counted(watcher, QUEUE_WAIT).items()
+    assert tier == ("interactive",)
     assert (growing.value, sum(growing.counts)) == (0.25, 1)
 
 
@@ -92,7 +113,7 @@ def test_failures_have_known_reasons() -> None:
     watcher = watcher_of()
     for code in ("queue_full", "whatever a leader says"):
         watcher.saw_effect(ToGateway("g", TaskFailed(TaskId("a"), code, "")), 0)
-    assert set(series(watcher, FAILURES)) == {("queue_full",), ("other",)}
+    assert set(counted(watcher, FAILURES)) == {("queue_full",), ("other",)}
 
 
 def test_a_switch_is_counted_at_once_and_measured_when_all_is_known() -> None:
@@ -102,10 +123,10 @@ def test_a_switch_is_counted_at_once_and_measured_when_all_is_known() -> None:
     watcher.switch_ended(ended, 1_000)
     watcher.settle(1_000 + SETTLE_MS - 1)
     assert series(watcher, SWITCHES)["dp2", "tp2", "served"].value == 1
-    assert not series(watcher, SWITCH_DURATION)
+    assert not counted(watcher, SWITCH_DURATION)
     for _ in range(2):
         watcher.settle(1_000 + SETTLE_MS)
-    durations = series(watcher, SWITCH_DURATION)
+    durations = counted(watcher, SWITCH_DURATION)
     phases = {phase: each.value for (phase,), each in durations.items()}
     assert phases == {"reshard": 0.02, "swap": 0.001, "total": 0.04}
     assert series(watcher, SWITCH_STALL)[()].value == 0.03

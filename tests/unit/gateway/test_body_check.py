@@ -341,3 +341,9 @@ def test_the_field_with_a_grammar_is_known(fields: dict[str, Any], name: str | N
     found = check(json.dumps(fields).encode())
     assert isinstance(found, BodyFacts)
     assert found.grammar_field == name
+
+
+def test_a_byte_order_mark_is_skipped() -> None:
+    found = check(b'\xef\xbb\xbf{"prompt": "x"}')
+    assert isinstance(found, BodyFacts)
+    assert found.body == b'{"prompt": "x"}'

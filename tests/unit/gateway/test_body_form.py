@@ -44,7 +44,7 @@ def test_null_that_means_something_stays(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("top_p", [0, 0.0])
 def test_top_p_of_0_is_the_likeliest_token(top_p: float) -> None:
     assert may_need_rewrite(b"{}", top_p)
-    assert rewritten({"top_p": top_p, "top_k": 50}) == {"top_k": 1}
+    assert rewritten({"top_p": top_p, "top_k": 50}) == {"top_p": 1.0, "top_k": 1}
     assert rewritten({"top_p": 0.1}) == {"top_p": 0.1}
 
 

@@ -1,7 +1,8 @@
 """What a gateway measures of streams and requests."""
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.protocol.messages.tasks import TaskHeader
 from coordinator.protocol.metrics_wire import (
@@ -44,6 +45,10 @@ def values(meter: RequestMeter, measure: Measure) -> dict[tuple[str, ...], float
     found = [each for tally in tallies for each in tally.series_of(measure).items()]
     assert len(dict(found)) == len(found), "nothing is measured twice"
     return {key: round(each.value, 6) for key, each in found}
+
+
+def counted(meter: RequestMeter, measure: Measure) -> dict[tuple[str, ...], float]:
+    return {labels: value for labels, value in values(meter, measure).items() if value}
 
 
 def test_a_stream_is_timed_where_its_tokens_are_delivered() -> None:
@@ -123,10 +128,10 @@ def test_answers_are_counted_by_what_they_were() -> None:
     meter.answered(chat, Tier.BATCH, 429, "queue_full", 0.1)
     meter.answered(chat, Tier.BATCH, 500, "no code of ours", 0.1)
     meter.answered(chat, Tier.BATCH, CLIENT_GONE_STATUS, "", 0.1)
-    assert set(values(meter, REQUESTS)) == {
-        (chat, "batch", code) for code in ("200", "429", "500", "499")
+    assert counted(meter, REQUESTS) == {
+        (chat, "batch", code): 1 for code in ("200", "429", "500", "499")
     }
-    assert values(meter, REJECTIONS) == {("queue_full", "batch"): 1, ("other", "batch"): 1}
+    assert counted(meter, REJECTIONS) == {("queue_full", "batch"): 1, ("other", "batch"): 1}
     assert values(meter, DISCONNECTS) == {("batch",): 1}
     assert values(meter, DURATION) == {("batch", "chat"): 1.5}
 
@@ -135,14 +140,53 @@ def test_engine_metrics_are_read_as_vllm_keeps_them() -> None:
     registry, labels = CollectorRegistry(), ("model_name", "engine", "finished_reason")
     success = Counter("vllm:request_success", "Done.", labels, registry=registry)
     success.labels("demo", "0", "stop").inc(3)
+    success.labels("demo", "0", "abort")
     Gauge("vllm:num_requests_running", "Now.", registry=registry).set(4)
     Counter("http_requests", "Not vLLM's.", registry=registry).inc()
     Counter("vllm:num_preemptions", "The ranks tell.", registry=registry).inc()
     times = Histogram("vllm:e2e", "E2E.", labels[:2], buckets=(1, 2), registry=registry)
     for seconds in (0.5, 1.5, 9.0):
         times.labels("demo", "0").observe(seconds)
-    counter, histogram = engine_families(registry)
+    Histogram("vllm:none", "None.", labels[:2], buckets=(1, 2), registry=registry)
+    plain = Histogram("vllm:plain", "Plain.", buckets=(1, 2), registry=registry)
+    plain.observe(1.0)
+    counter, histogram, none, without = engine_families(registry)
     assert (counter.name, counter.labels) == ("vllm:request_success", ("finished_reason",))
-    assert [(each.labels, each.value) for each in counter.series] == [(("stop",), 3.0)]
+    assert [(each.labels, each.value) for each in counter.series] == [
+        (("stop",), 3.0),
+        (("abort",), 0.0),
+    ]
     assert (histogram.labels, histogram.bounds) == ((), (1.0, 2.0))
     assert [(each.value, each.counts) for each in histogram.series] == [(11.0, (1, 1, 1))]
+    assert (none.bounds, none.series) == ((1.0, 2.0), ())
+    assert [(each.labels, each.value, each.counts) for each in without.series] == [
+        ((), 1.0, (1, 0, 0))
+    ]
+
+
+def test_values_are_those_that_prometheus_client_exposes() -> None:
+    """What is read where it is stored is what the public way gives, sample by sample."""
+    registry, labels = CollectorRegistry(), ("engine", "source")
+    counter = Counter("vllm:tokens", "Tokens.", labels, registry=registry)
+    histogram = Histogram("vllm:times", "Times.", labels, buckets=(0.1, 1, 5), registry=registry)
+    for number in range(20):
+        counter.labels("0", f"s{number % 3}").inc(number)
+        histogram.labels("0", f"s{number % 4}").observe(number / 3)
+    public = {
+        (each.name, each.labels["source"], each.labels.get("le")): each.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for each in family.samples
+        if not each.name.endswith("_created")
+    }
+    read: dict[tuple[str, str, str | None], float] = {}
+    for family in engine_families(registry):
+        for series in family.series:
+            (source,) = series.labels
+            if not family.bounds:
+                read[family.name + "_total", source, None] = series.value
+                continue
+            read[family.name + "_sum", source, None] = series.value
+            read[family.name + "_count", source, None] = sum(series.counts)
+            for place, bound in enumerate((*family.bounds, "+Inf")):
+                read[family.name + "_bucket", source, str(bound)] = sum(series.counts[: place + 1])
+    assert read == public

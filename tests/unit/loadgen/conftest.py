@@ -39,7 +39,7 @@ def build_record(
     planned: PlannedRequest | None = None,
     *,
     sent_s: float | None = 0.0,
-    token_times_s: Sequence[float] = (0.1, 0.2, 0.3),
+    chunk_times_s: Sequence[float] = (0.1, 0.2, 0.3),
     ended_s: float | None = None,
     failure: FailureKind | None = None,
     usage: int | None = None,
@@ -47,9 +47,9 @@ def build_record(
     saw_done: bool = True,
     served_tier: str | None = None,
 ) -> RequestRecord:
-    end_s = ended_s if ended_s is not None else max([sent_s or 0.0, *token_times_s])
+    end_s = ended_s if ended_s is not None else max([sent_s or 0.0, *chunk_times_s])
     answer = Answer(
-        token_times_s=tuple(token_times_s),
+        chunk_times_s=tuple(chunk_times_s),
         ended_s=end_s,
         finish_reason=None if failure else "stop",
         saw_done=saw_done,

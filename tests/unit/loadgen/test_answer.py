@@ -1,4 +1,4 @@
-"""Reading one stream: what counts as a token, how it ended, and what is wrong with it."""
+"""Reading one stream: which chunks have text, how it ended, and what is wrong with it."""
 
 import json
 
@@ -44,39 +44,75 @@ def test_a_whole_completion() -> None:
     reader = read(text("a"), text("b"), text("c", "length"), usage(7, 3), DONE)
     answer = reader.answer()
     assert kind_of(reader) is None
-    assert answer.token_times_s == (0.0, 1.0, 2.0)
+    assert answer.chunk_times_s == (0.0, 1.0, 2.0)
     assert (answer.prompt_tokens, answer.output_tokens) == (7, 3)
     assert answer.finish_reason == "length"
     assert answer.saw_done
     assert answer.ended_s == 4.0
 
 
-def test_a_whole_chat_answer_does_not_count_the_role_as_a_token() -> None:
+def call(**function: str | None) -> dict[str, object]:
+    return {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]}
+
+
+def test_a_whole_chat_answer_does_not_count_the_role_as_text() -> None:
     reader = read(
         delta({"role": "assistant", "content": ""}),
         delta({"content": "a"}),
         delta({"reasoning_content": "b"}),
-        delta({"tool_calls": [{"index": 0}]}),
+        delta(call(name="f", arguments="")),
         delta({}, "stop"),
         DONE,
         endpoint=Endpoint.CHAT,
     )
-    assert reader.answer().token_times_s == (1.0, 2.0, 3.0)
+    assert reader.answer().chunk_times_s == (1.0, 2.0, 3.0)
     assert kind_of(reader) is None
 
 
-def test_a_token_without_text_is_still_a_token() -> None:
-    assert read(text(""), text("a", "stop")).answer().token_times_s == (0.0, 1.0)
-    chat = read(delta({"content": ""}), delta({"content": "é"}), endpoint=Endpoint.CHAT)
-    assert chat.answer().token_times_s == (0.0, 1.0)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": "é"},
+        {"role": "assistant", "content": "a"},
+        *({field: "b"} for field in ("reasoning_content", "reasoning", "refusal")),
+        *(call(name="f"), call(arguments="{"), call(name="f", arguments="")),
+        {"function_call": {"arguments": "{"}},
+    ],
+)
+def test_the_first_text_is_the_first_chunk(fields: dict[str, object]) -> None:
+    """Whatever comes before it: servers open messages early, and parsers wait."""
+    empty: list[dict[str, object]] = [
+        {"role": "assistant", "content": ""},
+        {"content": ""},
+        {"content": None},
+        {},
+        {"reasoning_content": ""},
+        {"reasoning": None},
+        {"tool_calls": []},
+        {"tool_calls": None},
+        {"tool_calls": [None]},
+        {"tool_calls": [{"index": 0}]},
+        {"tool_calls": [{"index": 0, "function": None}]},
+        call(),
+        call(name=None, arguments=""),
+        {"function_call": None},
+        {"function_call": {"name": ""}},
+    ]
+    chunks = [delta(each) for each in (*empty, fields)]
+    chat = read(*chunks, endpoint=Endpoint.CHAT)
+    assert chat.answer().chunk_times_s == (float(len(empty)),)
 
 
-def test_a_chunk_that_only_finishes_is_no_token() -> None:
-    assert read(text("a"), text("", "stop")).answer().token_times_s == (0.0,)
+def test_a_completion_s_first_chunk_has_text() -> None:
+    assert read(text(""), text(""), text("a", "stop")).answer().chunk_times_s == (2.0,)
+
+
+def test_a_chunk_that_only_finishes_has_no_text() -> None:
+    assert read(text("a"), text("", "stop")).answer().chunk_times_s == (0.0,)
 
 
 def test_several_events_in_one_chunk_came_at_one_time() -> None:
-    assert read(text("a") + text("b"), text("c", "stop")).answer().token_times_s == (0.0, 0.0, 1.0)
+    assert read(text("a") + text("b"), text("c", "stop")).answer().chunk_times_s == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("ending", [b"", DONE])
@@ -85,7 +121,7 @@ def test_an_end_without_finish_reason_is_silent_truncation(ending: bytes) -> Non
     failure = reader.failure_at_end()
     assert failure is not None
     assert failure.kind is FailureKind.SILENT_TRUNCATION
-    assert "after 2 token events" in failure.message
+    assert "after 2 chunks with text" in failure.message
 
 
 def test_an_empty_stream_is_silent_truncation() -> None:
@@ -126,7 +162,7 @@ def test_an_error_event_ends_the_answer_even_before_done(body: object, code: str
     assert failure is not None
     assert (failure.kind, failure.code) == (FailureKind.IN_BAND_ERROR, code)
     assert reader.answer().ended_s == 1.0
-    assert len(reader.answer().token_times_s) == 1
+    assert len(reader.answer().chunk_times_s) == 1
 
 
 @pytest.mark.parametrize(
@@ -155,13 +191,13 @@ def test_an_endless_event_is_a_bad_stream() -> None:
 def test_odd_but_harmless_events_are_skipped(body: object) -> None:
     reader = read(event(body), delta({"content": "a"}, "stop"), endpoint=Endpoint.CHAT)
     assert kind_of(reader) is None
-    assert len(reader.answer().token_times_s) == 1
+    assert len(reader.answer().chunk_times_s) == 1
     assert reader.answer().output_tokens is None
 
 
-def test_feed_says_how_many_tokens_came_and_counts_keep_alives() -> None:
+def test_feed_says_how_many_chunks_came_and_counts_keep_alives() -> None:
     reader = AnswerReader(Endpoint.COMPLETIONS)
-    seen = [(reader.feed(b": keep-alive\n\n", 0.0), reader.has_tokens)]
-    seen.append((reader.feed(text("a") + text("b"), 1.0), reader.has_tokens))
+    seen = [(reader.feed(b": keep-alive\n\n", 0.0), reader.has_text)]
+    seen.append((reader.feed(text("a") + text("b"), 1.0), reader.has_text))
     assert seen == [(0, False), (2, True)]
     assert reader.answer().keep_alives == 1

@@ -128,7 +128,7 @@ def test_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         ("[]", "is not a report"),
         ('{"schema": "other"}', "is not a report"),
         ('{"schema": "aileron.loadgen.report", "schema_version": 99}', "has report version 99"),
-        ('{"schema": "aileron.loadgen.report", "schema_version": 2}', "is missing"),
+        ('{"schema": "aileron.loadgen.report", "schema_version": 3}', "is missing"),
     ],
 )
 @pytest.mark.parametrize("command", ["plot", "compare"])
@@ -152,7 +152,7 @@ def test_unreadable_reports_are_refused(
 
 def test_a_hollow_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "r.json"
-    head = {"schema": "aileron.loadgen.report", "schema_version": 2}
+    head = {"schema": "aileron.loadgen.report", "schema_version": 3}
     hollow: dict[str, object] = {key: [] for key in WHOLE_REPORT}
     report.write_text(json.dumps({**hollow, **head, "duration_s": 1}))
     assert main(["plot", str(report), "--out", str(tmp_path / "p.png")]) == 2

@@ -2,14 +2,16 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadgen.errors import UsageError
 from loadgen.report.compare import all_metrics, as_json, compare, parse_threshold
+from loadgen.report.files import WHOLE_REPORT, read_report
 from loadgen.report.records import Answer, RequestRecord
-from loadgen.report.report import Finished, build_report
+from loadgen.report.report import SCHEMA, SCHEMA_VERSION, Finished, build_report
 from loadgen.report.slo import ALL_TIERS, Slo, Slos
 from loadgen.report.tables import comparison_table, number
 from loadgen.workload.arrivals import Phase
@@ -35,6 +37,14 @@ def broken(
 ) -> tuple[str, ...]:
     thresholds = [parse_threshold(text) for text in texts]
     return compare(first or report(), report(slower=slower), thresholds=thresholds).broken
+
+
+def test_a_report_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    named = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
+    whole = {**dict.fromkeys(WHOLE_REPORT), **named, **json.loads(json.dumps(report()))}
+    path.write_text(json.dumps(whole), encoding="utf-8-sig")
+    assert read_report(path) == whole
 
 
 def test_every_metric_exists_in_a_report() -> None:

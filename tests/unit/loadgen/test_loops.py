@@ -40,7 +40,7 @@ class SlowServer:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(self._answer_s)
         self.in_flight -= 1
-        return self._make_record(planned, sent_s=sent_s, token_times_s=(self.clock(),))
+        return self._make_record(planned, sent_s=sent_s, chunk_times_s=(self.clock(),))
 
 
 def bench_on(server: SlowServer, planned: int) -> Bench:

@@ -30,25 +30,25 @@ def test_counts() -> None:
 
 def test_only_recent_tokens_count() -> None:
     meter = Meter(1)
-    meter.tokens(1000, 0.0)
-    meter.tokens(10, 9.0)
+    meter.chunks(1000, 0.0)
+    meter.chunks(10, 9.0)
     meter.first_token(500.0, 0.0)
     meter.first_token(40.0, 9.0)
     seen = meter.snapshot(10.0)
-    assert seen.token_events_per_s == 10 / RECENT_S
+    assert seen.chunks_per_s == 10 / RECENT_S
     assert seen.ttft_p50_ms == 40.0
 
 
 def test_rates_before_the_first_window_is_full() -> None:
     meter = Meter(1)
-    meter.tokens(10, 0.5)
-    assert meter.snapshot(1.0).token_events_per_s == 10
-    assert meter.snapshot(0.0).token_events_per_s == 0
+    meter.chunks(10, 0.5)
+    assert meter.snapshot(1.0).chunks_per_s == 10
+    assert meter.snapshot(0.0).chunks_per_s == 0
 
 
 def test_the_line_names_every_number() -> None:
     line = describe(busy_meter().snapshot(1.0))
-    assert line == "sent 4/10, done 2, errors 1, dropped 1, 0 tok/s, TTFT -"
+    assert line == "sent 4/10, done 2, errors 1, dropped 1, 0 chunks/s, TTFT -"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

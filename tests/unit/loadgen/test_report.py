@@ -34,18 +34,18 @@ def report_of(
 
 
 def test_latencies_of_one_request(make_record: MakeRecord) -> None:
-    record = make_record(sent_s=1.0, token_times_s=(1.1, 1.2, 1.5), ended_s=1.6)
+    record = make_record(sent_s=1.0, chunk_times_s=(1.1, 1.2, 1.5), ended_s=1.6)
     total = report_of(record)["total"]
     assert total["ttft_ms"]["p50"] == pytest.approx(100)
     assert total["tpot_ms"]["p50"] == pytest.approx(200)
-    assert total["itl_ms"]["count"] == 2
-    assert total["itl_ms"]["max"] == pytest.approx(300)
-    assert total["max_gap_ms"]["p50"] == pytest.approx(300)
+    assert total["chunk_gap_ms"]["count"] == 2
+    assert total["chunk_gap_ms"]["max"] == pytest.approx(300)
+    assert total["max_chunk_gap_ms"]["p50"] == pytest.approx(300)
     assert total["e2e_ms"]["p50"] == pytest.approx(600)
 
 
 def test_usage_is_preferred_to_counting_events(make_record: MakeRecord) -> None:
-    record = make_record(token_times_s=(0.1, 0.5), usage=5)
+    record = make_record(chunk_times_s=(0.1, 0.5), usage=5)
     total = report_of(record, duration_s=1.0)["total"]
     assert total["tokens"]["output"] == 5
     assert total["tpot_ms"]["p50"] == pytest.approx(100)  # 400 ms for the 4 after the first
@@ -65,7 +65,7 @@ def test_every_failure_is_counted_under_its_name(make_record: MakeRecord) -> Non
 
 
 def test_failed_requests_do_not_enter_latencies_or_throughput(make_record: MakeRecord) -> None:
-    slow = make_record(sent_s=0.0, token_times_s=(4.0,), failure=FailureKind.TIMEOUT)
+    slow = make_record(sent_s=0.0, chunk_times_s=(4.0,), failure=FailureKind.TIMEOUT)
     total = report_of(make_record(), slow)["total"]
     assert total["ttft_ms"] == report_of(make_record())["total"]["ttft_ms"]
     assert total["throughput"]["output_tokens_per_s"] == pytest.approx(3 / 5)
@@ -76,7 +76,7 @@ def test_phases_count_latency_by_send_and_throughput_by_delivery(
 ) -> None:
     # Sent in the first phase, delivered half in the second.
     record = make_record(
-        make_planned(at_s=1.0, phase_index=0), sent_s=1.0, token_times_s=(1.5, 1.9, 2.5, 3.0)
+        make_planned(at_s=1.0, phase_index=0), sent_s=1.0, chunk_times_s=(1.5, 1.9, 2.5, 3.0)
     )
     low, high = report_of(record)["phases"]
     assert (low["requests"]["sent"], high["requests"]["sent"]) == (1, 0)
@@ -102,11 +102,11 @@ def test_tiers_are_slices_of_the_total_and_of_each_phase(
 
 
 def test_goodput_needs_both_limits(make_record: MakeRecord) -> None:
-    fast = make_record(sent_s=0.0, token_times_s=(0.1, 0.2))
-    late = make_record(sent_s=0.0, token_times_s=(0.5, 0.6))
-    slow = make_record(sent_s=0.0, token_times_s=(0.1, 0.9))
-    one_token = make_record(sent_s=0.0, token_times_s=(0.1,))
-    failed = make_record(sent_s=0.0, token_times_s=(0.1,), failure=FailureKind.TIMEOUT)
+    fast = make_record(sent_s=0.0, chunk_times_s=(0.1, 0.2))
+    late = make_record(sent_s=0.0, chunk_times_s=(0.5, 0.6))
+    slow = make_record(sent_s=0.0, chunk_times_s=(0.1, 0.9))
+    one_token = make_record(sent_s=0.0, chunk_times_s=(0.1,))
+    failed = make_record(sent_s=0.0, chunk_times_s=(0.1,), failure=FailureKind.TIMEOUT)
     report = report_of(fast, late, slow, one_token, failed, slo=Slo(200, 150), duration_s=4.0)
     goodput = report["total"]["goodput"]
     assert (goodput["good"], goodput["good_share"], goodput["good_per_s"]) == (2, 0.4, 0.5)
@@ -118,8 +118,8 @@ def test_goodput_needs_both_limits(make_record: MakeRecord) -> None:
 
 def test_scheduling_shows_a_slow_client(make_planned: MakePlanned, make_record: MakeRecord) -> None:
     records = [
-        make_record(make_planned(0, at_s=1.0), sent_s=1.05, token_times_s=(1.1, 1.2, 1.3)),
-        make_record(make_planned(1, at_s=2.0), sent_s=2.001, token_times_s=(2.1, 2.2, 2.3)),
+        make_record(make_planned(0, at_s=1.0), sent_s=1.05, chunk_times_s=(1.1, 1.2, 1.3)),
+        make_record(make_planned(1, at_s=2.0), sent_s=2.001, chunk_times_s=(2.1, 2.2, 2.3)),
     ]
     report = report_of(*records)
     assert report["scheduling"]["lag_ms"]["max"] == pytest.approx(50)
@@ -137,10 +137,10 @@ def test_scheduling_shows_a_slow_client(make_planned: MakePlanned, make_record: 
 
 def test_series_columns_have_one_entry_per_second(make_record: MakeRecord) -> None:
     records = [
-        make_record(sent_s=0.2, token_times_s=(0.5, 0.7, 2.9), ended_s=3.2),
-        make_record(sent_s=2.5, token_times_s=(2.6,), failure=FailureKind.SILENT_TRUNCATION),
+        make_record(sent_s=0.2, chunk_times_s=(0.5, 0.7, 2.9), ended_s=3.2),
+        make_record(sent_s=2.5, chunk_times_s=(2.6,), failure=FailureKind.SILENT_TRUNCATION),
         make_record(
-            sent_s=None, token_times_s=(), ended_s=1.0, failure=FailureKind.DROPPED_BY_CLIENT
+            sent_s=None, chunk_times_s=(), ended_s=1.0, failure=FailureKind.DROPPED_BY_CLIENT
         ),
     ]
     slos = parse_slos("standard:350ms/none")
@@ -153,8 +153,20 @@ def test_series_columns_have_one_entry_per_second(make_record: MakeRecord) -> No
     assert series["dropped_by_client"] == [0, 1, 0, 0]
     assert series["tokens"] == [2, 0, 2, 0]
     assert series["ttft_p50_ms"] == [pytest.approx(300), None, pytest.approx(100), None]
-    assert series["gap_max_ms"] == [pytest.approx(200), None, pytest.approx(2200), None]
+    assert series["chunk_gap_max_ms"] == [pytest.approx(200), None, pytest.approx(2200), None]
     assert series["in_flight"] == [pytest.approx(0.8), 1, pytest.approx(1.1), pytest.approx(1)]
+
+
+def test_gaps_per_token_need_usage(make_record: MakeRecord) -> None:
+    three_chunks = {"chunk_times_s": (1.0, 1.3, 1.9)}
+    total = report_of(make_record(**three_chunks, usage=6))["total"]
+    assert total["chunk_gap_ms"]["max"] == pytest.approx(600)
+    assert total["token_gap_ms"]["max"] == pytest.approx(300)
+    assert total["tpot_ms"]["max"] == pytest.approx(180)
+    for usage in (None, 0):
+        total = report_of(make_record(**three_chunks, usage=usage))["total"]
+        assert total["chunk_gap_ms"]["count"] == 2
+        assert total["token_gap_ms"]["count"] == 0
 
 
 @settings(deadline=None)
@@ -166,7 +178,7 @@ def test_series_columns_have_one_entry_per_second(make_record: MakeRecord) -> No
 def test_series_lose_nothing(spans: list[list[float]]) -> None:
     planned = PlannedRequest(0, "r", 0.0, 0, None, 1, 1, None, 0)
     records = [
-        RequestRecord(planned, start, end, None, Answer(token_times_s=(end,)), None)
+        RequestRecord(planned, start, end, None, Answer(chunk_times_s=(end,)), None)
         for start, end in spans
     ]
     duration_s = max(end for _, end in spans)
@@ -199,7 +211,7 @@ def test_a_report_without_any_request_is_still_whole_json() -> None:
 def test_raw_records_are_kept_only_when_asked(make_record: MakeRecord) -> None:
     assert "records" not in report_of(make_record())
     (record,) = report_of(make_record(), keep_records=True)["records"]
-    assert record["token_times_s"] == [0.1, 0.2, 0.3]
+    assert record["chunk_times_s"] == [0.1, 0.2, 0.3]
     assert record["error"] is None
     json.dumps(record, allow_nan=False)
 
@@ -209,7 +221,7 @@ def test_warnings_name_what_to_doubt(make_planned: MakePlanned, make_record: Mak
     records = [
         make_record(planned, usage=2, prompt_usage=20, saw_done=False, served_tier="batch"),
         make_record(planned, prompt_usage=20),
-        make_record(planned, sent_s=None, token_times_s=(), failure=FailureKind.DROPPED_BY_CLIENT),
+        make_record(planned, sent_s=None, chunk_times_s=(), failure=FailureKind.DROPPED_BY_CLIENT),
     ]
     told = " ".join(warnings_for(records, ignore_eos=True))
     for part in (
@@ -225,7 +237,7 @@ def test_warnings_name_what_to_doubt(make_planned: MakePlanned, make_record: Mak
 
 def test_each_tier_has_its_own_limits(make_planned: MakePlanned, make_record: MakeRecord) -> None:
     records = [
-        make_record(make_planned(tier=tier), token_times_s=(first_s, first_s + 0.08))
+        make_record(make_planned(tier=tier), chunk_times_s=(first_s, first_s + 0.08))
         for tier in ("interactive", "standard", "batch", "other", None)
         for first_s in (0.4, 1.0, 9.0)
     ]

@@ -168,6 +168,24 @@ async def test_a_bad_file_fails_the_batch(offices: Opened) -> None:
     assert end.output_file_id is None
 
 
+MARK = b"\xef\xbb\xbf"
+
+
+async def test_a_byte_order_mark_is_skipped(offices: Opened) -> None:
+    """As editors on Windows write it, with their line ends; a mark anywhere else is no JSON."""
+    office = offices()
+    fields = {"method": "POST", "url": URL, "body": {"model": "m", "prompt": "p"}}
+    one, two = (json.dumps({"custom_id": name, **fields}).encode() for name in ("c1", "c2"))
+    end = await office.ended(await office.batch(MARK + one + b"\r", two + b"\r", b""))
+    assert end.status is Status.COMPLETED
+    assert end.counts == Counts(2, 2, 0)
+    assert [line["custom_id"] for line in office.lines(end.output_file_id)] == ["c1", "c2"]
+    end = await office.ended(await office.batch(MARK + one, MARK + two, name="2"))
+    assert [(error.line, error.code) for error in end.errors] == [(2, "invalid_json_line")]
+    end = await office.ended(await office.batch(MARK, name="3"))
+    assert [error.code for error in end.errors] == ["empty_file"]
+
+
 async def test_refused_lines_are_tried_again(offices: Opened) -> None:
     """A full server is waited for as long as it takes, errors of its own thrice."""
     tries: dict[bytes, int] = {}
