@@ -110,9 +110,9 @@ async def _admit(
         )
         if limit
     ]
-    for what, item, cost in limits:
-        if cost > item.amount:
-            return _never_fits(what, item.amount, cost)
+    for what, limit, cost in limits:
+        if cost > limit.amount:
+            return _never_fits(what, limit.amount, cost)
     # A request that one limit refuses is charged to none. Each step queries both limits at once,
     # because every round trip to Redis uses up the request's wait budget.
     full: list[tuple[str, RateLimitItem]] = []

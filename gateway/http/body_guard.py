@@ -43,12 +43,12 @@ def _find_culprit(validate: Validate, value: Any) -> str | None:
     """Return the parameter without which the body can be validated, if there is one."""
     if not isinstance(value, dict):
         return None
-    short = {
+    short: dict[str, Any] = {
         name: each[:1] if name in _LONG and isinstance(each, list) else each
         for name, each in value.items()
     }
     if not _has_odd_shape(validate, short):
-        return next(name for name in _LONG if isinstance(value.get(name), list))
+        return next((name for name in _LONG if isinstance(value.get(name), list)), None)
     for name in sorted(short, key=_suspicion):
         if not _has_odd_shape(validate, {key: short[key] for key in short if key != name}):
             return name
@@ -65,7 +65,7 @@ def _has_odd_shape(validate: Validate, value: Any) -> bool:
         validate(value, {}, loc=())
     except _OF_SHAPE:
         return True
-    except Exception:
+    except Exception:  # noqa: BLE001 -- whatever a rule raises
         # A rule of vLLM's that the shortened body breaks; its shape is one that vLLM can read.
         return False
     return False

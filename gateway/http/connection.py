@@ -281,7 +281,7 @@ class _Parser(httptools.HttpRequestParser):
         # As uvicorn does: some clients send a line break after a request that closes.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Any) -> None:
         """Parse bytes; calls the connection's methods."""
         try:
             super().feed_data(data)

@@ -25,8 +25,11 @@ class BadEncodingError(Exception):
 
 
 class _Decompressor(Protocol):
-    eof: bool
-    unused_data: bytes
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def unused_data(self) -> bytes: ...
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
@@ -64,7 +67,7 @@ class Decoder:
             from backports import zstd
 
             self._error = zstd.ZstdError
-            options = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+            options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
             return zstd.ZstdDecompressor(options=options)
         # Some clients send the bare format where the standard wants zlib's header.
         is_bare = data[0] & 0x0F != _ZLIB_DEFLATE

@@ -248,7 +248,7 @@ class BufferedBody:
                 message = await self._receive()
         except TimeoutError:
             return False
-        return message["type"] == "http.disconnect"
+        return bool(message["type"] == "http.disconnect")
 
     async def __call__(self) -> Message:
         """Stand in for ASGI's `receive`."""

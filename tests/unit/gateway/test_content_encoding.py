@@ -84,7 +84,7 @@ def test_a_bomb_is_decoded_in_small_pieces(encoding: str, encode: Callable[[byte
 
 
 def test_a_window_larger_than_the_web_allows_is_bad() -> None:
-    options = {
+    options: dict[int, int] = {
         zstd.CompressionParameter.window_log: 27,
         zstd.CompressionParameter.content_size_flag: 0,
     }
