@@ -112,6 +112,7 @@ PARAMETERS: Final = frozenset(
         *("stop", "stop_token_ids", "stream", "stream_options", "structured_outputs", "suffix"),
         *("temperature", "thinking_token_budget", "tool_choice", "tools", "top_k", "top_logprobs"),
         *("top_p", "truncate_prompt_tokens", "truncation"),
+        *("output_config", "stop_sequences", "system", "thinking"),
     }
 )
 """Parameters whose names an error may repeat: they are no client's text."""
@@ -185,6 +186,7 @@ class RequestState:
     """State that the HTTP side and the engine side of one request share."""
 
     __slots__ = (
+        "cached_tokens",
         "deadline_ms",
         "failure",
         "finish_reasons",
@@ -203,6 +205,8 @@ class RequestState:
         self.failure: ApiError | None = None
         self.tenant = tenant
         self.deadline_ms = deadline_ms
+        self.cached_tokens = 0
+        """Tokens of the prompt that were in the prefix cache."""
         self.relayed_tokens = 0
         """Tokens handed to vLLM's front end."""
         self.generated_tokens = 0

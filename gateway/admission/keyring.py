@@ -22,7 +22,7 @@ RELOAD_S = 1.0
 """Interval of checks for a changed key file."""
 
 KEY_CHARS_MAX = 512
-"""A longer Authorization header is not even hashed."""
+"""A longer key is not even hashed."""
 
 WRONG_KEYS_PER_MINUTE = 60
 """Wrong keys of one address answered with 401; further ones get 429. Right keys pass."""
@@ -49,25 +49,38 @@ class KeyRing:
         """Whether no key is needed."""
         return self._path is None
 
-    async def identify(self, headers: Mapping[str, str], address: str) -> ApiKey | ApiError | None:
-        """Return the client's key, None for an anonymous one, or why it is refused."""
+    async def identify(
+        self, headers: Mapping[str, str], address: str, own_header: str = ""
+    ) -> ApiKey | ApiError | None:
+        """Return the client's key, None for an anonymous one, or why it is refused.
+
+        `own_header` also holds a key on routes whose clients send it there. It comes first: some
+        clients send both headers, and only one with a key of this server.
+        """
         if self.is_open:
             return None
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
-        secret = secret.strip()
-        if scheme.lower() == "bearer" and 0 < len(secret) <= KEY_CHARS_MAX:
-            digest = hash_of(secret)
-            key = self._keys.get(digest)
-            if key is not None and hmac.compare_digest(key.hash, digest):
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        bearer = bearer.strip()
+        sent = headers.get(own_header, "").strip()
+        for secret in (sent, bearer if scheme.lower() == "bearer" else ""):
+            if (key := self._find(secret)) is not None:
                 return key
         if not await self._wrong.hit(self._wrong_limit, address):
             text = "Too many wrong API keys came from this address: wait before the next try."
             return api_error("rate_limit_exceeded", text, retry_after_s=60)
-        if not secret:
-            text = "No API key was sent: send it as `Authorization: Bearer KEY`."
+        if not (bearer or sent):
+            way = f"{own_header}: KEY" if own_header else "Authorization: Bearer KEY"
+            text = f"No API key was sent: send it as `{way}`."
         else:
             text = "The API key is not valid: check it, or ask the server's operator for one."
         return api_error("invalid_api_key", text)
+
+    def _find(self, secret: str) -> ApiKey | None:
+        if not 0 < len(secret) <= KEY_CHARS_MAX:
+            return None
+        digest = hash_of(secret)
+        key = self._keys.get(digest)
+        return key if key is not None and hmac.compare_digest(key.hash, digest) else None
 
     async def watch(self) -> None:
         """Read the file again whenever it changes, until cancelled."""

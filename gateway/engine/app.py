@@ -35,6 +35,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from gateway.engine.cached_tokens import sum_cached_tokens
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
+from gateway.engine.messages import note_errors
 from gateway.engine.rendering import (
     allow_equal_choices,
     join_output_messages,
@@ -148,6 +149,7 @@ class RelayedLLM(AsyncLLM):
         note = write_note(request.tenant, request.deadline_ms, session, request.trace)
         async with aclosing(super().generate(*args, **{**kwargs, "session_id": note})) as outputs:
             async for output in outputs:
+                request.cached_tokens = output.num_cached_tokens or 0
                 for choice in output.outputs:
                     reason = choice.finish_reason
                     request.generated_tokens += len(choice.token_ids)
@@ -258,6 +260,7 @@ async def build_front_end(
     refuse_unreadable(app.state.online_renderer)
     _name_responses(app.state.openai_serving_responses)
     sum_cached_tokens(app.state.openai_serving_completion)
+    note_errors(app.state.anthropic_serving_messages)
     keep_public(global_http_connection)
     # Some variables are read for every token; from now on their values are cached.
     envs.enable_envs_cache()

@@ -34,9 +34,6 @@ SEND_STALL_S = 60.0
 ERROR_BODY_BYTES_MAX = 1024**2
 """Most bytes of the application's error body that are read to reshape it."""
 
-OPENAI_VERSION = b"2020-10-01"
-"""The version of OpenAI's API that answers follow."""
-
 _STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -65,7 +62,7 @@ class Answer:
     ) -> None:
         """`send` is the ASGI server's; the answer's object is named by `answer_id`."""
         self._send = send
-        self._form: StreamForm = stream_form(path)
+        self._form: StreamForm = stream_form(path, request_id)
         self._lock = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
         self._began_s = asyncio.get_running_loop().time()
@@ -255,7 +252,7 @@ class Answer:
     async def _send_error(self, error: ApiError) -> None:
         self.error_code = error.code
         error = with_jitter(error)
-        body = error.body()
+        body = self._form.error_body(error)
         headers = [*error.headers(), (b"content-length", str(len(body)).encode())]
         if error.code == "draining":
             headers.append((b"connection", b"close"))
@@ -273,8 +270,8 @@ class Answer:
         own = [
             (b"x-request-id", self.request_id.encode()),
             (b"x-priority-tier", tier_name(self.tier).encode()),
-            (b"openai-version", OPENAI_VERSION),
             (b"openai-processing-ms", str(round(self.elapsed_s * 1_000)).encode()),
+            *self._form.headers(),
             *self.headers,
         ]
         if self.request.queue_wait_ms is not None:

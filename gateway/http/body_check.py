@@ -14,9 +14,11 @@ import msgspec
 
 from gateway.errors import ApiError, api_error
 from gateway.http.body_form import may_need_rewrite, rewrite
-from gateway.http.grammar_check import check_grammar
+from gateway.http.grammar_check import check_schemas
 from gateway.http.large_bytes import breathe, contains, count, matches
 from gateway.http.media import check_media
+from gateway.http.messages_check import check_messages, openai_service_tier
+from gateway.http.messages_form import is_messages_path
 
 JSON_DEPTH_MAX = 64
 """Deepest nesting of arrays and objects."""
@@ -38,7 +40,7 @@ TOOLS_MAX = 128
 OWN_TOOLS: Final[frozenset[str]] = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs; vLLM would silently ignore others."""
 SCHEMA_BYTES_MAX = 64 * 1024
-"""Largest `response_format`, `structured_outputs` or `text`."""
+"""Largest `response_format`, `structured_outputs`, `text` or `output_config`."""
 MODEL_CHARS_MAX = 256
 TOKENS_MAX = 2**31 - 1
 """Largest number of tokens that a request may name."""
@@ -78,7 +80,6 @@ _LONE_SURROGATE = re.compile(
 _ESCAPED_BACKSLASH, _NO_BACKSLASH = b"\\\\", b"__"
 _SURROGATES_BYTES = 12
 """Length of an escaped pair, the longest text that the pattern looks at."""
-_FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
 _STRUCTURE = frozenset(b'"{}[],:')
 _NOT_STRUCTURE = bytes(set(range(256)) - _STRUCTURE)
 _STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
@@ -91,8 +92,10 @@ class _Fields(msgspec.Struct):
     service_tier: object = None
     n: object = None
     top_p: object = None
+    top_k: object = None
     best_of: object = None
     stop: object = None
+    stop_sequences: object = None
     stop_token_ids: object = None
     allowed_token_ids: object = None
     logit_bias: object = None
@@ -107,6 +110,7 @@ class _Fields(msgspec.Struct):
     text: msgspec.Raw = msgspec.Raw()
     tools: msgspec.Raw = msgspec.Raw()
     response_format: msgspec.Raw = msgspec.Raw()
+    output_config: msgspec.Raw = msgspec.Raw()
     structured_outputs: msgspec.Raw = msgspec.Raw()
     chat_template: msgspec.Raw = msgspec.Raw()
     mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
@@ -142,8 +146,11 @@ class BodyFacts:
     """The first parameter that holds a grammar or a schema."""
 
 
-def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiError:
-    """Return the facts about a body, or the error in it; a leading byte order mark is skipped."""
+def check_body(body: bytes, media_domains: frozenset[str], path: str = "") -> BodyFacts | ApiError:
+    """Return the facts about a body that is sent to a path, or the error in it.
+
+    A leading byte order mark is skipped.
+    """
     body = body.removeprefix(codecs.BOM_UTF8)
     if (error := _check_shape(body)) is not None:
         return error
@@ -153,17 +160,27 @@ def check_body(body: bytes, media_domains: frozenset[str]) -> BodyFacts | ApiErr
             body = rewrite(body)
             fields = msgspec.json.decode(body, type=_Fields)
         # Skipped members may turn out to be invalid only here.
-        return _check_fields(fields, media_domains) or BodyFacts(
-            body, fields.service_tier, len(body) // 4, _grammar_field(fields)
-        )
+        service_tier, error = fields.service_tier, _check_fields(fields)
+        if is_messages_path(path):
+            service_tier = openai_service_tier(service_tier)
+            error = error or check_messages(body, media_domains)
+            if isinstance(service_tier, ApiError):
+                error = error or service_tier
+        else:
+            error = error or _check_media(fields, media_domains)
+        return error or BodyFacts(body, service_tier, len(body) // 4, _grammar_field(fields))
     except msgspec.ValidationError:
         return api_error("invalid_value", "The body must be a JSON object with numbers in range.")
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return api_error("invalid_json", "The request's body is not valid JSON.")
 
 
-def _check_fields(fields: _Fields, media_domains: frozenset[str]) -> ApiError | None:
-    error = _check_sizes(fields) or _check_numbers(fields) or _check_unsupported(fields)
+def _check_fields(fields: _Fields) -> ApiError | None:
+    return _check_sizes(fields) or _check_numbers(fields) or _check_unsupported(fields)
+
+
+def _check_media(fields: _Fields, media_domains: frozenset[str]) -> ApiError | None:
+    error: ApiError | None = None
     for name in ("messages", "input"):
         error = error or check_media(bytes(getattr(fields, name)), media_domains, name)
     return error
@@ -232,6 +249,7 @@ def _too_many(what: str) -> ApiError:
 def _check_sizes(fields: _Fields) -> ApiError | None:
     lists: tuple[tuple[str, Any, int], ...] = (
         ("stop", fields.stop, STOPS_MAX),
+        ("stop_sequences", fields.stop_sequences, STOPS_MAX),
         ("stop_token_ids", fields.stop_token_ids, TOKEN_IDS_MAX),
         ("allowed_token_ids", fields.allowed_token_ids, JSON_VALUES_MAX),
         ("logit_bias", fields.logit_bias, LOGIT_BIAS_MAX),
@@ -240,12 +258,11 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
     for name, value, most in lists:
         if isinstance(value, list | dict) and len(value) > most:
             return _invalid(name, f"may have {most} entries at most")
-    stops = fields.stop if isinstance(fields.stop, list) else [fields.stop]
-    if any(isinstance(each, str) and len(each) > STOP_CHARS_MAX for each in stops):
-        return _invalid("stop", f"may have {STOP_CHARS_MAX} characters per string at most")
+    if (error := _check_stops(fields)) is not None:
+        return error
     if isinstance(fields.model, str) and len(fields.model) > MODEL_CHARS_MAX:
         return _invalid("model", f"may have {MODEL_CHARS_MAX} characters at most")
-    for name in ("response_format", "structured_outputs", "text"):
+    for name in ("response_format", "structured_outputs", "text", "output_config"):
         raw = bytes(getattr(fields, name))
         if len(raw) > SCHEMA_BYTES_MAX:
             return _invalid(name, f"may have {SCHEMA_BYTES_MAX} bytes at most")
@@ -263,17 +280,23 @@ def _check_sizes(fields: _Fields) -> ApiError | None:
     return None
 
 
+def _check_stops(fields: _Fields) -> ApiError | None:
+    for name in ("stop", "stop_sequences"):
+        value = getattr(fields, name)
+        stops = value if isinstance(value, list) else [value]
+        if any(isinstance(each, str) and len(each) > STOP_CHARS_MAX for each in stops):
+            return _invalid(name, f"may have {STOP_CHARS_MAX} characters per string at most")
+    return None
+
+
 def _grammar_field(fields: _Fields) -> str | None:
-    names = ("response_format", "structured_outputs", "text", "tools")
+    names = ("response_format", "structured_outputs", "text", "output_config", "tools")
     return next((name for name in names if bytes(getattr(fields, name))), None)
 
 
 def _check_schemas(name: str, raw: bytes) -> ApiError | None:
-    if _FOREIGN_SCHEMA.search(raw):
-        return _invalid(name, "may refer to schemas of its own only ($ref: #…)")
-    if raw[:1] in (b"{", b"[") and (reason := check_grammar(raw)):
-        return _invalid(name, reason)
-    return None
+    reason = check_schemas(raw)
+    return _invalid(name, reason) if reason else None
 
 
 def _check_numbers(fields: _Fields) -> ApiError | None:
@@ -288,6 +311,8 @@ def _check_numbers(fields: _Fields) -> ApiError | None:
         value = getattr(fields, name)
         if isinstance(value, int | float) and not 0 <= value <= TOKENS_MAX:
             return _invalid(name, f"must be between 0 and {TOKENS_MAX}")
+    if isinstance(fields.top_k, int | float) and fields.top_k > TOKENS_MAX:
+        return _invalid("top_k", f"must be {TOKENS_MAX} at most")
     return None
 
 

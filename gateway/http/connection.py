@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from gateway.errors import ApiError, api_error
 from gateway.http.jitter import with_jitter
+from gateway.http.stream_forms import stream_form
 
 _OFFER: Final = (b"upgrade", b"http2-settings")
 """Headers that offer another protocol, and the options of `Connection` that name them."""
@@ -237,17 +238,25 @@ class Connection(HttpToolsProtocol):
             return
         self._stop_header_timer()
         error = with_jitter(error)
-        body = error.body()
+        request_id = uuid.uuid4().hex
+        form = stream_form(self._path(), request_id)
+        body = form.error_body(error)
         headers = [
             *error.headers(),
+            *form.headers(),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", uuid.uuid4().hex.encode()),
+            (b"x-request-id", request_id.encode()),
             (b"connection", b"close"),
         ]
         lines = [b"%s: %s\r\n" % header for header in headers]
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"\r\n", body]))
         self._in_body = True
         self.close_gently()
+
+    def _path(self) -> str:
+        """Return the path of the request that is read; empty before it is known."""
+        url = getattr(self, "url", b"")
+        return url.partition(b"?")[0].decode("latin-1")
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(HEADER_WAIT_S, self._headers_late)

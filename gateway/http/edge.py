@@ -38,6 +38,7 @@ from gateway.http.intake import (
     read_head,
 )
 from gateway.http.line_call import TENANT_KEY, LineAnswer, LineCall, LineProgress, line_scope, never
+from gateway.http.messages_form import API_KEY_HEADER, is_messages_path
 from gateway.http.routes import OPEN_PATHS, find_route, route_name, takes_no_json
 from gateway.http.spans import RequestSpans
 from gateway.telemetry.meter import CLIENT_GONE_STATUS, RequestMeter
@@ -156,7 +157,8 @@ class Edge:
         if scope["path"] in OPEN_PATHS:
             await self._app(inner_scope(scope, answer, 0), receive, answer.send)
             return None
-        key = await self._keys.identify(head.headers, head.address)
+        own_header = API_KEY_HEADER if is_messages_path(scope["path"]) else ""
+        key = await self._keys.identify(head.headers, head.address, own_header)
         if isinstance(key, ApiError):
             return key
         scope[TENANT_KEY] = key.tenant if key else head.fairness_id()
@@ -222,7 +224,7 @@ class Edge:
         if len(call.body) > self._limits.body_bytes_max:
             most = self._limits.body_bytes_max
             return api_error("request_too_large", f"A body may have {most} bytes at most.")
-        facts = await self._check(call.body)
+        facts = await self._check(call.body, call.path)
         if isinstance(facts, ApiError):
             return facts
         answer.request = RequestState(call.tenant, call.deadline_ms)
@@ -256,7 +258,7 @@ class Edge:
             body = await read_body(receive, head.headers, self._limits.body_bytes_max)
             if isinstance(body, ApiError):
                 return body
-            facts = await self._check(body)
+            facts = await self._check(body, scope["path"])
             if isinstance(facts, ApiError):
                 return facts
             resolved = rules.resolve(head.headers, facts.service_tier)
@@ -314,10 +316,10 @@ class Edge:
         finally:
             await self._replays.end(tenant, name, answer.stored, clock(), answer.wait_budget)
 
-    async def _check(self, body: bytes) -> BodyFacts | ApiError:
+    async def _check(self, body: bytes, path: str) -> BodyFacts | ApiError:
+        work = partial(check_body, body, self._limits.media_domains, path)
         if len(body) <= OFF_LOOP_BYTES:
-            return check_body(body, self._limits.media_domains)
-        work = partial(check_body, body, self._limits.media_domains)
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._checkers, work)
 
     async def _run(

@@ -20,6 +20,15 @@ SCHEMA_PROPERTIES_MAX = 1_000
 
 _COUNT = re.compile(r"\{(\d{0,9})(,?)(\d{0,9})\}")
 _REGEX_KEYS = frozenset({"pattern", "regex"})
+_SCHEMA_KEYS = ("schema", "parameters", "json", "input_schema")
+_FOREIGN_SCHEMA = re.compile(rb'"\$ref"\s*:\s*"(?!#)')
+
+
+def check_schemas(raw: bytes) -> str | None:
+    """Return the fault in the schemas and grammars of a parameter, as the end of a sentence."""
+    if _FOREIGN_SCHEMA.search(raw):
+        return "may refer to schemas of its own only ($ref: #…)"
+    return check_grammar(raw) if raw[:1] in (b"{", b"[") else None
 
 
 def check_grammar(raw: bytes) -> str | None:
@@ -34,8 +43,8 @@ def check_grammar(raw: bytes) -> str | None:
                 return reason
         named = node.get("properties")
         properties += len(named) if isinstance(named, dict) else 0
-        schema = node.get("schema") or node.get("parameters") or node.get("json")
-        if isinstance(schema, dict) and _refers_to_itself(schema):
+        schemas = (node.get(key) for key in _SCHEMA_KEYS)
+        if any(isinstance(schema, dict) and _refers_to_itself(schema) for schema in schemas):
             return "has a schema that refers to nothing but itself"
     if properties > SCHEMA_PROPERTIES_MAX:
         return f"may have {SCHEMA_PROPERTIES_MAX} properties at most"

@@ -23,6 +23,7 @@ from gateway.http.content_encoding import (
     Decoder,
     find_decoder,
 )
+from gateway.http.messages_form import API_KEY_HEADER
 
 BODY_WAIT_S = 30.0
 """Longest time for a client to send its body."""
@@ -47,7 +48,7 @@ SINGLE_HEADERS: Final[frozenset[str]] = frozenset(
     {
         *("host", "content-type", "content-length", "authorization", "transfer-encoding"),
         *("content-encoding", "x-priority-tier", REQUEST_ID_HEADER, DEADLINE_HEADER),
-        *FAIRNESS_HEADERS,
+        *(API_KEY_HEADER, *FAIRNESS_HEADERS),
         *("x-gateway-inference-objective", "x-llm-d-inference-objective"),
     }
 )
@@ -61,6 +62,7 @@ _DROPPED = frozenset(
         *(REQUEST_ID_HEADER.encode(), b"content-length", b"authorization", b"x-priority-tier"),
         *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
         *(b"proxy-authorization", b"proxy-connection", b"expect", b"content-encoding"),
+        API_KEY_HEADER.encode(),
     }
 )
 """Headers meant for the gateway alone, and hop-by-hop headers."""

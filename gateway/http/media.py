@@ -20,6 +20,11 @@ _MEDIA_KEYS = frozenset({"image_url", "video_url", "audio_url", "image_embeds", 
 _MARKS = (b"_url", b"file", b"image_embeds", b"\\u")
 """A message without any of these bytes names no media; a key may be written with escapes."""
 
+MEDIA_TEXT = (
+    "Media must be inline (a data: URL) or come from an allowed domain; the server's operator sets "
+    "gateway.media_domains."
+)
+
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 """IPv6 addresses that stand for IPv4 ones (RFC 6052)."""
 
@@ -34,12 +39,8 @@ def check_media(
     if not any(contains(messages, mark) for mark in _MARKS):
         return None
     for url in _urls(msgspec.json.decode(messages)):
-        if not _is_allowed(url, domains):
-            text = (
-                "Media must be inline (a data: URL) or come from an allowed domain; the server's "
-                "operator sets gateway.media_domains."
-            )
-            return api_error("invalid_value", text, param)
+        if not is_allowed(url, domains):
+            return api_error("invalid_value", MEDIA_TEXT, param)
     return None
 
 
@@ -56,7 +57,8 @@ def _urls(value: Any) -> Iterator[object]:
                 yield from _urls(each)
 
 
-def _is_allowed(url: object, domains: frozenset[str]) -> bool:
+def is_allowed(url: object, domains: frozenset[str]) -> bool:
+    """Return whether a request may name this URL."""
     if not isinstance(url, str):
         return False
     if url[:5].lower() == "data:":

@@ -27,12 +27,15 @@ from gateway.errors import (
 )
 from gateway.http.body_guard import guard_bodies
 from gateway.http.field_names import FieldNames, field_names
+from gateway.http.messages_form import COUNT_TOKENS_PATH, MESSAGES_PATH
 
 VLLM_ROUTES: Final[frozenset[tuple[str, str]]] = frozenset(
     {
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/responses"),
+        ("POST", MESSAGES_PATH),
+        ("POST", COUNT_TOKENS_PATH),
         ("GET", "/v1/models"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),

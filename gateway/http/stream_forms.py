@@ -1,9 +1,9 @@
-"""What the streams of each API look like: how they begin, name their tier, fail and end.
+"""What the answers of each API look like: how streams begin, name their tier, fail and end.
 
 Chat and text completions end with `[DONE]` and fail with a bare `error` object. The Responses API
 has typed events. Two of them precede the first token, and the response's status names the last one.
 Its `error` event has its fields both where OpenAI's schema and where OpenAI's clients expect them.
-An event is one message of vLLM's. Pure.
+The Messages API has a form of its own. An event is one message of vLLM's. Pure.
 """
 
 from typing import Any, Final, Protocol
@@ -12,6 +12,11 @@ import msgspec
 
 from gateway.admission.tiers import VLLM_SERVICE_TIERS
 from gateway.errors import ApiError, RequestState, failed_event
+from gateway.http.messages_form import MessagesForm, is_messages_path
+from gateway.http.typed_events import DATA, fields_of, typed
+
+OPENAI_VERSION: Final = b"2020-10-01"
+"""The version of OpenAI's API that answers follow."""
 
 RESPONSES_PATH: Final = "/v1/responses"
 
@@ -25,7 +30,6 @@ _COMPLETED = b"event: response.completed\n"
 _ENDS: Final = (_COMPLETED, b"event: response.incomplete\n", b"event: error\n")
 _WITH_RESPONSE: Final = (*_PREFACE, _COMPLETED)
 _ITEM_DONE = b"event: response.output_item.done\n"
-_DATA = b"\ndata: "
 
 
 class StreamForm(Protocol):
@@ -33,6 +37,9 @@ class StreamForm(Protocol):
 
     always_names_tier: bool
     """Whether answers name the tier even if the request's body did not."""
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer of this API has."""
 
     def is_preface(self, event: bytes) -> bool:
         """Return whether an event precedes all tokens, so that the request may still be refused."""
@@ -52,8 +59,23 @@ class StreamForm(Protocol):
     def error_event(self, error: ApiError, last: bytes) -> bytes:
         """Return the event that ends a stream after `last`, its last event, if any."""
 
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the body of an answer that is an error."""
 
-class CompletionForm:
+
+class _OpenAIForm:
+    """What OpenAI's APIs have in common."""
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the version of the API."""
+        return [(b"openai-version", OPENAI_VERSION)]
+
+    def error_body(self, error: ApiError) -> bytes:
+        """Return the error as an object of its own."""
+        return error.body()
+
+
+class CompletionForm(_OpenAIForm):
     """Chat and text completions, and every other stream."""
 
     always_names_tier = False
@@ -85,7 +107,7 @@ class CompletionForm:
         return b"data: " + error.body() + b"\n\n"
 
 
-class ResponsesForm:
+class ResponsesForm(_OpenAIForm):
     """The Responses API."""
 
     always_names_tier = True
@@ -105,18 +127,18 @@ class ResponsesForm:
     def event(self, event: bytes, service_tier: str, state: RequestState) -> bytes:
         """Name the tier; name the last item and the last event of an incomplete response so."""
         if event.startswith(_ITEM_DONE) and "length" in state.finish_reasons:
-            fields = _data(event)
+            fields = fields_of(event)
             _mark_incomplete(fields["item"])
-            return _typed(fields)
+            return typed(fields)
         if not event.startswith(_WITH_RESPONSE):
             return event
-        fields = _data(event)
+        fields = fields_of(event)
         response = fields["response"]
         response["service_tier"] = service_tier
         if response.get("status") == "incomplete":
             fields["type"] = "response.incomplete"
             _mark_last_item(response)
-        return _typed(fields)
+        return typed(fields)
 
     def whole(self, body: bytes, service_tier: str) -> bytes:
         """Name the tier that answered; mark the last item of an incomplete response."""
@@ -129,17 +151,19 @@ class ResponsesForm:
 
     def error_event(self, error: ApiError, last: bytes) -> bytes:
         """Return an `error` event; OpenAI's clients raise for its nested object."""
-        number = _data(last).get("sequence_number", -1) if _DATA in last else -1
+        number = fields_of(last).get("sequence_number", -1) if DATA in last else -1
         fields = {"message": error.message, "param": error.param, "code": error.code}
         nested = {**fields, "type": error.type}
-        return _typed({"type": "error", "sequence_number": number + 1, **fields, "error": nested})
+        return typed({"type": "error", "sequence_number": number + 1, **fields, "error": nested})
 
 
 _COMPLETION, _RESPONSES = CompletionForm(), ResponsesForm()
 
 
-def stream_form(path: str) -> StreamForm:
-    """Return how the route at a path streams."""
+def stream_form(path: str, request_id: str = "") -> StreamForm:
+    """Return how the route at a path answers a request."""
+    if is_messages_path(path):
+        return MessagesForm(request_id)
     return _RESPONSES if path == RESPONSES_PATH else _COMPLETION
 
 
@@ -160,12 +184,3 @@ def _with_tier(prefix: bytes, body: bytes, service_tier: str) -> bytes:
         # In a string these quotes would be escaped.
         return body.replace(_NO_TIER, field, 1)
     return prefix + field + b"," + body[len(prefix) :]
-
-
-def _data(event: bytes) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.json.decode(event.partition(_DATA)[2])
-    return fields
-
-
-def _typed(fields: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (fields["type"].encode(), msgspec.json.encode(fields))

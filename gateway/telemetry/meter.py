@@ -42,6 +42,7 @@ CLIENT_GONE_STATUS = 499
 OPERATION_OF_ROUTE = {
     "/v1/chat/completions": CHAT,
     "/v1/responses": CHAT,
+    "/v1/messages": CHAT,
     "/v1/completions": TEXT,
 }
 STATUSES = (200, 400, 429, CLIENT_GONE_STATUS, 500, 503)

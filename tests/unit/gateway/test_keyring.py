@@ -60,6 +60,34 @@ async def test_anything_else_is_refused(path: Path, header: str) -> None:
     assert "three" not in found.message
 
 
+async def test_a_key_may_come_in_a_header_of_its_own(path: Path) -> None:
+    """On routes whose clients send it there; both headers are tried, as one guess."""
+    ring = KeyRing(str(path))
+    for number in range(WRONG_KEYS_PER_MINUTE):
+        sent = {"x-api-key": f"x{number}", "authorization": f"Bearer {number}"}
+        found = await ring.identify(sent, HERE, "x-api-key")
+        assert isinstance(found, ApiError)
+        assert (found.status, found.code) == (401, "invalid_api_key")
+    for sent, tenant in (
+        ({"x-api-key": "one"}, "one"),
+        ({"authorization": "Bearer one"}, "one"),
+        ({"x-api-key": "one", "authorization": "Bearer two"}, "one"),
+        ({"x-api-key": "three", "authorization": "Bearer two"}, "two"),
+        ({"x-api-key": " one ", "authorization": "Basic two"}, "one"),
+    ):
+        found = await ring.identify(sent, HERE, "x-api-key")
+        assert isinstance(found, ApiKey)
+        assert found.tenant == tenant
+    elsewhere = await ring.identify({"x-api-key": "one"}, "10.0.0.3")
+    assert isinstance(elsewhere, ApiError)
+    assert "Authorization: Bearer KEY" in elsewhere.message
+    none = await ring.identify({}, "10.0.0.3", "x-api-key")
+    assert isinstance(none, ApiError)
+    assert "x-api-key: KEY" in none.message
+    for long in ({"x-api-key": "x" * 10_000}, {"x-api-key": "\xff"}, {"x-api-key": ""}):
+        assert isinstance(await ring.identify(long, "10.0.0.3", "x-api-key"), ApiError)
+
+
 async def test_an_address_that_guesses_is_slowed_down_and_right_keys_are_not(path: Path) -> None:
     ring = KeyRing(str(path))
     for number in range(WRONG_KEYS_PER_MINUTE):

@@ -147,3 +147,23 @@ async def test_the_edge_hands_the_spans_context_to_the_application(spans: Spans)
     for each in (request, batch):
         assert each.attributes["gen_ai.response.finish_reasons"] == ["stop"]
         assert "secret" not in str(each) and "tenant" not in str(each)
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [
+        ("/v1/chat/completions", "chat"),
+        ("/v1/responses", "chat"),
+        ("/v1/messages", "chat"),
+        ("/v1/messages/count_tokens", None),
+        ("/v1/completions", "text_completion"),
+    ],
+)
+def test_a_request_names_its_operation(spans: Spans, path: str, operation: str | None) -> None:
+    scope: dict[str, Any] = {"method": "POST", "path": path, "scheme": "http"}
+    span = spans.requests.begin(scope, PARENT, "request-1")
+    assert span is not None
+    span.end(200, "", Tier.STANDARD, RequestState())
+    (found,) = spans.sent()
+    assert found.name == f"POST {path}"
+    assert found.attributes.get("gen_ai.operation.name") == operation

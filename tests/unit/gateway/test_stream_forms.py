@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.errors import RequestState, api_error
 from gateway.http import answer
 from gateway.http.edge import Edge
+from gateway.http.messages_form import MessagesForm
 from gateway.http.stream_forms import CompletionForm, ResponsesForm, StreamForm, stream_form
 from tests.harness.gateway.edge_app import FAILURE, Browser, application
 
@@ -52,7 +53,9 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 def test_each_route_has_its_form() -> None:
     assert isinstance(stream_form(PATH), ResponsesForm)
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses/r", ""):
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/none"):
+        assert isinstance(stream_form(path), MessagesForm)
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses/r", "/v1/messagesx", ""):
         assert isinstance(stream_form(path), CompletionForm)
 
 
