@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,20 @@ async def test_headers_that_steer_vllm_are_taken_away(client: httpx.AsyncClient)
 async def test_request_id_of_the_client_is_kept(client: httpx.AsyncClient, wanted: str) -> None:
     response = await client.post(CHAT, json={}, headers={"X-Request-Id": wanted})
     assert response.headers.get_list("x-request-id") == [wanted]
-    assert response.json()["headers"]["x-request-id"] == wanted
+    assert re.fullmatch(f"{re.escape(wanted)}-[0-9a-f]{{12}}", named_in(response))
+
+
+async def test_answers_to_equal_request_ids_have_ids_of_their_own(
+    client: httpx.AsyncClient,
+) -> None:
+    headers = {"X-Request-Id": "same"}
+    answers = [await client.post(CHAT, json={}, headers=headers) for _ in range(2)]
+    assert len({named_in(each) for each in answers}) == 2
+
+
+def named_in(response: httpx.Response) -> str:
+    """Return the request id that the application got: it names the answer's object by it."""
+    return str(response.json()["headers"]["x-request-id"])
 
 
 @pytest.mark.parametrize("wanted", ["", "a b", "A" * 129, "../x", "ä", "<script>"])
