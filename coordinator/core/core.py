@@ -66,7 +66,6 @@ from coordinator.switching.layout_restorer import (
 )
 from coordinator.switching.stragglers import Stragglers
 from coordinator.switching.switcher import Switcher
-from coordinator.tasks.cut_links import take_up_cut
 from coordinator.tasks.placement import (
     OpenGroup,
     changing_groups,
@@ -196,7 +195,8 @@ class Core(CoreViews):
             effects += self._pool.returned(report.rank, returned, now_ms)
         if self._roster.report_of(report.rank) is report:
             self._pool.progress(report.rank, report.progress, now_ms)
-            effects += take_up_cut(report, self._roster, self._pool, now_ms)
+            cuts = self._roster.take_cuts(report)
+            effects += self._pool.on_broken_links(report.rank, cuts, now_ms)
         for times in report.times:
             self._switcher.log.on_times(times)
         return effects

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from comm_pool.layout import Rank
-from coordinator.model.events import Effect, ToGateway, ToRank
+from coordinator.model.events import Effect, ToGateway, ToRank, warning
 from coordinator.model.settings import PoolLimits
 from coordinator.protocol.messages.gateway import (
     Resubmit,
@@ -228,6 +228,17 @@ class TaskPool:
             if was_led and reply_to in (None, task.header.reply_to):
                 effects += self._take_back(task, task.attempt, now_ms)
         effects += [ToGateway(*each) for each in self._ended.in_doubt(rank, reply_to)]
+        return effects
+
+    def on_broken_links(self, rank: Rank, addresses: Iterable[str], now_ms: int) -> list[Effect]:
+        """Take back tasks of a rank whose last tokens may be lost on newly broken links.
+
+        Placement puts no task on such a link until the rank reports that it works again.
+        """
+        effects: list[Effect] = []
+        for reply_to in addresses:
+            if asked := self.cut_off(rank, reply_to, now_ms):
+                effects += [warning("link_cut", rank=rank, reply_to=reply_to), *asked]
         return effects
 
     def recovered(self, now_ms: int) -> list[Effect]:

@@ -8,7 +8,6 @@ from coordinator.protocol.messages.gateway import Resubmit
 from coordinator.protocol.messages.rank import Drop, LinkCut, Place, Report
 from coordinator.protocol.terms import Phase, Stage, TaskId
 from coordinator.ranks.roster import Roster
-from coordinator.tasks.cut_links import take_up_cut
 from coordinator.tasks.task import LOSSES_MAX, State
 from coordinator.tasks.task_pool import TaskPool
 from tests.harness.coordinator import builders
@@ -41,7 +40,8 @@ def roster_of(*incarnations: int) -> Roster:
 
 
 def told(roster: Roster, tasks: TaskPool, *links: LinkCut) -> Sequence[object]:
-    effects = take_up_cut(report(*links), roster, tasks, 1)
+    cuts = roster.take_cuts(report(*links))
+    effects = tasks.on_broken_links(Rank(0), cuts, 1)
     assert all(isinstance(each, Note) for each in effects[:1]), "said before it is acted on"
     return messages(effects)
 
