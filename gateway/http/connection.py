@@ -276,6 +276,7 @@ class _Parser(httptools.HttpRequestParser):
     """
 
     def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
         self._connection = connection
         # As uvicorn does: some clients send a line break after a request that closes.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
