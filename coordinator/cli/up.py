@@ -126,6 +126,8 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
             return "coordinator is up"
         case {"event": "gateway_ready"}:
             return "gateway is up"
+        case {"event": "api_key_dropped", "reason": reason}:
+            return f"warning: {reason}"
         case {"event": "worker_progress", "stage": "config", "done": 0}:
             return "worker has imported vLLM and reads the model's configuration"
         case {"event": "rank_exited", "rank": rank, "starts_in_s": float(delay_s)}:
