@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.connections import global_http_connection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -158,6 +158,9 @@ class RelayedLLM(AsyncLLM):
             raise TaskFailedError(unfit.error) from None
 
 
+BATCHED_TOKENS = 2048
+"""Least `max_num_batched_tokens` of the front end, vLLM's default without a device."""
+
 _NO_CORS = "let a proxy in front answer pages of other origins"
 _NO_TLS = "let a proxy in front terminate TLS"
 _NOT_OFFERED = {
@@ -210,7 +213,20 @@ def configure(
     args.trust_request_chat_template = False
     # OpenAI's answers always say how much of a prompt was cached.
     args.enable_prompt_tokens_details = True
-    return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    if args.max_num_batched_tokens is None and args.max_num_seqs is not None:
+        # vLLM's default follows the device, which is the ranks'; here it must only fit.
+        args.max_num_batched_tokens = max(args.max_num_seqs, BATCHED_TOKENS)
+    return FrontEndConfig(args, _FrontEndArgs.from_cli_args(args).create_engine_config())
+
+
+class _FrontEndArgs(AsyncEngineArgs):
+    """Engine arguments of a process that computes nothing, as in vLLM's own render server."""
+
+    def create_model_config(self) -> ModelConfig:
+        """Leave the quantization out: the front end's platform need not have its kernels."""
+        config = super().create_model_config()
+        config.quantization = None
+        return config
 
 
 class _Parser(FlexibleArgumentParser):
