@@ -3,12 +3,16 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.model_check import check_model
+from coordinator.protocol.model_files import ask_nobody
 from gateway.environment import API_KEY, dropped_names, settle
 from gateway.telemetry.logs import set_up_logging
 
@@ -24,6 +28,7 @@ def main() -> int:
     try:
         config = load_config(options.config)
         token = shared_token()
+        check_model(config, weights=False, fetch=ask_nobody)
     except ConfigError as error:
         return refuse(error)
     set_up_logging(json=options.log == "json")
@@ -36,6 +41,10 @@ def main() -> int:
         return serve(config, token)
     except (OSError, ValueError) as error:
         return refuse(error)
+    except Exception as error:  # noqa: BLE001 -- the last line must be a reason, whatever it is
+        traceback.print_exc()
+        refuse(error)
+        return 1
 
 
 def warn_of_dropped(names: Sequence[str]) -> None:
@@ -56,7 +65,7 @@ def warn_of_dropped(names: Sequence[str]) -> None:
 
 def refuse(error: Exception) -> int:
     """Print in one line what is wrong; return 2."""
-    print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"gateway: {reason_of(error)}", file=sys.stderr)
     return 2
 
 

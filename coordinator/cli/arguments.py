@@ -30,7 +30,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; the result has `command`, the function to call with it. Raises `CliError`."""
     own, engine_args = _split_engine_args(arguments)
     options = _parser().parse_args(own)
-    if engine_args and options.name != "up":
+    takes_them = options.name == "up" or getattr(options, "model", None) is not None
+    if engine_args and not takes_them:
         raise CliError(
             "engine options after -- belong to `aileron up`: leave them out here.",
             USAGE_STATUS,
@@ -150,8 +151,23 @@ def _add_operator_commands(commands: "Commands") -> None:
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
     _add_key(commands)
-    doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    _add_doctor(commands)
+
+
+def _add_doctor(commands: "Commands") -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can run, and what is missing",
+        description="Check this machine and start the demo model's ranks; with --model, only "
+        "whether that model can be served, from its files and within seconds.",
+        epilog="As in aileron up, options of vLLM may follow after --.",
+    )
     doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--model", metavar="PATH_OR_HF_ID", help="check whether it can be served")
+    doctor.add_argument("--ranks", type=int, metavar="N", help="with --model: as in aileron up")
+    doctor.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="with --model: as in aileron up"
+    )
 
 
 def _add_replay(commands: "Commands") -> None:
@@ -266,7 +282,15 @@ def _key(options: argparse.Namespace) -> int:
     return run_key(options)
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from coordinator.cli.doctor import run_doctor
+def _doctor(options: argparse.Namespace) -> int:
+    from coordinator.cli.doctor import check_one_model, run_doctor
 
-    return run_doctor(parse_arguments)
+    if options.model is None:
+        return run_doctor(parse_arguments)
+    own = [
+        word
+        for name in ("model", "ranks", "device")
+        if (value := getattr(options, name)) is not None
+        for word in (f"--{name}", str(value))
+    ]
+    return check_one_model(parse_arguments(["up", *own, "--", *options.engine_args]))

@@ -22,8 +22,10 @@ from coordinator.cli.hardware import gpu_names
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
+from coordinator.cli.up import check_files
 from coordinator.protocol.config import dump_config
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.model_files import weight_bytes
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -64,6 +66,28 @@ def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
             healthy = healthy and not check.needed
     engine = _engine_status(parse) if healthy else 0
     return 0 if healthy and engine == 0 else 1
+
+
+def check_one_model(options: argparse.Namespace) -> int:
+    """Print whether the model of these options of `aileron up` can be served."""
+    machine = Machine(len(gpu_names()), (0, 0, 0, 0), "", "")
+    try:
+        config = build_config(options, machine)
+        files = check_files(config)
+    except CliError as error:
+        print(f"refused  model     {error}")
+        return 1
+    cell = config.cell
+    where = f"{cell.ranks} {cell.device} ranks in groups of {max(cell.widths)} or fewer"
+    if files.config is None:
+        print(f"note     model     {files.name}: known only once it is downloaded")
+        return 0
+    name = next(iter(files.config.get("architectures") or ()), "unnamed architecture")
+    size = weight_bytes(files)
+    print(f"ok       model     {files.name}: {name}, for {where}")
+    if size:
+        print(f"ok       weights   {size / MIB:,.0f} MiB in files")
+    return 0
 
 
 def _checks() -> Iterator[Check]:

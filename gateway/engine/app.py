@@ -31,6 +31,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from coordinator.protocol.engine_options import NOT_OFFERED
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
 from gateway.engine.rendering import (
@@ -161,22 +162,6 @@ class RelayedLLM(AsyncLLM):
 BATCHED_TOKENS = 2048
 """Least `max_num_batched_tokens` of the front end, vLLM's default without a device."""
 
-_NO_CORS = "let a proxy in front answer pages of other origins"
-_NO_TLS = "let a proxy in front terminate TLS"
-_NOT_OFFERED = {
-    **dict.fromkeys(
-        ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"), _NO_CORS
-    ),
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), _NO_TLS),
-    "api_key": "set gateway.keys_file",
-    "host": "set gateway.host",
-    "port": "set gateway.port",
-    "uds": "set gateway.host and gateway.port",
-    "middleware": "the gateway calls vLLM's app directly",
-    "root_path": "the gateway serves the paths of OpenAI's API",
-}
-"""Options of vLLM's server that have no effect here, or a wrong one, and why."""
-
 
 @dataclass(frozen=True, slots=True)
 class FrontEndConfig:
@@ -201,9 +186,9 @@ def configure(
             "--disable-fastapi-docs",
         ]
     )
-    for name, why in _NOT_OFFERED.items():
+    for option, why in NOT_OFFERED.items():
+        name = option.removeprefix("--").replace("-", "_")
         if getattr(args, name) != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
             raise ValueError(f"model.engine_args: {option} is not offered: {why}.")
     # The layout decides how ranks compute; the front end sees one engine.
     args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1

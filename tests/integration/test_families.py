@@ -1,6 +1,9 @@
 """Qwen2 and Qwen3 beside Llama: dp and tp logits equal transformers'; others are refused."""
 
+import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -74,3 +77,22 @@ def test_what_cannot_be_viewed_is_refused_with_the_reason(tmp_path: Path) -> Non
     make_model(tmp_path / "sliding", MistralConfig(**SIZES, sliding_window=64))
     said = start(tmp_path, tmp_path / "sliding", ranks=1, engine_args=["--max-model-len", "256"])
     assert "sliding window" in said or "cannot be" in said
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_the_last_line_is_the_reason_of_a_rank_that_fails(command: str, tmp_path: Path) -> None:
+    """Weights of another shape end in an assertion inside of vLLM, which says nothing to a user."""
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "vocab_size": 4_000}))
+    config = {"model": {"path": str(model)}, "cell": {"ranks": 2}}
+    (tmp_path / "cell.yaml").write_text(yaml.safe_dump(config))
+    env = {**os.environ, "PYTHONPATH": search_path(), "AILERON_TOKEN": "a-secret-for-tests-only"}
+    code, said = run_module(
+        "worker", "worker", [command, "--config", str(tmp_path / "cell.yaml")], env=env, limit_s=120
+    )
+    assert code == 1
+    last = said.rstrip().splitlines()[-1]
+    assert re.match(r"aileron: rank \d failed: .*\(AssertionError in vllm/", last), last
+    assert "the log has the traceback" in last
