@@ -4,6 +4,7 @@ A command is a function of the parsed options; its module is imported only when 
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -28,8 +29,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; the result has `command`, the function to call with it. Raises `CliError`."""
+    if arguments and arguments[0] == "serve":
+        return _parse_serve(arguments[1:])
     own, engine_args = _split_engine_args(arguments)
-    options = _parser().parse_args(own)
+    options, unknown = _parser().parse_known_args(own)
+    if unknown:
+        raise CliError(_advice_on(unknown, options.name), USAGE_STATUS)
     takes_them = options.name == "up" or getattr(options, "model", None) is not None
     if engine_args and not takes_them:
         raise CliError(
@@ -38,6 +43,37 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         )
     options.engine_args = tuple(engine_args)
     return options
+
+
+def _advice_on(unknown: Sequence[str], command: str) -> str:
+    """Return the sentence about words that a command does not know."""
+    from coordinator.protocol.engine_options import is_known
+    from coordinator.protocol.mistakes import proposal
+
+    word = unknown[0].split("=", 1)[0]
+    page = f"See `aileron {command} --help`."
+    if not word.startswith("-"):
+        return f"{word!r} is no option of `aileron {command}`. {page}"
+    if command == "up" and is_known(word):
+        return f"{word} is an option of vLLM: put it after --, or use `aileron serve`. {page}"
+    return f"`aileron {command}` has no option {word}{proposal(word, _names_of(command))} {page}"
+
+
+def _names_of(command: str) -> list[str]:
+    """Return the options of a command."""
+    for action in _parser()._actions:  # noqa: SLF001 -- argparse has no public way to ask
+        if isinstance(action.choices, dict) and command in action.choices:
+            return list(action.choices[command]._option_string_actions)  # noqa: SLF001
+    return []
+
+
+def _parse_serve(words: Sequence[str]) -> argparse.Namespace:
+    from coordinator.cli.serve import parse_serve
+
+    parser = _Parser(prog="aileron", add_help=False)
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND")
+    _add_serve(commands)
+    return parse_serve(commands.choices["serve"], words, os.environ)
 
 
 def _split_engine_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -56,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_up(commands)
+    _add_serve(commands)
     for name, text in (
         ("gateway", "one gateway process (HTTP)"),
         ("coordinator", "one coordinator process"),
@@ -68,6 +105,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_serve(commands: "Commands") -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="the same, with the command line of vllm serve",
+        description="Serve a model on this machine until Ctrl-C, with the options of `vllm serve`: "
+        "--tensor-parallel-size and --data-parallel-size become ranks and layout, and "
+        "--served-model-name, --api-key and VLLM_API_KEY mean what they mean there. Without "
+        "--host, only this machine reaches the server.",
+        usage="aileron serve MODEL [options of vLLM and those below]",
+        epilog="For example: aileron serve Qwen/Qwen3-8B -tp 2 --max-model-len 32768",
+        allow_abbrev=False,
+    )
+    serve.set_defaults(command=_up)
+    _add_cell_options(serve)
+
+
 def _add_up(commands: "Commands") -> None:
     up = commands.add_parser(
         "up",
@@ -77,8 +130,16 @@ def _add_up(commands: "Commands") -> None:
         "aileron up --ranks 4 -- --max-model-len 32768",
     )
     up.set_defaults(command=_up)
-    add = up.add_argument
-    add("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
+    up.add_argument("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
+    up.add_argument(
+        "--config", type=Path, metavar="FILE", help="start from this file; options override it"
+    )
+    _add_cell_options(up)
+
+
+def _add_cell_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(config=None, served_names=(), api_keys=(), notes=())
+    add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="devices to use; default: every GPU, or 2 on CPU")
     add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     add(
@@ -123,7 +184,6 @@ def _add_up(commands: "Commands") -> None:
         action="store_true",
         help="serve without API keys on an address that other machines reach",
     )
-    add("--config", type=Path, metavar="FILE", help="start from this file; options override it")
     add("--verbose", action="store_true", help="show the processes' logs as well")
 
 

@@ -90,6 +90,8 @@ def _empty() -> dict[str, Any]:
 def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
     if options.model is not None:
         model["path"], model["served_name"] = options.model, ""
+        if options.served_names:
+            model["served_name"], *model["other_names"] = options.served_names
     elif not model.get("path"):
         if not (DEMO_MODEL / "config.json").exists():
             raise CliError(

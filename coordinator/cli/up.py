@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
+from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
-from coordinator.protocol.keys import load_keys
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
 
@@ -49,8 +50,13 @@ def run_up(options: argparse.Namespace) -> int:
     machine = Machine(len(gpu_names()), ports, str(run_dir), str(state_folder()))
     reason: str | None = None
     try:
+        if options.api_keys:
+            options.keys = write_keys(run_dir / "keys.yaml", options.api_keys)
+            os.environ.pop(API_KEY_ENV, None)
         config = build_config(options, machine)
         check_files(config)
+        for each in options.notes:
+            print(f"aileron: {each}", file=sys.stderr)
         _require_free_ports(config)
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
@@ -62,6 +68,14 @@ def run_up(options: argparse.Namespace) -> int:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
         raise CliError(reason)
     return 0
+
+
+def write_keys(path: Path, secrets_of_user: Sequence[str]) -> Path:
+    """Write the hashes of keys that came with the command line, for this run alone."""
+    keys = (ApiKey(hash=hash_of(each), tenant=TENANT) for each in dict.fromkeys(secrets_of_user))
+    path.touch(mode=0o600)
+    path.write_text("keys:\n" + "".join(map(dump_key, keys)))
+    return path
 
 
 def check_files(config: Config) -> ModelFiles:

@@ -43,7 +43,9 @@ class ModelConfig(_Frozen):
     path: str
     """A Hugging Face id or a folder."""
     served_name: str = ""
-    """Name on the API; empty means `path`'s last part."""
+    """Name on the API; empty means the id as it is, or a folder's last part."""
+    other_names: tuple[str, ...] = ()
+    """More names of the same model, which requests may use as well."""
     engine_args: tuple[str, ...] = ()
     """vLLM engine options as on its command line."""
 
@@ -358,7 +360,14 @@ class Config(_Frozen):
     @property
     def served_model_name(self) -> str:
         """The model's name on the API."""
-        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+        path = self.model.path.rstrip("/")
+        is_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+        return self.model.served_name or (path if is_id else path.rsplit("/", 1)[-1])
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """All names of the model on the API; the first one stands in answers."""
+        return tuple(dict.fromkeys((self.served_model_name, *self.model.other_names)))
 
 
 def load_config(path: Path) -> Config:

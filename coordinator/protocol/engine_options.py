@@ -6,7 +6,7 @@ options again and has the last word: this module finds the mistakes that one can
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,8 +84,22 @@ def options_by_name() -> dict[str, Option]:
     return {name: option for option in options for name in option.names}
 
 
-def read_options(words: Sequence[str]) -> tuple[list[GivenOption], list[str]]:
-    """Return the options and the other words; raises `OptionError` for what vLLM would refuse."""
+def is_known(name: str) -> bool:
+    """Return whether vLLM has an option of this name."""
+    try:
+        _find(name, ())
+    except OptionError:
+        return False
+    return True
+
+
+def read_options(
+    words: Sequence[str], other_names: Collection[str] = ()
+) -> tuple[list[GivenOption], list[str]]:
+    """Return the options and the other words; raises `OptionError` for what vLLM would refuse.
+
+    `other_names` are proposed for an unknown one as well.
+    """
     given, others = [], []
     rest = list(words)
     while rest:
@@ -96,7 +110,7 @@ def read_options(words: Sequence[str]) -> tuple[list[GivenOption], list[str]]:
         name, equals, value = word.partition("=")
         if level := _LEVEL.fullmatch(word):
             name, equals, value = "--optimization-level", "=", level[1]
-        option = _find(name)
+        option = _find(name, other_names)
         values = [value] if equals else []
         if not equals:
             values = list(_values_of(option, rest, is_part="." in name))
@@ -110,7 +124,7 @@ def _is_option(word: str) -> bool:
     return word.startswith("-") and word != "-" and not _NEGATIVE.match(word)
 
 
-def _find(name: str) -> Option:
+def _find(name: str, other_names: Collection[str]) -> Option:
     options = options_by_name()
     if name == "-O":
         return options["--optimization-level"]
@@ -123,7 +137,7 @@ def _find(name: str) -> Option:
     begun = {option.name for key, option in options.items() if key.startswith(whole)}
     if len(begun) == 1 and whole.startswith("--") and len(whole) > len("--"):
         return options[begun.pop()]
-    raise OptionError(f"vLLM has no option {whole}{proposal(whole, options)}")
+    raise OptionError(f"vLLM has no option {whole}{proposal(whole, [*options, *other_names])}")
 
 
 def _values_of(option: Option, rest: Sequence[str], *, is_part: bool) -> Iterator[str]:

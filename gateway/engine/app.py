@@ -173,15 +173,16 @@ class FrontEndConfig:
 
 def configure(
     model: str,
-    served_name: str,
+    served_names: str | Sequence[str],
     engine_args: Sequence[str],
     media_domains: Sequence[str] = (),
 ) -> FrontEndConfig:
     """Read vLLM's options as `vllm serve` does; raises ValueError with a sentence for bad ones."""
+    names = [served_names] if isinstance(served_names, str) else served_names
     parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
     args = parser.parse_args(
         [
-            *("--model", model, "--served-model-name", served_name),
+            *("--model", model, "--served-model-name", *names),
             *engine_args,
             "--disable-fastapi-docs",
         ]

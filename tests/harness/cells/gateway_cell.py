@@ -12,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,6 +297,7 @@ class GatewayProcess:
         fleet: dict[str, Any] | None = None,
         warm: bool = True,
         env: Mapping[str, str] | None = None,
+        other_names: Sequence[str] = (),
         **gateway: Any,
     ) -> None:
         """Where its memory is measured it is not `warm`: a forked one's heap is another's.
@@ -308,6 +309,7 @@ class GatewayProcess:
             "model": {
                 "path": str(model),
                 "served_name": "demo",
+                "other_names": list(other_names),
                 "engine_args": ["--max-model-len", "512"],
             },
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},
