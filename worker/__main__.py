@@ -11,12 +11,15 @@ from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.logs import set_up_logging
 from coordinator.protocol.model_check import check_model
 from coordinator.protocol.model_files import ask_nobody
+from coordinator.protocol.nccl import check_nccl
 
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # vLLM's log lines go through our logging, to one place in one form.
     "VLLM_CONFIGURE_LOGGING": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # FlashInfer compiles its sampler at the first top-p, with nvcc, which the image lacks.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """Set before vLLM is imported, unless the user has set them."""
 
@@ -39,6 +42,7 @@ def main() -> int:
             shared_token()
         set_up_logging()
         check_model(config, fetch=ask_nobody)
+        check_nccl(config)
         # Imported late: the checks above take milliseconds, vLLM's import takes seconds.
         from worker.engine.config import EngineConfigError
         from worker.launch.launcher import Launcher, probe

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,7 @@ from coordinator.cli.up import check_files
 from coordinator.protocol.config import dump_config
 from coordinator.protocol.cores import usable_cores
 from coordinator.protocol.model_files import weight_bytes
+from coordinator.protocol.nccl import can_share, nccl_version
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -33,6 +34,7 @@ MEMORY_GIB_MIN = 4
 SHM_MIB_MIN = 256
 """vLLM's message queues between the ranks of a host live in /dev/shm."""
 DEFAULT_PORTS = (("--port", 8000), ("--admin-port", 8001))
+SAMPLER_ENV = "VLLM_USE_FLASHINFER_SAMPLER"
 MIB = 1024 * 1024
 ENGINE_LIMIT_S = 180
 ENGINE_TAIL_CHARS = 3_000
@@ -110,6 +112,9 @@ def _checks() -> Iterator[Check]:
         "nvidia-smi lists no GPU, so `aileron up` serves on the CPU.",
         needed=False,
     )
+    if (nccl := nccl_version()) is not None:
+        yield _nccl(nccl)
+        yield _sampler(os.environ)
     yield from _ports()
 
 
@@ -180,6 +185,31 @@ def _shared_memory() -> Check:
         size_mib >= SHM_MIB_MIN,
         f"groups of several ranks need {SHM_MIB_MIN} MiB: start the container with "
         "--shm-size=1g, or with --ipc=host.",
+    )
+
+
+def _nccl(found: str) -> Check:
+    return Check(
+        "nccl",
+        found,
+        can_share(found),
+        "ranks can share a GPU (--ranks-per-device) from NCCL 2.30 on: run `make setup "
+        "DEVICE=cuda`.",
+        needed=False,
+    )
+
+
+def _sampler(environment: Mapping[str, str]) -> Check:
+    """Which code picks tokens by top-p and top-k on GPUs."""
+    is_flashinfer = environment.get(SAMPLER_ENV, "0") not in ("", "0")
+    missing = [name for name in ("nvcc", "ninja", "g++") if shutil.which(name) is None]
+    return Check(
+        "sampler",
+        "FlashInfer's" if is_flashinfer else "vLLM's own, which needs no compiler",
+        not is_flashinfer or not missing,
+        f"FlashInfer compiles it at the first top-p and needs {', '.join(missing)}: install them, "
+        f"or leave out {SAMPLER_ENV}.",
+        needed=False,
     )
 
 

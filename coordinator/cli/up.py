@@ -30,6 +30,7 @@ from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_con
 from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ModelFiles
+from coordinator.protocol.nccl import check_nccl
 
 STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
 """Processes in stop order, and how long each may take; the gateway lets streams in flight
@@ -86,6 +87,7 @@ def check_files(config: Config) -> ModelFiles:
     try:
         if config.gateway.keys_file:
             load_keys(Path(config.gateway.keys_file))
+        check_nccl(config)
         return check_model(config, memory=memory)
     except ConfigError as error:
         raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
