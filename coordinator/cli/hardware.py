@@ -1,5 +1,6 @@
 """The hardware of this machine, detected without torch."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -16,13 +17,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def gpu_names() -> tuple[str, ...]:
     """Return the names of the NVIDIA GPUs that nvidia-smi lists; empty if there are none."""
-    return _query_gpus("name")
+    return tuple(name for name, _ in _gpus())
 
 
 def gpu_memory_bytes() -> int:
     """Return the memory of the smallest GPU; 0 if it is not known."""
-    sizes = [int(size) for size in _query_gpus("memory.total", "nounits") if size.isdigit()]
-    return min(sizes, default=0) * 2**20
+    return min((size for _, size in _gpus() if size), default=0)
 
 
 def host_memory_bytes() -> int:
@@ -34,16 +34,14 @@ def host_memory_bytes() -> int:
     return size
 
 
-def _query_gpus(field: str, *forms: str) -> tuple[str, ...]:
+@functools.cache
+def _gpus() -> tuple[tuple[str, int], ...]:
+    """Return the name and the bytes of each GPU; nvidia-smi may take a second."""
     if not _DRIVER.exists() and shutil.which("nvidia-smi") is None:
         return ()
     try:
         listing = subprocess.run(
-            [
-                "nvidia-smi",
-                f"--query-gpu={field}",
-                f"--format={','.join(('csv', 'noheader', *forms))}",
-            ],
+            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_LIMIT_S,
@@ -51,4 +49,12 @@ def _query_gpus(field: str, *forms: str) -> tuple[str, ...]:
         )
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.strip() for line in listing.stdout.splitlines() if line.strip())
+    return read_gpus(listing.stdout)
+
+
+def read_gpus(listing: str) -> tuple[tuple[str, int], ...]:
+    """Read nvidia-smi's lines `name, MiB`; an unknown size, as on unified memory, is 0."""
+    rows = (line.rpartition(",") for line in listing.splitlines() if line.strip())
+    return tuple(
+        (name.strip(), int(size) * 2**20 if size.strip().isdigit() else 0) for name, _, size in rows
+    )

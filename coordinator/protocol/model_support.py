@@ -12,7 +12,7 @@ from typing import Any
 from comm_pool.head_exchange import ExchangeError, HeadExchange
 from coordinator.protocol.engine_options import GivenOption, is_on, last_value
 
-FAMILIES = "Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
+FAMILIES = "Llama, Mistral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
 ARCHITECTURES = frozenset(
     {
         *("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "TeleChat3ForCausalLM"),

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3 beside Llama: dp and tp logits equal transformers'; others are refused."""
+"""Families beside Llama: dp and tp logits equal transformers'; others are refused."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import (
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -24,6 +25,8 @@ from tests.harness.vllm.tiny_models import SIZES, make_model
 pytestmark = pytest.mark.ranks
 
 FAMILIES = {
+    "mistral": MistralConfig(**SIZES, sliding_window=None, initializer_range=0.05),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=None, initializer_range=0.05),
     "qwen2": Qwen2Config(**SIZES, initializer_range=0.05),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True, initializer_range=0.05),
 }

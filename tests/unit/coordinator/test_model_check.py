@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from coordinator.cli import main
+from coordinator.cli.hardware import host_memory_bytes, read_gpus
 from coordinator.protocol.config import ConfigError, check_config
 from coordinator.protocol.model_check import Memory, check_model
 from coordinator.protocol.model_files import ask_nobody, find_model
@@ -240,6 +241,12 @@ def test_weights_that_exceed_the_memory() -> None:
     check(MODEL_DIR, *options, device="cuda", memory=Memory(size, "its GPU"))
     with pytest.raises(ConfigError, match="larger devices"):
         check(MODEL_DIR, *options, device="cuda", memory=Memory(size // 9, "its GPU"))
+
+
+def test_gpus_are_read_with_their_memory() -> None:
+    listing = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA GB10, [N/A]\n\n"
+    assert read_gpus(listing) == (("NVIDIA H100 80GB HBM3", 81559 * 2**20), ("NVIDIA GB10", 0))
+    assert host_memory_bytes() > 2**28
 
 
 @pytest.mark.parametrize(
