@@ -3,22 +3,20 @@
 import argparse
 import os
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.failure_reason import reason_of
+from coordinator.protocol.model_check import check_model
+from coordinator.protocol.model_files import ask_nobody
+from gateway.environment import API_KEY, dropped_names, settle
 from gateway.telemetry.logs import set_up_logging
 
-VLLM_ENVIRONMENT = {
-    # vLLM's log lines go through our logging.
-    "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    # An allowed media server must not redirect the fetch to one that is not allowed.
-    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-    # The front end computes nothing; torch's threads would take cores from ranks.
-    "OMP_NUM_THREADS": "1",
-}
-FIXED_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
-"""Overrides the user's value: otherwise vLLM would unpickle data from the token socket."""
+log = structlog.get_logger(__name__)
 
 
 def main() -> int:
@@ -30,12 +28,12 @@ def main() -> int:
     try:
         config = load_config(options.config)
         token = shared_token()
+        check_model(config, weights=False, fetch=ask_nobody)
     except ConfigError as error:
         return refuse(error)
     set_up_logging(json=options.log == "json")
-    for name, value in VLLM_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(FIXED_ENVIRONMENT)
+    warn_of_dropped(dropped_names(os.environ))
+    settle(os.environ)
     # Importing vLLM takes seconds, so all cheap checks come before it.
     from gateway.process import serve
 
@@ -43,11 +41,31 @@ def main() -> int:
         return serve(config, token)
     except (OSError, ValueError) as error:
         return refuse(error)
+    except Exception as error:  # noqa: BLE001 -- the last line must be a reason, whatever it is
+        traceback.print_exc()
+        refuse(error)
+        return 1
+
+
+def warn_of_dropped(names: Sequence[str]) -> None:
+    """Warn of variables without an effect; values may be secrets, so only names are logged."""
+    if API_KEY in names:
+        log.warning(
+            "api_key_dropped",
+            reason=f"{API_KEY} does not protect this server: start it with --keys FILE, which "
+            "sets gateway.keys_file (see `aileron key --help`).",
+        )
+    if others := [name for name in names if name != API_KEY]:
+        log.warning(
+            "variables_dropped",
+            names=others,
+            reason="A gateway does not pass these variables on to vLLM: use options instead.",
+        )
 
 
 def refuse(error: Exception) -> int:
     """Print in one line what is wrong; return 2."""
-    print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"gateway: {reason_of(error)}", file=sys.stderr)
     return 2
 
 

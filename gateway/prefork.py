@@ -18,6 +18,8 @@ from pathlib import Path
 
 import structlog
 
+from coordinator.protocol.failure_reason import reason_of
+
 DELAY_MIN_S, DELAY_MAX_S = 0.2, 5.0
 """Delay before a dead child is forked again; doubled each time."""
 STEADY_S = 60.0
@@ -85,7 +87,7 @@ class PreforkServer:
                 self._serve(lambda line: _write_line(write, line))
                 status = 0
         except (OSError, ValueError) as error:
-            print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"gateway: {reason_of(error)}", file=sys.stderr)
             status = 2
         except BaseException:  # noqa: BLE001 -- every exception ends this process
             traceback.print_exc()

@@ -368,7 +368,7 @@ def serve(config: Config, token: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     front_end = vllm_app.configure(
         config.model.path,
-        config.served_model_name,
+        config.served_model_names,
         config.model.engine_args,
         config.gateway.media_domains,
     )

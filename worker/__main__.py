@@ -3,16 +3,23 @@
 import argparse
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from coordinator.protocol.config import ConfigError, load_config, shared_token
+from coordinator.protocol.failure_reason import reason_of
 from coordinator.protocol.logs import set_up_logging
+from coordinator.protocol.model_check import check_model
+from coordinator.protocol.model_files import ask_nobody
+from coordinator.protocol.nccl import check_nccl
 
 VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     # vLLM's log lines go through our logging, to one place in one form.
     "VLLM_CONFIGURE_LOGGING": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    # FlashInfer compiles its sampler at the first top-p, with nvcc, which the image lacks.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """Set before vLLM is imported, unless the user has set them."""
 
@@ -34,6 +41,8 @@ def main() -> int:
         if args.command == "serve":
             shared_token()
         set_up_logging()
+        check_model(config, fetch=ask_nobody)
+        check_nccl(config)
         # Imported late: the checks above take milliseconds, vLLM's import takes seconds.
         from worker.engine.config import EngineConfigError
         from worker.launch.launcher import Launcher, probe
@@ -45,7 +54,16 @@ def main() -> int:
     except ConfigError as error:
         print(f"aileron: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # noqa: BLE001 -- the last line must be a reason, whatever it is
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+        print(f"aileron: {reason_of(error)}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Unloading torch's modules would print warnings about its leaks after the reason.
+    os._exit(status)

@@ -4,6 +4,7 @@ A command is a function of the parsed options; its module is imported only when 
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -28,15 +29,51 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; the result has `command`, the function to call with it. Raises `CliError`."""
+    if arguments and arguments[0] == "serve":
+        return _parse_serve(arguments[1:])
     own, engine_args = _split_engine_args(arguments)
-    options = _parser().parse_args(own)
-    if engine_args and options.name != "up":
+    options, unknown = _parser().parse_known_args(own)
+    if unknown:
+        raise CliError(_advice_on(unknown, options.name), USAGE_STATUS)
+    takes_them = options.name == "up" or getattr(options, "model", None) is not None
+    if engine_args and not takes_them:
         raise CliError(
             "engine options after -- belong to `aileron up`: leave them out here.",
             USAGE_STATUS,
         )
     options.engine_args = tuple(engine_args)
     return options
+
+
+def _advice_on(unknown: Sequence[str], command: str) -> str:
+    """Return the sentence about words that a command does not know."""
+    from coordinator.protocol.engine_options import is_known
+    from coordinator.protocol.mistakes import proposal
+
+    word = unknown[0].split("=", 1)[0]
+    page = f"See `aileron {command} --help`."
+    if not word.startswith("-"):
+        return f"{word!r} is no option of `aileron {command}`. {page}"
+    if command == "up" and is_known(word):
+        return f"{word} is an option of vLLM: put it after --, or use `aileron serve`. {page}"
+    return f"`aileron {command}` has no option {word}{proposal(word, _names_of(command))} {page}"
+
+
+def _names_of(command: str) -> list[str]:
+    """Return the options of a command."""
+    for action in _parser()._actions:  # noqa: SLF001 -- argparse has no public way to ask
+        if isinstance(action.choices, dict) and command in action.choices:
+            return list(action.choices[command]._option_string_actions)  # noqa: SLF001
+    return []
+
+
+def _parse_serve(words: Sequence[str]) -> argparse.Namespace:
+    from coordinator.cli.serve import parse_serve
+
+    parser = _Parser(prog="aileron", add_help=False)
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND")
+    _add_serve(commands)
+    return parse_serve(commands.choices["serve"], words, os.environ)
 
 
 def _split_engine_args(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -55,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_up(commands)
+    _add_serve(commands)
     for name, text in (
         ("gateway", "one gateway process (HTTP)"),
         ("coordinator", "one coordinator process"),
@@ -67,6 +105,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_serve(commands: "Commands") -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="the same, with the command line of vllm serve",
+        description="Serve a model on this machine until Ctrl-C, with the options of `vllm serve`: "
+        "--tensor-parallel-size and --data-parallel-size become ranks and layout, and "
+        "--served-model-name, --api-key and VLLM_API_KEY mean what they mean there. Without "
+        "--host, only this machine reaches the server.",
+        usage="aileron serve MODEL [options of vLLM and those below]",
+        epilog="For example: aileron serve Qwen/Qwen3-8B -tp 2 --max-model-len 32768",
+        allow_abbrev=False,
+    )
+    serve.set_defaults(command=_up)
+    _add_cell_options(serve)
+
+
 def _add_up(commands: "Commands") -> None:
     up = commands.add_parser(
         "up",
@@ -76,8 +130,16 @@ def _add_up(commands: "Commands") -> None:
         "aileron up --ranks 4 -- --max-model-len 32768",
     )
     up.set_defaults(command=_up)
-    add = up.add_argument
-    add("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
+    up.add_argument("--model", metavar="PATH_OR_HF_ID", help="default: the bundled demo model")
+    up.add_argument(
+        "--config", type=Path, metavar="FILE", help="start from this file; options override it"
+    )
+    _add_cell_options(up)
+
+
+def _add_cell_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(config=None, served_names=(), api_keys=(), notes=())
+    add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="devices to use; default: every GPU, or 2 on CPU")
     add("--device", choices=("auto", "cpu", "cuda"), help="default: auto")
     add(
@@ -122,7 +184,6 @@ def _add_up(commands: "Commands") -> None:
         action="store_true",
         help="serve without API keys on an address that other machines reach",
     )
-    add("--config", type=Path, metavar="FILE", help="start from this file; options override it")
     add("--verbose", action="store_true", help="show the processes' logs as well")
 
 
@@ -150,8 +211,23 @@ def _add_operator_commands(commands: "Commands") -> None:
         each.add_argument("--admin-url", metavar="URL", help=ADMIN_URL_HELP)
     _add_replay(commands)
     _add_key(commands)
-    doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    _add_doctor(commands)
+
+
+def _add_doctor(commands: "Commands") -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine can run, and what is missing",
+        description="Check this machine and start the demo model's ranks; with --model, only "
+        "whether that model can be served, from its files and within seconds.",
+        epilog="As in aileron up, options of vLLM may follow after --.",
+    )
     doctor.set_defaults(command=_doctor)
+    doctor.add_argument("--model", metavar="PATH_OR_HF_ID", help="check whether it can be served")
+    doctor.add_argument("--ranks", type=int, metavar="N", help="with --model: as in aileron up")
+    doctor.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), help="with --model: as in aileron up"
+    )
 
 
 def _add_replay(commands: "Commands") -> None:
@@ -266,7 +342,15 @@ def _key(options: argparse.Namespace) -> int:
     return run_key(options)
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    from coordinator.cli.doctor import run_doctor
+def _doctor(options: argparse.Namespace) -> int:
+    from coordinator.cli.doctor import check_one_model, run_doctor
 
-    return run_doctor(parse_arguments)
+    if options.model is None:
+        return run_doctor(parse_arguments)
+    own = [
+        word
+        for name in ("model", "ranks", "device")
+        if (value := getattr(options, name)) is not None
+        for word in (f"--{name}", str(value))
+    ]
+    return check_one_model(parse_arguments(["up", *own, "--", *options.engine_args]))

@@ -38,6 +38,8 @@ class Cell:
         self._screen = screen
         self._stopping = False
         self._signals = 0
+        self.reason = ""
+        """Why the run failed, for the last line on the screen."""
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(
@@ -87,7 +89,7 @@ class Cell:
             try:
                 status = await child.run()
             except OSError as error:
-                self._screen.say(f"{child.name} cannot be started: {error}")
+                self.reason = f"{child.name} cannot be started: {error}"
                 self._end(1)
                 return
             if self._stopping:
@@ -103,9 +105,14 @@ class Cell:
             await asyncio.sleep(delay_s)
 
     def _fail(self, child: Child, status: int) -> None:
-        self._screen.say(f"{child.name} ended ({_words(status)}); its last lines were:")
-        for line in child.tail:
-            self._screen.say(f"    {line}")
+        self.reason = child.reason
+        if child.reason:
+            self._screen.say(f"{child.name} ended ({_words(status)})")
+        else:
+            self.reason = f"{child.name} ended ({_words(status)}) and gave no reason."
+            self._screen.say(f"{child.name} ended ({_words(status)}); its last lines were:")
+            for line in child.tail:
+                self._screen.say(f"    {line}")
         self._end(1)
 
     async def _announce(
@@ -114,7 +121,7 @@ class Cell:
         deadline = time.monotonic() + START_LIMIT_S
         while not await serves():
             if time.monotonic() > deadline:
-                self._screen.say(f"the cell does not serve after {START_LIMIT_S} s: see the logs")
+                self.reason = f"the cell does not serve after {START_LIMIT_S} s: see the logs."
                 self._end(1)
                 return
             await asyncio.sleep(PROBE_INTERVAL_S)

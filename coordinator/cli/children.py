@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from coordinator.cli.reasons import reason_in, reason_of_event, restarts_rank
+
 READ_BYTES = 64 * 1024
 LINE_BYTES_MAX = 1024 * 1024
 """A longer line is split."""
@@ -54,6 +56,8 @@ class Child:
         self._on_line = on_line
         self._process: asyncio.subprocess.Process | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.reason = ""
+        """Why the last process failed, if it said so."""
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -68,6 +72,7 @@ class Child:
     async def run(self) -> int:
         """Start, wait for the end and return the exit status (negative: the signal)."""
         parent = os.getpid()
+        self.reason = ""
         process = await asyncio.create_subprocess_exec(
             *self._spec.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -134,7 +139,14 @@ class Child:
             self._on_line(self.name, line)
         if line.startswith('{"') and line.endswith("}"):
             with contextlib.suppress(ValueError):
-                self._on_event(json.loads(line))
+                fields = json.loads(line)
+                # Other ranks may fail because the first one did.
+                self.reason = self.reason or reason_of_event(fields) or ""
+                if restarts_rank(fields):
+                    self.reason = ""
+                self._on_event(fields)
+        else:
+            self.reason = self.reason or reason_in(line) or ""
 
 
 class _Log:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,8 +22,11 @@ from coordinator.cli.hardware import gpu_names
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
+from coordinator.cli.up import check_files
 from coordinator.protocol.config import dump_config
 from coordinator.protocol.cores import usable_cores
+from coordinator.protocol.model_files import weight_bytes
+from coordinator.protocol.nccl import can_share, nccl_version
 
 VLLM_VERSION = "0.32.0"
 PYTHONS = ((3, 11), (3, 12))
@@ -31,6 +34,7 @@ MEMORY_GIB_MIN = 4
 SHM_MIB_MIN = 256
 """vLLM's message queues between the ranks of a host live in /dev/shm."""
 DEFAULT_PORTS = (("--port", 8000), ("--admin-port", 8001))
+SAMPLER_ENV = "VLLM_USE_FLASHINFER_SAMPLER"
 MIB = 1024 * 1024
 ENGINE_LIMIT_S = 180
 ENGINE_TAIL_CHARS = 3_000
@@ -66,6 +70,28 @@ def run_doctor(parse: Callable[[list[str]], argparse.Namespace]) -> int:
     return 0 if healthy and engine == 0 else 1
 
 
+def check_one_model(options: argparse.Namespace) -> int:
+    """Print whether the model of these options of `aileron up` can be served."""
+    machine = Machine(len(gpu_names()), (0, 0, 0, 0), "", "")
+    try:
+        config = build_config(options, machine)
+        files = check_files(config)
+    except CliError as error:
+        print(f"refused  model     {error}")
+        return 1
+    cell = config.cell
+    where = f"{cell.ranks} {cell.device} ranks in groups of {max(cell.widths)} or fewer"
+    if files.config is None:
+        print(f"note     model     {files.name}: known only once it is downloaded")
+        return 0
+    name = next(iter(files.config.get("architectures") or ()), "unnamed architecture")
+    size = weight_bytes(files)
+    print(f"ok       model     {files.name}: {name}, for {where}")
+    if size:
+        print(f"ok       weights   {size / MIB:,.0f} MiB in files")
+    return 0
+
+
 def _checks() -> Iterator[Check]:
     yield Check(
         "python",
@@ -86,6 +112,9 @@ def _checks() -> Iterator[Check]:
         "nvidia-smi lists no GPU, so `aileron up` serves on the CPU.",
         needed=False,
     )
+    if (nccl := nccl_version()) is not None:
+        yield _nccl(nccl)
+        yield _sampler(os.environ)
     yield from _ports()
 
 
@@ -156,6 +185,31 @@ def _shared_memory() -> Check:
         size_mib >= SHM_MIB_MIN,
         f"groups of several ranks need {SHM_MIB_MIN} MiB: start the container with "
         "--shm-size=1g, or with --ipc=host.",
+    )
+
+
+def _nccl(found: str) -> Check:
+    return Check(
+        "nccl",
+        found,
+        can_share(found),
+        "ranks can share a GPU (--ranks-per-device) from NCCL 2.30 on: run `make setup "
+        "DEVICE=cuda`.",
+        needed=False,
+    )
+
+
+def _sampler(environment: Mapping[str, str]) -> Check:
+    """Which code picks tokens by top-p and top-k on GPUs."""
+    is_flashinfer = environment.get(SAMPLER_ENV, "0") not in ("", "0")
+    missing = [name for name in ("nvcc", "ninja", "g++") if shutil.which(name) is None]
+    return Check(
+        "sampler",
+        "FlashInfer's" if is_flashinfer else "vLLM's own, which needs no compiler",
+        not is_flashinfer or not missing,
+        f"FlashInfer compiles it at the first top-p and needs {', '.join(missing)}: install them, "
+        f"or leave out {SAMPLER_ENV}.",
+        needed=False,
     )
 
 

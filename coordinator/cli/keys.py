@@ -4,13 +4,23 @@ import argparse
 import os
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from coordinator.cli.errors import USAGE_STATUS, CliError
 from coordinator.protocol.config import ConfigError
 from coordinator.protocol.keys import ApiKey, TierName, dump_key, hash_of, load_keys, new_secret
+from coordinator.protocol.mistakes import sentences_of
+
+URGENCY: tuple[TierName, ...] = ("batch", "standard", "interactive")
 
 
 def run_key(options: argparse.Namespace) -> int:
     """Make a key; raises `CliError` with one sentence that says what to change."""
+    lowest, highest = options.default_tier or "batch", options.max_tier
+    if URGENCY.index(lowest) > URGENCY.index(highest):
+        raise CliError(
+            f"--default-tier {lowest} is above --max-tier {highest}: lower it.", USAGE_STATUS
+        )
     secret = new_secret()
     try:
         key = ApiKey(
@@ -21,12 +31,8 @@ def run_key(options: argparse.Namespace) -> int:
             requests_per_minute=options.requests_per_minute,
             tokens_per_minute=options.tokens_per_minute,
         )
-    except ValueError as error:
-        raise CliError(
-            f"--tenant '{options.tenant[:64]}': use 1 to 64 letters, digits, dots, dashes and "
-            "underscores, and limits of 0 or more.",
-            USAGE_STATUS,
-        ) from error
+    except ValidationError as error:
+        raise CliError(_in_options(sentences_of(error)), USAGE_STATUS) from error
     if options.file is None:
         print(f"# add this to gateway.keys_file, below `keys:`\n{dump_key(key)}", end="")
     else:
@@ -34,6 +40,19 @@ def run_key(options: argparse.Namespace) -> int:
         print(f"# its hash is in {options.file}; gateways read it within seconds")
     print(f"# the key, printed only this once:\n{secret}")
     return 0
+
+
+def _in_options(sentences: str) -> str:
+    """Name options where the sentences name the fields that they set."""
+    for name in sorted(ApiKey.model_fields, key=len, reverse=True):
+        sentences = sentences.replace(f"{name}:", f"{_option(name)}:").replace(
+            f"{name} must", f"{_option(name)} must"
+        )
+    return sentences
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _default_tier(max_tier: TierName) -> TierName:

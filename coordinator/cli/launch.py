@@ -34,6 +34,7 @@ OWN_OPTIONS = {
     "-tp": "--ranks, --widths and --layout",
     "--data-parallel-size": "--ranks and --layout",
     "-dp": "--ranks and --layout",
+    "--api-key": "--keys before the --",
     "--host": "--host before the --",
     "--port": "--port before the --",
     "--served-model-name": "model.served_name in a --config FILE",
@@ -58,7 +59,7 @@ def build_config(options: argparse.Namespace, machine: Machine) -> Config:
     try:
         base = load_config(options.config).model_dump() if options.config else _empty()
     except ConfigError as error:
-        raise CliError(f"{options.config}: {error}", USAGE_STATUS) from error
+        raise CliError(str(error), USAGE_STATUS) from error
     _set_model(base["model"], options)
     _set_cell(base["cell"], options, machine, from_file=options.config is not None)
     _set_policy(base["policy"], options)
@@ -89,6 +90,8 @@ def _empty() -> dict[str, Any]:
 def _set_model(model: dict[str, Any], options: argparse.Namespace) -> None:
     if options.model is not None:
         model["path"], model["served_name"] = options.model, ""
+        if options.served_names:
+            model["served_name"], *model["other_names"] = options.served_names
     elif not model.get("path"):
         if not (DEMO_MODEL / "config.json").exists():
             raise CliError(

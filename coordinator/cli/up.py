@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,27 @@ from comm_pool.ports import LOOPBACK
 from coordinator.cli.admin_client import ADMIN_KEY_ENV
 from coordinator.cli.cell import Cell, CellProcess
 from coordinator.cli.children import Child, ChildSpec
-from coordinator.cli.errors import CliError
-from coordinator.cli.hardware import gpu_names
+from coordinator.cli.errors import USAGE_STATUS, CliError
+from coordinator.cli.hardware import gpu_memory_bytes, gpu_names, host_memory_bytes
 from coordinator.cli.last_run import LastRun, remove_record, state_folder, write_record
 from coordinator.cli.launch import Machine, build_config
 from coordinator.cli.ports import free_ports, require_free
 from coordinator.cli.process import command_of
 from coordinator.cli.screen import Screen, open_screen, read_rank_progress
+from coordinator.cli.serve import API_KEY_ENV, TENANT
 from coordinator.protocol.config import TOKEN_ENV, Config, ConfigError, dump_config, shared_token
+from coordinator.protocol.keys import ApiKey, dump_key, hash_of, load_keys
+from coordinator.protocol.model_check import Memory, check_model
+from coordinator.protocol.model_files import ModelFiles
+from coordinator.protocol.nccl import check_nccl
 
 STOP_LIMITS_S = {"gateway": 40.0, "rank": 15.0, "coordinator": 5.0}
 """Processes in stop order, and how long each may take; the gateway lets streams in flight
 finish."""
 LOG_NAMES = {"gateway": "gateway", "rank": "worker", "coordinator": "coordinator"}
 PROBE_LIMIT_S = 2.0
+ENGINE_ARGS = "model.engine_args: "
+"""How a message names the setting that the options after -- become."""
 TOKEN_BYTES = 32
 _ANYWHERE = ("", "0.0.0.0", "::")
 
@@ -42,19 +49,48 @@ def run_up(options: argparse.Namespace) -> int:
     run_dir = Path(tempfile.mkdtemp(prefix="aileron-"))
     ports = (grpc, rendezvous, serving, admin)
     machine = Machine(len(gpu_names()), ports, str(run_dir), str(state_folder()))
-    status = 1
+    reason: str | None = None
     try:
+        if options.api_keys:
+            options.keys = write_keys(run_dir / "keys.yaml", options.api_keys)
+            os.environ.pop(API_KEY_ENV, None)
         config = build_config(options, machine)
+        check_files(config)
+        for each in options.notes:
+            print(f"aileron: {each}", file=sys.stderr)
         _require_free_ports(config)
         Path(config.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
+        reason = asyncio.run(_serve(config, open_screen(), verbose=options.verbose))
     finally:
         # Keep the logs after a failure; a run that was asked to stop leaves nothing.
-        if status == 0 or not any(run_dir.iterdir()):
+        if reason == "" or not any(run_dir.iterdir()):
             shutil.rmtree(run_dir, ignore_errors=True)
-    if status:
+    if reason:
         print(f"aileron: logs are kept in {config.run_dir}", file=sys.stderr)
-    return status
+        raise CliError(reason)
+    return 0
+
+
+def write_keys(path: Path, secrets_of_user: Sequence[str]) -> Path:
+    """Write the hashes of keys that came with the command line, for this run alone."""
+    keys = (ApiKey(hash=hash_of(each), tenant=TENANT) for each in dict.fromkeys(secrets_of_user))
+    path.touch(mode=0o600)
+    path.write_text("keys:\n" + "".join(map(dump_key, keys)))
+    return path
+
+
+def check_files(config: Config) -> ModelFiles:
+    """Refuse what would fail later, before processes import vLLM for 20 s."""
+    is_cpu = config.cell.device == "cpu"
+    size = host_memory_bytes() if is_cpu else gpu_memory_bytes()
+    memory = Memory(size, "this machine" if is_cpu else "its GPU") if size else None
+    try:
+        if config.gateway.keys_file:
+            load_keys(Path(config.gateway.keys_file))
+        check_nccl(config)
+        return check_model(config, memory=memory)
+    except ConfigError as error:
+        raise CliError(str(error).removeprefix(ENGINE_ARGS), USAGE_STATUS) from error
 
 
 def _require_free_ports(config: Config) -> None:
@@ -69,7 +105,8 @@ def _require_free_ports(config: Config) -> None:
     require_free(host, int(port), "coordinator.listen in the --config file")
 
 
-async def _serve(config: Config, screen: Screen, *, verbose: bool) -> int:
+async def _serve(config: Config, screen: Screen, *, verbose: bool) -> str:
+    """Serve until Ctrl-C or a failure; return the reason of the failure, or nothing."""
     config_file = Path(config.run_dir) / "config.yaml"
     config_file.touch(mode=0o600)
     config_file.write_text(dump_config(config))
@@ -88,9 +125,10 @@ async def _serve(config: Config, screen: Screen, *, verbose: bool) -> int:
             _welcome(config, screen, time.monotonic() - started)
 
         try:
-            return await cell.run(functools.partial(_answers, ready_url), on_serving)
+            status = await cell.run(functools.partial(_answers, ready_url), on_serving)
         finally:
             remove_record(os.getpid())
+    return (cell.reason or "the cell failed.") if status else ""
 
 
 def _members(
@@ -126,6 +164,8 @@ def _words_for(fields: Mapping[str, Any]) -> str | None:
             return "coordinator is up"
         case {"event": "gateway_ready"}:
             return "gateway is up"
+        case {"event": "api_key_dropped", "reason": reason}:
+            return f"warning: {reason}"
         case {"event": "worker_progress", "stage": "config", "done": 0}:
             return "worker has imported vLLM and reads the model's configuration"
         case {"event": "rank_exited", "rank": rank, "starts_in_s": float(delay_s)}:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from comm_pool.layout import Layout, LayoutError, parse_layout
 from comm_pool.mixed import Mixed, MixedError, read_mixed, shape_of_parts
 from coordinator.protocol.addresses import is_loopback
+from coordinator.protocol.mistakes import sentences_of
 from coordinator.protocol.policy_config import PolicyConfig, SloConfig
 
 TOKEN_ENV = "AILERON_TOKEN"
@@ -42,7 +43,9 @@ class ModelConfig(_Frozen):
     path: str
     """A Hugging Face id or a folder."""
     served_name: str = ""
-    """Name on the API; empty means `path`'s last part."""
+    """Name on the API; empty means the id as it is, or a folder's last part."""
+    other_names: tuple[str, ...] = ()
+    """More names of the same model, which requests may use as well."""
     engine_args: tuple[str, ...] = ()
     """vLLM engine options as on its command line."""
 
@@ -357,30 +360,44 @@ class Config(_Frozen):
     @property
     def served_model_name(self) -> str:
         """The model's name on the API."""
-        return self.model.served_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+        path = self.model.path.rstrip("/")
+        is_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+        return self.model.served_name or (path if is_id else path.rsplit("/", 1)[-1])
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """All names of the model on the API; the first one stands in answers."""
+        return tuple(dict.fromkeys((self.served_model_name, *self.model.other_names)))
 
 
 def load_config(path: Path) -> Config:
-    """Read and check a YAML file; raises `ConfigError` with one sentence per mistake."""
+    """Read and check a YAML file; raises `ConfigError`, which names the file once."""
     try:
         data = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}.") from error
-    return check_config(data or {})
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML{_place_of(error)}.") from error
+    try:
+        return check_config(data or {})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _place_of(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None)
+    return f": line {mark.line + 1}: {problem}" if mark is not None and problem else ""
 
 
 def check_config(data: object) -> Config:
-    """Check already parsed data; raises `ConfigError`."""
+    """Check already parsed data; raises `ConfigError` with one sentence per mistake."""
+    if not isinstance(data, dict):
+        raise ConfigError("the configuration has no settings: write `name: value` lines.")
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        lines = [
-            f"{'.'.join(str(part) for part in item['loc']) or 'configuration'}: {item['msg']}"
-            for item in error.errors()
-        ]
-        raise ConfigError("; ".join(lines)) from error
+        raise ConfigError(sentences_of(error, Config)) from error
 
 
 def dump_config(config: Config) -> str:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from coordinator.protocol.config import ConfigError
+from coordinator.protocol.mistakes import sentences_of
 
 KEY_PREFIX = "sk-aileron-"
 KEY_BYTES = 32
@@ -88,12 +89,8 @@ def load_keys(path: Path) -> dict[str, ApiKey]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML.") from error
     except ValidationError as error:
-        # Leave the values out: a key pasted in place of its hash must not reach a log.
-        lines = [
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}"
-            for item in error.errors(include_input=False, include_context=False)
-        ]
-        raise ConfigError(f"{path}: {'; '.join(lines)}") from error
+        # Without the values: a key pasted in place of its hash must not reach a log.
+        raise ConfigError(f"{path}: {sentences_of(error, _KeyFile)}") from error
     by_hash = {key.hash: key for key in keys}
     if len(by_hash) < len(keys):
         raise ConfigError(f"{path}: the same hash is listed twice; remove one entry.")

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.connections import global_http_connection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from coordinator.protocol.engine_options import NOT_OFFERED
 from gateway.engine.cached_tokens import sum_cached_tokens
 from gateway.engine.grammar import UnfitGrammarError, try_grammar
 from gateway.engine.media import keep_public
@@ -168,21 +169,8 @@ class RelayedLLM(AsyncLLM):
             raise TaskFailedError(unfit.error) from None
 
 
-_NO_CORS = "let a proxy in front answer pages of other origins"
-_NO_TLS = "let a proxy in front terminate TLS"
-_NOT_OFFERED = {
-    **dict.fromkeys(
-        ("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"), _NO_CORS
-    ),
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), _NO_TLS),
-    "api_key": "set gateway.keys_file",
-    "host": "set gateway.host",
-    "port": "set gateway.port",
-    "uds": "set gateway.host and gateway.port",
-    "middleware": "the gateway calls vLLM's app directly",
-    "root_path": "the gateway serves the paths of OpenAI's API",
-}
-"""Options of vLLM's server that have no effect here, or a wrong one, and why."""
+BATCHED_TOKENS = 2048
+"""Least `max_num_batched_tokens` of the front end, vLLM's default without a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +183,23 @@ class FrontEndConfig:
 
 def configure(
     model: str,
-    served_name: str,
+    served_names: str | Sequence[str],
     engine_args: Sequence[str],
     media_domains: Sequence[str] = (),
 ) -> FrontEndConfig:
     """Read vLLM's options as `vllm serve` does; raises ValueError with a sentence for bad ones."""
+    names = [served_names] if isinstance(served_names, str) else served_names
     parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
     args = parser.parse_args(
         [
-            *("--model", model, "--served-model-name", served_name),
+            *("--model", model, "--served-model-name", *names),
             *engine_args,
             "--disable-fastapi-docs",
         ]
     )
-    for name, why in _NOT_OFFERED.items():
+    for option, why in NOT_OFFERED.items():
+        name = option.removeprefix("--").replace("-", "_")
         if getattr(args, name) != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
             raise ValueError(f"model.engine_args: {option} is not offered: {why}.")
     # The layout decides how ranks compute; the front end sees one engine.
     args.tensor_parallel_size = args.pipeline_parallel_size = args.data_parallel_size = 1
@@ -220,7 +209,20 @@ def configure(
     args.trust_request_chat_template = False
     # OpenAI's answers always say how much of a prompt was cached.
     args.enable_prompt_tokens_details = True
-    return FrontEndConfig(args, AsyncEngineArgs.from_cli_args(args).create_engine_config())
+    if args.max_num_batched_tokens is None and args.max_num_seqs is not None:
+        # vLLM's default follows the device, which is the ranks'; here it must only fit.
+        args.max_num_batched_tokens = max(args.max_num_seqs, BATCHED_TOKENS)
+    return FrontEndConfig(args, _FrontEndArgs.from_cli_args(args).create_engine_config())
+
+
+class _FrontEndArgs(AsyncEngineArgs):
+    """Engine arguments of a process that computes nothing, as in vLLM's own render server."""
+
+    def create_model_config(self) -> ModelConfig:
+        """Leave the quantization out: the front end's platform need not have its kernels."""
+        config = super().create_model_config()
+        config.quantization = None
+        return config
 
 
 class _Parser(FlexibleArgumentParser):

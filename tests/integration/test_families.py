@@ -1,6 +1,9 @@
-"""Qwen2 and Qwen3 beside Llama: dp and tp logits equal transformers'; others are refused."""
+"""Families beside Llama: dp and tp logits equal transformers'; others are refused."""
 
+import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 import yaml
 from transformers import (
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -21,6 +25,8 @@ from tests.harness.vllm.tiny_models import SIZES, make_model
 pytestmark = pytest.mark.ranks
 
 FAMILIES = {
+    "mistral": MistralConfig(**SIZES, sliding_window=None, initializer_range=0.05),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0, sliding_window=None, initializer_range=0.05),
     "qwen2": Qwen2Config(**SIZES, initializer_range=0.05),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True, initializer_range=0.05),
 }
@@ -74,3 +80,22 @@ def test_what_cannot_be_viewed_is_refused_with_the_reason(tmp_path: Path) -> Non
     make_model(tmp_path / "sliding", MistralConfig(**SIZES, sliding_window=64))
     said = start(tmp_path, tmp_path / "sliding", ranks=1, engine_args=["--max-model-len", "256"])
     assert "sliding window" in said or "cannot be" in said
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+def test_the_last_line_is_the_reason_of_a_rank_that_fails(command: str, tmp_path: Path) -> None:
+    """Weights of another shape end in an assertion inside of vLLM, which says nothing to a user."""
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "vocab_size": 4_000}))
+    config = {"model": {"path": str(model)}, "cell": {"ranks": 2}}
+    (tmp_path / "cell.yaml").write_text(yaml.safe_dump(config))
+    env = {**os.environ, "PYTHONPATH": search_path(), "AILERON_TOKEN": "a-secret-for-tests-only"}
+    code, said = run_module(
+        "worker", "worker", [command, "--config", str(tmp_path / "cell.yaml")], env=env, limit_s=120
+    )
+    assert code == 1
+    last = said.rstrip().splitlines()[-1]
+    assert re.match(r"aileron: rank \d failed: .*\(AssertionError in vllm/", last), last
+    assert "the log has the traceback" in last

@@ -199,3 +199,23 @@ async def test_a_stream_that_outlives_the_grace_is_told_and_the_process_ends(
     assert answers[1].headers["connection"] == "close"
     assert told_s >= GRACE_S
     assert ended_s < GRACE_S + END_S
+
+
+async def test_a_model_is_served_under_all_of_its_names(cell: FakeCell, tmp_path: Path) -> None:
+    async def answer(ran: Ran) -> None:
+        ran.tokens(0, [600], "length")
+
+    cell.behave = answer
+    process = GatewayProcess(tmp_path, MODEL_DIR, cell, other_names=["org/other"])
+    try:
+        async with httpx.AsyncClient(base_url=process.url, timeout=20) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [each["id"] for each in listed] == ["demo", "org/other"]
+            chat = {**CHAT, "stream": False, "max_tokens": 1}
+            for name, status in (("demo", 200), ("org/other", 200), ("other", 404)):
+                answered = await client.post(PATH, json={**chat, "model": name})
+                assert answered.status_code == status, answered.text
+                if status == 200:
+                    assert (await client.get(f"/v1/models/{name}")).json()["id"] == name
+    finally:
+        process.close()

@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+
+from worker.demo import MODEL_DIR
 
 START_LIMIT_S = 240
 SERVES_WITHIN_S = 60.0
@@ -27,13 +30,13 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 class Up:
     """A running `aileron up`, its output so far, and the CLI beside it."""
 
-    def __init__(self, runtime: Path, *arguments: str) -> None:
+    def __init__(self, runtime: Path, *arguments: str, command: str = "up") -> None:
         own = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "TMPDIR"), str(runtime))
         self._env = {**os.environ, **own}
         self._log = runtime / "up.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*self._cli, "up", "--port", "0", "--admin-port", "0", *arguments],
+                [*self._cli, command, "--port", "0", "--admin-port", "0", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._env,
@@ -98,8 +101,8 @@ def stat_of(pid: int) -> str | None:
 
 
 @contextmanager
-def up(runtime: Path, *arguments: str) -> Iterator[Up]:
-    running = Up(runtime, *arguments)
+def up(runtime: Path, *arguments: str, command: str = "up") -> Iterator[Up]:
+    running = Up(runtime, *arguments, command=command)
     try:
         yield running
     finally:
@@ -220,9 +223,39 @@ def test_it_stops_in_order_and_leaves_nothing(serving: Up) -> None:
 
 
 def test_a_wrong_engine_option_ends_it_with_the_reason(tmp_path: Path) -> None:
-    with up(tmp_path, "--", "--no-such-option") as running:
+    """vLLM alone knows that the model's context is shorter; its sentence is the last line."""
+    with up(tmp_path, "--", "--max-model-len", "999999") as running:
         assert running.process.wait(START_LIMIT_S) == 1
-        assert "no-such-option" in running.said
+        last = running.said.rstrip().splitlines()[-1]
+        assert last.startswith("aileron: ")
+        assert "999999" in last
+        assert "Value error" not in last
         assert "logs are kept in" in running.said
         run_dir = Path(running.said.split("logs are kept in ")[1].split()[0])
         assert {path.name for path in run_dir.glob("*.log")} >= {"worker.log", "gateway.log"}
+
+
+def test_serve_as_vllm(tmp_path: Path) -> None:
+    """Names, key and sizes of `vllm serve`, asked with OpenAI's client."""
+    words = (
+        *(str(MODEL_DIR), "--served-model-name", "first", "org/second", "--api-key", "sk-mine"),
+        *("--tensor-parallel-size", "2", "--max_model_len", "256"),
+    )
+    with up(tmp_path, *words, command="serve") as running:
+        url = base_url(running)
+        assert running.json("status")["layout"] == "tp2"
+        with openai.OpenAI(base_url=url, api_key="sk-mine", max_retries=0) as client:
+            assert [each.id for each in client.models.list()] == ["first", "org/second"]
+            for name in ("first", "org/second"):
+                answer = client.completions.create(model=name, prompt="def", max_tokens=2)
+                assert answer.choices[0].finish_reason in ("length", "stop")
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model=str(MODEL_DIR), prompt="def", max_tokens=2)
+            with pytest.raises(openai.BadRequestError, match="256"):
+                client.completions.create(model="first", prompt=[7] * 300, max_tokens=2)
+        with (
+            openai.OpenAI(base_url=url, api_key="sk-other", max_retries=0) as stranger,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            stranger.models.list()
+    assert "sk-mine" not in running.said

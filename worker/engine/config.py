@@ -8,7 +8,7 @@ is validated again: vLLM's checks would refuse a tp size without that many worke
 import copy
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,6 +18,27 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from comm_pool.layout import Mode
 from coordinator.protocol.config import Config
+from coordinator.protocol.engine_options import GivenOption, OptionError, read_options
+from coordinator.protocol.model_support import (
+    ARCHITECTURES,
+    ENCODERS,
+    FP8_QUANTIZATIONS,
+    KV_CONNECTORS,
+    KV_TYPES,
+    LORA,
+    MULTIMODAL,
+    ONLINE_FP8,
+    POOLING,
+    SPECULATION,
+    architecture_refusal,
+    cpu_quantization_refusal,
+    kv_type_refusal,
+    option_refusals,
+    other_scales_refusal,
+    packed_refusal,
+    quantized_kv_refusal,
+    refusal,
+)
 
 EngineConfig = VllmConfig
 """vLLM's configuration; other modules pass it on without reading it."""
@@ -25,7 +46,7 @@ EngineConfig = VllmConfig
 CPU_BLOCK_TOKENS = 32
 """Default tokens per slot on CPU; vLLM's CPU attention needs multiples of 32."""
 
-COMPILATION_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "-O", "--compilation-config"}
+COMPILATION_OPTIONS = {"--enforce-eager", "--optimization-level", "--compilation-config"}
 
 CUDA_COMPILATION = '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}'
 """Full graphs for decode, captured per mode; compiled graphs would fix one group's name."""
@@ -38,13 +59,6 @@ CPU_KV_SHARE = 0.25
 
 CPU_MAX_NUM_SEQS = 64
 """Default maximum of running tasks of a group on CPU."""
-
-
-ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
-"""vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
-
-FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
-"""vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
 
 
 KV_BYTES = "--kv-cache-memory-bytes"
@@ -61,7 +75,7 @@ def _available_memory_bytes() -> int:
 def engine_arguments(config: Config) -> list[str]:
     """Return vLLM's command line for this cell: the user's options, then our defaults."""
     given = list(config.model.engine_args)
-    names = {arg.split("=", 1)[0] for arg in given if arg.startswith("--")}
+    names = {option.name for option in _given_options(config)}
     arguments = ["--model", config.model.path, "--served-model-name", config.served_model_name]
     arguments += given
     if config.cell.device == "cpu":
@@ -83,50 +97,56 @@ def engine_arguments(config: Config) -> list[str]:
 
 def replica_config(config: Config) -> VllmConfig:
     """Return the configuration of a rank's full replica (tp 1); refuses what cannot be viewed."""
-    for name in ("--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp"):
-        if any(arg.split("=", 1)[0] == name for arg in config.model.engine_args):
-            raise EngineConfigError(
-                f"leave out {name}: aileron decides the parallel size at run time; "
-                "use --ranks and --layout."
-            )
+    given = _given_options(config)
+    for sentence in option_refusals(given):
+        raise EngineConfigError(sentence)
     shared = config.cell.device == "cuda" and config.cell.ranks_per_device > 1
-    if shared and not any(arg.startswith(KV_BYTES) for arg in config.model.engine_args):
+    if shared and all(option.name != KV_BYTES for option in given):
         raise EngineConfigError(
             f"cell.ranks_per_device above 1 needs {KV_BYTES}: ranks that start together cannot "
             "measure what each of them may take of a device."
         )
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = make_arg_parser(_Parser(prog="model.engine_args", add_help=False))
     args = parser.parse_args(engine_arguments(config))
     vllm_config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
     _refuse_unsupported(vllm_config)
     return vllm_config
 
 
-def _quantization_refusal(vllm_config: VllmConfig) -> tuple[bool, str, str]:
-    """Return (whether refused, what, the remedy); layers are checked again when loaded.
+class _Parser(FlexibleArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EngineConfigError(f"model.engine_args: {message}.")
+
+
+def _given_options(config: Config) -> list[GivenOption]:
+    try:
+        given, _ = read_options(config.model.engine_args)
+    except OptionError as error:
+        raise EngineConfigError(f"model.engine_args: {error}") from error
+    return given
+
+
+def _quantization_refusal(vllm_config: VllmConfig) -> str | None:
+    """Return why the quantization is refused; layers are checked again when loaded.
 
     This refuses early what the configuration shows, before minutes of loading.
     """
-    quant, name = (
-        vllm_config.quant_config,
-        f"quantization {vllm_config.model_config.quantization!r}",
-    )
+    quant, name = vllm_config.quant_config, str(vllm_config.model_config.quantization)
     if quant is None:
-        return False, name, ""
-    instead = f"serve the bf16 checkpoint, also with --quantization {ONLINE_FP8[-1]} on CUDA"
+        return None
     if current_platform.is_cpu():
-        why = f"{name} on CPU, where vLLM's kernels pack weights so that they cannot be viewed,"
-        return True, why, "serve a bf16, fp16 or fp32 checkpoint there"
+        return cpu_quantization_refusal(name)
     if quant.get_name() not in FP8_QUANTIZATIONS:
-        return True, f"{name}, whose packed weights cannot be viewed per rank,", instead
+        return packed_refusal(name)
     if getattr(quant, "online_quantization_config", None) is not None:
-        return True, f"{name} together with --quantization-config", "leave the latter out"
+        return refusal(
+            f"quantization {name!r} together with --quantization-config", "leave the latter out"
+        )
     if getattr(quant, "kv_cache_scheme", None) is not None:
-        return True, f"{name} with a quantized KV cache", f"take it out of config.json or {instead}"
+        return quantized_kv_refusal(name)
     if not set(_weight_kinds(quant)) <= {"tensor", "channel", *ONLINE_FP8}:
-        why = f"{name} with other weights than fp8 of per-tensor or per-channel scales"
-        return True, f"{why} (block scales do not fall on the borders of ranks)", instead
-    return False, name, ""
+        return other_scales_refusal(name)
+    return None
 
 
 def _weight_kinds(quant: Any) -> list[str]:
@@ -159,36 +179,20 @@ def _scheme_kind(scheme: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
-    model = vllm_config.model_config
+    model, kv_type = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
     refusals = [
-        (vllm_config.lora_config is not None, "LoRA adapters", "leave out --enable-lora"),
-        (
-            vllm_config.speculative_config is not None,
-            "speculative decoding",
-            "leave out --speculative-config",
-        ),
-        (
-            vllm_config.kv_transfer_config is not None,
-            "KV connectors",
-            "leave out --kv-transfer-config",
-        ),
-        _quantization_refusal(vllm_config),
-        (
-            vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
-            f"KV cache type {vllm_config.cache_config.cache_dtype!r}",
-            "leave out --kv-cache-dtype",
-        ),
-        (model.is_encoder_decoder, "encoder-decoder models", "serve a decoder-only model"),
-        (model.runner_type != "generate", "pooling models", "serve a generating model"),
-        (
-            model.is_multimodal_model,
-            "multimodal models",
-            "serve a text model of the Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral family",
-        ),
+        (vllm_config.lora_config is not None, LORA),
+        (vllm_config.speculative_config is not None, SPECULATION),
+        (vllm_config.kv_transfer_config is not None, KV_CONNECTORS),
+        (kv_type not in KV_TYPES, kv_type_refusal(kv_type)),
+        (model.is_encoder_decoder, ENCODERS),
+        (model.runner_type != "generate", POOLING),
+        (model.is_multimodal_model, MULTIMODAL),
+        (model.architecture not in ARCHITECTURES, architecture_refusal(model.architecture)),
     ]
-    for refused, what, instead in refusals:
-        if refused:
-            raise EngineConfigError(f"{what} cannot be served yet: {instead}.")
+    found = next((sentence for refused, sentence in refusals if refused), None)
+    if (sentence := found or _quantization_refusal(vllm_config)) is not None:
+        raise EngineConfigError(sentence)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from comm_pool.cpu.cell_memory import CellMemory, cell_memory
 from comm_pool.layout import Rank
 from comm_pool.ports import free_ports
 from coordinator.protocol.config import Config, shared_token
+from coordinator.protocol.failure_reason import reason_of
 from worker.cohort import Cohort
 from worker.engine.config import EngineConfig, replica_config
 from worker.engine.device import prepare_launcher
@@ -55,13 +56,22 @@ AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that the launcher waits for instead of handling them as interrupts."""
 
 READY = b"r"
+REASON_BYTES_MAX = 4_096
+"""Less than a pipe holds, so that a failing rank never waits for the launcher."""
 
 
-def fork_rank(rank: Rank, run: Callable[[], None]) -> int:
-    """Fork; the child runs `run` and exits 0, or prints the error and exits 1. Returns its pid."""
+def fork_rank(
+    rank: Rank, run: Callable[[], None], tell: Callable[[str], None] = lambda _: None
+) -> int:
+    """Fork; the child runs `run` and exits 0, or prints the error and exits 1. Returns its pid.
+
+    The child calls `tell` with the reason of its failure.
+    """
 
     def failed(error: BaseException) -> None:
-        announce("rank_failed", rank=rank, reason=f"{type(error).__name__}: {error}")
+        reason = reason_of(error)
+        announce("rank_failed", rank=rank, reason=reason)
+        tell(reason)
 
     return _fork(run, failed)
 
@@ -98,6 +108,8 @@ class Launcher:
         self._pids: dict[int, Rank] = {}
         self._ready: dict[Rank, int] = {}
         """The pipe on which each rank's process signals that it can serve."""
+        self._reasons: dict[Rank, int] = {}
+        """The pipe on which each rank's process says why it fails."""
         self._heartbeats: dict[int, tuple[Heartbeat, Progress]] = {}
         """Heartbeat and progress tracker per child pid."""
         # Members that wait for a lost one end a little later than it does.
@@ -122,6 +134,8 @@ class Launcher:
         self._is_stopping = False
         self._is_renewing = False
         """Whether all ranks are ending and then restart together."""
+        self._reason = ""
+        """Why the first rank failed that could not start."""
         self._kill_at_s: dict[int, float] = {}
         """When to kill the processes that were asked to end, by pid."""
 
@@ -139,6 +153,9 @@ class Launcher:
         failed = self._keep_up(base)
         os.kill(self._exit_reporter_pid, signal.SIGKILL)
         os.waitpid(self._exit_reporter_pid, 0)
+        if failed:
+            # The last line that the process prints.
+            print(f"aileron: {self._reason}", file=sys.stderr, flush=True)
         return 1 if failed else 0
 
     def _start_exit_reporter(self) -> None:
@@ -185,7 +202,9 @@ class Launcher:
     ) -> None:
         incarnation = together[rank]
         reader, writer = os.pipe()
-        os.set_blocking(reader, False)
+        reason_reader, reason_writer = os.pipe()
+        for each in (reader, reason_reader):
+            os.set_blocking(each, False)
         heartbeat = Heartbeat()
 
         def is_ready() -> None:
@@ -197,10 +216,14 @@ class Launcher:
             spec = rank_spec(self._config, rank, cohort, self._memory, together)
             serve_rank(self._config, base, spec, incarnation, is_ready, heartbeat.beat)
 
-        pid = fork_rank(rank, run)
+        def tell(reason: str) -> None:
+            os.write(reason_writer, reason.encode()[:REASON_BYTES_MAX])
+
+        pid = fork_rank(rank, run, tell)
         os.close(writer)
+        os.close(reason_writer)
         self._pids[pid] = rank
-        self._ready[rank] = reader
+        self._ready[rank], self._reasons[rank] = reader, reason_reader
         limit_s = self._config.cell.step_limit_ms / 1e3
         self._heartbeats[pid] = heartbeat, Progress(lambda: heartbeat.beats, limit_s, WAKE_S)
         announce("rank_started", rank=rank, pid=pid, incarnation=incarnation, dist_port=cohort.port)
@@ -312,6 +335,7 @@ class Launcher:
 
     def _rank_ended(self, rank: Rank, pid: int, code: int) -> bool:
         os.close(self._ready.pop(rank))
+        reason = self._take_reason(rank)
         self._drop_heartbeat(pid)
         self._kill_at_s.pop(pid, None)
         cannot_start = code != 0 and not (self._is_stopping or self._restarts.all_were_ready)
@@ -324,12 +348,25 @@ class Launcher:
         self._send_status()
         announce("rank_exited", rank=rank, pid=pid, code=code, starts_in_s=delay_s)
         if cannot_start:
+            self._reason = self._reason or f"rank {rank} failed: {reason or _words_for(code)}"
             self._stop()
         elif not (self._is_stopping or self._is_renewing):
             falling = {*stuck, *(self._restarts.fall_with(rank) if delay_s is not None else ())}
             for pid in [pid for pid, each in self._pids.items() if each in falling]:
                 os.kill(pid, signal.SIGKILL)
         return cannot_start
+
+    def _take_reason(self, rank: Rank) -> str:
+        """Close the pipe of a rank that has ended; return what it wrote about its failure."""
+        with os.fdopen(self._reasons.pop(rank), "rb") as reasons:
+            return (reasons.read() or b"").decode(errors="replace")
+
+
+def _words_for(code: int) -> str:
+    """Return the reason of a process that ended without giving one."""
+    if code >= 0:
+        return f"its process ended with status {code}; see the lines above."
+    return f"its process was ended by {signal.Signals(-code).name}; see the lines above."
 
 
 def _next_ended() -> tuple[int, int] | None:
@@ -366,6 +403,19 @@ def probe(config: Config) -> int:
         )
         engine.communicators.of_width(max(config.cell.widths)).group.barrier()
 
-    pids = [fork_rank(rank, functools.partial(run, rank)) for rank in ranks]
+    reader, writer = os.pipe()
+
+    def tell(rank: Rank, reason: str) -> None:
+        os.write(writer, f"rank {rank} failed: {reason}\n".encode()[:REASON_BYTES_MAX])
+
+    pids = [
+        fork_rank(rank, functools.partial(run, rank), functools.partial(tell, rank))
+        for rank in ranks
+    ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.close(writer)
+    with os.fdopen(reader, errors="replace") as reasons:
+        reason = reasons.readline().strip() or "a rank ended without a reason."
+    if any(codes):
+        print(f"aileron: {reason}", file=sys.stderr, flush=True)
     return 0 if not any(codes) else 1

@@ -297,6 +297,7 @@ class GatewayProcess:
         fleet: dict[str, Any] | None = None,
         warm: bool = True,
         env: Mapping[str, str] | None = None,
+        other_names: Sequence[str] = (),
         engine_args: Sequence[str] = ("--max-model-len", "512"),
         **gateway: Any,
     ) -> None:
@@ -309,6 +310,7 @@ class GatewayProcess:
             "model": {
                 "path": str(model),
                 "served_name": "demo",
+                "other_names": list(other_names),
                 "engine_args": list(engine_args),
             },
             "coordinator": {"listen": f"127.0.0.1:{cell.port}"},

@@ -57,6 +57,9 @@ def main() -> None:
     kind, asked = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
     setproctitle.getproctitle()  # It finds its memory only where the environment is as it was.
     for package in PACKAGES[kind]:
+        if package == "gateway":
+            importlib.import_module("gateway.environment").settle(os.environ)
+            continue
         given = importlib.import_module(f"{package}.__main__")
         os.environ.update({**given.VLLM_ENVIRONMENT, **os.environ, **given.FIXED_ENVIRONMENT})
         del sys.modules[given.__name__]  # It is run as another module.

@@ -73,7 +73,7 @@ def test_options_are_taken() -> None:
         *("--layout", "tp2+dp2", "--host", "::1", "--port", "0", "--admin-port", "0"),
         *("--", "--max-model-len", "512"),
     )
-    assert (config.model.path, config.served_model_name) == ("org/name", "name")
+    assert (config.model.path, config.served_model_name) == ("org/name", "org/name")
     assert config.model.engine_args == ("--max-model-len", "512")
     assert (config.cell.widths, config.cell.layout) == ((1, 2), "tp2+dp2")
     assert (config.gateway.host, config.gateway.port, config.admin.port) == ("::1", 20_003, 20_004)

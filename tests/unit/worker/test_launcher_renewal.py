@@ -27,7 +27,8 @@ def launcher(parts: int, pids: dict[int, Rank]) -> Launcher:
     for rank in ranks:
         made._restarts.started(rank, Cohort(1, ranks, 0), 1)
         made._restarts.ready(rank, 0.0)
-        made._ready[rank] = os.open(os.devnull, os.O_RDONLY)
+        for pipes in (made._ready, made._reasons):
+            pipes[rank] = os.open(os.devnull, os.O_RDONLY)
     made._pids = pids
     result: Launcher = made
     return result

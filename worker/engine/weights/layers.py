@@ -29,6 +29,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
+from coordinator.protocol.model_support import FAMILIES
+
 
 class ViewError(ValueError):
     """A model whose weights cannot be viewed per rank; the message has the reason and a remedy."""
@@ -237,8 +239,7 @@ class ShardMajorGateUp(MergedColumnParallelLinear):
         if plan is not None and not self.prefix.endswith("gate_up_proj"):
             raise ViewError(
                 f"layer {self.prefix} is a fused layer that is not known to be followed by a "
-                "row-wise activation: serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or "
-                "Mixtral family."
+                f"row-wise activation: serve a model of the {FAMILIES} family."
             )
         self.plan = plan or _NATURAL
         self._cpu_skip_gemm_dispatch = True

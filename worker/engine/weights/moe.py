@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
+from coordinator.protocol.model_support import experts_refusal
 from worker.engine.weights.layers import ViewError, own_range
 
 PROOF_TOKENS = (8, 256)
@@ -82,11 +83,9 @@ def check_expert_count(config: VllmConfig, width: int) -> None:
     """Refuse a width that does not divide the experts evenly."""
     if not is_moe(config):
         return
-    experts = config.model_config.get_num_experts()
-    if experts % width:
-        raise ViewError(
-            f"width {width} does not divide the model's {experts} experts: use smaller --widths."
-        )
+    sentence = experts_refusal(config.model_config.get_num_experts(), width)
+    if sentence is not None:
+        raise ViewError(sentence)
 
 
 def is_shared(module: nn.Module) -> bool:

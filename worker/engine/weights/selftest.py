@@ -14,6 +14,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from coordinator.protocol.model_support import FAMILIES
 from worker.engine.weights.fp8 import is_quantized, kernel_of
 from worker.engine.weights.layers import ShardMajorGateUp, ShardMajorQKV, ViewError
 from worker.engine.weights.moe import is_shared, prove_experts
@@ -80,8 +81,8 @@ def prove_tree(
             proved.add(kind)
     if not proved:
         raise ViewError(
-            "the model has no layer that the self-test knows: serve a model of the Llama, Qwen2, "
-            "Qwen3, Qwen3-MoE or Mixtral family."
+            f"the model has no layer that the self-test knows: serve a model of the {FAMILIES} "
+            "family."
         )
     if tree is replica:
         return len(proved)

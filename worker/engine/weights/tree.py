@@ -33,6 +33,7 @@ from vllm.model_executor.utils import weights_already_processed
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from comm_pool.head_exchange import ExchangeError, HeadExchange
+from coordinator.protocol.model_support import FAMILIES, SLIDING_WINDOW, inner_refusal
 from worker.engine.weights.fp8 import adopt_methods, bind_quantized, check_quantized, is_quantized
 from worker.engine.weights.layers import (
     ShardMajorGateUp,
@@ -82,11 +83,9 @@ def check_widths(config: VllmConfig, width: int) -> None:
     except ExchangeError as error:
         raise ViewError(f"{error} Use smaller --widths.") from None
     check_expert_count(config, width)
-    inner = getattr(text, "intermediate_size", None)
-    if inner is not None and inner % width:
-        raise ViewError(
-            f"width {width} does not divide the intermediate size {inner}: use smaller --widths."
-        )
+    inner = inner_refusal(getattr(text, "intermediate_size", None), width)
+    if inner is not None:
+        raise ViewError(inner)
 
 
 def _keep_plain_head(model: nn.Module) -> None:
@@ -106,7 +105,7 @@ def check_viewable(model: nn.Module) -> None:
         if isinstance(module, LinearBase) and not isinstance(module, VIEWABLE_LINEARS):
             raise ViewError(
                 f"layer {name} is a {type(module).__name__}, which cannot be viewed per rank yet: "
-                "serve a model of the Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral family."
+                f"serve a model of the {FAMILIES} family."
             )
         if is_quantized(module):
             check_quantized(name, module)
@@ -128,10 +127,7 @@ def check_viewable(model: nn.Module) -> None:
                 "model."
             )
         if isinstance(module, Attention) and getattr(module, "sliding_window", None) is not None:
-            raise ViewError(
-                f"layer {name} has a sliding window, whose pages cannot be split yet: serve a "
-                "model with full attention."
-            )
+            raise ViewError(f"layer {name}: {SLIDING_WINDOW}")
 
 
 def build_tp_tree(

@@ -1,0 +1,149 @@
+"""Whether a cell can serve its model, decided in milliseconds from the model's files."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coordinator.protocol.config import Config, ConfigError
+from coordinator.protocol.engine_options import (
+    NOT_OFFERED,
+    GivenOption,
+    OptionError,
+    is_on,
+    last_value,
+    read_options,
+)
+from coordinator.protocol.model_files import (
+    Fetch,
+    ModelFiles,
+    ModelFilesError,
+    find_model,
+    missing_files,
+    weight_bytes,
+)
+from coordinator.protocol.model_support import refusals
+
+GIB = 2**30
+UTILIZATION = 0.92
+"""vLLM's default share of a GPU's memory; a test compares it."""
+TWO_BYTES = ("bfloat16", "float16", "half")
+FOUR_BYTES = ("float32", "float")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory that weights may take."""
+
+    bytes: int
+    """Of one device, or of the whole machine on CPU."""
+    device: str
+
+
+def check_model(
+    config: Config,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    weights: bool = True,
+    memory: Memory | None = None,
+    fetch: Fetch | None = None,
+) -> ModelFiles:
+    """Return the model's files; raises `ConfigError` with the first reason not to serve it.
+
+    A gateway needs no `weights`. Whatever is not known yet, such as the files of a model that vLLM
+    downloads, is not checked.
+    """
+    try:
+        options, others = read_options(config.model.engine_args)
+        for option in options:
+            if option.name in NOT_OFFERED:
+                raise OptionError(f"{option.name} is not offered: {NOT_OFFERED[option.name]}.")
+        if others:
+            raise OptionError(f"{others[0]!r} is no option: vLLM's options begin with --.")
+    except OptionError as error:
+        raise ConfigError(f"model.engine_args: {error}") from error
+    try:
+        files = _find(config, options, environment, fetch)
+        sentences = [*_missing(files, options, weights=weights)]
+    except ModelFilesError as error:
+        raise ConfigError(str(error)) from error
+    if not sentences and files.config is not None:
+        cell = config.cell
+        reasons = refusals(files.config, options, cell.device, cell.widths)
+        sentences = [f"{config.model.path}: {reason}" for reason in reasons]
+    if not sentences and memory is not None:
+        sentences = [*_too_large(config, files, options, memory)]
+    if sentences:
+        raise ConfigError(sentences[0])
+    return files
+
+
+def _find(
+    config: Config,
+    options: Sequence[GivenOption],
+    environment: Mapping[str, str],
+    fetch: Fetch | None,
+) -> ModelFiles:
+    path = last_value(options, "--hf-config-path") or config.model.path
+    files = find_model(path, environment, fetch, last_value(options, "--revision") or "")
+    if last_value(options, "--config-format") in (None, "auto", "hf"):
+        return files
+    return ModelFiles(files.name, None, None, is_complete=False)
+
+
+def _missing(files: ModelFiles, options: Sequence[GivenOption], *, weights: bool) -> list[str]:
+    if files.folder is not None and (files.folder / "params.json").exists():
+        return []  # vLLM reads Mistral's own form too.
+    loads_files = last_value(options, "--load-format") in (None, "auto", "safetensors")
+    needs_tokenizer = not (
+        last_value(options, "--tokenizer") or is_on(options, "--skip-tokenizer-init")
+    )
+    return list(missing_files(files, weights=weights and loads_files, tokenizer=needs_tokenizer))
+
+
+def _too_large(
+    config: Config, files: ModelFiles, options: Sequence[GivenOption], memory: Memory
+) -> list[str]:
+    """Return a sentence if the weights alone surely exceed the memory."""
+    if (last_value(options, "--cpu-offload-gb") or "0") != "0":
+        return []
+    cell, size = config.cell, _loaded_bytes(files, options)
+    per_rank = size // cell.weight_parts
+    if cell.device == "cpu":
+        needed, room, who = per_rank * cell.ranks, memory.bytes, f"{cell.ranks} ranks"
+    else:
+        utilization = float(last_value(options, "--gpu-memory-utilization") or UTILIZATION)
+        needed = per_rank * cell.ranks_per_device
+        room, who = int(memory.bytes * utilization), "a device"
+    if needed <= room:
+        return []
+    return [
+        f"{config.model.path}: its weights take {needed / GIB:.1f} GiB in {who}, but "
+        f"{memory.device} has room for {room / GIB:.1f} GiB: {_remedy(config, size, room)}"
+    ]
+
+
+def _remedy(config: Config, size: int, room: int) -> str:
+    cell = config.cell
+    if cell.device == "cpu" and size <= room:
+        return f"use --ranks {max(1, room // size)}, or a smaller model."
+    fitting = (p for p in cell.widths if p > cell.weight_parts and size // p <= room)
+    parts = next(fitting, None) if cell.device == "cuda" else None
+    return (
+        f"use --weight-parts {parts}, so that each rank holds one of {parts} parts."
+        if parts is not None
+        else "use a smaller model or larger devices."
+    )
+
+
+def _loaded_bytes(files: ModelFiles, options: Sequence[GivenOption]) -> int:
+    """Return the least bytes that the weights take once they are loaded."""
+    size, config = weight_bytes(files), files.config or {}
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "")
+    wanted = last_value(options, "--dtype") or "auto"
+    if last_value(options, "--quantization"):
+        return size // 2
+    if stored in TWO_BYTES and wanted in FOUR_BYTES:
+        return size * 2
+    if stored == "float32" and wanted not in FOUR_BYTES:
+        return size // 2
+    return size

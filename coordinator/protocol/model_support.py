@@ -1,0 +1,236 @@
+"""What ranks cannot serve, decided from config.json and vLLM's options. Pure.
+
+The command line and the ranks' processes ask before they import vLLM; ranks ask again with vLLM's
+own reading (worker/engine/config.py) and once more when they have the layers
+(worker/engine/weights/tree.py). All of them use the sentences of this module.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from comm_pool.head_exchange import ExchangeError, HeadExchange
+from coordinator.protocol.engine_options import GivenOption, is_on, last_value
+
+FAMILIES = "Llama, Mistral, Phi-3, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
+ARCHITECTURES = frozenset(
+    {
+        *("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "TeleChat3ForCausalLM"),
+        *("IQuestCoderForCausalLM", "MistralForCausalLM", "Ministral3ForCausalLM"),
+        *("Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "MixtralForCausalLM",
+    }
+)
+"""Architectures whose layers ranks can view; a test compares them with vLLM's registry."""
+
+ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel")
+"""vLLM's names for quantizing a bf16 checkpoint to fp8 while it is loaded."""
+FP8_QUANTIZATIONS = ("fp8", "online", "compressed-tensors")
+"""vLLM's quantization configurations that may hold fp8 weights that can be viewed."""
+KV_TYPES = ("auto", "bfloat16", "float16")
+"""KV cache types that can be served."""
+
+_INSTEAD_OF_QUANTIZED = (
+    f"serve the bf16 checkpoint, also with --quantization {ONLINE_FP8[-1]} on CUDA"
+)
+_PARALLEL_OPTIONS = (
+    *("--tensor-parallel-size", "--data-parallel-size", "--pipeline-parallel-size"),
+    *("--decode-context-parallel-size", "--prefill-context-parallel-size"),
+)
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+_EXPERTS = ("num_experts", "num_local_experts")
+
+
+def refusal(what: str, instead: str) -> str:
+    """Return the sentence about something that cannot be served."""
+    return f"{what} cannot be served yet: {instead}."
+
+
+LORA = refusal("LoRA adapters", "leave out --enable-lora")
+SPECULATION = refusal("speculative decoding", "leave out --speculative-config")
+KV_CONNECTORS = refusal("KV connectors", "leave out --kv-transfer-config")
+ENCODERS = refusal("encoder-decoder models", "serve a decoder-only model")
+POOLING = refusal("pooling models", "serve a generating model")
+MULTIMODAL = refusal("multimodal models", f"serve a text model of the {FAMILIES} family")
+SLIDING_WINDOW = refusal(
+    "sliding windows, whose pages cannot be split,", "serve a model with full attention"
+)
+
+
+def kv_type_refusal(name: str) -> str:
+    """Return the sentence about a type of the KV cache."""
+    return refusal(f"KV cache type {name!r}", "leave out --kv-cache-dtype")
+
+
+def architecture_refusal(name: str) -> str:
+    """Return the sentence about a model of another family."""
+    return refusal(f"models of the architecture {name}", f"serve a model of the {FAMILIES} family")
+
+
+def parallel_refusal(name: str) -> str:
+    """Return the sentence about one of vLLM's parallel sizes."""
+    return (
+        f"leave out {name}: aileron decides the parallel size at run time; use --ranks and "
+        "--layout."
+    )
+
+
+def cpu_quantization_refusal(name: str) -> str:
+    """Return the sentence about quantized weights on CPU."""
+    return refusal(
+        f"quantization {name!r} on CPU, where vLLM's kernels pack weights so that they cannot be "
+        "viewed,",
+        "serve a bf16, fp16 or fp32 checkpoint there",
+    )
+
+
+def packed_refusal(name: str) -> str:
+    """Return the sentence about a quantization whose weights are no plain matrices."""
+    return refusal(
+        f"quantization {name!r}, whose packed weights cannot be viewed per rank,",
+        _INSTEAD_OF_QUANTIZED,
+    )
+
+
+def quantized_kv_refusal(name: str) -> str:
+    """Return the sentence about a checkpoint with scales for a quantized KV cache."""
+    return refusal(
+        f"quantization {name!r} with a quantized KV cache",
+        f"take it out of config.json or {_INSTEAD_OF_QUANTIZED}",
+    )
+
+
+def other_scales_refusal(name: str) -> str:
+    """Return the sentence about quantized weights with other scales or types."""
+    return refusal(
+        f"quantization {name!r} with other weights than fp8 of per-tensor or per-channel scales "
+        "(block scales do not fall on the borders of ranks)",
+        _INSTEAD_OF_QUANTIZED,
+    )
+
+
+def refusals(
+    config: Mapping[str, Any],
+    options: Sequence[GivenOption],
+    device: str,
+    widths: Sequence[int] = (1,),
+) -> Iterator[str]:
+    """Yield a sentence for each reason not to serve the model of this config.json."""
+    config = {**config, **_overrides(options)}
+    yield from option_refusals(options)
+    yield from _architecture_refusals(config, options)
+    yield from _quantization_refusals(config, options, device)
+    yield from _width_refusals(config, widths)
+
+
+def option_refusals(options: Sequence[GivenOption]) -> Iterator[str]:
+    """Yield a sentence for each option that no model can be served with."""
+    names = {option.name for option in options}
+    for name in _PARALLEL_OPTIONS:
+        if name in names:
+            yield parallel_refusal(name)
+    if is_on(options, "--enable-lora"):
+        yield LORA
+    if "--speculative-config" in names:
+        yield SPECULATION
+    if "--kv-transfer-config" in names:
+        yield KV_CONNECTORS
+    if (last_value(options, "--kv-cache-dtype") or "auto") not in KV_TYPES:
+        yield kv_type_refusal(last_value(options, "--kv-cache-dtype") or "")
+    if last_value(options, "--runner") == "pooling":
+        yield POOLING
+
+
+def _overrides(options: Sequence[GivenOption]) -> dict[str, Any]:
+    """Return what the user replaces in config.json; vLLM refuses anything but an object."""
+    try:
+        value = json.loads(last_value(options, "--hf-overrides") or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _architecture_refusals(
+    config: Mapping[str, Any], options: Sequence[GivenOption]
+) -> Iterator[str]:
+    names = config.get("architectures") or []
+    if config.get("is_encoder_decoder"):
+        yield ENCODERS
+    elif any(key in config for key in ("vision_config", "audio_config", "thinker_config")):
+        yield MULTIMODAL
+    elif names and not ARCHITECTURES.intersection(map(str, names)):
+        yield architecture_refusal(str(names[0]))
+    if _has_window(config) and not is_on(options, "--disable-sliding-window"):
+        yield SLIDING_WINDOW
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Return whether a layer attends to a window; Qwen's configurations may name an unused one."""
+    is_unused = str(config.get("model_type", "")).startswith("qwen")
+    if not config.get("use_sliding_window", not is_unused):
+        return False
+    return bool(config.get("sliding_window")) or "sliding_attention" in (
+        config.get("layer_types") or ()
+    )
+
+
+def _quantization_refusals(
+    config: Mapping[str, Any], options: Sequence[GivenOption], device: str
+) -> Iterator[str]:
+    stored = config.get("quantization_config") or config.get("compression_config") or {}
+    name = str(stored.get("quant_method") or last_value(options, "--quantization") or "")
+    if stored and not name and "config_groups" in stored:
+        name = "compressed-tensors"
+    if not name or name == "None":
+        return
+    if device == "cpu":
+        yield cpu_quantization_refusal(name)
+    elif name not in (*FP8_QUANTIZATIONS, *ONLINE_FP8):
+        yield packed_refusal(name)
+    elif stored.get("kv_cache_scheme"):
+        yield quantized_kv_refusal(name)
+    elif stored.get("weight_block_size") or not all(
+        _is_plain_fp8(group) for group in (stored.get("config_groups") or {}).values()
+    ):
+        yield other_scales_refusal(name)
+
+
+def _is_plain_fp8(group: Mapping[str, Any]) -> bool:
+    """Return whether a group of compressed-tensors is fp8 times fp8 with scales that are viewed."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not weights or not inputs:
+        return False
+    are_fp8 = all(
+        each.get("num_bits") == 8 and each.get("type") == "float" for each in (weights, inputs)
+    )
+    return are_fp8 and weights.get("strategy") in ("tensor", "channel")
+
+
+def _width_refusals(config: Mapping[str, Any], widths: Sequence[int]) -> Iterator[str]:
+    width = max(widths, default=1)
+    heads = config.get("num_attention_heads")
+    kv_heads = next((config[name] for name in _KV_HEADS if config.get(name)), None)
+    if isinstance(heads, int) and isinstance(kv_heads, int):
+        try:
+            HeadExchange(heads, kv_heads, width)
+        except ExchangeError as error:
+            yield f"{error} Use smaller --widths."
+    if (sentence := inner_refusal(config.get("intermediate_size"), width)) is not None:
+        yield sentence
+    experts = next((config[name] for name in _EXPERTS if config.get(name)), None)
+    if (sentence := experts_refusal(experts, width)) is not None:
+        yield sentence
+
+
+def inner_refusal(size: object, width: int) -> str | None:
+    """Return the sentence about an intermediate size that a width does not divide."""
+    if not isinstance(size, int) or size % width == 0:
+        return None
+    return f"width {width} does not divide the intermediate size {size}: use smaller --widths."
+
+
+def experts_refusal(count: object, width: int) -> str | None:
+    """Return the sentence about experts that a width does not divide."""
+    if not isinstance(count, int) or count % width == 0:
+        return None
+    return f"width {width} does not divide the model's {count} experts: use smaller --widths."

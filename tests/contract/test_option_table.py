@@ -1,0 +1,76 @@
+"""What is said of vLLM without importing it, against vLLM 0.32.0 itself."""
+
+import contextlib
+import io
+
+import pytest
+
+from coordinator.protocol.engine_options import TABLE, OptionError, read_options
+from coordinator.protocol.model_check import UTILIZATION
+from coordinator.protocol.model_support import ARCHITECTURES, KV_TYPES
+
+vllm = pytest.importorskip("vllm")
+
+SERVED_MODULES = frozenset({"llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"})
+"""Modules of vLLM's models whose layers ranks can view."""
+LINES = (
+    ["--max-model-len", "32k"],
+    ["--max_num_seqs=5", "-tp", "2"],
+    ["-O3"],
+    ["-O", "2"],
+    ["--served-model-name", "a", "b", "--enforce-eager"],
+    ["--compilation-config.mode", "0"],
+    ["-cc.mode=3"],
+    ["--seed", "-1"],
+    ["--gpu-memory-util", ".5"],
+    ["--no-enable-prefix-caching"],
+    ["--max-modle-len", "4"],
+    ["--max-num-s", "4"],
+    ["--max-num-seqs", "many"],
+    ["--kv-cache-dtype", "fp9"],
+    ["--enforce-eager=1"],
+    ["--dtype"],
+    ["--gpu-memory-utilization", "90%"],
+)
+
+
+def test_the_table_is_that_of_vllm_s_parser() -> None:
+    from tests.harness.vllm.option_table import text
+
+    assert TABLE.read_text() == text(), "python -m tests.harness.vllm.option_table writes it"
+
+
+@pytest.mark.parametrize("words", LINES, ids=" ".join)
+def test_lines_are_refused_where_vllm_refuses_them(words: list[str]) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    theirs = ours = True
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+        except SystemExit:
+            theirs = False
+    try:
+        read_options(words)
+    except OptionError:
+        ours = False
+    assert ours == theirs
+
+
+def test_the_architectures_are_those_of_the_served_modules() -> None:
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    served = {name for name, (module, _) in _TEXT_GENERATION_MODELS.items()
+              if module in SERVED_MODULES}  # fmt: skip
+    assert served == ARCHITECTURES
+
+
+def test_defaults_and_types_are_vllm_s() -> None:
+    from typing import get_args
+
+    from vllm.config import CacheConfig
+    from vllm.config.cache import CacheDType
+
+    assert CacheConfig.gpu_memory_utilization == UTILIZATION
+    assert set(KV_TYPES) < set(get_args(CacheDType))

@@ -1,0 +1,285 @@
+"""Mistakes that one can see at once are refused at once, in one sentence, without vLLM."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Mapping
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.cli.hardware import host_memory_bytes, read_gpus
+from coordinator.protocol.config import ConfigError, check_config
+from coordinator.protocol.model_check import Memory, check_model
+from coordinator.protocol.model_files import ask_nobody, find_model
+from worker.demo import MODEL_DIR
+
+LIMIT_S = 2.0
+FP8 = {"num_bits": 8, "type": "float"}
+
+
+def check(
+    model: Path | str,
+    *engine_args: str,
+    memory: Memory | None = None,
+    weights: bool = True,
+    **cell: Any,
+) -> None:
+    data = {"model": {"path": str(model), "engine_args": engine_args}, "cell": cell}
+    check_model(
+        check_config(data), {"HF_HOME": "/nowhere"}, memory=memory, weights=weights,
+        fetch=ask_nobody,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+
+
+def change(model: Path, **fields: Any) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_whole_model_is_served(model: Path) -> None:
+    check(model)
+    check(model, "--dtype", "float32", device="cuda", memory=Memory(80 * 2**30, "a GPU"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("/no/where", "/no/where is no folder"),
+        ("./model", "./model is no folder"),
+        ("a/b/c", "a/b/c is no folder"),
+        ("a b/c", "neither a folder nor a model's id"),
+        ("org/..", "neither a folder nor a model's id"),
+    ],
+)
+def test_a_wrong_path_or_id(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check(name)
+
+
+def hub_says(status: int, code: str) -> Any:
+    def fetch(url: str, _: Mapping[str, str]) -> bytes:
+        headers = Message()
+        headers["X-Error-Code"] = code
+        raise urllib.error.HTTPError(url, status, "no", headers, None)
+
+    return fetch
+
+
+def test_hugging_face_is_asked_for_an_id_that_is_not_in_the_cache(tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://hub", "HF_TOKEN": "t"}
+    asked: list[tuple[str, Mapping[str, str]]] = []
+
+    def fetch(url: str, headers: Mapping[str, str]) -> bytes:
+        asked.append((url, headers))
+        return b'{"architectures": ["FalconForCausalLM"]}'
+
+    config = check_config({"model": {"path": "org/name"}})
+    with pytest.raises(ConfigError, match="FalconForCausalLM cannot be served"):
+        check_model(config, environment, fetch=fetch)
+    assert asked == [
+        ("http://hub/org/name/resolve/main/config.json", {"Authorization": "Bearer t"})
+    ]
+    with pytest.raises(ConfigError, match="http://hub has no such model"):
+        check_model(config, environment, fetch=hub_says(401, "RepoNotFound"))
+    with pytest.raises(ConfigError, match="only to users who asked"):
+        check_model(config, environment, fetch=hub_says(403, "GatedRepo"))
+    # Without an answer that will stay as it is, vLLM decides.
+    check_model(config, environment, fetch=hub_says(404, "EntryNotFound"))
+    check_model(config, environment, fetch=hub_says(503, ""))
+    check_model(config, environment, fetch=ask_nobody)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids"):
+        check_model(config, {**environment, "HF_HUB_OFFLINE": "1"}, fetch=fetch)
+
+
+def test_a_model_in_the_cache_is_read_there(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    shutil.copytree(MODEL_DIR, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    files = find_model("org/name", {"HF_HOME": str(tmp_path)}, ask_nobody)
+    assert files.folder == snapshot
+    (snapshot / "model.safetensors").unlink()
+    config = check_config({"model": {"path": "org/name"}})
+    check_model(config, {"HF_HOME": str(tmp_path)}, fetch=ask_nobody)  # vLLM gets the rest.
+    with pytest.raises(ConfigError, match="has no weights"):
+        check_model(config, {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}, fetch=ask_nobody)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("config.json", "has no config.json"),
+        ("tokenizer*", "has no tokenizer"),
+        ("model.safetensors", "has no weights"),
+    ],
+)
+def test_a_missing_file(model: Path, name: str, sentence: str) -> None:
+    for path in model.glob(name):
+        path.unlink()
+    with pytest.raises(ConfigError, match=sentence):
+        check(model)
+    if "weights" in sentence:
+        check(model, weights=False)
+        check(model, "--load-format", "dummy")
+
+
+def test_weights_that_are_not_whole(model: Path) -> None:
+    file = model / "model.safetensors"
+    with file.open("r+b") as weights:
+        weights.truncate(file.stat().st_size - 1)
+    with pytest.raises(ConfigError, match="is cut short, 9480647 of 9480648 bytes"):
+        check(model)
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ConfigError, match="git lfs pull"):
+        check(model)
+    file.write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        check(model)
+    names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ConfigError, match=r"lacks 2 of the 2 files .* such as model-1.safetensors"):
+        check(model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM cannot be served"),
+        ({"architectures": ["X"], "vision_config": {}}, "multimodal models cannot be served"),
+        ({"is_encoder_decoder": True}, "encoder-decoder models"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding windows"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq', whose packed weights"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1]}}, "block sc"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": FP8}},
+            "quantized KV cache",
+        ),
+        (
+            {"quantization_config": {"config_groups": {"0": {"weights": {"num_bits": 4}}}}},
+            "with other weights than fp8",
+        ),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, "does not divide the model's 9"),
+        ({"intermediate_size": 705}, "intermediate size 705"),
+        ({"num_local_experts": 7}, "7 experts"),
+    ],
+)
+def test_a_model_that_ranks_refuse(model: Path, fields: dict[str, Any], sentence: str) -> None:
+    change(model, **fields)
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        check(model, device="cuda")
+    assert str(refused.value).count(str(model)) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False},
+        {"model_type": "qwen3", "sliding_window": 32768},
+        {"sliding_window": None},
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "0": {
+                        "weights": {**FP8, "strategy": "channel"},
+                        "input_activations": {**FP8, "strategy": "token"},
+                    }
+                },
+            }
+        },
+    ],
+)
+def test_a_model_that_ranks_serve(model: Path, fields: dict[str, Any]) -> None:
+    change(model, **fields)
+    check(model, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--max-modle-len", "1"], "no option --max-modle-len; did you mean --max-model-len?"),
+        (["--max-num-seqs", "many"], "--max-num-seqs takes a whole number, not 'many'"),
+        (["--dtype", "int8"], "--dtype cannot be 'int8': use one of auto, "),
+        (["stray"], "'stray' is no option"),
+        (["--kv-cache-dtype", "fp8"], "KV cache type 'fp8' cannot be served"),
+        (["--enable-lora"], "LoRA adapters cannot be served"),
+        (["--speculative-config", "{}"], "speculative decoding cannot be served"),
+        (["-tp", "2"], "leave out --tensor-parallel-size"),
+        (["--api-key", "k"], "--api-key is not offered: set gateway.keys_file"),
+        (["--quantization", "fp8"], "quantization 'fp8' on CPU"),
+    ],
+)
+def test_an_option_that_cannot_be(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(MODEL_DIR, *words)
+    assert sentence in str(refused.value)
+
+
+def test_weights_that_exceed_the_memory() -> None:
+    size = (MODEL_DIR / "model.safetensors").stat().st_size
+    check(MODEL_DIR, memory=Memory(2 * size, "this machine"))
+    with pytest.raises(ConfigError, match=r"in 2 ranks, but this machine has .* use --ranks 1"):
+        check(MODEL_DIR, memory=Memory(2 * size - 1, "this machine"))
+    with pytest.raises(ConfigError, match=r"in a device, but its GPU has .* use --weight-parts 2"):
+        check(MODEL_DIR, device="cuda", memory=Memory(size, "its GPU"))
+    options = ("--gpu-memory-utilization", "1")
+    check(MODEL_DIR, *options, device="cuda", memory=Memory(size, "its GPU"))
+    with pytest.raises(ConfigError, match="larger devices"):
+        check(MODEL_DIR, *options, device="cuda", memory=Memory(size // 9, "its GPU"))
+
+
+def test_gpus_are_read_with_their_memory() -> None:
+    listing = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA GB10, [N/A]\n\n"
+    assert read_gpus(listing) == (("NVIDIA H100 80GB HBM3", 81559 * 2**20), ("NVIDIA GB10", 0))
+    assert host_memory_bytes() > 2**28
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["up", "--model", "/no/where"], "/no/where is no folder: check the path."),
+        (["up", "--keys", "/no/keys"], "cannot read the keys in /no/keys"),
+        (["up", "--", "--enable-lora"], "LoRA adapters cannot be served yet"),
+    ],
+)
+def test_the_command_refuses_within_two_seconds(words: list[str], sentence: str) -> None:
+    started = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-m", "coordinator.cli", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    took_s = time.monotonic() - started
+    assert ran.returncode == 2
+    assert sentence in ran.stderr.splitlines()[-1]
+    assert took_s < LIMIT_S
+
+
+def test_doctor_judges_a_model_without_an_engine(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    assert main(["doctor", "--model", str(model), "--device", "cpu"]) == 0
+    assert "LlamaForCausalLM, for 2 cpu ranks" in capsys.readouterr().out
+    change(model, architectures=["GptOssForCausalLM"])
+    assert main(["doctor", "--model", str(model), "--device", "cpu"]) == 1
+    assert "GptOssForCausalLM cannot be served yet" in capsys.readouterr().out
+    assert main(["doctor", "--model", str(MODEL_DIR), "--", "--max-modle-len", "1"]) == 1
+    assert "did you mean --max-model-len?" in capsys.readouterr().out
+    assert time.monotonic() - started < 3 * LIMIT_S

@@ -1,0 +1,165 @@
+"""What users of `vllm serve` type, and what becomes of it."""
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import main
+from coordinator.cli.arguments import parse_arguments
+from coordinator.cli.errors import CliError
+from coordinator.cli.launch import Machine, build_config
+from coordinator.cli.up import write_keys
+from coordinator.protocol.config import Config
+from coordinator.protocol.keys import hash_of, load_keys
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+def build(*words: str, gpus: int = 0) -> Config:
+    machine = Machine(gpus, (20_001, 20_002, 20_003, 20_004), "/tmp/run", "/tmp/state")
+    return build_config(parse_arguments(["serve", *words]), machine)
+
+
+def test_a_model_and_bare_options() -> None:
+    config = build("meta-llama/X", "--max-model-len", "32k", "--port", "9000", "--enforce-eager")
+    assert config.model.path == "meta-llama/X"
+    assert config.served_model_names == ("meta-llama/X",)
+    assert config.model.engine_args == ("--max-model-len", "32k", "--enforce-eager")
+    assert (config.gateway.host, config.gateway.port) == ("127.0.0.1", 9000)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--dtype", "float16", "org/m", "--seed=3"],
+        ["--model", "org/m", "--dtype", "float16", "--seed=3"],
+        ["org/m", "--", "--dtype", "float16", "--seed=3"],
+    ],
+)
+def test_a_model_may_stand_anywhere(words: list[str]) -> None:
+    config = build(*words)
+    assert config.model.path == "org/m"
+    assert config.model.engine_args == ("--dtype", "float16", "--seed=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "layout"),
+    [
+        (["-tp", "2"], 2, "tp2"),
+        (["-tp", "2", "-dp", "2"], 4, "tp2+tp2"),
+        (["--tensor_parallel_size=4"], 4, "tp4"),
+        (["--data-parallel-size", "4"], 4, "dp4"),
+        (["-tp", "2", "--ranks", "8"], 8, "tp2+tp2+tp2+tp2"),
+        (["-tp", "2", "--layout", "dp2"], 2, "dp2"),
+        (["-tp", "1", "-pp", "1"], 1, "dp1"),
+        ([], 8, "dp8"),
+    ],
+)
+def test_parallel_sizes_become_ranks_and_layout(words: list[str], ranks: int, layout: str) -> None:
+    config = build("m", *words, gpus=8)
+    assert (config.cell.ranks, config.cell.layout) == (ranks, layout)
+    assert config.model.engine_args == ()
+
+
+def test_several_names_and_own_options() -> None:
+    config = build(
+        *("--served-model-name", "a", "b", "a", "--weight-parts", "2", "-tp", "2", "/models/x"),
+        *("--policy", "fixed", "-asc", "1", "--enable-expert-parallel"),
+    )
+    assert config.served_model_names == ("a", "b")
+    assert config.cell.weight_parts == 2
+    assert config.model.engine_args == ()
+    assert build("/models/x").served_model_names == ("/models/x",)
+
+
+def test_up_serves_an_id_as_it_is() -> None:
+    for path, name in (
+        ("meta-llama/X", "meta-llama/X"),
+        ("X", "X"),
+        ("/models/X/", "X"),
+        ("./models/X", "X"),
+        ("a/b/X", "X"),
+    ):
+        assert Config.model_validate({"model": {"path": path}}).served_model_name == name
+
+
+def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_arguments(["serve", "m", "--api-key", "k", "l"]).api_keys == ("k", "l")
+    assert parse_arguments(["serve", "m"]).api_keys == ()
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert parse_arguments(["serve", "m"]).api_keys == ("theirs",)
+    assert parse_arguments(["serve", "m", "--api-key", "k"]).api_keys == ("k",)
+    assert parse_arguments(["serve", "m", "--keys", "f"]).api_keys == ()
+    file = write_keys(tmp_path / "keys.yaml", ("k", "k", "ключ"))
+    assert set(load_keys(file)) == {hash_of("k"), hash_of("ключ")}
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "- hash: sha256" in file.read_text()
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: org/m\ntensor-parallel-size: 2\nmax-num-seqs: 8\nserved-model-name: [a, b]\n"
+        "enable-auto-tool-choice: true\nenforce-eager: false\n"
+    )
+    config = build("--config", str(file), "--max-num-seqs", "9")
+    assert (config.model.path, config.cell.layout) == ("org/m", "tp2")
+    assert config.served_model_names == ("a", "b")
+    assert config.model.engine_args == (
+        *("--max-num-seqs", "8", "--enable-auto-tool-choice", "--max-num-seqs", "9"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "name the model: aileron serve MODEL"),
+        (["m", "n"], "'n' is no option: name one model"),
+        (["m", "--max-modle-len", "3"], "no option --max-modle-len; did you mean --max-model-len?"),
+        (["m", "--rank", "3"], "no option --rank; did you mean --ranks?"),
+        (["m", "-tp", "3"], "a power of two"),
+        (["m", "-tp", "two"], "--tensor-parallel-size takes a whole number"),
+        (["m", "-tp", "0"], "use 1 or more"),
+        (["m", "-pp", "2"], "pipeline parallelism cannot be served yet"),
+        (["m", "-tp", "2", "--ranks", "3"], "--ranks 3 are not"),
+        (["m", "-tp", "2", "-dp", "2", "--ranks", "8"], "--ranks 8 are not 2 groups of 2"),
+        (["m", "--api-key", ""], "--api-key is empty"),
+        (["m", "--api-key", "k", "--keys", "f"], "exclude each other"),
+        (["m", "--host", "0.0.0.0"], "gateway.keys_file"),
+        (["m", "--config", "/no/file"], "cannot read /no/file"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(words: list[str], sentence: str) -> None:
+    with pytest.raises(CliError) as refused:
+        build(*words)
+    assert refused.value.status == 2
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["up", "--max-model-len", "9"], "put it after --, or use `aileron serve`"),
+        (["up", "--enforce-eager"], "put it after --, or use `aileron serve`"),
+        (["up", "--modle", "x"], "no option --modle; did you mean --model?"),
+        (["status", "--jsn"], "did you mean --json? See `aileron status --help`."),
+        (["up", "stray"], "'stray' is no option of `aileron up`"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest_one(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_help_names_what_vllm_s_options_become(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert "aileron serve MODEL" in said
+    assert "--weight-parts" in said
