@@ -246,6 +246,21 @@ async def test_errors_have_one_shape(
     assert error_of(answer)["code"] == code
 
 
+async def test_refused_methods_come_with_the_allowed_ones(cell: Cell) -> None:
+    for path, allowed in (("/admin/renew", "POST"), ("/admin/status", "GET"), ("/", "GET")):
+        answer = await cell.http.request("PUT", path)
+        assert answer.status_code == 405
+        assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/admin/layout", "/admin/status", "/"])
+async def test_head_is_get(cell: Cell, path: str) -> None:
+    """The server in front drops the body."""
+    answer = await cell.http.head(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == (await cell.http.get(path)).headers["content-type"]
+
+
 async def test_bodies_are_checked_before_they_are_read(cell: Cell) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"

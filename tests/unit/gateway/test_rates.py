@@ -74,14 +74,27 @@ async def test_tokens_are_charged_before_and_after(limits: RateLimits) -> None:
     assert isinstance(await limits.admit(mine, 1, WaitBudget()), ApiError)
 
 
+async def test_a_request_that_never_fits_is_not_to_be_retried(limits: RateLimits) -> None:
+    refused = await limits.admit(key(tokens=100), 101, WaitBudget())
+    assert isinstance(refused, ApiError)
+    assert (refused.status, refused.code) == (413, "request_too_large")
+    assert "101 tokens" in refused.message
+    assert "100 tokens per minute" in refused.message
+    headers = dict(refused.headers())
+    assert headers[b"x-should-retry"] == b"false"
+    assert b"retry-after" not in headers
+    assert isinstance(await limits.admit(key(tokens=100), 100, WaitBudget()), list)
+
+
 async def test_a_request_that_one_limit_refuses_costs_nothing_of_the_other(
     limits: RateLimits,
 ) -> None:
     mine = key(requests=10, tokens=100)
+    assert isinstance(await limits.admit(mine, 90, WaitBudget()), list)
     for _ in range(5):
-        assert isinstance(await limits.admit(mine, 101, WaitBudget()), ApiError)
+        assert isinstance(await limits.admit(mine, 11, WaitBudget()), ApiError)
     headers = await limits.admit(mine, 1, WaitBudget())
-    assert dict(headers)[b"x-ratelimit-remaining-requests"] == b"9"  # type: ignore[arg-type]
+    assert dict(headers)[b"x-ratelimit-remaining-requests"] == b"8"  # type: ignore[arg-type]
 
 
 async def test_gateways_count_together(fresh_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
