@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from comm_pool.layout import Layout, LayoutError, Rank, format_layout, parse_layout
 from comm_pool.plan import communicator_plan
@@ -308,6 +309,17 @@ async def _on_validation_error(_: Request, error: Exception) -> JSONResponse:
     return error_answer(400, "invalid_value", f"{where}: {first['msg']}.", where)
 
 
+def _allowed_methods(request: Request) -> list[str]:
+    """Return the methods of all routes at a request's path."""
+    methods = {
+        method
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods
+    }
+    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+
+
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
@@ -315,6 +327,6 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
         return error_answer(404, "unknown_url", text)
     if error.status_code == 405:
         answer = error_answer(405, "method_not_allowed", f"{request.method} is not allowed here.")
-        answer.headers.update(error.headers or {})
+        answer.headers["Allow"] = ", ".join(_allowed_methods(request))
         return answer
     return error_answer(error.status_code, "invalid_request", str(error.detail))
