@@ -5,7 +5,7 @@ own. The coordinator adds the model and engine labels again.
 
 Values are read where prometheus_client stores them: its public `collect` takes 3 ms of the event
 loop, most of it for text and for metrics of the process, and this takes 0.2 ms. The contract test
-is `tests/unit/gateway/test_measuring.py`.
+is `tests/unit/gateway/test_meter.py`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -82,7 +82,7 @@ FAULTS = {
         "coordinator/telemetry/metrics_aggregator.py",
         "self.tally.add(measure, series.labels, series.value - value, grown)",
         "self.tally.add(measure, series.labels, series.value, grown)",
-        ("tests/unit/coordinator/test_gathered.py",),
+        ("tests/unit/coordinator/test_metrics_aggregator.py",),
     ),
     "chart value": Fault(
         "helm/templates/gateway.yaml",
